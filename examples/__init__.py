@@ -1,1 +1,1 @@
-"""What users write on top of Tidegate: tasks, models, trainers."""
+"""Example tasks, models and trainers on top of Tidegate, to run and to copy from."""

@@ -1,12 +1,12 @@
-"""Do agents learn from asynchronous rollouts? One with a tool, and one that plays a game.
+"""Agent demo: trains an agent with a tool, and one that plays a game, with asynchronous rollouts.
 
     python -m examples.agent_demo                     # both, one after the other
     python -m examples.agent_demo --task tool         # or lake
     python -m examples.agent_demo --model PATH        # any directory with a chat template
 
-Each task gets a small model, warmed up; is measured, trained and measured again; then every token
-of the run is audited. The loop is in ``grpo.py``, the tasks are in ``tool_agent.py`` and
-``frozen_lake.py``.
+Each task gets a small, warmed-up model, which is evaluated, trained and evaluated again; then every
+token of the run is audited. The training loop is in ``grpo.py``, the tasks are in ``tool_agent.py``
+and ``frozen_lake.py``.
 """
 
 import argparse
@@ -38,27 +38,29 @@ from tidegate.orchestrator.episodes.runner import EpisodeFunction
 HELD_OUT_SEED = 11
 ENGINES = 2
 SLOTS = 8
-"""Few, so that rollouts are spread over time and updates find many of them under way."""
+"""Decode slots per engine; few, so that rollouts spread over time and updates find many in
+flight."""
 MAX_STALENESS = 2
 GROUP_SIZE = 8
 LEARNING_RATE = 3e-4
 
 WORKER_BYTES = 1 << 30
-"""Address space of a process with tools or lakes: Python, numpy and gymnasium take half of it."""
+"""Address-space limit of an environment worker: Python, numpy and gymnasium take half of it."""
 CALL_TIMEOUT_S = 30.0
-"""A call takes a millisecond; a machine with much else to do may stop for seconds."""
+"""Timeout of an environment call. A call takes a millisecond, but a busy machine may stall for
+seconds."""
 
 Counts = Callable[[], dict[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """Something to learn."""
+    """A task to train on: its model recipe, its task iterator, and its episode."""
 
     recipe: Recipe
     tasks: Callable[[Split, int], Iterator[Any]]
     player: Callable[[tidegate.EnvironmentPool], Awaitable[tuple[EpisodeFunction, Counts]]]
-    """An episode function that uses the pool, and what it has counted."""
+    """Creates the episode function on a pool, and a function that returns its counters."""
 
 
 async def _tool_agent(pool: tidegate.EnvironmentPool) -> tuple[EpisodeFunction, Counts]:
@@ -79,7 +81,7 @@ SUBJECTS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train agents with asynchronous rollouts.")
     add = parser.add_argument
     add("--task", choices=(*SUBJECTS, "both"), default="both")
@@ -94,7 +96,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def train(name: str, options: argparse.Namespace, run_directory: Path) -> dict[str, int]:
-    """Measure, train, measure again; returns what was counted."""
+    """Evaluate, train and evaluate again; return the episode's counters."""
     subject = SUBJECTS[name]
     model, warm_up = find_model(name, options)
     held_out = list(itertools.islice(subject.tasks("held_out", HELD_OUT_SEED), options.held_out))
@@ -131,7 +133,8 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
 
 
 def find_model(name: str, options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
-    """The directory given, or the task's small model, made now or found from last time."""
+    """Return the given model directory, or the task's small model, created or reused from the last
+    run."""
     if options.model is not None:
         return options.model, None
     path = options.runs / f"model-{name}-{options.seed}"
@@ -149,7 +152,7 @@ def find_model(name: str, options: argparse.Namespace) -> tuple[Path, dict[str, 
 
 
 def crossed(rollout: RecordedRollout) -> bool:
-    """Whether new weights came between two of its turns, or in a later one than its first."""
+    """Return whether any later turn of a rollout used a weight version that its first did not."""
     first = {span.version for span in rollout.turns[0].spans} if rollout.turns else set()
     later = {span.version for turn in rollout.turns[1:] for span in turn.spans}
     return bool(later - first)
@@ -158,7 +161,7 @@ def crossed(rollout: RecordedRollout) -> bool:
 def summary(
     name: str, facts: Facts, audit: AuditReport, counts: dict[str, int], trained: list[bool]
 ) -> list[str]:
-    """A run in a few lines; ``trained``: of each trained rollout, whether updates crossed turns."""
+    """Summarise a run in a few lines; ``trained`` holds :func:`crossed` of each trained rollout."""
     return [
         f"{name}: reward {facts.reward_before or 0:.3f} -> {facts.reward_after or 0:.3f} on "
         f"held-out tasks, {facts.versions} versions in {facts.wall_s:.0f} s",
@@ -173,7 +176,7 @@ def summary(
 
 
 def run(name: str, options: argparse.Namespace, run_directory: Path) -> tuple[list[str], bool]:
-    """Train and audit; the summary, and whether the audit agrees."""
+    """Train and audit; return the summary, and whether the audit agrees."""
     counts = asyncio.run(train(name, options, run_directory))
     audit = audit_run(run_directory)
     write_audit(run_directory, audit)
@@ -184,7 +187,7 @@ def run(name: str, options: argparse.Namespace, run_directory: Path) -> tuple[li
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; 1 if an audit disagrees, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run the demo; exit status 1 if an audit disagrees, 2 for a user error, 130 for Ctrl-C."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)

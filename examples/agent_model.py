@@ -1,7 +1,7 @@
-"""Which model do the demo's agents use? The tiny one, with tokens and a chat template for tools.
+"""Tokenizer and chat template of the agent demo's tiny model.
 
-Words that no agent can vary are a token each, all else is characters. What the template writes for
-a conversation only ever grows, and a tool call reads as Qwen's. It knows no task but by its words.
+Fixed phrases are one token each, everything else is characters. The template's output only ever
+grows as a conversation continues, and tool calls are in Qwen's format.
 """
 
 import string
@@ -35,9 +35,9 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<assistant>" }}{% endif %}
 """
-"""``arguments`` come as an object, as templates are given them."""
+"""Jinja chat template. Tool-call ``arguments`` are an object, as templates expect."""
 
 
 def agent_tokenizer() -> Tokenizer:
-    """Characters and phrases."""
+    """Return the tokenizer of characters and fixed phrases."""
     return character_tokenizer([*SPECIAL, *PHRASES, *CHARACTERS], special=SPECIAL, phrases=PHRASES)

@@ -1,7 +1,6 @@
-"""What may the demo's agent call? A calculator; a pool of processes runs it.
+"""The agent demo's tool, a calculator, which environment worker processes import and run.
 
-It knows nothing of models. A process imports this file and no more, so that it is small and starts
-at once.
+It imports nothing but the standard library, so that a worker is small and starts at once.
 """
 
 import re

@@ -8,13 +8,13 @@
     python -m examples.async_grpo --mode async --dashboard 127.0.0.1:0  # in the browser
     python -m examples.async_grpo --model PATH             # any Qwen2, Qwen3 or Llama directory
 
-The loop is in ``grpo.py``: batches come in, weights go out, and the engines go on generating
-meanwhile. The task is in ``calculator.py``, the small model in ``tiny_model.py``, the table that
+The loop is in ``grpo.py``: it takes batches and publishes weights while the engines keep
+generating. The task is in ``calculator.py``, the small model in ``tiny_model.py``, the table that
 compares the modes in ``compare_modes.py``.
 
-Engines compute every token, but no step of theirs takes less than ``--step-time-s``: that is the
-pace of a large model on an accelerator. At a CPU's own pace a model of 0.3 million parameters
-generates about as fast as it is trained, and engines and trainer compete for its cores.
+Engines compute every token, but no step takes less than ``--step-time-s``, which is the pace of a
+large model on an accelerator. Without pacing, a CPU generates with a model of 0.3 million
+parameters about as fast as it trains it, and engines and trainer compete for its cores.
 """
 
 import argparse
@@ -37,20 +37,21 @@ from tidegate.observability.comparison_picture import draw_comparison
 from tidegate.observability.report import write_report
 
 MODES = {"sync": 0, "one-step": 1, "async": 2}
-"""Mode -> how many versions old a trained token may be."""
+"""Staleness bound of each mode, in weight versions."""
 
 TASKS = {"long-tail": long_tailed_tasks, "short": tasks}
 
 STEP_TIME_S = 0.02
-"""Of paced engines: 50 tokens per second and turn, a common speed of large models on accelerators.
-A batch takes two or three seconds then, and its training step less than half a second."""
+"""Minimum step time of paced engines: 50 tokens per second and turn, a common speed of large models
+on accelerators. A batch then takes two or three seconds, and its training step less than half a
+second."""
 
 TARGET_REWARD = 0.75
-"""Reward whose time the comparison shows: most of the way from .3 to what is reached at the
-end, where reward rises too fast for one batch of hard sums to move the time by much."""
+"""Reward whose time the comparison shows: most of the way from .3 to the final reward, where it
+rises too fast for one batch of hard sums to move the time by much."""
 
 LATEST = "latest"
-"""Link to the directory of the newest comparison, beside the runs."""
+"""Name of the link to the newest comparison's directory, beside the runs."""
 
 HELD_OUT_SEED = 11
 GROUPS_PER_BATCH = 16
@@ -58,7 +59,7 @@ GROUP_SIZE = 8
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train with asynchronous rollouts, and report.")
     add = parser.add_argument
     add("--model", type=Path, help="Hugging Face directory; left out, a small one is made")
@@ -90,7 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
-    """Measure, train, measure again; everything is recorded in ``run_directory``."""
+    """Evaluate, train and evaluate again; everything is recorded in ``run_directory``."""
     model_path, warm_up = find_model(options)
     make_tasks = TASKS[options.task]
     held_out = list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), options.held_out))
@@ -139,7 +140,7 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
 
 
 def find_model(options: argparse.Namespace) -> tuple[Path, dict[str, object] | None]:
-    """The directory given, or the small model, made now or found from last time."""
+    """Return the given model directory, or the small model, created or reused from the last run."""
     if options.model is not None:
         return options.model, None
     path = options.runs / f"model-{options.seed}"
@@ -181,7 +182,7 @@ def compare(options: argparse.Namespace, directory: Path) -> None:
 
 
 def point_latest_to(directory: Path) -> None:
-    """Make the link beside ``directory`` lead to it; what is no link there is left alone."""
+    """Point the ``latest`` link at ``directory``; leave anything that is not a link alone."""
     link = directory.parent / LATEST
     if link.is_symlink():
         link.unlink()
@@ -190,7 +191,7 @@ def point_latest_to(directory: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the exit status is 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run the demo; exit status 2 for a user error, 130 for Ctrl-C."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     now = time.strftime("%Y%m%d-%H%M%S")

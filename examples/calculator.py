@@ -1,9 +1,11 @@
-"""The demo's task: sums, with a calculator that answers between turns.
+"""Calculator task of the demo: sums to solve over several turns with a calculator tool.
 
-Tasks, a tool, a grader and an episode that joins them; nothing here depends on engines or training.
+Defines tasks, the tool, a grader and the episode; none of them depends on engines or training.
+
 For ``3 + 9 - 4`` the policy writes an answer (``8``) or a call (``?3+9``). The calculator takes two
-operands. It answers with their value and how the sum goes on (``>12-4``), and the policy writes the
-next call (``?12-4``) or, once the sum is over (``>8``), its answer. So n terms take n turns.
+operands. It replies with their value and the rest of the sum's next term (``>12-4``), and the
+policy writes the next call (``?12-4``) or, once the sum is complete (``>8``), its answer. So n
+terms take n turns.
 """
 
 import hashlib
@@ -17,18 +19,19 @@ from typing import Any, Literal, Protocol
 import reasoning_gym
 
 ACTIONS_SPARE = 1
-"""Actions beyond those that solve a sum, one for each of its terms: room for a mistake."""
+"""Actions allowed beyond the one per term that solves a sum: room for a mistake."""
 ACTION_TOKENS_MAX = 9
-"""The longest useful action, such as ``?-162-9``, takes 8 with its end token."""
+"""Token limit of an action. The longest useful one, such as ``?-162-9``, takes 8 with its end
+token."""
 
 TERMS_MAX = 16
-"""Most terms of a long-tailed sum: 16 turns, and less than 300 tokens of context."""
+"""Maximum terms of a long-tailed sum: 16 turns, and less than 300 tokens of context."""
 TERMS_LOG_MEAN, TERMS_LOG_DEVIATION = 1.0, 0.9
-"""Of the log-normal distribution that long-tailed sums draw their terms from. Half of all sums have
-two terms, one in 14 has ten or more; the longest of a batch of 16 has three times the mean."""
+"""Parameters of the log-normal distribution of long-tailed sums' terms. Half of all sums have two
+terms, one in 14 has ten or more; the longest of a batch of 16 has three times the mean."""
 
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
-"""How every question begins, word for word; the tiny model has one token for it."""
+"""Fixed beginning of every question; the tiny model has one token for it."""
 
 Split = Literal["train", "held_out"]
 
@@ -37,24 +40,24 @@ _CALL = re.compile(r"\?(-?[0-9]{1,4})([+-])([0-9]{1,4})")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One sum to work out."""
+    """One sum to solve."""
 
     question: str
     expression: str
-    """The sum alone, terms and operators with a space between: ``3 + 9 - 4``."""
+    """The sum alone, terms and operators separated by spaces: ``3 + 9 - 4``."""
     entry: dict[str, Any]
-    """What the library made, which its grader wants back."""
+    """reasoning_gym's dataset entry, which its grader needs."""
 
     @property
     def answer(self) -> str:
-        """The right answer, for demonstrations; grading is :func:`grade`'s business."""
+        """The right answer, for demonstrations; :func:`grade` does the grading."""
         return str(self.entry["answer"])
 
     @property
     def continuations(self) -> list[str]:
-        """What the calculator adds to its answers, in order: ``-4`` for ``3 + 9 - 4``.
+        """Terms that the calculator appends to its answers, in order: ``-4`` for ``3 + 9 - 4``.
 
-        The last answer of a sum gets nothing, so there is one for each term but the first two.
+        One for each term but the first two; the sum's last answer gets nothing appended.
         """
         _, _, _, *rest = self.expression.split()
         pairs = zip(rest[::2], rest[1::2], strict=True)
@@ -62,25 +65,25 @@ class Task:
 
 
 class FinishedTurn(Protocol):
-    """What a generation call gives back, as far as this task cares."""
+    """The part of ``tidegate.GeneratedTurn`` that this task uses."""
 
     @property
     def text(self) -> str:
-        """The tokens decoded, special ones left out."""
+        """The turn's decoded text, without special tokens."""
 
 
 class Episode(Protocol):
     """The part of ``tidegate.Episode`` that this task uses."""
 
     def append(self, text_or_ids: str) -> None:
-        """Add given text to what the model reads."""
+        """Append text to the context."""
 
     async def generate(self, *, max_tokens: int) -> FinishedTurn:
-        """Let the model go on until its end token, or the limit."""
+        """Generate until the end token or the limit."""
 
 
 async def solve(episode: Episode, task: Task) -> float:
-    """Play one episode; 1.0 for a right answer, 0.0 for a wrong one or for too many calls."""
+    """Play one episode; return 1.0 for a right answer, 0.0 for a wrong one or too many calls."""
     episode.append(task.question)
     calculator = Calculator(task)
     actions_max = len(task.continuations) + 2 + ACTIONS_SPARE
@@ -94,7 +97,7 @@ async def solve(episode: Episode, task: Task) -> float:
 
 
 class Calculator:
-    """Answers the calls of one episode, and reads the sum along with them."""
+    """Answers the calls of one episode, and tracks the remaining terms of the sum."""
 
     def __init__(self, task: Task) -> None:
         self._continuations = iter(task.continuations)
@@ -110,14 +113,14 @@ class Calculator:
 
 
 def grade(text: str, task: Task) -> float:
-    """1.0 if the library's grader takes ``text`` as fully right, otherwise 0.0."""
+    """Return 1.0 if reasoning_gym's grader accepts ``text`` as fully right, otherwise 0.0."""
     return float(_dataset(2, 3).score_answer(text, task.entry) >= 0.999)
 
 
 def tasks(split: Split, seed: int) -> Iterator[Task]:
-    """Sums of two or three terms, endless; the same ones in the same order for the same seed.
+    """Yield sums of two or three terms, endlessly and deterministically for a seed.
 
-    There are about 4,200 distinct sums, so they come again. A sum belongs to one split for ever.
+    There are about 4,200 distinct sums, so they repeat. Each sum belongs to one split only.
     """
     numbers = random.Random(seed)
     while True:
@@ -125,9 +128,9 @@ def tasks(split: Split, seed: int) -> Iterator[Task]:
 
 
 def long_tailed_tasks(split: Split, seed: int, *, terms_max: int = TERMS_MAX) -> Iterator[Task]:
-    """Sums of mostly few terms and sometimes many, so rollouts differ in length by up to ten times.
+    """Yield sums of mostly few and sometimes many terms: rollouts differ up to tenfold in length.
 
-    Endless, and the same for the same seed, as :func:`tasks`.
+    Endless and deterministic for a seed, as :func:`tasks`.
     """
     numbers = random.Random(seed)
     while True:
@@ -146,13 +149,14 @@ def _draw(dataset: Any, split: Split, numbers: random.Random) -> Task:
 
 
 def _is_held_out(expression: str) -> bool:
-    """Whether it is among the fifth of all sums that nothing is ever trained on."""
+    """Return whether the sum is in the held-out fifth of all sums."""
     return hashlib.md5(expression.encode(), usedforsecurity=False).digest()[0] % 5 == 0
 
 
 @cache
 def _dataset(terms_min: int, terms_max: int) -> Any:
-    """The library makes entry i from ``seed + i`` when asked, so the size costs nothing."""
+    """Return reasoning_gym's lazy dataset; entry i is generated from ``seed + i``, so size is
+    free."""
     return reasoning_gym.create_dataset(
         "chain_sum",
         min_terms=terms_min,

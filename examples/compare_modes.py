@@ -1,7 +1,7 @@
 """Text comparison of training runs that differ in their staleness bound.
 
-Called by ``async_grpo`` once it has trained in every mode. Figures are those of the runs'
-directories, as ``tidegate compare`` reads them; the first run is what the others are divided by.
+``async_grpo`` calls it once it has trained in every mode. Figures come from the runs' directories,
+as in ``tidegate compare``; ratios are relative to the first run.
 """
 
 import statistics
@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from tidegate.observability.comparison import ComparedRun
 
 BATCHES_SMOOTHED = 3
-"""Batches whose mean is the reward at one time: the mean of a single batch of 128 rollouts of 16
-tasks varies by .04."""
+"""Number of batches averaged into the reward at one time: the mean reward of a single batch of 128
+rollouts of 16 tasks varies by .04."""
 TIMES_SHOWN = 8
-"""Rows of reward over time; the slowest run spans them."""
+"""Number of rows of reward over time; the slowest run spans them."""
 CELL_WIDTH = 10
 LABEL_WIDTH = 46
 
@@ -21,7 +21,7 @@ Point = tuple[float, float]
 
 
 def reward_over_time(run: ComparedRun) -> list[Point]:
-    """(seconds, reward) as each batch came: seconds from the first request for a batch on, reward
+    """Return (seconds, reward) per batch: seconds since the first request for a batch, reward
     averaged over the latest batches."""
     rows = [row for row in run.metrics if row.get("reward") is not None]
     rewards = [row["reward"] for row in rows]
@@ -33,17 +33,17 @@ def reward_over_time(run: ComparedRun) -> list[Point]:
 
 
 def seconds_to_reward(run: ComparedRun, reward: float) -> float | None:
-    """When the reward over time first was this high; None if it never was."""
+    """Return when the reward over time first reached this value; None if it never did."""
     return next((at_s for at_s, seen in reward_over_time(run) if seen >= reward), None)
 
 
 def comparison_text(runs: Sequence[ComparedRun], *, target: float, slots: int) -> list[str]:
-    """Lines of a table with one column per run.
+    """Return the lines of a table with one column per run.
 
     Args:
-        runs: the first is what the others' times are compared with.
+        runs: the first is the baseline of the others' times.
         target: reward whose time is shown.
-        slots: turns that all engines of a run together can decode at once.
+        slots: decode slots of all engines of a run together.
     """
     facts = [run.facts for run in runs]
     to_target = [seconds_to_reward(run, target) for run in runs]
@@ -89,7 +89,7 @@ def _time_rows(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _at(curve: Sequence[Point], at_s: float, end_s: float) -> str:
-    """The last reward of a curve by this time."""
+    """Return the last reward of a curve by this time, as text."""
     seen = [reward for when_s, reward in curve if when_s <= at_s]
     if not seen:
         return "-"

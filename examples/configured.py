@@ -1,6 +1,6 @@
-"""The trainer that examples/run.toml names: GRPO as in grpo.py, with arguments from the file.
+"""Trainer for ``tidegate run``, named by examples/run.toml: GRPO as in grpo.py, with its arguments.
 
-`tidegate run` gives it a started run, tasks and an episode.
+`tidegate run` calls :func:`train` with a started run, tasks and an episode.
 """
 
 import itertools
@@ -26,7 +26,7 @@ async def train(
     held_out: int,
     learning_rate: float = 3e-4,
 ) -> dict[str, float]:
-    """Measure, train, measure again; what is returned goes into the run's record."""
+    """Evaluate, train and evaluate again; the returned figures go into the run's record."""
     torch.set_num_threads(1)
     settings = rollouts.settings
     gain = await learn(

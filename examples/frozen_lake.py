@@ -1,9 +1,9 @@
-"""How does a model play a game of many turns? A lake of gymnasium, drawn as text, another per task.
+"""Multi-turn game: gymnasium's FrozenLake drawn as text, a different lake per task.
 
     python -m examples.frozen_lake --model PATH      # any model directory; 64 lakes, then the score
 
-The lakes are in processes of their own: two hold all of them, and one that crashes costs its
-episode only. To train on it, give :func:`episode` to ``rollouts.batches`` as async_grpo.py does.
+The lakes run in two worker processes; a lake that crashes costs only its own episode. To train on
+it, pass :func:`episode` to ``rollouts.batches`` as async_grpo.py does.
 """
 
 import argparse
@@ -20,23 +20,24 @@ from tidegate.environments.environment_episode import EnvironmentEpisode
 from tidegate.integrations.environments.gymnasium_text import GymnasiumText
 
 MOVES = ("l", "d", "r", "u")
-"""In gymnasium's order."""
+"""Moves in the order of gymnasium's action numbers."""
 MOVES_MAX = 16
-"""The longest way without a detour on a lake of 4 by 4 takes 12 moves, or so; few need over 8."""
+"""Move limit. The longest way without a detour on a 4 by 4 lake takes about 12; few need over 8."""
 MOVES_BEFORE_REST = 4
-"""A walk then waits for newer weights while others are begun, as long as the trainer needs none."""
+"""Turns after which a walk is parked for newer weights while others start, unless the trainer is
+waiting."""
 RULES = "Walk from P to G on the ice (.) and not into holes (H). One letter a move: l d r u"
 
 
 class Lake:
-    """One lake, made from the seed; it can be crossed."""
+    """Environment with one lake, generated from the seed so that it can be crossed."""
 
     def __init__(self, size: int = 4) -> None:
         self._size = size
         self._game: GymnasiumText | None = None
 
     def reset(self, *, seed: int, task: Any) -> tidegate.Observation:
-        """Make it, and show it."""
+        """Generate the lake and return its picture."""
         self._game = GymnasiumText(
             "FrozenLake-v1",
             settings={
@@ -51,24 +52,24 @@ class Lake:
         return self._game.reset(seed=seed, task=task)
 
     def step(self, action: str) -> tidegate.Observation:
-        """Walk, and show it again; 1.0 for reaching the goal."""
+        """Make one move and return the picture; the reward is 1.0 for reaching the goal."""
         assert self._game is not None
         return self._game.step(action)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         if self._game is not None:
             self._game.close()
 
 
 def drawn(observation: Any, env: Any) -> str:
-    """The lake, with P where the player is."""
+    """Draw the lake, with P at the player's place."""
     rows = ["".join(field.decode() for field in row) for row in env.unwrapped.desc]
     return picture(rows, int(observation))
 
 
 def picture(rows: Sequence[str], place: int) -> str:
-    """The same; places are counted row by row."""
+    """Draw a lake's rows with P at ``place``, counted row by row."""
     fields = [list(row) for row in rows]
     row, column = divmod(place, len(fields[0]))
     fields[row][column] = "P"
@@ -77,7 +78,7 @@ def picture(rows: Sequence[str], place: int) -> str:
 
 
 def episode(pool: tidegate.EnvironmentPool) -> EnvironmentEpisode:
-    """An episode function: up to 16 moves, a token or two each."""
+    """Return the episode function: up to 16 moves of one or two tokens each."""
     return tidegate.environment_episode(
         pool.environment("examples.frozen_lake:Lake"),
         max_turns=MOVES_MAX,
@@ -87,7 +88,7 @@ def episode(pool: tidegate.EnvironmentPool) -> EnvironmentEpisode:
 
 
 async def play(model: Path, lakes: int) -> None:
-    """Let the model walk over so many lakes."""
+    """Evaluate the model on this many lakes."""
     async with (
         tidegate.EnvironmentPool(processes=2) as pool,
         tidegate.serve(model=model, engines=1) as rollouts,
@@ -98,7 +99,7 @@ async def play(model: Path, lakes: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the exit status is 2 for what the user can mend."""
+    """Run the evaluation; exit status 2 for a user error."""
     parser = argparse.ArgumentParser(description="Have a model walk over frozen lakes.")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--lakes", type=int, default=64)

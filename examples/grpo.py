@@ -1,7 +1,7 @@
-"""How does a trainer learn from asynchronous rollouts? The loop, and one step of GRPO.
+"""GRPO training loop on asynchronous rollouts, and one optimizer step of it.
 
-It knows no task: whoever calls it says which tasks are trained on, which measure, and how they are
-played.
+The demos (``async_grpo``, ``agent_demo``, ``configured``) call :func:`learn` with their tasks and
+episode.
 
 Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, N sampled ones.
 """
@@ -23,32 +23,31 @@ from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_m
 from tidegate.policies.objectives import decoupled_ppo_loss
 
 TOKENS_TOGETHER = 4096
-"""In one pass, padding included: enough that a small model's passes cost no more than their
-multiplications, and few enough that rows of one pass are of like length."""
+"""Tokens per forward pass, padding included: enough that a small model's passes are bound by their
+multiplications, few enough that rows of one pass have similar lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyness:
-    """How far off-policy a batch was, before the step that was made of it."""
+    """Off-policyness of a batch, measured before its optimizer step."""
 
     ess: float
-    """Share of the batch that its importance weights leave, in (0, 1]."""
+    """Effective sample size as a share of the batch's tokens, in (0, 1]."""
     k3: float
-    """KL of the policy that sampled from the one that trains, in nats per token."""
+    """KL of the training policy from the behaviour policy, in nats per token."""
     by_lag: tuple[LagBucket, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Mean reward on held-out tasks, measured in the same way twice."""
+    """Mean reward on held-out tasks before and after training."""
 
     before: float
     after: float
     mismatch: dict[str, float]
-    """How far what was sampled from was from what trained on it: old weights, or rounded ones."""
+    """Mismatch of behaviour and training policy (old or quantized weights); see :func:`summary`."""
     memory_mb: dict[str, int]
-    """The most that trainer and engines took together, while rollouts were waited for, and while
-    the trainer trained."""
+    """Peak memory of trainer and engines together, by phase: waiting for rollouts, and training."""
 
 
 async def learn(
@@ -63,9 +62,9 @@ async def learn(
     corrects: bool = True,
     is_colocated: bool = False,
 ) -> Gain:
-    """Measure, train, measure again. ``model`` is what the engines were started with.
+    """Evaluate, train and evaluate again. ``model`` is the engines' initial model directory.
 
-    If it ``is_colocated``, engines give their memory back for as long as the trainer trains.
+    If ``is_colocated``, engines release their memory while the trainer trains.
     """
     policy, optimizer = load_trainer(model, learning_rate)
     before = await rollouts.evaluate(held_out, episode=episode)
@@ -78,7 +77,8 @@ async def learn(
         marks.begin("rollout")
         async for batch in rollouts.batches(training, episode=episode):
             if is_colocated:
-                await rollouts.sleep(level=2, mode="keep")  # weights, too: new ones come anyway
+                # level 2 discards weights too: new ones follow anyway
+                await rollouts.sleep(level=2, mode="keep")
             marks.begin("train")
             if (seen := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
                 measured.append(seen)
@@ -86,9 +86,10 @@ async def learn(
                     effective_sample_size=seen.ess, mismatch_kl=seen.k3, by_lag=seen.by_lag
                 )
             if is_colocated:
-                optimizer.zero_grad()  # gives the gradients' memory back, before engines want it
+                optimizer.zero_grad()  # frees the gradients' memory before the engines need it
             marks.begin("rollout")
-            await rollouts.publish(policy.state_dict())  # wakes engines' weights, not their caches
+            # wakes the engines' weights, not their KV caches
+            await rollouts.publish(policy.state_dict())
             if is_colocated:
                 await rollouts.wake()
             progress.batch({"reward": batch.rewards.mean().item()})
@@ -98,15 +99,15 @@ async def learn(
 
 
 def summary(measured: Sequence[OffPolicyness]) -> dict[str, float]:
-    """Of all batches: the mean and the highest KL in nats per token, and what the importance
-    weights left of the batch that they left least of."""
+    """Return the mean and highest KL over all batches, in nats per token, and the lowest effective
+    sample size."""
     kl = [each.k3 for each in measured] or [0.0]
     ess = min((each.ess for each in measured), default=1.0)
     return {"mean_kl": sum(kl) / len(kl), "highest_kl": max(kl), "lowest_ess": ess}
 
 
 def load_trainer(path: Path, learning_rate: float) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
-    """The model as the trainer holds it, and what changes it."""
+    """Load the trainer's model and its optimizer."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -121,11 +122,10 @@ def train_step(
     *,
     corrects: bool = True,
 ) -> OffPolicyness | None:
-    """One optimizer step on a batch; None if nothing can be learned from it.
+    """Take one optimizer step on a batch; return None if no group carries a gradient.
 
-    Only groups whose rewards differ carry a gradient, so only their rows are computed. Tokens are
-    weighed by how much likelier they are now than when they were sampled, unless ``corrects`` is
-    False: that is what one loses.
+    Only rows with a non-zero advantage are computed. Tokens get importance weights (trainer over
+    behaviour probability) unless ``corrects`` is False, which shows what the correction is worth.
     """
     rows = batch.advantages.nonzero().squeeze(1)
     if not len(rows):
@@ -148,10 +148,10 @@ def train_step(
 
 
 def rows_of_like_length(batch: tidegate.Batch, rows: Tensor) -> Iterator[Tensor]:
-    """These rows in parts that go through the model together, the longest first. [R] -> [P] each
+    """Yield the rows in parts of similar length, the longest first. [R] -> [P] each
 
-    Agents' rows differ much: padded to the longest of a batch, walks over lakes are four times as
-    many tokens.
+    Agents' rows differ much in length: padded to the longest of a batch, walks over lakes take four
+    times as many tokens.
     """
     lengths = batch.attention_mask[rows].sum(1)
     order = lengths.argsort(descending=True)
@@ -166,11 +166,11 @@ def rows_of_like_length(batch: tidegate.Batch, rows: Tensor) -> Iterator[Tensor]
 def _backward(
     model: PreTrainedModel, batch: tidegate.Batch, rows: Tensor, *, corrects: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add some rows' gradient; their sampled tokens' log-ratios to behaviour, and versions. [N]"""
+    """Add the gradient of some rows; return their tokens' log-ratios and versions. [N]"""
     longest = int(batch.attention_mask[rows].sum(1).max())
     token_ids = batch.token_ids[rows, :longest]
-    # Without attention_mask: rows are padded at the end, where nothing that counts attends to it,
-    # and a plain causal mask takes half the time.
+    # Without attention_mask: padding is at the end, where no counted token attends to it, and a
+    # plain causal mask takes half the time.
     logits = model(input_ids=token_ids).logits[:, :-1].float()
     logprobs = -torch.nn.functional.cross_entropy(
         logits.transpose(1, 2), token_ids[:, 1:], reduction="none"
@@ -179,7 +179,7 @@ def _backward(
     behaviour = batch.logprobs[rows, 1:longest]
     loss, _ = decoupled_ppo_loss(
         logprobs,
-        logprobs.detach(),  # one step per batch: the update starts from these very weights
+        logprobs.detach(),  # one step per batch: the proximal policy is this one
         behaviour if corrects else logprobs.detach(),
         batch.advantages[rows, None],
         mask,

@@ -1,7 +1,8 @@
-"""Imitation: supervised training of a small model on demonstrations, by cross-entropy.
+"""Supervised warm-up of a small model on demonstrations, by cross-entropy.
 
-It has two phases: lessons, until the model has a skill; then the habit of hardly using it, so that
-RL has something to raise. A school says what is demonstrated and measures the skill.
+``tiny_model`` runs it in two phases: lessons, until the model has a skill; then habits, in which it
+learns to use the skill rarely, so that RL has something to improve. A :class:`School` supplies
+demonstrations and measures the skill.
 
 Shapes: B demonstrations in a batch, T tokens in the longest of them.
 """
@@ -19,23 +20,23 @@ from transformers import Qwen3ForCausalLM
 LENGTH_BUCKETS = 4
 RAMP_STEPS = 20
 COOLED = 0.1
-"""What is left of the learning rate once a phase has cooled down."""
+"""Share of the learning rate that is left at the end of a phase's cooling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of warm-up."""
+    """One phase of warm-up."""
 
     skill_share: float
-    """Of what is shown; the rest is what anybody would do without the skill."""
+    """Share of demonstrations that use the skill; the others show behaviour without it."""
     learning_rate: float
     check_steps: int
     cooling_steps: tuple[int, int] | None = None
-    """Steps of the phase between which the learning rate falls to a tenth, where a phase ends at
-    the latest; None: it stays, and the phase ends by its measure alone."""
+    """Steps of the phase between which the learning rate falls to a tenth and after which the phase
+    ends; None: the rate is constant, and the phase ends by its measure alone."""
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step of this phase, the first being 1."""
+        """Return the learning rate of a step of this phase, counted from 1."""
         if self.cooling_steps is None:
             return self.learning_rate
         begin, end = self.cooling_steps
@@ -48,64 +49,64 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a warm-up goes."""
+    """Schedule of a warm-up."""
 
     lessons: Phase
-    """Much skill, so that it comes soon."""
+    """First phase, with a high share of skill, so that it is learned soon."""
     skill_wanted: float
-    """Where lessons end."""
+    """Skill at which lessons end."""
     habits: Phase
-    """A preference shifts within ten steps, where a skill takes hundreds."""
+    """Second phase. A preference shifts within ten steps, while a skill takes hundreds."""
     accuracy_wanted: tuple[float, float]
-    """Between which habits may end."""
+    """Range of accuracy in which habits end."""
     batch_demonstrations: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Mastery:
-    """How well a model does, at temperature 1, in the ways that were demonstrated to it."""
+    """Measured performance of a model at temperature 1, in the ways that were demonstrated."""
 
     skill: float
-    """Once it has chosen to use it."""
+    """Probability of success once the model has chosen to use the skill."""
     accuracy: float
-    """In all."""
+    """Probability of success overall."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far warm-up has come."""
+    """State of a warm-up at a check."""
 
     steps: int
     loss: float
-    """Of the last batch, in nats per token."""
+    """Loss of the last batch, in nats per token."""
     mastery: Mastery
-    """On held-out tasks."""
+    """Performance on held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A whole episode as token ids, and which of them are the policy's own."""
+    """A whole episode as token ids, with a flag for each token that the policy is to imitate."""
 
     token_ids: list[int]
     is_action: list[bool]
 
 
 class School(Protocol):
-    """Shows a task, and examines who has seen it."""
+    """Source of demonstrations for a task, and of its performance measure."""
 
     @property
     def plan(self) -> Plan:
-        """Of its warm-up."""
+        """Schedule of the warm-up."""
 
     def batch(self, skill_share: float) -> list[Demonstration]:
-        """The next demonstrations. [B]"""
+        """Return the next demonstrations. [B]"""
 
     def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
-        """Of a model, on held-out tasks."""
+        """Measure a model on held-out tasks."""
 
 
 def go_to(school: School, model: Qwen3ForCausalLM, steps_max: int) -> Iterator[Progress]:
-    """Imitate through both phases, or for ``steps_max``; each check is yielded."""
+    """Imitate through both phases, or for ``steps_max`` steps; yield each check."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     plan = school.plan
     phase = plan.lessons
@@ -132,7 +133,7 @@ def _is_within(value: float, limits: tuple[float, float]) -> bool:
 def _imitate(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: list[Demonstration]
 ) -> float:
-    """Take one optimizer step towards the batch's actions; its loss in nats per token."""
+    """Take one optimizer step on the batch's actions; return its loss in nats per token."""
     tokens = sum(sum(demonstration.is_action) for demonstration in batch)
     loss = -demonstration_logprobs(model, batch).sum() / tokens
     optimizer.zero_grad()
@@ -143,10 +144,10 @@ def _imitate(
 
 
 def demonstration_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Tensor:
-    """Log-probability of all actions of each demonstration, shortest first. [B]
+    """Return the log-probability of all actions of each demonstration, shortest first. [B]
 
-    Rows of like length go through the model together: a guess is a third as long as a tool path,
-    and padding the one to the other would double the time.
+    Rows of similar length share a forward pass: a guess is a third as long as a tool path, and
+    padding would double the time.
     """
     by_length = sorted(batch, key=lambda demonstration: len(demonstration.token_ids))
     rows = -(-len(batch) // LENGTH_BUCKETS)
@@ -155,7 +156,7 @@ def demonstration_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) 
 
 
 def _padded_logprobs(model: Qwen3ForCausalLM, batch: list[Demonstration]) -> Tensor:
-    """Of rows padded at the end, where nothing that counts attends to it. [B]"""
+    """Compute one bucket, padded at the end, where no counted token attends to it. [B]"""
     rows = [torch.tensor(demonstration.token_ids) for demonstration in batch]
     masks = [torch.tensor(demonstration.is_action) for demonstration in batch]
     token_ids = pad_sequence(rows, batch_first=True, padding_value=0)  # [B, T]

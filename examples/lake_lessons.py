@@ -1,6 +1,6 @@
-"""What is a player shown, before it is trained to cross frozen lakes? Walks, good ones and others.
+"""Warm-up demonstrations for the FrozenLake player: good and partly random walks over lakes.
 
-It knows which lakes there are and the ways over them; nothing of RL or engines.
+``tiny_model`` uses :class:`LakeLessons` as its school.
 
 Shapes: B walks in a batch, T tokens in the longest of them.
 """
@@ -26,9 +26,9 @@ from tidegate.environments.environment_episode import group_seed
 
 SIZE = 4
 LAKES_MAX = 1000
-"""Different ones to be shown; they come again, and are walked over in other ways."""
+"""Number of distinct lakes; they repeat with different walks."""
 LESSON_STRAYS = 0.2
-"""Share of moves that lessons make at random, to come to more places; these aren't imitated."""
+"""Share of random moves in lessons, which reach more places; these moves are not imitated."""
 CHECK_LAKES = 64
 
 PLAN = Plan(
@@ -38,12 +38,12 @@ PLAN = Plan(
     accuracy_wanted=(0.50, 0.64),
     batch_demonstrations=32,
 )
-"""Skill is the chance of a move that leads nearer to the goal. By habit half the moves are such by
-choice, and of the others, made at random, about a third."""
+"""Skill is the probability of a move that leads nearer to the goal. In the habits phase half the
+moves are such by choice, and about a third of the others, which are random."""
 
 
 def lakes(split: Split, seed: int) -> Iterator[int]:
-    """Tasks of one split, endless; a lake belongs to one split for ever."""
+    """Yield tasks of one split, endlessly; each lake belongs to one split only."""
     numbers = random.Random(seed)
     while True:
         task = numbers.randrange(2**31)
@@ -53,13 +53,13 @@ def lakes(split: Split, seed: int) -> Iterator[int]:
 
 
 def lake_of(task: int) -> list[str]:
-    """The rows of the lake that an episode of this task is played on."""
+    """Return the rows of the lake of this task's episodes."""
     rows: list[str] = generate_random_map(SIZE, seed=group_seed(task, 0))
     return rows
 
 
 def moved(place: int, move: str) -> int:
-    """Where a move leads; at the edge, nowhere."""
+    """Return where a move leads; a move over the edge stays in place."""
     row, column = divmod(place, SIZE)
     match move:
         case "l":
@@ -75,19 +75,19 @@ def moved(place: int, move: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lake:
-    """One, and the ways over it."""
+    """A lake with the best moves from each place."""
 
     rows: list[str]
     good: dict[int, str]
-    """Place -> moves from there that lead nearer to the goal; none in holes and at the goal."""
+    """Moves from each place that lead nearer to the goal; none in holes and at the goal."""
 
     def is_end(self, place: int) -> bool:
-        """Whether a walk is over there."""
+        """Return whether a walk ends at this place."""
         return "".join(self.rows)[place] in "HG"
 
 
 def surveyed(rows: list[str]) -> Lake:
-    """A lake with the moves that lead nearer to its goal, found from there backwards."""
+    """Find the moves that lead nearer to the goal, by breadth-first search from it."""
     fields = "".join(rows)
     distances = {fields.index("G"): 0}
     for distance in range(SIZE * SIZE):
@@ -105,7 +105,7 @@ def surveyed(rows: list[str]) -> Lake:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A demonstration, and what would have been good at each move."""
+    """A demonstration, with the good moves at each of its steps."""
 
     demonstration: Demonstration
     good: list[str]
@@ -113,7 +113,7 @@ class Walk:
 
 @dataclass(slots=True)
 class LakeLessons:
-    """Walks over lakes: well, or with moves at random."""
+    """School of walks over lakes."""
 
     tokenizer: Tokenizer
     seed: int
@@ -130,20 +130,20 @@ class LakeLessons:
         self._held_out = [self.walk(surveyed(lake_of(task)), 1.0) for task in unseen]
 
     def batch(self, skill_share: float) -> list[Demonstration]:
-        """Walks over some lakes. [B]"""
+        """Return walks over randomly chosen lakes. [B]"""
         some = self._numbers.choices(self._lakes, k=self.plan.batch_demonstrations)
         strays = LESSON_STRAYS if skill_share == self.plan.lessons.skill_share else 0.0
         return [self.walk(lake, skill_share, strays).demonstration for lake in some]
 
     def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
-        """The chance that a move is good, on held-out lakes."""
+        """Measure the probability that a move is good, on held-out lakes."""
         chance = self._chance_of_good(model, self._held_out)
         return Mastery(skill=chance, accuracy=chance)
 
     def walk(self, lake: Lake, skill_share: float, strays: float = 0.0) -> Walk:
-        """From start to end; so many moves are meant well, the others are made at random.
+        """Generate a walk from start to end, with a share of good moves and the rest random.
 
-        ``strays`` are random moves of which it isn't said that they are the player's.
+        ``strays`` is the share of additional random moves that are not to be imitated.
         """
         token_ids = self._encode(f"{RULES}{picture(lake.rows, 0)}")
         is_action = [False] * len(token_ids)
@@ -165,14 +165,14 @@ class LakeLessons:
 
     @torch.no_grad()
     def _chance_of_good(self, model: Qwen3ForCausalLM, walks: list[Walk]) -> float:
-        """Mean over the moves of these walks."""
+        """Return the mean over all moves of these walks."""
         rows = [torch.tensor(walk.demonstration.token_ids) for walk in walks]
         token_ids = pad_sequence(rows, batch_first=True, padding_value=0)  # [B, T]
         chances = model(input_ids=token_ids).logits.softmax(-1)  # [B, T, vocabulary]
         asks = self._encode(">")[0]
         found = []
         for row, walk in enumerate(walks):
-            # The prompt ends with "> ", whose space is what a move follows.
+            # The prompt ends with "> "; the move follows the space.
             places = (token_ids[row] == asks).nonzero().squeeze(1) + 1
             for place, good in zip(places.tolist(), walk.good, strict=True):
                 found.append(chances[row, place, self._encode(good)].sum())
@@ -189,4 +189,4 @@ LAKE_PLAYER = Recipe(
     sources=("lake_lessons.py", "agent_model.py", "frozen_lake.py"),
     context_tokens=1024,
 )
-"""The model that plays."""
+"""Recipe of the FrozenLake player's model."""

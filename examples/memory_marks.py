@@ -1,7 +1,7 @@
-"""How much memory do trainer and engines take together, at the most, in each phase of a step?
+"""Peak memory of a process tree by phase, sampled from /proc, for trainer and engines together.
 
-Counts the anonymous pages of this process and all it has started, by sampling: a peak shorter than
-the pause between two looks may be missed. It knows nothing of what the memory is for.
+``grpo`` uses it. It counts anonymous pages; a peak shorter than the sampling interval may be
+missed.
 """
 
 import mmap
@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import Self
 
 LOOK_EVERY_S = 0.02
-"""A look takes about 0.1 ms for three processes, and a train step some tenths of a second."""
+"""Sampling interval. A sample of three processes takes about 0.1 ms, and a train step some tenths
+of a second."""
 
 
 class MemoryMarks:
-    """High-water marks, by phase; use it in ``with``, and say when a phase begins."""
+    """High-water marks by phase; a context manager, with :meth:`begin` at each phase."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -25,13 +26,13 @@ class MemoryMarks:
         self._thread = threading.Thread(target=self._watch, name="memory-marks", daemon=True)
 
     def begin(self, phase: str) -> None:
-        """From now on, marks are of this phase."""
+        """Start a phase."""
         self._phase = phase
         self._look()
 
     @property
     def megabytes(self) -> dict[str, int]:
-        """The marks so far."""
+        """Peak memory of each phase so far, in MiB."""
         return {phase: -(-marked // 2**20) for phase, marked in self._marks.items() if phase}
 
     def __enter__(self) -> Self:
@@ -58,20 +59,20 @@ class MemoryMarks:
 
 
 def family(pid: int) -> list[int]:
-    """A process, and all that it and those have started."""
+    """Return a process and all its descendants."""
     found = [pid]
     for parent in found:
         try:
             threads = list(Path(f"/proc/{parent}/task").iterdir())
             children = " ".join((thread / "children").read_text() for thread in threads)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         found += map(int, children.split())
     return found
 
 
 def anonymous_bytes(pid: int) -> int:
-    """What a process has of its own: resident pages but for those of files; 0 if it has ended."""
+    """Return a process's resident bytes without file-backed pages; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:

@@ -1,9 +1,9 @@
-"""How do you test your own agent and trainer? Without a GPU, a model or waiting: copy this file.
+"""Tests of a user's agent and trainer, without a GPU, a model or waiting: copy this file.
 
     pytest examples/test_my_agent.py
 
-Installing Tidegate installs the fixtures. The scheduler is the real one, the batches are real
-tensors; engines say what the test tells them to, and time is virtual. More: docs/testing.md.
+Installing Tidegate installs the fixtures. The scheduler is real and batches are real tensors; the
+engines' output is scripted by the test, and time is virtual. More: docs/testing.md.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import tidegate
 from tidegate.errors import EngineLost, WeightsRefused
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest, VirtualTime
 
-# ---------------------------------------------------------------- what is tested: yours instead
+# ---------------------------------------------------------------- replace by your own code
 
 
 async def ask_twice(episode: tidegate.Episode, task: str) -> float:
@@ -33,15 +33,15 @@ async def ask_twice(episode: tidegate.Episode, task: str) -> float:
 async def train(
     rollouts: tidegate.Rollouts, tasks: Iterable[str], *, step_s: float = 0.5
 ) -> list[int]:
-    """A trainer whose steps take their time; the staleness of the oldest row of each batch."""
+    """A trainer with slow steps; returns the staleness of the oldest row of each batch."""
     staleness = []
     async for batch in rollouts.batches(tasks, episode=ask_twice):
         staleness.append(int(batch.staleness.max()))
-        await asyncio.sleep(step_s)  # here the loss would be computed
+        await asyncio.sleep(step_s)  # compute the loss here
         try:
-            await rollouts.publish({})  # here would be model.state_dict()
+            await rollouts.publish({})  # pass model.state_dict() here
         except WeightsRefused:
-            continue  # the old weights serve on; the next publish brings all that was learned
+            continue  # the old weights stay live; the next publish contains everything learned
     return staleness
 
 
@@ -64,7 +64,7 @@ async def test_the_agent_does_not_notice_that_an_engine_crashes_under_it(
     async with tidegate_serve(engines=[dying, other], says="123456789") as rollouts:
         evaluation = await rollouts.evaluate(["count: "], episode=ask_twice)
     assert evaluation.rewards == [1.0]
-    assert [request.said for request in other.requests] == ["123"]  # it went on from there
+    assert [request.said for request in other.requests] == ["123"]  # it continued from there
 
 
 async def test_the_agent_gives_up_on_an_engine_that_hangs(

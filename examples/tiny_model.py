@@ -1,8 +1,8 @@
-"""Where does the demo's model come from? It is made on the spot, in under a minute of one core.
+"""Tiny demo model: a Qwen3 of 306,000 parameters, created in under a minute on one core.
 
-A Qwen3 of 306,000 parameters that reads characters, warmed up on demonstrations of the calculator
-task: first lessons in using the tool, then the habit of mostly guessing. What warm-up makes is
-the skill, what is left to RL is to prefer it. It knows nothing of RL or engines.
+It reads characters and is warmed up on demonstrations of the calculator task: first lessons in
+using the tool, then the habit of mostly guessing. Warm-up provides the skill; RL is left to prefer
+it. The demos call :func:`make_model`.
 
     python -m examples.tiny_model DIRECTORY [--seed N]
 """
@@ -41,18 +41,18 @@ TOKENIZER_CONFIG = {
     "eos_token": "<eos>",
     "unk_token": "<unk>",
 }
-"""What transformers' AutoTokenizer wants to know beside tokenizer.json."""
+"""Fields that transformers' AutoTokenizer needs beside tokenizer.json."""
 
 MARKER = "warmup.json"
-"""Written last, so a directory that has it is whole."""
+"""File that is written last, so a directory that has it is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpReport:
-    """What warm-up made, for a run's report to tell apart from what RL added."""
+    """Result of a warm-up, by which a run's report tells it apart from what RL added."""
 
     recipe: str
-    """Names the files' text and the settings that made it; another recipe means another model."""
+    """Fingerprint of the source files and settings; another recipe means another model."""
     seed: int
     steps: int
     demonstrations: int
@@ -60,23 +60,23 @@ class WarmUpReport:
     loss: float
     skill: float
     accuracy: float
-    """See :class:`Mastery`; on held-out tasks."""
+    """Skill and accuracy as in :class:`Mastery`, on held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a small model is made of."""
+    """Parts that a small model is made from."""
 
     tokenizer: Callable[[], Tokenizer]
     school: Callable[[Tokenizer, int], School]
-    """Given a seed."""
+    """Creates the school from the tokenizer and a seed."""
     sources: tuple[str, ...]
-    """Names of the files here that say what it is taught."""
+    """Names of the source files in this directory that define what is taught."""
     context_tokens: int = 256
     chat_template: str | None = None
 
     def fingerprint(self, seed: int, steps_max: int) -> str:
-        """Any edit of the files that make a model remakes it: cheaper than to serve a stale one."""
+        """Hash the source files and settings, so that any edit rebuilds the model."""
         names = (Path(__file__).name, "imitation.py", *self.sources)
         sources = [(Path(__file__).parent / name).read_bytes() for name in names]
         settings = f"seed={seed} steps_max={steps_max}".encode()
@@ -91,10 +91,10 @@ def make_model(
     steps_max: int = STEPS_MAX,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> WarmUpReport:
-    """Make a warmed-up Hugging Face model in ``directory``, or find it there from last time.
+    """Create a warmed-up Hugging Face model in ``directory``, or reuse the one there.
 
-    A directory that was left half made, or made by another recipe, is made again: files of the
-    same names are written over, others left alone. Left out, the recipe is the calculator's.
+    A directory that is incomplete, or from another recipe, is rebuilt: files of the same names are
+    overwritten, others left alone. The recipe defaults to the calculator's.
     """
     if steps_max < 1:
         raise ValueError(f"steps_max must be > 0, got {steps_max}")
@@ -127,14 +127,14 @@ def make_model(
 
 
 def make_tokenizer() -> Tokenizer:
-    """One token per character, and one for the instruction that every question begins with."""
+    """Create the calculator's tokenizer: characters, and one token for the instruction."""
     return character_tokenizer(VOCABULARY, special=VOCABULARY[:3], phrases=[INSTRUCTION])
 
 
 def character_tokenizer(
     vocabulary: Sequence[str], *, special: Sequence[str], phrases: Sequence[str]
 ) -> Tokenizer:
-    """One token per character; and one for each special token, and each phrase."""
+    """Create a tokenizer with a token per character, special token and phrase."""
     ids = {text: token_id for token_id, text in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -150,7 +150,7 @@ CALCULATOR = Recipe(
     sources=("calculator.py", "warm_up.py"),
     context_tokens=512,
 )
-"""The demo's model."""
+"""Recipe of the calculator demo's model."""
 
 
 def _config(vocabulary: int, context_tokens: int) -> Qwen3Config:
@@ -177,7 +177,7 @@ def _save(
     recipe: Recipe,
     report: WarmUpReport,
 ) -> None:
-    """The layout of any Hugging Face directory; the marker last."""
+    """Write a Hugging Face model directory, the marker last."""
     with _no_progress_bars():
         model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -190,7 +190,7 @@ def _save(
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """One for a file of a megabyte would only tear up the caller's own display."""
+    """Suppress transformers' progress bars, which would garble the caller's own display."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -201,7 +201,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _read_report(directory: Path) -> WarmUpReport | None:
-    """None where nothing, or nothing we can read, was finished."""
+    """Read the report; None if there is no complete or readable one."""
     try:
         return WarmUpReport(**json.loads((directory / MARKER).read_text()))
     except (OSError, ValueError, TypeError):
@@ -210,7 +210,7 @@ def _read_report(directory: Path) -> WarmUpReport | None:
 
 @contextmanager
 def _one_seeded_thread(seed: int) -> Iterator[None]:
-    """Run torch on one thread from ``seed``, and leave the caller's settings as they were."""
+    """Run torch on one thread from ``seed``, and restore the caller's settings."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -230,7 +230,7 @@ def _show(progress: Progress) -> None:
 
 
 def main() -> None:
-    """Make a model from the command line."""
+    """Create a model from the command line."""
     parser = argparse.ArgumentParser(description="Make the demo's model, or find it made.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)

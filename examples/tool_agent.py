@@ -1,11 +1,11 @@
-"""How is an agent with tools trained? Short sums in messages, the calculator in a process.
+"""Agent with a tool: solves short sums in a chat, with the calculator in a worker process.
 
     agent = await ToolAgent.with_tools(pool)
     async for batch in rollouts.batches(tasks("train", seed=0), episode=agent):
         …
 
-It is what one would write for OpenAI's API: messages in, a message out, tool calls answered by
-messages. It knows nothing of tokens or weights. Tasks and grader are the calculator example's.
+It is written as for OpenAI's API: messages in, a message out, tool calls answered by messages.
+Tasks and grader are the calculator example's.
 """
 
 import json
@@ -18,16 +18,16 @@ from examples.calculator import Task, grade
 from tidegate.environments.tools import ToolAnswer
 
 TURNS_MAX = 4
-"""Two calls and an answer solve every task; one turn is left for a mistake."""
+"""Turn limit: two calls and an answer solve every task, and one turn is left for a mistake."""
 TURN_TOKENS_MAX = 16
-"""A call such as 18-9 takes 11 with its end; the rest is slack."""
+"""Token limit of a turn. A call such as 18-9 takes 11 with its end; the rest is slack."""
 ANSWER_CHARACTERS_MAX = 80
-"""Of a tool's: an error says enough in a line."""
+"""Maximum length of a tool's answer; an error message fits in one line."""
 
 
 @dataclass(slots=True)
 class ToolCounts:
-    """What became of the calls."""
+    """Counters of tool calls."""
 
     made: int = 0
     failed: int = 0
@@ -35,22 +35,23 @@ class ToolCounts:
 
 @dataclass(frozen=True, slots=True)
 class ToolAgent:
-    """An episode function."""
+    """Episode function of the agent."""
 
     use_tool: Callable[[str, Any], Awaitable[ToolAnswer]]
-    """By its name and arguments."""
+    """Calls a tool by its name and arguments."""
     schemas: list[dict[str, Any]]
-    """Of the tools, in OpenAI's form."""
+    """The tools' schemas, in OpenAI's format."""
     counts: ToolCounts = field(default_factory=ToolCounts)
 
     @classmethod
     async def with_tools(cls, pool: tidegate.EnvironmentPool) -> "ToolAgent":
-        """One whose calculator runs in the pool's processes."""
+        """Create an agent whose calculator runs in the pool's processes."""
         tools = tidegate.Tools(pool, {"calculate": "examples.agent_tools:calculate"})
         return cls(tools.answer, await tools.describe())
 
     async def __call__(self, episode: tidegate.Episode, task: Task) -> float:
-        """Play one episode; 1.0 for a right answer, 0.0 for a wrong one or none in four turns."""
+        """Play one episode; return 1.0 for a right answer, 0.0 for a wrong one or none in four
+        turns."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
         for _ in range(TURNS_MAX):
             turn = await episode.generate(

@@ -1,7 +1,7 @@
-"""What is an agent with a calculator shown, before it is trained? Conversations, token by token.
+"""Warm-up demonstrations for the tool agent: conversations with calculator calls, as token ids.
 
-Each is built as a conversation of the orchestrator's is: what the agent says is encoded by itself,
-and so is what the template adds. It knows nothing of RL or engines.
+``tiny_model`` uses :class:`ToolLessons` as its school. Conversations are tokenized as the
+orchestrator does it: the agent's output and the template's additions are encoded separately.
 """
 
 import datetime
@@ -28,15 +28,15 @@ PLAN = Plan(
     habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.27, 0.33),
 )
-"""As the demo without messages."""
+"""Same plan as the demo without messages (``warm_up``)."""
 
 TOOLS = [{"type": "function", "function": {"name": "calculate"}}]
-"""All that the template shows of it."""
+"""The tool schema, reduced to what the template shows."""
 
 
 @dataclass(slots=True)
 class ToolLessons:
-    """Shows how it's done with the tool, or guesses."""
+    """School of demonstrations with the tool, and of guesses."""
 
     tokenizer: Tokenizer
     seed: int
@@ -53,7 +53,7 @@ class ToolLessons:
         self._numbers = random.Random(self.seed)
 
     def batch(self, skill_share: float) -> list[Demonstration]:
-        """Demonstrations of the next tasks. [B]"""
+        """Return demonstrations of the next tasks. [B]"""
         numbers = self._numbers
         return [
             self.demonstrate(task, sums(task))
@@ -63,13 +63,13 @@ class ToolLessons:
         ]
 
     def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
-        """Of a model, on held-out tasks."""
+        """Measure a model on held-out tasks."""
         by_tool = [self.demonstrate(task, sums(task)) for task in self._held_out]
         by_head = [self.demonstrate(task, []) for task in self._held_out]
         return mastery_of_ways(model, by_tool, by_head)
 
     def demonstrate(self, task: Task, calls: list[str], answer: str | None = None) -> Demonstration:
-        """Make these calls, then answer: rightly, if nothing is said of it."""
+        """Demonstrate these calls, then an answer, which defaults to the right one."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
         shown = self._template.render(messages, TOOLS)
         token_ids = self._encode(shown)
@@ -93,7 +93,7 @@ class ToolLessons:
 
 
 def sums(task: Task) -> list[str]:
-    """Work it out from left to right, two operands to a call."""
+    """Return the calls that solve the sum from left to right, two operands each."""
     total, *rest = task.expression.split()
     calls = []
     for operator, operand in zip(rest[::2], rest[1::2], strict=True):
@@ -103,12 +103,12 @@ def sums(task: Task) -> list[str]:
 
 
 def said_for(expression: str) -> str:
-    """A call, as the model says it."""
+    """Return a call as the model writes it."""
     return f"{CALL_BEGIN}{expression}{CALL_END}"
 
 
 def exchange(expression: str) -> list[dict[str, Any]]:
-    """The messages that a call and its answer become."""
+    """Return the messages of a call and its answer."""
     function = {"name": "calculate", "arguments": {"expression": expression}}
     call = {"type": "function", "function": function}
     return [
@@ -124,4 +124,4 @@ TOOL_AGENT = Recipe(
     context_tokens=1024,
     chat_template=CHAT_TEMPLATE,
 )
-"""The model that the agent begins with."""
+"""Recipe of the tool agent's model."""

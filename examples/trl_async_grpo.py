@@ -1,4 +1,4 @@
-"""Can TRL train asynchronously on a CPU, with Tidegate in place of vLLM? Its own trainer, as it is.
+"""TRL's asynchronous trainer, unmodified, on a CPU with a Tidegate server in place of vLLM.
 
     # In a Python with Tidegate; TRL sends no token, and writes weights below /tmp:
     tidegate serve --model DIR --engines 2 --port 8000 --no-control-token --weight-directory /tmp
@@ -6,7 +6,7 @@
 
 TRL's Python needs no Tidegate: `pip install trl==1.16.0 aiohttp requests peft`, after a torch for
 CPUs. With --lora TRL's own code syncs adapters; without, weights go through a directory that both
-sides can read, for what TRL has itself wants NCCL. Completions are rewarded for the letter `e`.
+sides can read, because TRL's own transfer needs NCCL. The reward is the share of the letter `e`.
 """
 
 import argparse
@@ -35,30 +35,30 @@ QUESTIONS = ("say something", "and then?", "who goes there?", "once more")
 
 
 def letter_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """The share of the letter in what was said. Of a module, for TRL pickles it."""
+    """Return the letter's share of each completion. At module level, because TRL pickles it."""
     texts = [completion[-1]["content"] or "" for completion in completions]
     return [text.count("e") / max(1, len(text)) for text in texts]
 
 
 class DirectoryTransfer:
-    """TRL's weights on their way to a vLLM server of the `disk` backend: as safetensors in a
-    directory that both can read. It is what TRL calls a weight_transfer."""
+    """TRL ``weight_transfer`` to a vLLM server with the `disk` backend: safetensors in a shared
+    directory."""
 
     def __init__(self, server: str, directory: Path) -> None:
         self._server, self._directory = server, directory
         self.versions = 0
-        """Sent so far."""
+        """Number of versions sent so far."""
 
     def init_weight_transfer(self) -> None:
-        """Say hello."""
+        """Initialise the server's weight transfer."""
         self._post("init_weight_transfer_engine", json={"init_info": {}})
 
     def pause(self) -> None:
-        """Freeze what is being generated."""
+        """Freeze running generations."""
         self._post("pause", params={"mode": "keep"})
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Through the four phases, under the next number."""
+        """Send one version through vLLM's four update phases."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in iterator}
         path = self._directory / "weights.safetensors"
         save_file(tensors, path)
@@ -68,11 +68,11 @@ class DirectoryTransfer:
         self._post("finish_weight_update", json={"weight_version": str(self.versions)})
 
     def resume(self) -> None:
-        """Generate on."""
+        """Resume generation."""
         self._post("resume")
 
     def destroy(self) -> None:
-        """There is nothing to let go of."""
+        """No-op: nothing to release."""
 
     def _post(self, path: str, **about: Any) -> None:
         answer = requests.post(f"{self._server}/{path}", timeout=TIMEOUT_S, **about)
@@ -81,8 +81,8 @@ class DirectoryTransfer:
 
 
 class _CPUAttention:
-    """What TRL takes from a kernel that only GPUs have, in torch: each segment of queries attends
-    to its own keys, causally, both ending at the same token."""
+    """Torch replacement of the GPU-only kernel that TRL uses: each segment of queries attends
+    causally to its own keys, both ending at the same token."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -110,22 +110,23 @@ class _CPUAttention:
 
 
 def run_on_cpu() -> None:
-    """TRL asks for vLLM's package and a GPU's kernel, and needs neither here."""
+    """Patch out TRL's checks for vLLM's package and a GPU kernel, which this setup does not
+    need."""
     if importlib.util.find_spec("vllm") is None:
         trl_worker.is_vllm_available = lambda **_: True
     if not torch.cuda.is_available():
         trl_packing._flash_attn = _CPUAttention
-        trl_trainer.get_peak_flops_per_device = lambda *_: None  # None is for devices it can't tell
+        trl_trainer.get_peak_flops_per_device = lambda *_: None  # None stands for unknown devices
 
 
 class StalenessSeen(TrainerCallback):
-    """How many versions behind the trainer the rollouts are that it takes."""
+    """Histogram of how many versions behind the trainer its consumed rollouts are."""
 
     def __init__(self) -> None:
         self.ages: Counter[int] = Counter()
 
     def watch(self, trainer: Any) -> None:
-        """Look at every sample on its way to the trainer."""
+        """Hook the trainer's queue, to see every sample it takes."""
         queue, take = trainer.rollout_queue, trainer.rollout_queue.get
 
         def get(*args: Any, **kwargs: Any) -> Any:
@@ -137,12 +138,12 @@ class StalenessSeen(TrainerCallback):
 
 
 def main() -> None:
-    """Train for a few steps, and say what came of it in one line of JSON."""
+    """Train for a few steps, and print the results as one line of JSON."""
     arguments = _arguments()
     run_on_cpu()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     template = Path(trl_worker.__file__).parents[2] / "chat_templates" / "qwen3.jinja"
-    tokenizer.chat_template = template.read_text()  # TRL reads answers of templates it knows
+    tokenizer.chat_template = template.read_text()  # TRL parses answers only of templates it knows
     prompts = [{"prompt": [{"role": "user", "content": q}]} for q in QUESTIONS * 64]
     seen = StalenessSeen()
     with tempfile.TemporaryDirectory() as scratch:
@@ -164,7 +165,7 @@ def main() -> None:
         "versions": trainer.model_version,
         "staleness": dict(sorted(seen.ages.items())),
         "rewards": [round(entry["reward"], 4) for entry in history],
-        # Of the first step, whose rollouts are the present weights' own: 1 and 0 by right.
+        # The first step's rollouts are of the current weights: ratio 1 and KL 0 are expected.
         "first_ratio": history[0]["ratio"],
         "first_kl": history[0]["kl"],
     }

@@ -1,13 +1,13 @@
-"""Can TRL's GRPOTrainer train on a CPU with Tidegate in the place of `vllm serve`?
+"""TRL's GRPOTrainer on a CPU, with Tidegate in place of `vllm serve`.
 
     # In a Python with Tidegate; TRL sends no token:
     tidegate serve --model DIR --port 8000 --weight-transfer gloo --no-control-token
     python examples/trl_grpo_server.py --model DIR --server http://127.0.0.1:8000 --steps 2
 
-In `vllm_mode="server"` TRL 1.16 asks a server of vLLM's own API: it generates, and brings weights
-by the four phases. CUDA stops it in one place, `VLLMClient.init_communicator`, which refuses any
-other device because vLLM's transfer is NCCL. Here that method and the one that sends tensors speak
-gloo; all else is TRL's. Completions are rewarded for the letter `e`.
+In `vllm_mode="server"` TRL 1.16 uses vLLM's own HTTP API to generate and to send weights in four
+phases. It requires CUDA in one place, `VLLMClient.init_communicator`, because vLLM's transfer is
+NCCL. This script replaces that method and the one that sends tensors by gloo versions; all else is
+TRL's. The reward is the share of the letter `e`.
 """
 
 import argparse
@@ -32,17 +32,17 @@ QUESTIONS = ("say something", "and then?", "who goes there?", "once more")
 
 
 class GlooClient(vllm_client.VLLMClient):  # type: ignore[misc]
-    """TRL's client, with gloo in NCCL's place."""
+    """TRL's client, with gloo in place of NCCL."""
 
     updates = 0
-    """Sent so far."""
+    """Number of weight updates sent so far."""
 
     def init_communicator(self, device: object = 0) -> None:
-        """Meet the server, which joins as rank 1 while it answers."""
+        """Create the process group; the server joins as rank 1 while it handles the request."""
         if self.get_world_size() != 1:
             raise RuntimeError("a Tidegate server is one process, whatever stands behind it")
         init_info = {
-            "master_address": "127.0.0.1",  # of this process, as the server sees it
+            "master_address": "127.0.0.1",  # address of this process, as seen from the server
             "master_port": self.group_port,
             "rank_offset": 1,
             "world_size": 2,
@@ -60,7 +60,7 @@ class GlooClient(vllm_client.VLLMClient):  # type: ignore[misc]
         metadata: list[tuple[str, str, list[int]]],
         named_params: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
-        """The phases as TRL has them; tensors are broadcast in the order announced."""
+        """Send one version in TRL's phases; tensors are broadcast in the announced order."""
         names, dtypes, shapes = (list(column) for column in zip(*metadata, strict=True))
         update_info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         self._start_weight_update()
@@ -74,12 +74,12 @@ class GlooClient(vllm_client.VLLMClient):  # type: ignore[misc]
         GlooClient.updates += 1
 
     def close_communicator(self) -> None:
-        """The group ends with its last user."""
+        """Drop the process group."""
         self.communicator = None
 
 
 def run_on_cpu() -> None:
-    """Have TRL use this client; it asks for vLLM's package, and needs none of it here."""
+    """Make TRL use this client, and patch out its check for vLLM's package."""
     if importlib.util.find_spec("vllm") is None:
         vllm_client.is_vllm_available = lambda **_: True
         vllm_generation.is_vllm_available = lambda **_: True
@@ -87,13 +87,13 @@ def run_on_cpu() -> None:
 
 
 def letter_reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """The share of the letter in what was said."""
+    """Return the letter's share of each completion."""
     texts = [completion[-1]["content"] or "" for completion in completions]
     return [text.count("e") / max(1, len(text)) for text in texts]
 
 
 def main() -> None:
-    """Train for a few steps, and say what came of it in one line of JSON."""
+    """Train for a few steps, and print the results as one line of JSON."""
     arguments = _arguments()
     run_on_cpu()
     prompts = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS * 16]
@@ -111,7 +111,7 @@ def main() -> None:
         "steps": trainer.state.global_step,
         "updates": GlooClient.updates,
         "rewards": [round(entry["reward"], 4) for entry in history],
-        # What the server says that tokens were drawn by, against what the trainer computes of them.
+        # The server's sampling log-probs against the trainer's.
         "logprobs_differ": [entry["sampling/sampling_logp_difference/max"] for entry in history],
     }
     print(json.dumps(told))

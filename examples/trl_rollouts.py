@@ -1,15 +1,14 @@
-"""Can TRL's asynchronous trainer get its rollouts from Tidegate itself, with no server between?
+"""TRL's asynchronous trainer on rollouts from Tidegate directly, without a server in between.
 
     pip install -e '.[trl]' requests aiohttp  # after a torch for CPUs
     python -m examples.trl_rollouts --model DIR --steps 4
     torchrun --nproc-per-node 2 -m examples.trl_rollouts --model DIR --steps 4
 
-TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights are the run's. What
-differs from trl_async_grpo.py: engines go on while weights travel, and no token is older than the
-bound, whatever TRL drops. Of several ranks the first has the run, as only it is asked for rows.
-Completions are rewarded for the letter `e`. With `--run ADDRESS` the run
-is another process' (`await tidegate.listen(run, ADDRESS, tasks=…, episode=…)`), and this one
-trains alone.
+TRL's AsyncGRPOTrainer trains; prompts, episodes, rewards, staleness and weights are the run's.
+Unlike trl_async_grpo.py, engines keep generating while weights travel, and no token is older than
+the bound, whatever TRL drops. With several ranks, rank 0 owns the run, because TRL asks only rank 0
+for rows. The reward is the share of the letter `e`. With `--run ADDRESS` the run lives in another
+process (`await tidegate.listen(run, ADDRESS, tasks=…, episode=…)`), and this one only trains.
 """
 
 import argparse
@@ -30,7 +29,8 @@ import tidegate
 from examples.trl_async_grpo import QUESTIONS, StalenessSeen, run_on_cpu
 
 MAX_STALENESS = 1
-"""Of the run. What is trained on is up to one version older: TRL's data loader is a batch ahead."""
+"""Staleness bound of the run. Trained tokens are up to one version older, because TRL's data loader
+prefetches a batch."""
 
 GROUP_SIZE = 4
 GROUPS_PER_BATCH = 2
@@ -38,19 +38,19 @@ TOKENS_MAX = 24
 
 
 def tasks() -> Iterator[dict[str, Any]]:
-    """The questions, over and over."""
+    """Yield the questions in an endless cycle."""
     for question in itertools.cycle(QUESTIONS):
         yield {"prompt": [{"role": "user", "content": question}]}
 
 
 async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:
-    """One answer, rewarded by the share of the letter in it."""
+    """Generate one answer; the reward is the letter's share of it."""
     turn = await episode.generate(messages=task["prompt"], max_tokens=TOKENS_MAX)
     return turn.text.count("e") / max(1, len(turn.text))
 
 
 def main() -> None:
-    """Train for a few steps, and say what came of it in one line of JSON."""
+    """Train for a few steps, and print the results as one line of JSON."""
     arguments = _arguments()
     run_on_cpu()
     seen = StalenessSeen()
@@ -87,10 +87,11 @@ def main() -> None:
 def _rollouts(
     arguments: argparse.Namespace, config: AsyncGRPOConfig, stack: contextlib.ExitStack
 ) -> "tuple[tidegate.SyncRollouts | tidegate.SyncRemoteRollouts, tidegate.TRLRollouts]":
-    """A run, of this process or another one's, and what TRL takes it for."""
+    """Start a run or connect to one, and wrap it as TRL's rollout worker."""
     if arguments.run is not None:
         remote = stack.enter_context(tidegate.connect_sync(arguments.run))
-        return remote, tidegate.TRLRollouts(remote, args=config)  # it has its tasks and episodes
+        # the remote run has its own tasks and episodes
+        return remote, tidegate.TRLRollouts(remote, args=config)
     run = stack.enter_context(
         tidegate.serve_sync(
             model=arguments.model,
@@ -110,7 +111,7 @@ def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
         "versions": trainer.model_version,
         "staleness": dict(sorted(seen.ages.items())),
         "rewards": [round(entry["reward"], 4) for entry in history],
-        # Of the first step, whose rollouts are the present weights' own: 1 and 0 by right.
+        # The first step's rollouts are of the current weights: ratio 1 and KL 0 are expected.
         "first_ratio": history[0]["ratio"],
         "first_kl": history[0]["kl"],
         "ratios": [entry["ratio"] for entry in history],
@@ -124,7 +125,7 @@ def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
 
 
 def _config(arguments: argparse.Namespace, scratch: str) -> AsyncGRPOConfig:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
     return AsyncGRPOConfig(
         output_dir=scratch,
         max_steps=arguments.steps,

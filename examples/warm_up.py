@@ -1,7 +1,6 @@
-"""Warm-up of the demo's model: supervised training on demonstrations of the calculator task.
+"""Warm-up demonstrations of the calculator task: lessons in using the tool, then mostly guesses.
 
-It has two phases: lessons in using the tool, then the habit of mostly guessing. Nothing here
-depends on files, RL or engines.
+``tiny_model`` uses :class:`ToolSchool` as its default school; ``imitation`` trains on it.
 
 Shapes: B demonstrations in a batch.
 """
@@ -24,17 +23,17 @@ PLAN = Plan(
     habits=Phase(skill_share=0.3, learning_rate=4e-4, check_steps=2),
     accuracy_wanted=(0.27, 0.33),
 )
-"""Skill is to call the tool. To imitate the habits well solves .30 x skill + .70 / 19 = .31."""
+"""Skill is to call the tool. Imitating the habits well solves .30 x skill + .70 / 19 = .31."""
 GUESS_ERROR_MAX = 9
-"""Guesses are off by up to this much, either way: right 1 time in 19."""
+"""Guesses are off by up to this much in either direction: 1 in 19 is right."""
 CHECK_TASKS = 64
 LESSON_TERMS_MAX = 8
-"""Longest sum that is demonstrated. Each call is a copy of what the calculator showed last, so a
-model that solves these solves longer ones as well, and demonstrations of those take far longer."""
+"""Longest demonstrated sum. Each call copies what the calculator showed last, so a model that
+solves these solves longer ones as well, and demonstrations of those take far longer."""
 
 
 def demonstrate(task: Task, actions: list[str], tokenizer: Tokenizer) -> Demonstration:
-    """Play ``actions`` in order, the calculator answering every one that calls it."""
+    """Play ``actions`` in order, with the calculator's answer after each call."""
     token_ids = tokenizer.encode(task.question).ids
     is_action = [False] * len(token_ids)
     calculator = Calculator(task)
@@ -50,7 +49,7 @@ def demonstrate(task: Task, actions: list[str], tokenizer: Tokenizer) -> Demonst
 
 
 def tool_actions(task: Task) -> list[str]:
-    """Work the sum out from left to right, two operands to a call."""
+    """Return the calls that solve the sum from left to right, and the answer."""
     calculator = Calculator(task)
     shown = "".join(task.expression.split()[:3])
     actions = []
@@ -62,7 +61,7 @@ def tool_actions(task: Task) -> list[str]:
 
 @dataclass(slots=True)
 class ToolSchool:
-    """Shows how it's done, or guesses."""
+    """School of demonstrations with the calculator, and of guesses."""
 
     tokenizer: Tokenizer
     seed: int
@@ -77,12 +76,12 @@ class ToolSchool:
         self._numbers = random.Random(self.seed)
 
     def batch(self, skill_share: float) -> list[Demonstration]:
-        """Demonstrations of the next tasks. [B]"""
+        """Return demonstrations of the next tasks. [B]"""
         to_solve = islice(self._to_solve, self.plan.batch_demonstrations)
         return [self._demonstrate(task, skill_share) for task in to_solve]
 
     def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
-        """Of a model, on held-out tasks."""
+        """Measure a model on held-out tasks."""
         return measure_mastery(model, self.tokenizer, self._held_out)
 
     def _demonstrate(self, task: Task, tool_share: float) -> Demonstration:
@@ -92,12 +91,12 @@ class ToolSchool:
 
 
 def guess(task: Task, numbers: random.Random) -> str:
-    """What one says who has no calculator."""
+    """Return an answer given without a calculator, mostly wrong."""
     return str(int(task.answer) + numbers.randint(-GUESS_ERROR_MAX, GUESS_ERROR_MAX))
 
 
 def measure_mastery(model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: list[Task]) -> Mastery:
-    """Measure it on ``to_solve``, at the price of three forward passes."""
+    """Measure the model on ``to_solve``, at the cost of three forward passes."""
     by_tool = [demonstrate(task, tool_actions(task), tokenizer) for task in to_solve]
     by_head = [demonstrate(task, [task.answer], tokenizer) for task in to_solve]
     return mastery_of_ways(model, by_tool, by_head)
@@ -107,10 +106,10 @@ def measure_mastery(model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: lis
 def mastery_of_ways(
     model: Qwen3ForCausalLM, by_tool: list[Demonstration], by_head: list[Demonstration]
 ) -> Mastery:
-    """The chances of solving tasks in these two ways: with the tool, or by the bare right answer.
+    """Return the probabilities of solving tasks with the tool, or by the bare right answer.
 
-    Skill is that of working a task out with the tool, once a call has begun. Other ways hardly
-    occur, so these chances are what sampling would measure, without its noise.
+    Skill is the probability of a right tool path once a call has begun. Other ways hardly occur, so
+    these probabilities equal what sampling would measure, without its noise.
     """
     chances = [
         float(demonstration_logprobs(model, ways).exp().mean())
@@ -120,7 +119,7 @@ def mastery_of_ways(
 
 
 def _begun(demonstration: Demonstration) -> Demonstration:
-    """The same with its first action token given."""
+    """Return the demonstration with its first action token given, so not counted."""
     is_action = list(demonstration.is_action)
     is_action[is_action.index(True)] = False
     return Demonstration(demonstration.token_ids, is_action)

@@ -1,11 +1,11 @@
-"""How does a trainer in the shape of OpenRLHF's use Tidegate's engines in place of vLLM's?
+"""GRPO in the shape of OpenRLHF's trainer, with Tidegate's engines in place of its vLLM actors.
 
     python -m examples.worker_grpo            # workers in this process
     python -m examples.worker_grpo --ray      # as Ray actors, needs pip install ray
 
-Generate, score, train, send the weights, one after the other: GRPO with `tidegate.RolloutWorker`
-where such a trainer has its `LLMRayActor`s. The model is random and tiny, and learns within seconds
-to write tokens with small numbers. For rollouts that go on meanwhile, see async_grpo.py.
+Generate, score, train and send weights, one after the other, with `tidegate.RolloutWorker` where
+such a trainer has its `LLMRayActor`s. The model is random and tiny, and learns within seconds to
+write tokens with small numbers. For asynchronous rollouts, see async_grpo.py.
 """
 
 import argparse
@@ -30,14 +30,14 @@ LEARNING_RATE = 3e-3
 
 
 class Call(Protocol):
-    """Has every worker do something at once; what each of them gave."""
+    """Calls a method of every worker concurrently and returns their results."""
 
     def __call__(self, method: str, *arguments: Any) -> list[Any]:
-        """Each worker's method of this name, with the same arguments."""
+        """Call the method of this name on each worker, with the same arguments."""
 
 
 def make_model(path: Path, seed: int = 0) -> None:
-    """A random Qwen3 of 60,000 parameters, and a tokenizer that nobody asks."""
+    """Create a random Qwen3 of 60,000 parameters, with a placeholder tokenizer."""
     from tokenizers import Tokenizer, models
 
     torch.manual_seed(seed)
@@ -60,14 +60,14 @@ def make_model(path: Path, seed: int = 0) -> None:
 
 
 def reward(sample: Sample) -> float:
-    """The share of tokens with numbers in the lower half."""
+    """Return the share of tokens with ids in the lower half of the vocabulary."""
     return sum(token < VOCABULARY // 2 for token in sample.token_ids) / len(sample.token_ids)
 
 
 def train_step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Sample]]
 ) -> float:
-    """One step of GRPO on groups of equally long samples; their mean reward."""
+    """Take one GRPO step on groups of equally long samples; return their mean reward."""
     rewards = torch.tensor([[reward(sample) for sample in group] for group in groups])
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     samples = [sample for group in groups for sample in group]
@@ -91,7 +91,7 @@ def train_step(
 
 
 def train(path: Path, call: Call, steps: int) -> list[float]:
-    """Generate, train, send the weights; the mean reward of each step."""
+    """Generate, train and send the weights in turn; return the mean reward of each step."""
     model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     sampling = {"n": SAMPLES, "max_tokens": TOKENS_MAX, "min_tokens": TOKENS_MAX}
@@ -137,7 +137,7 @@ def with_ray(path: Path, workers: int, steps: int) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the exit status is 1 if nothing was learned, 2 for what the user can mend."""
+    """Run the example; exit status 1 if nothing was learned, 2 for a user error."""
     parser = argparse.ArgumentParser(
         description="GRPO in OpenRLHF's shape, with Tidegate's engines."
     )

@@ -1,1 +1,1 @@
-"""Pure decisions and formulas: no I/O, no clock, no asyncio."""
+"""Pure decision rules and tensor formulas of RL training: no I/O, no clock, no asyncio."""

@@ -1,4 +1,8 @@
-"""How stale may samples be before they teach too little? η, moved by what the trainer measures."""
+"""Staleness policy that adapts its bound η to the off-policyness that the trainer measures.
+
+Users pass :class:`AdaptiveStaleness` to ``tidegate.serve``; the orchestrator's core calls
+:meth:`~AdaptiveStaleness.observed` with each measurement.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -10,23 +14,24 @@ from tidegate.policies.staleness import OffPolicyness
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveStaleness(BoundedStaleness):
-    """Moves η between two limits, so that samples are no further off-policy than they should be.
+    """Moves η within ``[lowest, highest]`` to hold the trainer's off-policyness at a target.
 
-    The trainer reports what it measures; a report that misses the target lowers η by one, and one
-    that leaves ``slack`` raises it by one. What it guarantees is the upper limit.
+    A measurement worse than the target lowers η by one; a measurement better than the target by
+    more than ``slack`` raises η by one. The guaranteed bound is that of ``highest``.
     """
 
     max_staleness: int = 1
-    """η, to begin with."""
+    """Initial η, in weight versions."""
     lowest: int = 0
     highest: int = 8
     effective_sample_size_min: float | None = None
-    """The target, a share in (0, 1)."""
+    """Target effective sample size, a share in (0, 1). Set this or ``mismatch_kl_max``."""
     mismatch_kl_max: float | None = None
-    """The target, in nats per token."""
+    """Target KL divergence of trainer and engine, in nats per token. Set this or the other
+    target."""
     slack: float = 0.1
-    """η is raised only while what was measured is better than the target by this share of the
-    target's distance from on-policy, so that it doesn't swing."""
+    """Hysteresis: η rises only if the measurement is better than the target by this share of the
+    target's distance from on-policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,27 +53,28 @@ class AdaptiveStaleness(BoundedStaleness):
 
     @property
     def guaranteed_bound(self) -> int:
-        """That of the highest η."""
+        """Bound on staleness that holds for the highest η."""
         highest = replace(self, max_staleness=self.highest)
         return super(AdaptiveStaleness, highest).guaranteed_bound
 
     @property
     def outstanding_groups_ceiling(self) -> int:
-        """Under the highest η: lowering η takes back no group that has started."""
+        """Outstanding groups under the highest η. Lowering η does not cancel groups that have
+        started."""
         return replace(self, max_staleness=self.highest).outstanding_groups_max
 
     @property
     def adaptation(self) -> int:
-        """η."""
+        """Current η, in weight versions."""
         return self.max_staleness
 
     def adapted(self, adaptation: int) -> Self:
-        """With this η, or the nearest within the limits."""
+        """Return the policy with this η, clamped to ``[lowest, highest]``."""
         eta = min(self.highest, max(self.lowest, adaptation))
         return self if eta == self.max_staleness else replace(self, max_staleness=eta)
 
     def observed(self, measured: OffPolicyness) -> Self:
-        """One step towards the target."""
+        """Return the policy with η moved by at most one version towards the target."""
         return self.adapted(self.max_staleness + self._step(measured))
 
     def _step(self, measured: OffPolicyness) -> int:

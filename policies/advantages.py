@@ -1,7 +1,8 @@
-"""How much better was a rollout than it had to be? Advantages, by rollout and by token.
+"""Advantage estimators, per rollout and per token: GRPO, Dr. GRPO, RLOO, REINFORCE++ and GAE.
 
-All but GAE give one number per rollout, for the trainer to spread over its tokens
-(``advantages[:, None]`` for padded rows, ``advantages[row_ids]`` for packed tokens).
+Trainers call these on a batch's rewards. All but GAE return one number per rollout, which the
+trainer spreads over the rollout's tokens (``advantages[:, None]`` for padded rows,
+``advantages[row_ids]`` for packed tokens).
 
 Shapes: R rollouts, over any number of groups of any size; tokens as in
 :mod:`tidegate.policies.aggregation`.
@@ -19,17 +20,17 @@ from tidegate.policies.aggregation import Sequences, segment_sum
 def group_relative_advantages(
     rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True, epsilon: float = 1e-4
 ) -> Tensor:
-    """``(r - mean(r)) / (std(r) + epsilon)`` within each group: GRPO. [R], [R] -> [R]
+    """Return GRPO's ``(r - mean(r)) / (std(r) + epsilon)`` within each group. [R], [R] -> [R]
 
-    A group needs no fixed size, for rollouts can be discarded; a rollout that is alone in its
-    group has nothing to be compared with and gets 0. The deviation is the unbiased one (divided
-    by n - 1). ``scale_by_std=False`` leaves it out, so that groups which are nearly always solved,
-    or nearly never, don't weigh more than others: Dr. GRPO (arXiv 2503.20783).
+    Groups may differ in size, because rollouts can be discarded. A rollout that is alone in its
+    group gets 0. The standard deviation is the unbiased one (divided by n - 1).
+    ``scale_by_std=False`` omits the division, so groups that are nearly always or nearly never
+    solved do not weigh more than others: Dr. GRPO (arXiv 2503.20783).
 
     Source: GRPO, arXiv 2402.03300, section 4.1.
 
     Raises:
-        ValueError: the two differ in shape, or a reward is not a finite number.
+        ValueError: the shapes differ, or a reward is not finite.
     """
     groups = _Groups(rewards, group_ids)
     deviation = groups.deviation(rewards)
@@ -40,12 +41,12 @@ def group_relative_advantages(
 
 
 def relative_to_group(rewards: Sequence[float], *, epsilon: float = 1e-4) -> list[float]:
-    """:func:`group_relative_advantages` of one group's rewards, which are finite.
+    """Return :func:`group_relative_advantages` of one group's finite rewards, in plain Python.
 
-    A group is few numbers: torch looks at them for half a millisecond a batch, on a CPU.
+    A group has few rewards, and torch costs half a millisecond a batch for them on a CPU.
     """
     if min(rewards, default=0.0) == max(rewards, default=0.0):
-        return [0.0] * len(rewards)  # exactly, as there
+        return [0.0] * len(rewards)  # exactly 0, as in group_relative_advantages
     mean = sum(rewards) / len(rewards)
     deviations = [reward - mean for reward in rewards]
     variance = sum([deviation * deviation for deviation in deviations]) / (len(rewards) - 1)
@@ -54,15 +55,15 @@ def relative_to_group(rewards: Sequence[float], *, epsilon: float = 1e-4) -> lis
 
 
 def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """``r_i - mean of the group's other rewards``: RLOO. [R], [R] -> [R]
+    """Return RLOO's ``r_i - mean of the group's other rewards``. [R], [R] -> [R]
 
-    An unbiased baseline, for it doesn't contain the reward it is subtracted from. It equals
-    ``n / (n - 1)`` times the deviation from the group's mean; alone in its group, a rollout gets 0.
+    The baseline is unbiased because it excludes the reward it is subtracted from. The result equals
+    ``n / (n - 1)`` times the deviation from the group's mean; a rollout alone in its group gets 0.
 
     Source: RLOO, arXiv 2402.14740.
 
     Raises:
-        ValueError: as for :func:`group_relative_advantages`.
+        ValueError: the shapes differ, or a reward is not finite.
     """
     groups = _Groups(rewards, group_ids)
     sizes = groups.sizes[groups.of_rollout]
@@ -72,17 +73,17 @@ def leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def batch_normalised_advantages(
     rewards: Tensor, group_ids: Tensor | None = None, *, epsilon: float = 1e-4
 ) -> Tensor:
-    """``(r - mean(r)) / (std(r) + epsilon)`` over the whole batch: REINFORCE++. [R] -> [R]
+    """Return REINFORCE++'s ``(r - mean(r)) / (std(r) + epsilon)`` over the whole batch. [R] -> [R]
 
-    With ``group_ids`` it is the paper's variant with a baseline: first the group's mean is
-    subtracted, then the result is scaled by its deviation over the batch (its mean is 0 already).
-    Either way an easy group is not blown up to the size of others, as GRPO does. The deviation is
-    the unbiased one; statistics are over rollouts, long or short.
+    With ``group_ids`` it is the paper's variant with a baseline: the group's mean is subtracted
+    first, then the result is divided by its standard deviation over the batch (its mean is 0
+    already). Unlike GRPO, neither variant scales an easy group up to the size of the others. The
+    standard deviation is the unbiased one; every rollout counts once, whatever its length.
 
     Source: REINFORCE++, arXiv 2501.03262.
 
     Raises:
-        ValueError: as for :func:`group_relative_advantages`.
+        ValueError: the shapes differ, or a reward is not finite.
     """
     one_group = torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
     groups = _Groups(rewards, one_group if group_ids is None else group_ids)
@@ -101,23 +102,24 @@ def generalised_advantages(
     discount: float = 1.0,
     trace_decay: float = 0.95,
 ) -> Tensor:
-    """``A_t = d_t + discount trace_decay A_{t+1}``, ``d_t = r_t + discount V_{t+1} - V_t``: GAE.
+    """Return GAE: ``A_t = d_t + discount trace_decay A_{t+1}``, ``d_t = r_t + discount V_{t+1} -
+    V_t``.
 
-    Time counts tokens with a true ``mask``: t + 1 is the next one of the sequence, over whatever an
-    environment said in between. A sequence is an episode: nothing follows its last token, and
-    ``V`` after it is 0. What the critic learns is ``A + V``. Not differentiable, on purpose.
+    Time counts tokens with a true ``mask``: t + 1 is the sequence's next sampled token, across any
+    environment output in between. A sequence is one episode, so ``V`` after its last token is 0.
+    The critic's regression target is ``A + V``. The result carries no gradient.
 
     Args:
-        rewards: one per token, [R, T] or [N]. From one per rollout,
-            ``Sequences(mask, row_ids).at_last_token(rewards)`` makes them.
-        values: the critic's V for the state each token was sampled in, the same shape.
-        mask: the sampled tokens.
-        row_ids: the sequence of each packed token.
+        rewards: one per token, [R, T] or [N]. ``Sequences(mask, row_ids).at_last_token(rewards)``
+            converts one reward per rollout.
+        values: the critic's V of the state in which each token was sampled; shape of ``rewards``.
+        mask: true for sampled tokens; shape of ``rewards``.
+        row_ids: the sequence number of each packed token.
         discount: gamma in [0, 1].
-        trace_decay: lambda in [0, 1]; 1 is return minus value, 0 the one-token error alone.
+        trace_decay: lambda in [0, 1]; 1 is return minus value, 0 the one-token TD error alone.
 
     Returns:
-        That shape; 0 where there is no token.
+        Advantages in the shape of ``rewards``; 0 where ``mask`` is false.
 
     Source: GAE, arXiv 1506.02438, section 3.
     """
@@ -136,38 +138,39 @@ def generalised_advantages(
     dense[0, row, time], dense[1, row, time] = rewards[sequences.mask], values[sequences.mask]
     advantages = dense[0] + discount * _shifted(dense[1], 1) - dense[1]  # [R, longest + 1]
     span, decay = 1, discount * trace_decay
-    while span < advantages.shape[1]:  # every entry now holds the sum's first `span` terms
+    while span < advantages.shape[1]:  # every entry now holds its sum's first `span` terms
         advantages = advantages + decay**span * _shifted(advantages, span)
         span *= 2
     return torch.zeros_like(values).masked_scatter(sequences.mask, advantages[row, time])
 
 
 def _shifted(values: Tensor, by: int) -> Tensor:
-    """Entry t becomes entry t + ``by``; zeros follow the last. [R, L] -> [R, L]"""
+    """Return ``values`` moved left by ``by`` columns, zero-filled. [R, L] -> [R, L]"""
     return torch.nn.functional.pad(values[:, by:], (0, by))
 
 
 class _Groups:
-    """The groups of a batch, numbered from 0 in the order of their ids."""
+    """The groups of a batch, numbered from 0 in ascending order of their ids."""
 
     __slots__ = ("of_rollout", "sizes")
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
         _refuse_rewards(rewards, group_ids)
         self.of_rollout = torch.unique(group_ids, return_inverse=True)[1]
-        """[R]"""
+        """Group number of each rollout. [R] int64"""
         self.sizes = torch.bincount(self.of_rollout)
-        """[groups]"""
+        """Number of rollouts in each group. [groups] int64"""
 
     def sum(self, values: Tensor) -> Tensor:
-        """[R] -> [groups]"""
+        """Return the sum of ``values`` over each group. [R] -> [groups]"""
         return segment_sum(values, self.of_rollout, len(self.sizes))
 
     def deviation(self, rewards: Tensor) -> Tensor:
-        """From the group's mean, and exactly 0 where all of the group have the same. [R] -> [R]
+        """Return each reward minus its group's mean, exactly 0 if all of the group are equal. [R]
+        -> [R]
 
-        The mean of equal numbers can be an ulp off them; epsilon would not hide that from a test
-        for exact zeros, which is how trainers find groups that carry no gradient.
+        The mean of equal numbers can differ from them by an ulp. Trainers find groups without a
+        gradient by testing for exact zeros.
         """
         deviation = rewards - (self.sum(rewards) / self.sizes)[self.of_rollout]
         lowest, highest = (

@@ -1,11 +1,11 @@
-"""How do the values of many tokens become one? Sums and means by token, sequence and prompt.
+"""Sums and means of per-token values by token, sequence and prompt: the loss aggregation modes.
 
-It knows nothing of what the values mean.
+Objectives, corrections, diagnostics and users' trainers call these functions.
 
 Shapes, here and wherever ``row_ids`` is an argument: [R, T] for padded rows, each of which is one
-sequence; or, with ``row_ids``, any shape (packed: [N]) and for each token the number, from 0, of
-the sequence it belongs to. "Tokens" are those with a true ``mask``; what the others hold, NaN
-included, changes nothing. A sequence is a rollout's row; it need not have tokens.
+sequence; or, with ``row_ids``, any shape (packed: [N]), where ``row_ids`` holds each token's
+sequence number, from 0. "Tokens" are positions with a true ``mask``; the values at other positions,
+NaN included, change nothing. A sequence is a rollout's row, and may have no tokens.
 """
 
 import torch
@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 def segment_sum(values: Tensor, segment_ids: Tensor, segments: int) -> Tensor:
-    """Add up the values of each segment. [N], [N] int64 in [0, segments) -> [segments]"""
+    """Return the sum of each segment. [N], [N] int64 in [0, segments) -> [segments]"""
     return values.new_zeros(segments).index_add(0, segment_ids, values)
 
 
 def over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """The values, 0 where there is no token; no gradient reaches what is masked."""
+    """Return ``values`` with masked positions set to 0. No gradient reaches masked positions."""
     return torch.where(mask.bool(), values, 0.0)
 
 
 def refuse_shapes(mask: Tensor, *, advantages: Tensor | None = None, **tensors: Tensor) -> None:
-    """Insist on the mask's shape; torch would broadcast in silence, as [R] along T where R = T.
+    """Check that all tensors have the mask's shape, because torch broadcasts [R] along T if R = T.
 
     Raises:
         ValueError: a tensor has another shape. Advantages may also be [R, 1].
@@ -42,15 +42,15 @@ def refuse_shapes(mask: Tensor, *, advantages: Tensor | None = None, **tensors: 
 
 
 class Sequences:
-    """Which tokens belong to which sequence: the one place that knows padded from packed."""
+    """Maps tokens to sequences, for both padded and packed layouts."""
 
     __slots__ = ("count", "mask", "row_ids", "tokens")
 
     def __init__(self, mask: Tensor, row_ids: Tensor | None = None) -> None:
-        """Read the layout.
+        """Read the layout from the mask and, if packed, the row ids.
 
         Raises:
-            ValueError: packed tokens without ``row_ids``, or as many ids as there are not tokens.
+            ValueError: ``row_ids`` is missing for packed tokens, or differs in shape from ``mask``.
         """
         if row_ids is None and mask.ndim != 2:
             raise ValueError(
@@ -70,34 +70,36 @@ class Sequences:
         self.mask = mask.bool()
         self.row_ids = row_ids.long()
         self.tokens = segment_sum(self.mask.flatten().long(), self.row_ids.flatten(), self.count)
-        """Tokens of each sequence. [R] int64"""
+        """Number of tokens of each sequence. [R] int64"""
 
     @property
     def is_empty(self) -> Tensor:
-        """Which sequences have no tokens. [R] bool"""
+        """Whether each sequence has no tokens. [R] bool"""
         return self.tokens == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up each sequence's tokens, in float64, for 32,768 small terms lose digits in less.
+        """Return each sequence's sum, accumulated in float64 because 32,768 small terms lose
+        digits.
 
-        ``values``: the mask's shape, or what broadcasts to it. -> [R] of their dtype.
+        ``values`` has the mask's shape or broadcasts to it. Returns [R] in the dtype of ``values``.
         """
         kept = over_tokens(values, self.mask)
         summed = segment_sum(kept.double().flatten(), self.row_ids.flatten(), self.count)
         return summed.to(kept.dtype)
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over each sequence's tokens, 0 where it has none. -> [R]"""
+        """Return the mean over each sequence's tokens, 0 for sequences without tokens. -> [R]"""
         return self.sum(values) / self.tokens.clamp(min=1)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """Give every position the value of its sequence. [R] -> the mask's shape"""
+        """Return the sequence's value at each of its positions. [R] -> the mask's shape"""
         return per_sequence[self.row_ids]
 
     def positions(self) -> Tensor:
-        """How many tokens of its sequence stand before each token. The mask's shape, int64.
+        """Return each token's index within its sequence, counting tokens only. The mask's shape,
+        int64.
 
-        Sequences may be interleaved; what is not a token counts as 0.
+        Sequences may be interleaved. Positions with a false mask get 0.
         """
         rows = self.row_ids[self.mask]
         order = rows.argsort(stable=True)
@@ -113,11 +115,12 @@ class Sequences:
 
 
 def mean_by_token(values: Tensor, mask: Tensor, *, tokens_in_batch: int | None = None) -> Tensor:
-    """``sum_t v_t / tokens``: every token weighs the same, so long sequences weigh more. -> []
+    """Return ``sum_t v_t / tokens``: every token weighs the same, so long sequences weigh more. ->
+    []
 
-    ``tokens_in_batch`` replaces the number of tokens given here. For a batch in micro-batches
-    pass the whole batch's, and their results add up. A constant, such as rows times ``max_tokens``,
-    gives the loss of Dr. GRPO (arXiv 2503.20783), without any bias by length.
+    ``tokens_in_batch`` replaces the number of tokens in ``mask``. For micro-batches pass the whole
+    batch's number; the results then add up. A constant, such as rows times ``max_tokens``, gives
+    the loss of Dr. GRPO (arXiv 2503.20783), which has no length bias.
 
     Source: DAPO, arXiv 2503.14476 (token-level loss).
     """
@@ -132,9 +135,9 @@ def mean_by_sequence(
     row_ids: Tensor | None = None,
     sequences_in_batch: int | None = None,
 ) -> Tensor:
-    """``sum_i mean_{t in i} v_t / sequences``: every sequence weighs the same. -> []
+    """Return ``sum_i mean_{t in i} v_t / sequences``: every sequence weighs the same. -> []
 
-    Sequences without tokens don't count, unless ``sequences_in_batch`` counts them.
+    The divisor is the number of sequences with tokens, or ``sequences_in_batch``.
 
     Source: GRPO, arXiv 2402.03300, section 4.1.
     """
@@ -151,10 +154,10 @@ def mean_by_prompt(
     row_ids: Tensor | None = None,
     prompts_in_batch: int | None = None,
 ) -> Tensor:
-    """``sum_g mean_{t in g} v_t / prompts``: every prompt weighs the same, whatever its lengths.
+    """Return ``sum_g mean_{t in g} v_t / prompts``: every prompt weighs the same. -> []
 
-    ``group_ids`` [R] holds the group of each sequence, any integers. Groups without tokens don't
-    count, unless ``prompts_in_batch`` counts them. A group must not be split over calls. -> []
+    ``group_ids`` [R] holds the group of each sequence, any integers. The divisor is the number of
+    groups with tokens, or ``prompts_in_batch``. A group must not be split over calls.
 
     Source: ScaleRL, arXiv 2510.13786 (prompt-level loss aggregation).
     """

@@ -1,4 +1,7 @@
-"""How asynchronous may a run be? From one batch in advance to no bound, each with what it promises.
+"""Asynchronous staleness policies: bounded staleness, one-step off-policy, and unbounded.
+
+Users choose one in ``tidegate.serve``; the orchestrator's core asks it which groups to admit, hand
+over and drop.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
@@ -23,42 +26,43 @@ OnDeadline = Literal["wait", "mask", "split", "drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedStaleness(StalenessPolicy):
-    """No token older than η versions is trained on, and none need be wasted to keep it so.
+    """Hard bound: no token older than η versions is trained on.
 
-    Two gates, not one. **Admission** counts what is outstanding: groups running, buffered, or in
-    training until the version made from them is live on every engine. That never exceeds
-    ``(η + 1)·B``. Alone it bounds no sample's age: in the order of completion the oldest get about
-    twice as old. **Consumption** completes it, by what is done about a group whose tokens come of
-    age before it has ended (``on_deadline``):
+    Two gates keep the bound. **Admission** limits outstanding groups: groups running, buffered, or
+    in training until the version made from them is live on every engine. Their number never exceeds
+    ``(η + 1)·B``. Admission alone does not bound age: in completion order the oldest samples get
+    about twice as old. **Consumption** completes the bound by what it does with a group whose
+    tokens reach the staleness bound before the group has ended (``on_deadline``):
 
-    * ``wait``: the batch waits for it. In the order of admission that is each straggler; in the
-      order of completion only one that could not be trained in time after this batch
-      (:func:`~tidegate.policies.consumption.by_deadline`); in a window, each that others may not
-      overtake any more, and the bound is ``η + 1 + ⌊(W - 2)/B⌋``.
-    * ``mask``: others overtake it (in a window, the next few), and of its tokens just those that
-      are too old are masked.
-    * ``split``: what has ended of it, if that is half or more, is trained in time; the rest when it
-      has ended, compared with all of the group, its tokens that are too old masked. It costs the
-      least (docs/scheduling.md): stragglers hold up neither engines nor siblings.
-    * ``drop``: it is given up as soon as it is too old, and its task is taken anew. That wastes
-      what it had, and biases training to short answers.
+    * ``wait``: the batch waits for the group. In admission order every straggler is waited for; in
+      completion order only a group that could not be trained in time after this batch
+      (:func:`~tidegate.policies.consumption.by_deadline`); in a window, a group that others may no
+      longer overtake, and the bound is ``η + 1 + ⌊(W - 2)/B⌋``.
+    * ``mask``: other groups overtake it (in a window, the next few), and those of its tokens that
+      are too old are masked in the loss.
+    * ``split``: if half or more of its rollouts have ended, they are trained in time. The remainder
+      is trained when it has ended, with advantages relative to the whole group and its too-old
+      tokens masked. This costs the least (docs/scheduling.md): stragglers hold up neither engines
+      nor their group's other rollouts.
+    * ``drop``: the group is discarded as soon as it is too old, and its task is returned to the
+      queue. This wastes the group's tokens and biases training towards short answers.
 
-    Why admission's order keeps η: group n (counting those not dropped) is trained in batch
-    ``n // B``, that is at version ``n // B``. It was admitted when fewer than ``(η + 1)·B`` groups
-    were outstanding, so at least ``n + 1 - (η + 1)·B`` groups had been released by a live version:
-    that version was at least ``n // B - η``, and no token of the group is older. A dropped group
-    gives its place back and moves later ones forward, which only makes them fresher. A trainer that
-    publishes without having had a batch in between ages what waits; then the second gate, asked of
-    every group before it is handed over, drops or masks what has become too old.
+    Why admission order keeps η: group n (counting those not dropped) is trained in batch ``n //
+    B``, that is at version ``n // B``. It was admitted when fewer than ``(η + 1)·B`` groups were
+    outstanding, so at least ``n + 1 - (η + 1)·B`` groups had been released by a live version: that
+    version was at least ``n // B - η``, and no token of the group is older. A dropped group frees
+    its place and moves later ones forward, which only makes them fresher. A trainer that publishes
+    without consuming a batch in between ages the waiting groups; the second gate, checked for every
+    group at hand-over, then drops or masks those that have become too old.
 
     η = 0 is synchronous training. Peers count ``accepted + running <= (η + v + 1)·B`` (AReaL,
-    arXiv:2505.24298), which drifts when a filter rejects.
+    arXiv:2505.24298), which drifts when a filter rejects groups.
     """
 
     max_staleness: int
-    """η, in weight versions."""
+    """Staleness bound η, in weight versions, >= 0."""
     order: Order = "admission"
-    """In which groups are handed over: ``admission``, ``completion``, or within a window."""
+    """Consumption order: ``admission``, ``completion``, or a :class:`Window` of admission order."""
     on_deadline: OnDeadline = "wait"
 
     def __post_init__(self) -> None:
@@ -90,7 +94,7 @@ class BoundedStaleness(StalenessPolicy):
 
     @property
     def guaranteed_bound(self) -> int:
-        """η; or what the window allows, if it waits rather than masks or drops."""
+        """η, or :meth:`Window.staleness_bound` if a window waits for stragglers."""
         if isinstance(self.order, Window) and self.on_deadline == "wait":
             return self.order.staleness_bound(
                 max_staleness=self.max_staleness, groups_per_batch=self.groups_per_batch
@@ -99,21 +103,21 @@ class BoundedStaleness(StalenessPolicy):
 
     @property
     def allowed_groups(self) -> int:
-        """``(η + 1)·B``."""
+        """Number of groups that may be outstanding, ``(η + 1)·B``."""
         return (self.max_staleness + 1) * self.groups_per_batch
 
     @property
     def masks_old_tokens(self) -> bool:
-        """As ``on_deadline`` says."""
+        """Whether ``on_deadline`` is ``mask`` or ``split``."""
         return self.on_deadline in ("mask", "split")
 
     @property
     def splits_groups(self) -> bool:
-        """As ``on_deadline`` says."""
+        """Whether ``on_deadline`` is ``split``."""
         return self.on_deadline == "split"
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """As ``order`` says; see the class."""
+        """Return the next batch according to ``order`` and ``on_deadline``, or None."""
         if isinstance(self.order, Window):
             return in_window(waiting, groups, self.order)
         if self.order == "admission":
@@ -131,7 +135,7 @@ class BoundedStaleness(StalenessPolicy):
         return in_completion_order(waiting, groups)
 
     def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
-        """What has become too old, where that is dropped."""
+        """Return the groups that are too old, if ``on_deadline`` is ``drop``."""
         if self.on_deadline != "drop":
             return []
         oldest = self.oldest_trainable(trainer_version)
@@ -140,37 +144,37 @@ class BoundedStaleness(StalenessPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class OneStepOffPolicy(StalenessPolicy):
-    """Train on one batch while the next one is generated, whole, by the weights before.
+    """Trains on one batch while the next is generated entirely by the previous weights.
 
-    The pipeline of one step: a batch's generation starts when the batch before it is handed over.
-    :class:`BoundedStaleness` with η = 1 keeps the same bound and starts earlier.
+    A batch's generation starts when the batch before it is handed over. :class:`BoundedStaleness`
+    with η = 1 keeps the same bound and starts generation earlier.
     """
 
     @property
     def guaranteed_bound(self) -> int:
-        """1."""
+        """Bound on staleness: 1 version."""
         return 1
 
     @property
     def allowed_groups(self) -> int:
-        """One batch in training and one being generated."""
+        """Two batches of groups: one in training and one being generated."""
         return 2 * self.groups_per_batch
 
     def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
-        """A whole batch, once the one before is handed over."""
+        """Return the free places of one batch, once the batch before it is handed over."""
         free = super().admit(waiting, training_groups=training_groups)
         return max(0, min(free, self.groups_per_batch - waiting.places))
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """All there are."""
+        """Return the whole batch in admission order once all of it has ended, or None."""
         return in_admission_order(waiting, groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unbounded(StalenessPolicy):
-    """Whatever ends first is trained on first, however old: fully asynchronous, no promise.
+    """Fully asynchronous: trains on groups in completion order, with no bound on staleness.
 
-    What it admits is bounded all the same, by ``outstanding_groups_limit``.
+    Admission is still bounded, by ``outstanding_groups_limit``, which is required.
     """
 
     def __post_init__(self) -> None:
@@ -183,10 +187,10 @@ class Unbounded(StalenessPolicy):
 
     @property
     def allowed_groups(self) -> int:
-        """As many as ``outstanding_groups_limit`` says."""
+        """Number of groups that may be outstanding: ``outstanding_groups_limit``."""
         assert self.outstanding_groups_limit is not None
         return self.outstanding_groups_limit
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """Those that ended first."""
+        """Return the groups that ended first, or None if too few have ended."""
         return in_completion_order(waiting, groups)

@@ -1,7 +1,10 @@
-"""In which order are groups handed to the trainer? Three orders, and the age that each allows.
+"""Consumption orders: in which order ended groups form batches, and the staleness each order
+allows.
 
-Symbols: η the staleness that admission allows for, B groups per batch, v the trainer's version,
-W the window, n a group's place in the order of admission.
+The staleness policies' ``select`` methods call these functions with the waiting groups.
+
+Symbols: η the staleness that admission allows, B groups per batch, v the trainer's version, W the
+window, n a group's place in the order of admission.
 """
 
 import itertools
@@ -11,39 +14,39 @@ from tidegate.errors import ConfigError
 from tidegate.policies.staleness import G, Waiting
 
 COMPARED_MIN = 2
-"""Rollouts that a group is split for at least: one alone has nothing to be compared with."""
+"""Minimum number of ended rollouts to split a group; a single reward has no baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Groups may overtake the oldest one that has not ended, but only the next ``groups - 1``.
+    """Lets groups overtake the oldest running group if they are within the next ``groups - 1``.
 
-    With admission's bound, no sample is older than ``η + 1 + ⌊(W - 2)/B⌋``. Group n is not yet
-    trained while only groups before ``n + W`` were, so its batch is at most number
-    ``⌊(n + W - 1)/B⌋``; it was admitted at version ``⌈(n + 1)/B⌉ - (η + 1)`` or later.
+    With the admission bound, no sample is older than ``η + 1 + ⌊(W - 2)/B⌋``. While group n is not
+    yet trained, only groups before ``n + W`` were, so its batch is at most number ``⌊(n + W -
+    1)/B⌋``; it was admitted at version ``⌈(n + 1)/B⌉ - (η + 1)`` or later.
     """
 
     groups: int
-    """W; 1 is the order of admission."""
+    """Window size W, in groups, >= 1; 1 is strict admission order."""
 
     def __post_init__(self) -> None:
         if self.groups < 1:
             raise ConfigError(f"a window must hold at least 1 group, got Window({self.groups})")
 
     def staleness_bound(self, *, max_staleness: int, groups_per_batch: int) -> int:
-        """What no sample exceeds under admission for ``max_staleness``."""
+        """Return the largest staleness of any sample if admission allows ``max_staleness``."""
         return max_staleness + 1 + (self.groups - 2) // groups_per_batch
 
 
 def in_admission_order(waiting: Waiting[G], groups: int) -> list[G] | None:
-    """The groups admitted first, once all of them have ended."""
+    """Return the groups admitted first, or None until all of them have ended."""
     if waiting.ended_ahead < groups:
-        return None  # a straggler keeps all that have ended behind it from being handed over
+        return None  # one straggler holds back all groups that ended after it
     return list(itertools.islice(waiting.in_order, groups))
 
 
 def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | None:
-    """The first that have ended, of those that lie within the window."""
+    """Return the first ended groups, in admission order, that lie within the window."""
     if len(waiting.ended) < groups:
         return None
     oldest = waiting.oldest_running
@@ -60,7 +63,7 @@ def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | Non
 
 
 def in_completion_order(waiting: Waiting[G], groups: int) -> list[G] | None:
-    """Those that ended first."""
+    """Return the groups that ended first."""
     if len(waiting.ended) < groups:
         return None
     return list(itertools.islice(waiting.ended, groups))
@@ -69,18 +72,18 @@ def in_completion_order(waiting: Waiting[G], groups: int) -> list[G] | None:
 def by_deadline(
     waiting: Waiting[G], groups: int, *, groups_per_batch: int, due_floor: int
 ) -> list[G] | None:
-    """Those that ended first, as long as every other can still be trained in time.
+    """Return the groups that ended first, if every other group can still be trained in time.
 
-    A group whose oldest token is of version f must be trained at version ``f + η``, its deadline,
-    or before; ``due_floor`` is ``v - η``: groups of that version are due in this batch. Whatever is
-    chosen now, the batches left until any deadline d must hold all that are due by then: so of
-    those due by d, at least ``(number of them) - (d - v)·B`` belong into this batch. Where they
-    have not ended, the batch waits for them.
+    This is earliest-deadline-first scheduling. A group whose oldest token has version f must be
+    trained at version ``f + η``, its deadline, or before. ``due_floor`` is ``v - η``: groups of
+    that version are due in this batch. Whatever is chosen now, the batches left until a deadline d
+    must hold all groups due by d. So at least ``(number due by d) - (d - v)·B`` of the groups due
+    by d must be in this batch; if they have not ended, the batch waits for them.
 
-    Why no group ever misses its deadline: admission keeps ``(η + 1)·B`` groups outstanding at
-    most, so those due by ``v + η`` fit into the batches until then when they start, and the
-    condition above keeps it so from one batch to the next. Strict order of admission keeps it too,
-    but lets no group overtake a straggler that has time left.
+    No group misses its deadline: admission keeps at most ``(η + 1)·B`` groups outstanding, so the
+    groups due by ``v + η`` fit into the batches until then when they start, and the condition above
+    preserves this from one batch to the next. Strict admission order preserves it too, but lets no
+    group overtake a straggler that has time left.
     """
     if len(waiting.ended) < groups:
         return None
@@ -88,7 +91,7 @@ def by_deadline(
     if not needed:
         return in_completion_order(waiting, groups)
     if any(_ended_by(waiting, floor) < count for floor, count in needed):
-        return None  # before thousands that wait with it are looked through
+        return None  # return before scanning thousands of ended groups
     chosen: dict[int, G] = {}
     for floor, count in needed:
         for group in waiting.ended:
@@ -104,11 +107,12 @@ def by_deadline(
 
 
 def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> list[G] | None:
-    """What is due, whole or at least by half, then the oldest that have ended; and rests that have.
+    """Return due groups that have ended at least by half, then the oldest ended ones, and
+    remainders.
 
-    A group of which only stragglers go on is trained at its deadline without them: else all that
-    its others have sampled would come of age while they wait to be compared. Where fewer than half
-    have ended, it is left for later, and masked.
+    A due group with a few running stragglers is trained without them: otherwise its ended rollouts
+    would reach the staleness bound while they wait for the group's advantages. A group of which
+    fewer than half has ended is left for later, and its old tokens are masked then.
     """
     due_running = sum(
         n - waiting.ended_floors.get(f, 0) for f, n in waiting.floors.items() if f <= due_floor
@@ -136,7 +140,7 @@ def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> li
 def _needed_by_floor(
     waiting: Waiting[G], groups: int, groups_per_batch: int, due_floor: int
 ) -> list[tuple[int, int]]:
-    """(version floor, how many groups of it or older the batch must hold), where that is any."""
+    """Return (version floor, minimum groups of that version or older in the batch), increasing."""
     needed: list[tuple[int, int]] = []
     due = 0
     for floor in sorted(waiting.floors):
@@ -148,5 +152,5 @@ def _needed_by_floor(
 
 
 def _ended_by(waiting: Waiting[G], floor: int) -> int:
-    """Groups that have ended and are of this version or older."""
+    """Return the number of ended groups with this version floor or an older one."""
     return sum(groups for version, groups in waiting.ended_floors.items() if version <= floor)

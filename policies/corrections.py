@@ -1,17 +1,17 @@
-"""How much should a token count that other weights sampled? Importance weights and masks.
+"""Off-policy corrections: importance weights and masks per token (TIS, MIS, IcePop, DPPO, M2PO).
 
-They know nothing of losses. Each takes ``log_ratio``, the log of the ratio ``w`` of a token's
-probabilities under the policy that trains and the one that sampled, and the ``mask`` of sampled
-tokens; each returns that shape: a weight function what a token's loss is multiplied with, a mask
-function (``*_mask``, bool) which tokens to keep. They combine by multiplication:
-``tis_token(x, m) * veto_mask(x, m)``.
+Trainers multiply the losses of :mod:`tidegate.policies.objectives` with them. Each takes
+``log_ratio``, the log of the ratio ``w`` of a token's probabilities under the training policy and
+the behaviour policy, and the ``mask`` of sampled tokens. Each returns that shape: a weight function
+returns the factor of a token's loss, a mask function (``*_mask``, bool) which tokens to keep. They
+combine by multiplication: ``tis_token(x, m) * veto_mask(x, m)``.
 
 With ``log_ratio = proximal - behaviour`` they correct for staleness and engine mismatch before the
 update starts, and combine with a trust region around the proximal policy. No gradient passes
-through them. Whatever is not a token gets 0 or False, and may hold anything, NaN included.
+through them. Masked positions get 0 or False, and may hold anything, NaN included.
 
-Shapes: [R, T] for padded rows, or [N] for packed tokens; by sequence these need ``row_ids``
-(:mod:`tidegate.policies.aggregation`). In formulas, "sequence" means its tokens.
+Shapes: [R, T] for padded rows, or [N] for packed tokens, for which the per-sequence functions need
+``row_ids`` (:mod:`tidegate.policies.aggregation`). In formulas, "sequence" means its tokens.
 """
 
 import math
@@ -24,9 +24,9 @@ from tidegate.policies.aggregation import Sequences, over_tokens, refuse_shapes
 
 @torch.no_grad()
 def tis_token(log_ratio: Tensor, mask: Tensor, *, weight_max: float = 2.0) -> Tensor:
-    """``min(w_t, weight_max)``: truncated importance sampling, by token.
+    """Return ``min(w_t, weight_max)``: truncated importance sampling (TIS), by token.
 
-    Bias for bounded variance: no token is lost, and none weighs more than ``weight_max``
+    Trades bias for bounded variance: no token is dropped, and none weighs more than ``weight_max``
     (published: 1.5 to 5).
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
@@ -40,9 +40,11 @@ def tis_token(log_ratio: Tensor, mask: Tensor, *, weight_max: float = 2.0) -> Te
 def tis_sequence(
     log_ratio: Tensor, mask: Tensor, *, row_ids: Tensor | None = None, weight_max: float = 2.0
 ) -> Tensor:
-    """``min(prod_t w_t, weight_max)``: the weight of the whole sequence, on each of its tokens.
+    """Return ``min(prod_t w_t, weight_max)``: TIS by sequence, the same weight on each of its
+    tokens.
 
-    Untruncated it is unbiased, with a variance exponential in the length (published: 2 to 10).
+    Without truncation it is unbiased, with a variance exponential in the length (published: 2 to
+    10).
 
     Source: as :func:`tis_token`.
     """
@@ -56,9 +58,11 @@ def tis_sequence(
 def mis_token(
     log_ratio: Tensor, mask: Tensor, *, weight_min: float = 0.5, weight_max: float = 2.0
 ) -> Tensor:
-    """``w_t if weight_min <= w_t <= weight_max else 0``: masked importance sampling, by token.
+    """Return ``w_t if weight_min <= w_t <= weight_max else 0``: masked importance sampling, by
+    token.
 
-    Where a ratio is far off, numbers of the engine are doubted rather than weighed down.
+    A ratio far from 1 means that the engine's log-probability is suspect, so the token is dropped
+    rather than down-weighted.
 
     Source: Liu, Li et al. 2025, "When Speed Kills Stability".
     """
@@ -75,7 +79,7 @@ def mis_sequence(
     weight_min: float = 0.5,
     weight_max: float = 2.0,
 ) -> Tensor:
-    """``W if weight_min <= W <= weight_max else 0`` with ``W = prod_t w_t``, on each token.
+    """Return ``W if weight_min <= W <= weight_max else 0`` with ``W = prod_t w_t``, on each token.
 
     Source: as :func:`mis_token`.
     """
@@ -94,10 +98,11 @@ def mis_geometric(
     weight_min: float = 0.999,
     weight_max: float = 1.001,
 ) -> Tensor:
-    """``G if weight_min <= G <= weight_max else 0`` with ``G = (prod_t w_t)^(1/tokens)``, likewise.
+    """Return ``G if weight_min <= G <= weight_max else 0``, ``G = (prod_t w_t)^(1/tokens)``, per
+    token.
 
-    A geometric mean, so long sequences are not doubted for their length; it moves little, hence
-    the narrow bounds. To reject by it and weigh by something else, use :func:`geometric_mask`.
+    The geometric mean does not penalise long sequences; it varies little, hence the narrow bounds.
+    To reject sequences by it and weigh tokens by another correction, use :func:`geometric_mask`.
 
     Source: as :func:`mis_token`.
     """
@@ -126,7 +131,8 @@ def geometric_mask(
 def icepop(
     log_ratio: Tensor, mask: Tensor, *, weight_min: float = 0.5, weight_max: float = 5.0
 ) -> Tensor:
-    """``w_t if weight_min <= w_t <= weight_max else 0``: IcePop, :func:`mis_token` in wider bounds.
+    """Return ``w_t if weight_min <= w_t <= weight_max else 0``: IcePop, :func:`mis_token` with
+    wider bounds.
 
     Source: Ring-1T, arXiv 2510.18855; the bounds as in INTELLECT-3, arXiv 2512.16144.
     """
@@ -157,8 +163,8 @@ def veto_mask(
 ) -> Tensor:
     """Keep sequences in which every ``w_t >= weight_min`` (published: 1e-6 to 1e-4).
 
-    One token that the trainer would hardly ever sample means that the two don't see the same
-    text, or the same weights; the rest of the sequence is then in doubt too.
+    A token that the trainer would hardly ever sample indicates that trainer and engine disagree on
+    the text or the weights, so the rest of the sequence is suspect too.
 
     Source: as :func:`mis_token`.
     """
@@ -178,11 +184,13 @@ def dppo_mask(
     *,
     shift_max: float = 0.2,
 ) -> Tensor:
-    """Drop tokens whose probability has moved by more than ``shift_max`` the way they are pushed.
+    """Drop tokens whose probability has moved more than ``shift_max`` in their advantage's
+    direction.
 
-    ``|p - q| > shift_max`` with ``p = w q``, ``q`` the behaviour's, and ``(p - q) A > 0``: binary
-    total variation as a trust region. A ratio lets likely tokens move far and rare ones not at all;
-    this judges all by the mass that moved. ``log_ratio`` is target over behaviour here.
+    Drops ``|p - q| > shift_max`` and ``(p - q) A > 0`` with ``p = w q`` and ``q`` the behaviour
+    policy's probability: binary total variation as a trust region. A bound on the ratio lets likely
+    tokens move far and rare ones hardly at all; this bound limits the probability mass that moved.
+    ``log_ratio`` is target over behaviour here.
 
     Source: DPPO, arXiv 2602.04879; 0.2 as in prime-rl.
     """
@@ -198,11 +206,12 @@ def dppo_mask(
 def m2po_mask(
     log_ratio: Tensor, mask: Tensor, advantages: Tensor, *, second_moment_max: float = 0.04
 ) -> Tensor:
-    """Drop as few tokens as bring ``mean_t (log w_t)^2`` of the kept ones to the limit.
+    """Drop the fewest tokens that bring ``mean_t (log w_t)^2`` of the kept ones down to the limit.
 
-    Only tokens that are pushed further out (``A > 0, w > 1`` or ``A < 0, w < 1``) can be dropped,
-    the farthest first; if the limit can't be met, all of them are. ``log_ratio`` is target over
-    behaviour here. The limit holds over the tokens given: pass a whole batch, not micro-batches.
+    Only tokens that the update pushes further off-policy (``A > 0, w > 1`` or ``A < 0, w < 1``) can
+    be dropped, the farthest first; if the limit cannot be met, all of them are dropped.
+    ``log_ratio`` is target over behaviour here. The limit holds over the tokens given: pass a whole
+    batch, not micro-batches.
 
     Source: M2PO, arXiv 2510.01161.
     """
@@ -212,7 +221,7 @@ def m2po_mask(
         )
     refuse_shapes(mask, advantages=advantages)
     log_weight = _over_tokens(log_ratio, mask).double()
-    moments = log_weight.square()  # 0 off the mask
+    moments = log_weight.square()  # 0 where masked
     candidates = ((log_weight * advantages > 0) & mask.bool()).flatten().nonzero().squeeze(1)
     farthest, order = moments.flatten()[candidates].sort(descending=True, stable=True)
     dropped_sums = torch.cat([farthest.new_zeros(1), farthest.cumsum(0)])  # after 0, 1, … drops
@@ -230,12 +239,12 @@ def _over_tokens(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def _truncated(log_weight: Tensor, weight_max: float) -> Tensor:
-    """``min(w, weight_max)``, before exp, which overflows above 88 in float32."""
+    """Return ``min(w, weight_max)``, clamped before exp, which overflows above 88 in float32."""
     return log_weight.clamp(max=math.log(weight_max)).exp()
 
 
 def _kept(log_weight: Tensor, keep: Tensor) -> Tensor:
-    """``w`` where it is kept, else 0, without an overflow in what is not."""
+    """Return ``w`` where ``keep`` is true, else 0, without overflow at dropped positions."""
     return torch.where(keep, log_weight, -math.inf).exp()
 
 

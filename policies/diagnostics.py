@@ -1,9 +1,10 @@
-"""How far off-policy was a batch, by staleness and by engine, and was it fair to long rollouts?
+"""Off-policyness metrics of a batch: effective sample size, KL, chi-squared, by lag; length bias.
 
-Numbers to log; no gradient passes through any. They know nothing of losses or schedulers.
+Trainers log them, and batches compute them for the dashboard and reports; no gradient passes
+through any.
 
-Symbols: ``w`` the ratio of a token's probabilities under the policy that trains, and the one that
-sampled; ``log_ratio`` its log. Shapes as in :mod:`tidegate.policies.aggregation`.
+Symbols: ``w`` is the ratio of a token's probabilities under the training policy and the behaviour
+policy; ``log_ratio`` is its log. Shapes as in :mod:`tidegate.policies.aggregation`.
 """
 
 import math
@@ -15,63 +16,65 @@ from torch import Tensor
 from tidegate.policies.aggregation import Sequences, over_tokens
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 5, 9, 17)
-"""The smallest lag of each bucket, in versions; the last has no end. One each where most tokens
-are, then in doublings, so that a run's metrics keep their names however stale it gets."""
+"""Smallest lag of each bucket, in versions; the last bucket is open. Single versions where most
+tokens are, then doubling, so metric names do not depend on how stale a run gets."""
 
 LENGTH_QUANTILES = 10
-"""Deciles: fine enough to show a cut tail, coarse enough for a batch of 100 rollouts."""
+"""Number of length quantiles: deciles show a cut tail, and suit a batch of 100 rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """How far the policy that trains is from the one that sampled, over some tokens.
+    """Divergence of the training policy from the behaviour policy over a set of tokens.
 
-    Where there are no tokens it counts as on-policy.
+    An empty set counts as on-policy.
     """
 
     tokens: int
     ess: float
-    """Effective sample size, ``(sum w)^2 / (N sum w^2)`` in (0, 1], unclamped: of ``w`` itself."""
+    """Effective sample size, ``(sum w)^2 / (N sum w^2)`` in (0, 1], of ``w`` without truncation."""
     ess_clamped: float
-    """The same of the weights that were used, truncated or 0 where masked; 0 if all are."""
+    """Effective sample size of the weights used in the loss (truncated or masked); 0 if all are
+    0."""
     k1: float
-    """``mean(-log w)``, an unbiased estimate of KL(sampled || trained); can be negative."""
+    """``mean(-log w)``, an unbiased estimate of KL(behaviour || trained); can be negative."""
     k2: float
-    """``mean((log w)^2 / 2)``, never negative, of little variance, biased."""
+    """``mean((log w)^2 / 2)``, a low-variance, biased estimate of the KL; never negative."""
     k3: float
-    """``mean(w - 1 - log w)``, unbiased and never negative."""
+    """``mean(w - 1 - log w)``, an unbiased estimate of the KL; never negative."""
     chi2_token: float
-    """``mean(w^2) - 1``; infinite where float64 can't hold it."""
+    """``mean(w^2) - 1`` over tokens; infinite if it overflows float64."""
     chi2_seq: float
-    """``mean_i((prod_{t in i} w)^2) - 1`` over sequences; likewise."""
+    """``mean_i((prod_{t in i} w)^2) - 1`` over sequences; infinite if it overflows float64."""
     ppl_ratio: float
-    """``exp(mean_i(mean_{t in i}(-log w)))``: perplexity trained over perplexity sampled."""
+    """``exp(mean_i(mean_{t in i}(-log w)))``: perplexity of the trained over the behaviour
+    policy."""
     masked_share_token: float
-    """Share of tokens whose weight was 0."""
+    """Share of tokens whose weight in the loss was 0."""
     masked_share_seq: float
-    """Share of sequences all of whose tokens had weight 0."""
+    """Share of sequences whose tokens all had weight 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagBucket:
-    """The mismatch of those tokens that are ``lag_min`` to ``lag_max`` versions old."""
+    """The mismatch of the tokens that are ``lag_min`` to ``lag_max`` versions old."""
 
     lag_min: int
     lag_max: int | None
-    """Inclusive; None for the last bucket, which has no end."""
+    """Largest lag of the bucket, inclusive; None for the last bucket, which is open."""
     mismatch: Mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBias:
-    """Whether what was trained on is as long as what was generated."""
+    """Compares the lengths of trained rollouts with those of all generated rollouts."""
 
     mean_generated_tokens: float
     mean_trained_tokens: float
     ratio: float
-    """Trained over generated; 1 is unbiased, below it short rollouts were favoured."""
+    """Mean trained length over mean generated length; 1 is unbiased, < 1 favours short rollouts."""
     survival: tuple[float, ...]
-    """Share that was trained, by quantile of length, the shortest first. Unbiased: all equal."""
+    """Share of rollouts trained, by quantile of length, shortest first; all equal if unbiased."""
 
 
 @torch.no_grad()
@@ -82,17 +85,17 @@ def measure_mismatch(
     row_ids: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> Mismatch:
-    """Compare two policies on the tokens of ``mask``. The definitions are in :class:`Mismatch`.
+    """Compare two policies on the tokens of ``mask``; :class:`Mismatch` has the definitions.
 
-    ``weight`` is what the loss was multiplied with, from :mod:`tidegate.policies.corrections`; left
-    out, it is ``w``.
+    ``weight`` is the factor of the loss from :mod:`tidegate.policies.corrections`; it defaults to
+    ``w``.
 
     Source: k1, k2, k3: Schulman 2020, "Approximating KL Divergence"; the others as in verl's
     rollout correction; ess, unclamped: PipelineRL, arXiv 2509.19128.
     """
     sequences = Sequences(mask, row_ids)
     by_token = over_tokens(log_ratio, mask).double()
-    x = by_token[sequences.mask]  # double, for k3 is a small difference of large numbers
+    x = by_token[sequences.mask]  # float64, because k3 is a small difference of large numbers
     if not len(x):
         return _ON_POLICY
     used = x.exp() if weight is None else weight[sequences.mask].double()
@@ -124,9 +127,9 @@ def measure_mismatch_by_lag(
 ) -> tuple[LagBucket, ...]:
     """Split :func:`measure_mismatch` by lag, ``trainer_version - weight_versions``, per token.
 
-    Lag 0 was sampled by the very weights that train: what differs there is the engine's numerics,
-    or a fault, and no staleness. Buckets without tokens are left out. A sequence is, in each
-    bucket, its tokens there. ``weight_versions`` has the shape of the mask.
+    Tokens of lag 0 were sampled by the weights in training: their mismatch is engine numerics, or a
+    bug, not staleness. Buckets without tokens are left out. In each bucket, a sequence consists of
+    its tokens in that bucket. ``weight_versions`` has the shape of the mask.
 
     Raises:
         ValueError: as for :func:`token_lags`.
@@ -144,7 +147,7 @@ def measure_mismatch_by_lag(
 
 
 def token_lags(weight_versions: Tensor, mask: Tensor, *, trainer_version: int) -> Tensor:
-    """``trainer_version - weight_versions``, in versions; 0 off the mask. Any shape.
+    """Return ``trainer_version - weight_versions``, in versions; 0 where masked. Any shape.
 
     Raises:
         ValueError: a token has no version, or one that the trainer has not reached.
@@ -162,14 +165,14 @@ def token_lags(weight_versions: Tensor, mask: Tensor, *, trainer_version: int) -
 
 @torch.no_grad()
 def measure_length_bias(generated_tokens: Tensor, is_trained: Tensor) -> LengthBias:
-    """Ask whether dropping, cancelling or filtering has favoured short rollouts. [R], [R] bool
+    """Measure whether dropping, cancelling or filtering has favoured short rollouts. [R], [R] bool
 
-    One entry per rollout that finished or was given up, with the length it had, or would have had
-    where that is known. Rollouts of one length survive alike: each counts with their mean, so that
-    a cap on length, which makes many equal, doesn't read as a bias.
+    One entry per rollout that finished or was discarded, with its length, or the length it would
+    have had where that is known. Rollouts of equal length share the mean survival of their length,
+    so a cap on length, which makes many lengths equal, does not appear as a bias.
 
     Raises:
-        ValueError: the two differ in shape.
+        ValueError: the shapes differ.
     """
     if generated_tokens.ndim != 1 or generated_tokens.shape != is_trained.shape:
         raise ValueError(
@@ -193,10 +196,11 @@ def measure_length_bias(generated_tokens: Tensor, is_trained: Tensor) -> LengthB
 
 
 def _survival(lengths: Tensor, trained: Tensor) -> tuple[float, ...]:
-    """The mean of ``trained`` in each quantile; a rollout on a border belongs to both in part."""
+    """Return the mean of ``trained`` per quantile; a rollout on a border counts in both, in
+    part."""
     _, kind, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
     rate = lengths.new_zeros(len(counts)).index_add(0, kind, trained) / counts
-    sorted_rate = rate.repeat_interleave(counts)  # unique sorts: the shortest first
+    sorted_rate = rate.repeat_interleave(counts)  # unique() sorts, so the shortest come first
     reached = torch.cat([lengths.new_zeros(1), sorted_rate.cumsum(0)])  # after 0, 1, … rollouts
     borders = torch.arange(LENGTH_QUANTILES + 1, device=lengths.device).double()
     borders = borders * len(lengths) / LENGTH_QUANTILES
@@ -207,9 +211,9 @@ def _survival(lengths: Tensor, trained: Tensor) -> tuple[float, ...]:
 
 
 def effective_sample_size(log_weights: Tensor) -> float:
-    """``(sum w)^2 / (N sum w^2)``, scaled so that no weight overflows. [N] -> (0, 1]
+    """Return ``(sum w)^2 / (N sum w^2)``, scaled so that no weight overflows. [N] -> (0, 1]
 
-    1 where there are none; 0 where all weights are 0.
+    1 if there are no weights; 0 if all weights are 0.
     """
     if not len(log_weights):
         return 1.0
@@ -221,7 +225,7 @@ def effective_sample_size(log_weights: Tensor) -> float:
 
 
 def _chi2(log_weights: Tensor) -> float:
-    """``mean(w^2) - 1``, through logs, which lose nothing near w = 1. [N]"""
+    """Return ``mean(w^2) - 1``, computed in logs, which keep precision near w = 1. [N]"""
     log_mean = torch.logsumexp(2 * log_weights, 0) - math.log(len(log_weights))
     return float(log_mean.expm1())
 

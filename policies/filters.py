@@ -1,6 +1,7 @@
-"""Which groups are worth training on? Judged by their rewards, as soon as those say enough.
+"""Group filters: which groups are worth training on, decided from their rewards (dynamic sampling).
 
-A filter holds no state that changes: what is known of a prompt is given to it.
+The orchestrator's core calls a filter after each reward. A filter is immutable: the history of a
+prompt is passed to it.
 """
 
 from collections.abc import Sequence
@@ -11,59 +12,60 @@ from tidegate.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PromptHistory:
-    """What a prompt's rollouts were rewarded with so far, in this run."""
+    """Number and sum of the rewards that a prompt's rollouts got so far in this run."""
 
     rollouts: int = 0
     total_reward: float = 0.0
 
     @property
     def mean_reward(self) -> float:
-        """0 before the first."""
+        """Mean reward over the prompt's rollouts; 0 before the first."""
         return self.total_reward / max(1, self.rollouts)
 
     def after(self, rewards: Sequence[float]) -> "PromptHistory":
-        """The history with these added."""
+        """Return the history with these rewards added."""
         return PromptHistory(self.rollouts + len(rewards), self.total_reward + sum(rewards))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter:
-    """Keeps everything; override what should be different."""
+    """Base class of group filters, which keeps every group. Override the methods that should
+    differ."""
 
     def reject(self, rewards: Sequence[float], *, running: int) -> str | None:
-        """Why a group will not be trained; None: it may be, as far as can be told.
+        """Return the reason why a group will not be trained, or None to keep it so far.
 
-        It is asked whenever one of its rollouts has got its reward. ``running`` others go on: they
-        are stopped if it is rejected.
+        Called whenever one of the group's rollouts gets its reward. ``running`` is the number of
+        rollouts that are still generating; they are cancelled if the group is rejected.
         """
         return None
 
     @property
     def uses_history(self) -> bool:
-        """Whether :meth:`skip` wants to know what a prompt's rollouts were rewarded with."""
+        """Whether :meth:`skip` needs the rewards of a prompt's earlier rollouts."""
         return False
 
     def skip(self, history: PromptHistory) -> bool:
-        """Whether a task is passed over, before anything is generated for it."""
+        """Return whether to skip a task before anything is generated for it."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling(GroupFilter):
-    """Drops groups whose rewards are all the same: their advantages are 0, and teach nothing.
+    """Drops groups whose rewards are all equal, because their advantages are 0.
 
-    Other prompts take their places, so batches stay full (DAPO, arXiv:2503.14476). A group may be
-    given up before its last rollout has ended (``decide_after``), which saves its stragglers, and
-    loses the few that would have differed. Prompts that are solved may be left out from then on
-    (``solved_at``; ScaleRL, arXiv:2510.13786, leaves out those with a mean reward of 0.9).
+    Other prompts take their places, so batches stay full (DAPO, arXiv:2503.14476). ``decide_after``
+    drops a group before its last rollout has ended, which saves generating its stragglers but loses
+    the few groups whose later rewards would have differed. ``solved_at`` skips prompts that are
+    solved (ScaleRL, arXiv:2510.13786, skips those with a mean reward of 0.9).
     """
 
     decide_after: int | None = None
-    """Rollouts with equal rewards that are enough; None waits for all."""
+    """Number of equal rewards after which a group is dropped, >= 2; None waits for all rollouts."""
     solved_at: float | None = None
-    """The mean reward from which on a prompt is passed over; None passes over none."""
+    """Mean reward from which a prompt is skipped; None skips no prompt."""
     rollouts_min: int = 8
-    """Of a prompt, before it can count as solved."""
+    """Number of a prompt's rollouts before it can count as solved."""
 
     def __post_init__(self) -> None:
         if self.decide_after is not None and self.decide_after < 2:
@@ -74,7 +76,7 @@ class DynamicSampling(GroupFilter):
             raise ConfigError(f"rollouts_min must be >= 1, got {self.rollouts_min}")
 
     def reject(self, rewards: Sequence[float], *, running: int) -> str | None:
-        """``zero_variance``, once that is certain or likely enough."""
+        """Return ``zero_variance`` if all rewards are equal and enough rollouts have ended."""
         is_enough = self.decide_after is not None and len(rewards) >= self.decide_after
         if (is_enough or not running) and len(set(rewards)) == 1:
             return "zero_variance"
@@ -82,10 +84,10 @@ class DynamicSampling(GroupFilter):
 
     @property
     def uses_history(self) -> bool:
-        """For ``solved_at``."""
+        """Whether ``solved_at`` is set."""
         return self.solved_at is not None
 
     def skip(self, history: PromptHistory) -> bool:
-        """Whether it is solved."""
+        """Return whether the prompt counts as solved."""
         is_known = self.solved_at is not None and history.rollouts >= self.rollouts_min
         return is_known and history.mean_reward >= (self.solved_at or 0.0)

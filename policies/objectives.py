@@ -1,16 +1,17 @@
-"""What does the trainer minimise, when its tokens were sampled by older weights?
+"""Policy-gradient losses for off-policy tokens: PPO, GSPO, CISPO, AIPO and decoupled PPO.
 
-Each ``*_losses`` function gives a loss per token, to be multiplied with a correction
-(:mod:`tidegate.policies.corrections`) and made one number (:mod:`tidegate.policies.aggregation`);
-:func:`decoupled_ppo_loss` is the usual combination, ready-made. They know nothing of models:
-log-probabilities in, losses out.
+Trainers call them on a batch's log-probabilities. Each ``*_losses`` function returns a loss per
+token, to be multiplied with a correction (:mod:`tidegate.policies.corrections`) and reduced
+(:mod:`tidegate.policies.aggregation`); :func:`decoupled_ppo_loss` is the usual combination,
+ready-made.
 
-Words: logprobs are under the weights being optimised (target), which alone get a gradient;
-proximal ones under the trainer's weights at the start of the update; behaviour ones under the
-weights that sampled, as the engine reported them.
+``logprobs`` are under the target policy (the weights being optimised) and alone get a gradient;
+``proximal_logprobs`` are under the trainer's weights at the start of the update;
+``behaviour_logprobs`` are under the weights that sampled, as the engine reported them.
 
-Shapes: [R, T] for padded rows of R rollouts, or [N] for packed tokens; advantages may also be
-[R, 1]. "Tokens" are those with a true mask; what the others hold, NaN included, changes nothing.
+Shapes: [R, T] for padded rows of R rollouts, or [N] for packed tokens; advantages may also be [R,
+1]. "Tokens" are positions with a true mask; the values at other positions, NaN included, change
+nothing.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from tidegate.policies.corrections import tis_token
 from tidegate.policies.diagnostics import measure_mismatch, token_lags
 
 LOG_RATIO_MAX = 80.0
-"""exp overflows above 88 in float32, and an infinite ratio times a gradient of 0 is NaN."""
+"""Clamp of log ratios: exp overflows above 88 in float32, and an infinite ratio times a gradient of
+0 is NaN."""
 
 
 def ppo_losses(
@@ -35,10 +37,11 @@ def ppo_losses(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """``-min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)``, ``u = target / proximal``.
+    """Return PPO's ``-min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)``, ``u = target /
+    proximal``.
 
-    Times a weight for ``proximal / behaviour`` it is decoupled PPO, and A-3PO where the former are
-    :func:`interpolated_proximal_logprobs`.
+    Multiplied with a weight for ``proximal / behaviour`` it is decoupled PPO; with
+    :func:`interpolated_proximal_logprobs` as proximal log-probabilities it is A-3PO.
 
     Source: PPO, arXiv 1707.06347, section 3; two clips: DAPO, arXiv 2503.14476.
     """
@@ -60,11 +63,11 @@ def gspo_losses(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """``-min(s_i A_t, clip(s_i, …) A_t)``, ``s_i = (prod_{t in i} u_t)^(1/tokens)``: by sequence.
+    """Return GSPO's ``-min(s_i A_t, clip(s_i, …) A_t)``, ``s_i = (prod_{t in i} u_t)^(1/tokens)``.
 
     Every token of a sequence holds the sequence's loss, so :func:`aggregation.mean_by_sequence`
-    makes the published objective of it. Where one token of an expert model flips, a token's ratio
-    jumps and the sequence's hardly moves.
+    yields the published objective. If the experts of one token change in a mixture-of-experts
+    model, the token's ratio jumps and the sequence's ratio hardly moves.
 
     Source: GSPO, arXiv 2507.18071.
     """
@@ -86,10 +89,11 @@ def cispo_losses(
     weight_min: float = 0.0,
     weight_max: float = 5.0,
 ) -> Tensor:
-    """``-sg(clip(w_t, weight_min, weight_max)) A_t log target``, ``w = target / behaviour``.
+    """Return CISPO's ``-sg(clip(w_t, weight_min, weight_max)) A_t log target``, ``w = target /
+    behaviour``.
 
-    The weight is clipped and has no gradient (sg), so no token is ever cut off. ``weight_min`` and
-    ``weight_max`` are the papers' 1 - e_low and 1 + e_high.
+    The weight is clipped and carries no gradient (sg is stop-gradient), so no token's gradient is
+    cut off. ``weight_min`` and ``weight_max`` are the papers' 1 - e_low and 1 + e_high.
 
     Source: MiniMax-M1, arXiv 2506.13585; robust in its upper bound: ScaleRL, arXiv 2510.13786.
     """
@@ -114,9 +118,10 @@ def aipo_losses(
     *,
     weight_max: float = 2.0,
 ) -> Tensor:
-    """``-sg(min(w_t, weight_max)) A_t log target``, ``w = target / behaviour``.
+    """Return AIPO's ``-sg(min(w_t, weight_max)) A_t log target``, ``w = target / behaviour``.
 
-    Published: 2 to 10. There is no proximal policy. Source: LlamaRL, arXiv 2505.24034.
+    Published ``weight_max``: 2 to 10. There is no proximal policy. Source: LlamaRL, arXiv
+    2505.24034.
     """
     return cispo_losses(logprobs, behaviour_logprobs, advantages, mask, weight_max=weight_max)
 
@@ -130,12 +135,13 @@ def interpolated_proximal_logprobs(
     *,
     trainer_version: int,
 ) -> Tensor:
-    """``log behaviour + lag/(lag + 1) (log target - log behaviour)``: A-3PO's proximal policy.
+    """Return A-3PO's proximal log-probs: ``log behaviour + lag/(lag + 1) (log target - log
+    behaviour)``.
 
     ``lag = trainer_version - weight_versions``, per token. The update makes version
-    ``trainer_version + 1`` from ``trainer_version``, so the proximal policy lies that share of the
-    way from the one to the other, and no forward pass is spent on it. A token of the trainer's own
-    version has the behaviour policy for its proximal one. [R, T] or [N]; 0 off the mask.
+    ``trainer_version + 1`` from ``trainer_version``, so the proximal policy lies ``lag/(lag + 1)``
+    of the way from behaviour to target, and needs no forward pass. For a token of lag 0 the
+    proximal policy is the behaviour policy. [R, T] or [N]; 0 where masked.
 
     Source: A-3PO, arXiv 2512.06547.
     """
@@ -147,24 +153,25 @@ def interpolated_proximal_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class LossDiagnostics:
-    """How far off-policy a batch was, and what the loss did about it. Means over its tokens.
+    """Off-policyness of a batch and the effect of clip and truncation, as means over its tokens.
 
-    With ``w = proximal / behaviour``, the ratio of the probabilities of one sampled token. A batch
-    without tokens counts as on-policy. More, and by lag: :mod:`tidegate.policies.diagnostics`.
+    ``w = proximal / behaviour`` is the ratio of the probabilities of one sampled token. A batch
+    without tokens counts as on-policy. :mod:`tidegate.policies.diagnostics` has more metrics, and
+    by lag.
     """
 
     ess: float
-    """Effective sample size, ``(sum w)^2 / (N sum w^2)`` in (0, 1], of the weights as they are."""
+    """Effective sample size, ``(sum w)^2 / (N sum w^2)`` in (0, 1], of ``w`` without truncation."""
     ess_clamped: float
-    """The same of the weights that were used; 0 where all of them are 0."""
+    """Effective sample size of the weights used in the loss; 0 if all of them are 0."""
     kl_k1: float
-    """``-log w``, an unbiased estimate of KL(behaviour || proximal); can be negative."""
+    """``mean(-log w)``, an unbiased estimate of KL(behaviour || proximal); can be negative."""
     kl_k3: float
-    """``w - 1 - log w``, an unbiased estimate of the same that is never negative."""
+    """``mean(w - 1 - log w)``, an unbiased estimate of the same KL; never negative."""
     clip_fraction: float
     """Share of tokens whose gradient the PPO clip has cut off."""
     truncated_fraction: float
-    """Share of tokens that weighed less than their ``w``."""
+    """Share of tokens whose weight in the loss is less than ``w``."""
 
 
 def decoupled_ppo_loss(
@@ -179,26 +186,27 @@ def decoupled_ppo_loss(
     weight: Tensor | None = None,
     tokens_in_batch: int | None = None,
 ) -> tuple[Tensor, LossDiagnostics]:
-    """``-sum_t min(w_t, C) min(u_t A_t, clip(u_t, 1 - e, 1 + e) A_t) / tokens``, and diagnostics.
+    """Return ``-sum_t min(w_t, C) min(u_t A_t, clip(u_t, 1 - e, 1 + e) A_t) / tokens``, and
+    diagnostics.
 
     ``u = target / proximal`` carries the gradient; ``w = proximal / behaviour`` does not.
 
     Args:
-        logprobs: under the weights being optimised.
-        proximal_logprobs: with one optimizer step per batch these are ``logprobs.detach()``, and
-            the clip is idle.
-        behaviour_logprobs, advantages, loss_mask: of the sampled tokens, as above.
+        logprobs: log-probabilities under the weights being optimised.
+        proximal_logprobs: log-probabilities at the start of the update. With one optimizer step per
+            batch these are ``logprobs.detach()``, and the clip is idle.
+        behaviour_logprobs, advantages, loss_mask: of the sampled tokens; shapes as in the module.
         clip: the half-width e of the trust region.
         importance_weight_max: C, the truncation of w: bias for bounded variance.
-        weight: what stands in place of ``min(w_t, C)``: another correction, or several multiplied.
-        tokens_in_batch: the denominator. Left out, it is the number of tokens given here. For a
-            batch in micro-batches pass the whole batch's, and their losses add up to its loss.
+        weight: replaces ``min(w_t, C)``: another correction, or a product of several.
+        tokens_in_batch: the denominator; defaults to the number of tokens given. For micro-batches
+            pass the whole batch's number; their losses then add up to the batch's loss.
 
     Source: Hilton et al., arXiv 2110.00641, section 3, and AReaL, arXiv 2505.24298, for the
     decoupled objective; truncation as in IMPALA, arXiv 1802.01561.
 
     Raises:
-        ValueError: shapes that don't belong together, or settings that can't work.
+        ValueError: the shapes do not match, or a setting is out of range.
     """
     if not importance_weight_max > 0:
         raise ValueError(
@@ -220,7 +228,7 @@ def decoupled_ppo_loss(
 
 @torch.no_grad()
 def _diagnose(log_w: Tensor, used: Tensor, is_clipped: Tensor) -> LossDiagnostics:
-    """Over the tokens alone, as if they were one sequence. [N] each"""
+    """Compute the diagnostics over the tokens as if they were one sequence. [N] each"""
     mismatch = measure_mismatch(log_w[None], torch.ones_like(used)[None], weight=used[None])
     tokens = max(len(used), 1)
     return LossDiagnostics(
@@ -238,7 +246,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's pessimistic choice between the clipped ratio and the ratio as it is."""
+    """Return PPO's pessimistic minimum of the clipped and the unclipped objective, negated."""
     ratio, advantage = _ratio(log_ratio), advantages.detach()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 

@@ -1,11 +1,12 @@
-"""What can a run reach, and how old will its samples be? Closed forms, from a few figures of it.
+"""Closed-form predictions of a run's throughput and staleness from a few measured figures.
 
-They know nothing of clocks, engines or policies; the caller has measured, or assumed.
+The planning command, the run report and each batch's metrics call them; all inputs are measured or
+assumed by the caller.
 
 Symbols: B groups per batch of G rollouts each, η ``max_staleness``; L a rollout's length in tokens;
 C decode slots over all engines; W_R and W_T the device-seconds that one batch costs rollout and
-trainer; N_r and N_t their devices. rho = v_R / v_T, throughput of the rollout over that of the
-trainer, both at their peak: above 1 the trainer is what limits. A version is made of one batch.
+trainer; N_r and N_t their devices. rho = v_R / v_T, rollout throughput over trainer throughput,
+both at their peak: above 1 the trainer is the bottleneck. Each version is made from one batch.
 """
 
 import itertools
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from tidegate.errors import ConfigError
 
 GRID_PER_VERSION = 64
-"""Points per version at which waiting is added up; the error is about half a point."""
+"""Grid points per version of the waiting-time integral; the error is about half a point."""
 
 POINTS_MAX = 4096
-"""Points in all, 4 ms of work: a run asks after each batch. Longer waits are added up coarsely."""
+"""Maximum number of grid points, 4 ms of work, because a run predicts after each batch. Longer
+waits use a coarser grid."""
 
 
 # ---------------------------------------------------------------- how fast
@@ -28,10 +30,10 @@ POINTS_MAX = 4096
 def work_conserving_batch_s(
     rollout_work_s: float, trainer_work_s: float, *, rollout_devices: int, trainer_devices: int
 ) -> float:
-    """``(W_R + W_T) / (N_r + N_t)``: no policy can make batches in less time each.
+    """Return ``(W_R + W_T) / (N_r + N_t)``: lower bound of the seconds per batch under any policy.
 
-    Nobody would ever be idle, so devices would change sides without a loss. Source: conservation
-    of work, Kleinrock 1975, "Queueing Systems" I.
+    No device is ever idle, because devices switch between rollout and training at no cost. Source:
+    conservation of work, Kleinrock 1975, "Queueing Systems" I.
     """
     _refuse_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
     _refuse_none(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
@@ -41,10 +43,11 @@ def work_conserving_batch_s(
 def disaggregated_batch_s(
     rollout_work_s: float, trainer_work_s: float, *, rollout_devices: int, trainer_devices: int
 ) -> float:
-    """``max(W_R / N_r, W_T / N_t)``: the same where each device has its side, as ours have.
+    """Return ``max(W_R / N_r, W_T / N_t)``: lower bound if each device does one kind of work, as
+    ours.
 
     It equals :func:`work_conserving_batch_s` at rho = 1 only, that is ``N_t / N_r = W_T / W_R``.
-    Source: the slower of two stages in a row limits, as in any pipeline.
+    Source: the slower of two pipeline stages limits throughput.
     """
     _refuse_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
     _refuse_none(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
@@ -52,7 +55,8 @@ def disaggregated_batch_s(
 
 
 def throughput_ratio(*, rollout_batch_s: float, trainer_batch_s: float) -> float:
-    """rho, ``(W_T / N_t) / (W_R / N_r)``: seconds a batch costs the trainer over the rollout's.
+    """Return rho, ``(W_T / N_t) / (W_R / N_r)``: the trainer's seconds per batch over the
+    rollout's.
 
     Source: Applied Compute, July 2026, on staleness in asynchronous RL.
     """
@@ -63,16 +67,16 @@ def throughput_ratio(*, rollout_batch_s: float, trainer_batch_s: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """What one decode step takes: ``fixed_s + row_s * rows``, t(b) = t0 + k b.
+    """Linear cost of one decode step: ``fixed_s + row_s * rows``, t(b) = t0 + k b.
 
-    Reading the weights is paid once a step, each running turn's KV by itself.
+    Reading the weights is paid once per step; reading the KV is paid per running turn.
     """
 
     fixed_s: float
     row_s: float
 
     def rows_per_s(self, rows: float) -> float:
-        """Throughput with so many turns running: b / t(b)."""
+        """Return the throughput with ``rows`` running turns, b / t(b), in tokens per second."""
         step_s = self.fixed_s + self.row_s * rows
         return rows / step_s if step_s > 0 else 0.0
 
@@ -80,10 +84,11 @@ class DecodeCost:
 def fit_decode_cost(
     *, steps: float, rows: float, rows_squared: float, busy_s: float, rows_busy_s: float
 ) -> DecodeCost | None:
-    """The least-squares line through steps' (rows, seconds), from their sums; None without steps.
+    """Return the least-squares line through steps' (rows, seconds), from their sums; None without
+    steps.
 
-    Neither part can be negative. Where all steps had as many rows nothing tells the parts apart,
-    and all time counts as per row: the throughput at any width is then that at this one.
+    Neither part is negative. If all steps had equally many rows, the parts cannot be told apart,
+    and all time counts as per row: the throughput at any width is then the measured one.
     """
     if steps <= 0 or rows <= 0 or busy_s <= 0:
         return None
@@ -96,9 +101,9 @@ def fit_decode_cost(
 
 
 def mean_context_in_flight_tokens(mean_tokens: float, mean_squared_tokens: float) -> float:
-    """``E[L^2] / 2 E[L]``: tokens that a running rollout has sampled so far, on the mean.
+    """Return ``E[L^2] / 2 E[L]``: mean number of tokens that a running rollout has sampled so far.
 
-    More than half of E[L], for at any instant long rollouts are the more likely to be seen: the
+    It exceeds half of E[L], because at any instant long rollouts are more likely to be running: the
     inspection paradox. Source: Cox 1962, "Renewal Theory" (the age of the item in use).
     """
     _refuse_none(mean_tokens=mean_tokens)
@@ -113,11 +118,12 @@ def abort_cost_s(
     mean_squared_tokens: float,
     prefill_tokens_per_s: float,
 ) -> float:
-    """``C (prompt + E[L^2] / 2 E[L]) / P``: what an update by ``abort`` costs each engine.
+    """Return ``C (prompt + E[L^2] / 2 E[L]) / P``: seconds that an ``abort`` update costs each
+    engine.
 
-    All that runs is prefilled again; C here is one engine's slots. ``keep`` with recomputed KV
+    All running turns are prefilled again; C here is one engine's slots. ``keep`` with recomputed KV
     costs the same, ``keep`` with kept KV nothing. Source: AReaL, arXiv 2505.24298, for the
-    mechanism; :func:`mean_context_in_flight_tokens` for what it prefills.
+    mechanism; :func:`mean_context_in_flight_tokens` for the prefilled context.
     """
     _refuse_none(prefill_tokens_per_s=prefill_tokens_per_s)
     context = prompt_tokens + mean_context_in_flight_tokens(mean_tokens, mean_squared_tokens)
@@ -128,9 +134,10 @@ def abort_cost_s(
 
 
 def tail_factor(groups: Sequence[Sequence[float]]) -> float:
-    """M_tail, ``E[max of a group's L] / E[L]``: how much longer a group takes than a rollout.
+    """Return M_tail, ``E[max of a group's L] / E[L]``: the length of a group over that of a
+    rollout.
 
-    1 where there are no tokens. Source: Applied Compute 2026, "tailness".
+    1 if there are no tokens. Source: Applied Compute 2026, "tailness".
     """
     lengths = [tokens for group in groups for tokens in group]
     total = sum(lengths)
@@ -143,22 +150,22 @@ def tail_factor(groups: Sequence[Sequence[float]]) -> float:
 def staleness_in_flight(
     *, slots: float, tail_factor: float, rollouts_per_batch: float, rho: float
 ) -> float:
-    """PQS, ``C M_tail / (B_s max(1, rho))``: versions made while a group is generated.
+    """Return PQS, ``C M_tail / (B_s max(1, rho))``: versions made while a group is generated.
 
-    By Little's law a rollout lives ``C / B_s`` batches when all C slots are busy; its group's last
-    one M_tail times as long. A trainer that limits (rho > 1) makes versions rho times as slowly.
-
-    Source: Applied Compute 2026. It holds for groups consumed as they are completed.
+    By Little's law a rollout lives ``C / B_s`` batches if all C slots are busy; its group's last
+    rollout lives M_tail times as long. If the trainer is the bottleneck (rho > 1), versions come
+    rho times as slowly. It holds for completion order. Source: Applied Compute 2026.
     """
     _refuse_none(rollouts_per_batch=rollouts_per_batch)
     return slots * tail_factor / (rollouts_per_batch * max(1.0, rho))
 
 
 def staleness_in_queue(*, rho: float, queue_batches: float = 1.0) -> float:
-    """IQS, ``rho`` if rho < 1 else ``(2q + rho - 1) / 2rho``: versions made while a group waits.
+    """Return IQS, ``rho`` if rho < 1 else ``(2q + rho - 1) / 2rho``: versions made while a group
+    waits.
 
-    q is how many batches the queue holds before the oldest is dropped. It counts the batch that is
-    being trained. Source: Applied Compute 2026.
+    q is how many batches the queue holds before the oldest is dropped. The batch in training is
+    counted. Source: Applied Compute 2026.
     """
     _refuse_negative(rho=rho, queue_batches=queue_batches)
     return rho if rho < 1 else (2 * queue_batches + rho - 1) / (2 * rho)
@@ -171,14 +178,15 @@ def staleness_in_order(
     groups_per_batch: int,
     window_groups: int | None = None,
 ) -> float:
-    """Versions from a group's start until order lets it go: PQS where order matters.
+    """Return the mean versions from a group's start until consumption order releases it.
 
-    Group k goes once it has ended and no group W or more places before it still runs, so
-    ``D = max(X_k, max over i >= W of (X_{k-i} - i / B))`` with X the versions a group takes, and
-    B groups start per version: ``E[D] = ∫ 1 - F(d) prod_{i >= W} F(d + i / B) dd``.
+    Group k is released once it has ended and no group W or more places before it still runs, so ``D
+    = max(X_k, max over i >= W of (X_{k-i} - i / B))`` with X the versions a group takes, and B
+    groups start per version: ``E[D] = ∫ 1 - F(d) prod_{i >= W} F(d + i / B) dd``. It replaces PQS
+    (:func:`staleness_in_flight`) where groups are not consumed in completion order.
 
     Args:
-        share_done: F, the share of groups that take at most so many versions.
+        share_done: F, the share of groups that take at most this many versions.
         longest_versions: F is 1 from there on.
         groups_per_batch: B.
         window_groups: W; 1 is the order of admission, None the order of completion.
@@ -204,7 +212,7 @@ def staleness_in_order(
 
 
 def saturating_staleness(in_flight: float, in_queue: float) -> int:
-    """``ceil(PQS + IQS)``: the η past which nothing is gained, for the bound is never met.
+    """Return ``ceil(PQS + IQS)``: the η above which the bound is never reached.
 
     Source: as :func:`mean_staleness`.
     """
@@ -213,10 +221,11 @@ def saturating_staleness(in_flight: float, in_queue: float) -> int:
 
 
 def mean_staleness(*, allowed: float | None, free: float, rho: float) -> float | None:
-    """``min(allowed, PQS + IQS)``: the mean staleness once a run is under way.
+    """Return ``min(allowed, PQS + IQS)``: the mean staleness in steady state.
 
-    ``free`` is PQS + IQS, what it is without a limit; ``allowed`` is :func:`allowed_staleness`,
-    None without a limit. Where rho > 1 the queue grows until admission limits, or for ever: None.
+    ``free`` is PQS + IQS, the staleness without a limit; ``allowed`` is :func:`allowed_staleness`,
+    None without a limit. If rho > 1 the queue grows until admission limits it (``allowed``), or
+    without end (None).
 
     Source: Applied Compute 2026 for ``free``; :func:`allowed_staleness` for the rest.
     """
@@ -226,11 +235,11 @@ def mean_staleness(*, allowed: float | None, free: float, rho: float) -> float |
 
 
 def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: float) -> float:
-    """``O / g - 1``: the mean staleness while admission limits.
+    """Return ``O / g - 1``: the mean staleness while admission is the limit.
 
-    O groups are outstanding then and each version releases g: by Little's law a group stays
-    O / g versions, of which the last is its own training. With ``O = (η + 1) B`` and a publish
-    after each batch it is η, exactly, in whatever order groups are consumed.
+    O groups are outstanding and each version releases g groups: by Little's law a group stays O / g
+    versions, the last of which is its own training. With ``O = (η + 1) B`` and a publish after each
+    batch it is exactly η, in whatever order groups are consumed.
 
     Source: Little 1961, "A proof for the queuing formula L = λW".
     """
@@ -241,10 +250,10 @@ def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: floa
 def mean_staleness_so_far(
     *, allowed: float | None, free: float, rho: float, first_version: int, last_version: int
 ) -> float:
-    """The mean over the versions trained at of ``min(v, allowed, free + v max(0, rho - 1))``.
+    """Return the mean over trained versions of ``min(v, allowed, free + v max(0, rho - 1))``.
 
-    A run starts fresh: nothing at version v is older than v versions. Where rho > 1 each version
-    leaves rho - 1 batches in the queue, and each of these is a version's wait for what comes next.
+    This is the warm-up: nothing at version v is older than v versions. If rho > 1, each version
+    adds rho - 1 batches to the queue, and each queued batch delays later ones by one version.
     """
     growth = max(0.0, rho - 1)
     limit = math.inf if allowed is None else allowed
@@ -252,7 +261,7 @@ def mean_staleness_so_far(
     for version in range(first_version, last_version + 1):
         now = min(version, limit, free + version * growth)
         total += now
-        if now == limit or (now == free and not growth):  # so it stays
+        if now == limit or (now == free and not growth):  # constant from here on
             return (total + now * (last_version - version)) / versions
     return total / versions
 
@@ -264,9 +273,10 @@ def staleness_from_latency(
     rollout_devices: float = 1.0,
     trainer_devices: float = 1.0,
 ) -> float:
-    """``K = (rollout latency / train step) (N_roll / N_train)``: the steady lag, up to units.
+    """Return ``K = (rollout latency / train step) (N_roll / N_train)``: a first guess of the steady
+    lag.
 
-    A first guess, where only times are known. Source: Huang 2026, "Is frontier async RL solved?".
+    Use it if only durations are known. Source: Huang 2026, "Is frontier async RL solved?".
     """
     _refuse_none(train_step_s=train_step_s, trainer_devices=trainer_devices)
     return rollout_latency_s / train_step_s * (rollout_devices / trainer_devices)
@@ -277,7 +287,7 @@ def _log(share: float) -> float:
 
 
 def _refuse_none(**values: float) -> None:
-    """Insist on what is divided by."""
+    """Check divisors."""
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(f"{name} must be > 0, got {value}")

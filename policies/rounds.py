@@ -1,4 +1,8 @@
-"""How are rollouts generated in rounds, one per batch? For engines that rest while it trains.
+"""Round-based staleness policies, for engines that idle during training: synchronous,
+over-sampling.
+
+Users choose one in ``tidegate.serve``; the orchestrator's core asks it which groups to admit and
+hand over.
 
 Symbol: B ``groups_per_batch``.
 """
@@ -12,39 +16,40 @@ from tidegate.policies.staleness import G, StalenessPolicy, Waiting, WaitingGrou
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronous(StalenessPolicy):
-    """Every token is sampled by the weights that are trained on it: generate, then train."""
+    """Synchronous on-policy training: generate one batch, train on it, publish, repeat."""
 
     @property
     def guaranteed_bound(self) -> int:
-        """0."""
+        """Bound on staleness: 0 versions."""
         return 0
 
     @property
     def allowed_groups(self) -> int:
-        """One batch."""
+        """Number of groups that may be outstanding: one batch."""
         return self.groups_per_batch
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """All there are."""
+        """Return the whole batch once all of its groups have ended, or None."""
         return in_admission_order(waiting, groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverSampling(StalenessPolicy):
-    """More groups are started than a batch takes; those left over are carried to the next.
+    """Starts more groups than a batch takes, and carries the unfinished ones over to the next
+    round.
 
-    Active partial rollouts (APRIL, arXiv:2509.18521): when B groups have ended, generation pauses,
-    running turns are aborted, and they go on from their tokens under the next version, before any
-    new group. Made for engines and trainer that share their devices. It bounds no age: a group
-    that never is among the first is carried on.
+    These are active partial rollouts (APRIL, arXiv:2509.18521): when B groups have ended,
+    generation pauses, running turns are aborted, and they continue from their tokens under the next
+    version, before any new group. Use it if engines and trainer share devices. It does not bound
+    staleness: a slow group can be carried over again and again.
     """
 
     factor: float = 2.0
-    """Groups outstanding, in batches."""
+    """Outstanding groups, as a multiple of ``groups_per_batch``, >= 1."""
 
     @property
     def pauses_generation(self) -> bool:
-        """They do."""
+        """Always true: engines pause from hand-over until the next version is live."""
         return True
 
     def __post_init__(self) -> None:
@@ -54,26 +59,27 @@ class OverSampling(StalenessPolicy):
 
     @property
     def allowed_groups(self) -> int:
-        """``factor·B``."""
+        """Number of groups that may be outstanding, ``factor·B``."""
         return round(self.factor * self.groups_per_batch)
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """Those that ended first."""
+        """Return the groups that ended first, or None if too few have ended."""
         return in_completion_order(waiting, groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailPacking(StalenessPolicy):
-    """Synchronous rounds without their tails: stragglers are packed into rounds of their own.
+    """Synchronous rounds without stragglers, which are packed into rounds of their own.
 
-    As RollPacker's tail batching (arXiv:2509.21009): a short round starts more groups than a batch
-    takes, trains on those that end first, and gives the others up; their tasks make up a long round
-    as soon as there are enough, which waits for all. Every token is on-policy; what stragglers had
-    sampled is wasted (``tail`` in the ledger), and no task is lost to its length.
+    This is RollPacker's tail batching (arXiv:2509.21009). A short round starts more groups than a
+    batch takes, trains on those that end first, and discards the others. As soon as the discarded
+    groups' tasks fill a batch, they make up a long round, which waits for all. Every token is
+    on-policy; the stragglers' first attempts are wasted (``tail`` in the ledger), but no task is
+    lost to its length.
     """
 
     factor: float = 1.25
-    """Groups of a short round, in batches."""
+    """Groups of a short round, as a multiple of ``groups_per_batch``, >= 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,16 +88,16 @@ class TailPacking(StalenessPolicy):
 
     @property
     def guaranteed_bound(self) -> int:
-        """0."""
+        """Bound on staleness: 0 versions."""
         return 0
 
     @property
     def allowed_groups(self) -> int:
-        """Those of a short round."""
+        """Number of groups in a short round, ``factor·B``."""
         return round(self.factor * self.groups_per_batch)
 
     def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
-        """A round, once the version made from the one before is live."""
+        """Return the free places of this round; 0 until the previous batch's version is live."""
         if training_groups:
             return 0
         free = super().admit(waiting, training_groups=0)
@@ -100,25 +106,25 @@ class TailPacking(StalenessPolicy):
         return free
 
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:
-        """Not before the last one is published."""
+        """Return whether all earlier batches are published."""
         return not unpublished_groups
 
     def prefers_returned(self, waiting: Waiting[WaitingGroup]) -> bool:
-        """In a long round, which begins where there are stragglers for a batch."""
+        """Return whether this round is a long one; it begins once returned tasks fill a batch."""
         first = next(iter(waiting.in_order), None)
         if first is not None:
             return first.is_retaken
         return waiting.returned_tasks >= self.groups_per_batch
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """Those that ended first; in a long round, there are no others."""
+        """Return the groups that ended first; a long round holds no others."""
         return in_completion_order(waiting, groups)
 
     def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
-        """Whoever is left when a batch is handed over."""
+        """Return all groups that are left when a batch is handed over."""
         return list(waiting.in_order)
 
     @property
     def expiry_reason(self) -> str:
-        """They are stragglers."""
+        """Ledger reason of discarded stragglers: ``tail``."""
         return "tail"

@@ -1,15 +1,16 @@
-"""Which engine gets the next turn? A choice among names and loads, the same for the same history.
+"""Routing policies: which engine gets the next turn, chosen from engine names and loads.
 
-It knows no engine, no clock and no chance: a core that lives through its events again must send
-each turn where it went before. So a policy is a frozen object that keeps nothing, and whatever
-changes is in :class:`EngineLoads`, which can be made anew from the turns that are there. A policy
-of one's own is one method::
+The orchestrator's core calls :meth:`Routing.choose` for each turn it sends. A policy is
+deterministic and immutable, because replaying the core's events must send each turn to the same
+engine; all mutable state is in :class:`EngineLoads`, which can be rebuilt from the running turns. A
+custom policy is one method::
 
     class FirstByName(Routing):
         def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
             return loads.names[0] if loads.names else None
 
-What it costs must not grow with the engines: so ask for the least loaded, or for a few by name.
+The cost of a choice must not grow with the number of engines: ask for the least loaded engine, or
+for a few by name.
 """
 
 from bisect import bisect_left, insort
@@ -18,36 +19,38 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 ENTRIES_PER_NAME = 4
-"""The heap keeps outdated entries until they come up; beyond this many it is made anew, which so
-costs a constant per change."""
+"""Bound on heap entries per engine, outdated ones included. The heap is rebuilt beyond it, which is
+a constant amortised cost per change."""
 
 MASK_64 = (1 << 64) - 1
 
 
 class EngineLoads:
-    """The engines that may get a turn: how many they have, and how many they are good for."""
+    """Loads and capacities of the engines that may get a turn, with a heap to find the least
+    loaded."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Sorted."""
+        """Names of the engines that may be chosen, sorted."""
         self._loads: dict[str, float] = {}
-        """Turns per unit of capacity."""
+        """Turns per unit of capacity, by engine."""
         self._capacities: dict[str, float] = {}
-        """Slots, times speed: an engine twice as fast is good for twice the turns."""
+        """Slots times speed, by engine: an engine twice as fast has twice the capacity."""
         self._heap: list[tuple[float, str]] = []
-        """An entry counts while its load is the name's; each name has at least one that does."""
+        """Lazy min-heap of (load, name). An entry is valid if it equals the engine's load; each
+        engine has at least one valid entry."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._loads
 
     def set(self, name: str, turns: int, capacity: float) -> None:
-        """This name may be chosen, and has this load now."""
+        """Set the load of an engine, and make it eligible."""
         loads, heap = self._loads, self._heap
         if name not in loads:
             insort(self.names, name)
         load = loads[name] = turns / capacity
         self._capacities[name] = capacity
-        if heap and heap[0][1] == name:  # outdated by this one: mostly it was chosen
+        if heap and heap[0][1] == name:  # usually the engine that was just chosen
             heapreplace(heap, (load, name))
             return
         heappush(heap, (load, name))
@@ -56,13 +59,13 @@ class EngineLoads:
             heapify(self._heap)
 
     def discard(self, name: str) -> None:
-        """This name may not be chosen any more; nothing happens if it couldn't be."""
+        """Make an engine ineligible; a no-op if it already is."""
         if self._loads.pop(name, None) is not None:
             del self.names[bisect_left(self.names, name)]
             del self._capacities[name]
 
     def least(self) -> str | None:
-        """The least loaded name, of equal loads the first; None if there is none."""
+        """Return the least loaded engine, ties broken by name; None if there is none."""
         heap = self._heap
         while heap:
             load, name = heap[0]
@@ -72,19 +75,20 @@ class EngineLoads:
         return None
 
     def load(self, name: str) -> float:
-        """Turns per unit of capacity of one that may be chosen."""
+        """Return an eligible engine's turns per unit of capacity."""
         return self._loads[name]
 
     def is_near_least(self, name: str, margin_turns: int) -> bool:
-        """Whether it has at most so many turns more than if it were as loaded as the least.
+        """Return whether an engine has at most ``margin_turns`` turns above the least loaded one's
+        load.
 
-        False for one that may not be chosen.
+        False if the engine is not eligible.
         """
         load = self._loads.get(name)
         if load is None:
             return False
         capacity = self._capacities[name]
-        # The first entry may be outdated, but no load is below it: that is mostly all one needs.
+        # The top entry may be outdated, but no load is below it, and mostly this check suffices.
         if (load - self._heap[0][0]) * capacity <= margin_turns:
             return True
         least = self.least()
@@ -92,78 +96,79 @@ class EngineLoads:
 
 
 class TurnToRoute(NamedTuple):
-    """What a policy may know of the turn that it finds an engine for."""
+    """What a routing policy knows of the turn to be routed."""
 
     number: int
-    """Another one for each turn that is sent."""
+    """Serial number of the turn, unique per turn sent."""
     group_id: int
-    """The rollouts of one group share their prompt; groups are numbered one by one."""
+    """Group of the turn, numbered consecutively; rollouts of one group share their prompt."""
     kv_engine: str | None
-    """Which engine sampled this rollout's last tokens, and may have their KV still."""
+    """Engine that sampled this rollout's last tokens and may still hold their KV, or None."""
 
 
 class Routing:
-    """The contract: an engine for a turn. Equal arguments must give equal answers."""
+    """Interface of routing policies. Equal arguments must give equal results."""
 
     __slots__ = ()
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """One of ``loads.names``; None if there is none."""
+        """Return one of ``loads.names``, or None if it is empty."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class LeastLoaded(Routing):
-    """The engine with the fewest turns for its capacity."""
+    """Chooses the engine with the fewest turns per unit of capacity."""
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """See :meth:`Routing.choose`."""
+        """Return the least loaded engine; see :meth:`Routing.choose`."""
         return loads.least()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerOfTwoChoices(Routing):
-    """The less loaded of two engines drawn for each turn.
+    """Chooses the less loaded of two engines drawn pseudo-randomly for each turn.
 
-    For several orchestrators over the same engines: each knows only its own turns, and where all
-    went for the least loaded they would all choose the same one. Two choices leave the fullest
+    Use it if several orchestrators share the engines: each knows only its own turns, and if all
+    chose the least loaded engine they would all choose the same one. Two choices leave the fullest
     engine ``log log n / log 2`` turns above the mean (Mitzenmacher 2001, theorem 1).
     """
 
     seed: int = 0
-    """Another one for each orchestrator."""
+    """Seed of the draws; give each orchestrator a different one."""
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """See :meth:`Routing.choose`."""
+        """Return the less loaded of the two drawn engines; see :meth:`Routing.choose`."""
         names = loads.names
         if len(names) < 2:
             return loads.least()
         drawn = _mixed(turn.number, self.seed)
         first = (drawn & 0xFFFFFFFF) % len(names)
         second = (drawn >> 32) % (len(names) - 1)
-        second += second >= first  # another than the first, all equally likely
+        second += second >= first  # differs from the first; all others are equally likely
         return min(names[first], names[second], key=lambda name: (loads.load(name), name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAffinity(Routing):
-    """A rollout goes on where its KV is, unless that engine has far more turns than another.
+    """Keeps a rollout on the engine that holds its KV, unless that engine is much more loaded.
 
-    The rule: it stays while the engine that sampled its last tokens has at most ``margin_turns``
-    turns more than if it were as loaded as the least loaded one. Staying saves the prefill of the
-    context, and costs slower tokens: at 0.12 ms per turn in a step, eight turns more make 1,000
-    tokens slower by a second; 25,000 tokens can be prefilled meanwhile.
+    A rollout stays while the engine that sampled its last tokens has at most ``margin_turns`` turns
+    above the least loaded engine's load. Staying saves the prefill of the context and costs slower
+    tokens: at 0.12 ms per turn in a step, eight more turns make 1,000 tokens slower by a second, in
+    which 25,000 tokens can be prefilled.
     """
 
     margin_turns: int = 8
     otherwise: Routing = field(default_factory=LeastLoaded)
-    """Where first turns go, and those whose engine is too full or gone."""
+    """Policy for first turns, and for turns whose engine is too full or gone."""
 
     def __post_init__(self) -> None:
         _check_margin(self.margin_turns)
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """See :meth:`Routing.choose`."""
+        """Return the engine with the rollout's KV, or ask ``otherwise``; see
+        :meth:`Routing.choose`."""
         engine = turn.kv_engine
         if engine is not None and loads.is_near_least(engine, self.margin_turns):
             return engine
@@ -172,22 +177,22 @@ class SessionAffinity(Routing):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAffinity(Routing):
-    """The rollouts of a group go to one engine, which so has their prompt's KV only once.
+    """Sends all rollouts of a group to one engine, so their prompt's KV is computed only once.
 
-    Group ``g`` is at home on engine ``g mod n`` by name: groups are numbered one by one, so that
-    spreads them evenly, and nothing has to be remembered. A home with more than ``margin_turns``
-    turns too many (counted as :class:`SessionAffinity` does) is passed over.
+    Group ``g`` prefers engine ``g mod n`` in name order: groups are numbered consecutively, so this
+    spreads them evenly without state. A preferred engine that is more than ``margin_turns`` turns
+    above the least loaded one's load (as in :class:`SessionAffinity`) is passed over.
     """
 
     margin_turns: int = 16
-    """Not less than the rollouts of a group, or some of them always go elsewhere."""
+    """At least the rollouts per group, or some of each group always go elsewhere."""
     otherwise: Routing = field(default_factory=LeastLoaded)
 
     def __post_init__(self) -> None:
         _check_margin(self.margin_turns)
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """See :meth:`Routing.choose`."""
+        """Return the group's preferred engine, or ask ``otherwise``; see :meth:`Routing.choose`."""
         names = loads.names
         if names:
             home = names[turn.group_id % len(names)]
@@ -205,7 +210,7 @@ def _check_margin(margin_turns: int) -> None:
 
 
 def _mixed(number: int, seed: int) -> int:
-    """64 bits that look random: splitmix64 (Steele, Lea, Flood 2014, figure 16)."""
+    """Return 64 pseudo-random bits: splitmix64 (Steele, Lea, Flood 2014, figure 16)."""
     z = (number * 0x9E3779B97F4A7C15 + seed * 0xD1B54A32D192ED03) & MASK_64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64

@@ -1,6 +1,6 @@
-"""Which rows of a batch does each data-parallel rank train on? Whole groups, equal counts.
+"""Splits a batch's rows among data-parallel ranks: whole groups where possible, equal row counts.
 
-It knows rows by their group and their length; who the ranks are, and when they ask, is for others.
+The orchestrator calls :func:`split_rows` when a trainer with several ranks asks for a batch.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from tidegate.errors import ConfigError
 def split_rows(
     group_ids: Sequence[int], lengths_tokens: Sequence[int], *, ranks: int
 ) -> list[list[int]]:
-    """Part the rows among ``ranks``: none twice, none left out, the counts equal but for one.
+    """Return each rank's row numbers: every row once, and row counts that differ by at most one.
 
-    A group goes to one rank where there is room for it, the longest first and each to the rank with
-    the fewest tokens so far; with groups of equal size, as many for each rank, every group does.
-    Of the others, rows go one by one. Rows keep their order within a rank. (Longest first is at
-    most a third above the best balance: Graham 1969, doi.org/10.1137/0117039; the equal counts
-    cost some of that.)
+    Greedy longest-processing-time-first: a whole group goes to the rank with the fewest tokens so
+    far that has room for it, the largest groups first. With groups of equal size that divide
+    evenly, every group stays whole; the rows of the remaining groups are dealt one by one. Rows
+    keep their order within a rank. (Longest first is at most a third above the best balance: Graham
+    1969, doi.org/10.1137/0117039; the equal counts cost some of that.)
 
     Raises:
-        ConfigError: there is no rank to give them to.
+        ConfigError: ``ranks`` is less than 1.
     """
     if ranks < 1:
         raise ConfigError(f"a batch is split among ranks, at least 1; got ranks={ranks}")
@@ -49,7 +49,7 @@ def split_rows(
 
 
 def _longest_first(group_ids: Sequence[int], lengths_tokens: Sequence[int]) -> list[list[int]]:
-    """The rows of each group; by tokens, the most first."""
+    """Return the rows of each group, groups with the most tokens first."""
     groups: dict[int, list[int]] = {}
     for row, group_id in enumerate(group_ids):
         groups.setdefault(group_id, []).append(row)

@@ -1,7 +1,7 @@
-"""How fast is each engine beside the others? Told by the user, or learned from its steps.
+"""Relative engine speeds, declared by the user or estimated from the engines' steps.
 
-A speed weighs an engine's slots when turns are routed: twice as fast, twice the turns. It must
-follow from the events alone, as all that routing rests on; no clock is read here.
+Routing weighs an engine's slots by its speed: twice as fast, twice the turns. Estimates derive from
+step events alone, never from a clock, because routing must be replayable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,33 +9,35 @@ from dataclasses import dataclass, field
 from math import fsum, isfinite
 
 ROWS_WORTH_A_STEP = 64
-"""Reading the weights takes a step as long as so many turns in it do: t(b) = 8 ms + 0.12 ms * b.
-Without it, an engine would seem the faster the more turns it has, and get ever more."""
+"""Fixed cost of a step in turns: reading the weights takes as long as this many turns, t(b) = 8 ms
++ 0.12 ms * b. Without it, an engine with more turns would seem faster and get even more."""
 
 US_PER_ROW_NOMINAL = 125
-"""16 ms for 64 turns: an engine like that has speed 1."""
+"""Microseconds per turn of an engine with speed 1: 16 ms for 64 turns."""
 
 SMOOTHING = 1 / 32
-"""Weight of a new step: some steps with long prefills must not chase all turns away."""
+"""Weight of a new step in the moving average; small, because a few long prefills must not divert
+all turns."""
 
 
 class EngineSpeeds:
-    """The contract: all engines alike, unless a subclass knows better."""
+    """Interface of speed estimators. The base class gives all engines speed 1."""
 
     __slots__ = ()
 
     def first(self, name: str, others: Sequence[float]) -> float:
-        """Of an engine that has just come, beside ``others``."""
+        """Return the speed of an engine that has just joined, given the speeds of ``others``."""
         return 1.0
 
     def after_step(self, speed: float, *, rows: int, tokens: int, busy_us: int) -> float:
-        """Of an engine that had ``speed`` before a step of so many turns and tokens."""
+        """Return the new speed of an engine after a step of ``rows`` turns and ``tokens``
+        tokens."""
         return speed
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSpeeds(EngineSpeeds):
-    """What the user says of the engines; those not named have speed 1."""
+    """Speeds declared by the user; engines not named have speed 1."""
 
     by_name: Mapping[str, float] = field(default_factory=dict)
 
@@ -48,25 +50,25 @@ class DeclaredSpeeds(EngineSpeeds):
                 )
 
     def first(self, name: str, others: Sequence[float]) -> float:
-        """See :meth:`EngineSpeeds.first`."""
+        """Return the declared speed, or 1; see :meth:`EngineSpeeds.first`."""
         return self.by_name.get(name, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeeds(EngineSpeeds):
-    """What an engine does per second of work, whatever the number of turns it has.
+    """Estimates an engine's speed from its work per second, independent of its number of turns.
 
-    A step of ``b`` turns is taken for ``64 + b`` pieces of work, and the pieces per second are
-    smoothed. Who comes is taken for as fast as the others are on average, until it has shown.
+    A step of ``b`` turns counts as ``64 + b`` units of work, and units per second are smoothed
+    exponentially. A new engine starts with the mean speed of the others.
     """
 
     def first(self, name: str, others: Sequence[float]) -> float:
-        """See :meth:`EngineSpeeds.first`."""
+        """Return the mean of ``others``, or 1; see :meth:`EngineSpeeds.first`."""
         return fsum(others) / len(others) if others else 1.0
 
     def after_step(self, speed: float, *, rows: int, tokens: int, busy_us: int) -> float:
-        """See :meth:`EngineSpeeds.after_step`."""
+        """Return the smoothed speed; see :meth:`EngineSpeeds.after_step`."""
         if not tokens or busy_us <= 0:
-            return speed  # it told only of ends, or doesn't measure its steps
+            return speed  # the step only ended turns, or the engine does not time its steps
         pieces = (ROWS_WORTH_A_STEP + rows) * tokens / rows
         return speed + SMOOTHING * (pieces * US_PER_ROW_NOMINAL / busy_us - speed)

@@ -1,8 +1,8 @@
-"""How old may a sample be? The contract of a policy that bounds it: admit, select, expire.
+"""Interface of staleness policies: which groups to admit, select for a batch, and expire.
 
-A policy knows counts and versions only: not what a group is made of, nor where it runs. It holds no
-state that changes, so the same history gives the same decisions, which is what makes a run
-replayable.
+The orchestrator's core calls a policy after every event. A policy sees only counts and versions,
+not a group's contents or engine, and it is immutable, so the same history gives the same decisions
+and a run can be replayed.
 
 Symbols: η ``max_staleness``, B ``groups_per_batch``, v the trainer's version.
 """
@@ -16,28 +16,29 @@ from tidegate.errors import ConfigError, PolicyBroken
 
 
 class WaitingGroup(Protocol):
-    """What a policy sees of a group that the trainer has not had."""
+    """A policy's view of a group that was admitted and not yet handed to the trainer."""
 
     group_id: int
-    """Counts groups in the order of admission."""
+    """Number of the group in the order of admission."""
     running: int
-    """Rollouts that are going on; 0: it has ended, and may be trained on."""
+    """Number of rollouts still generating; 0: the group has ended and may be trained on."""
     version_floor: int
-    """No token of it is older, nor will be."""
+    """Lower bound on the version of any of the group's tokens, present and future."""
     is_retaken: bool
-    """Whether its task was taken before, by a group that was given up."""
+    """Whether the group's task was discarded before with another group, and taken again."""
 
     @property
     def is_rest(self) -> bool:
-        """Whether the others of its rollouts have been trained: then it holds no place."""
+        """Whether this is a split remainder: the group's other rollouts were trained. It holds no
+        place."""
 
     @property
     def finished(self) -> int:
-        """Rollouts that have their reward."""
+        """Number of rollouts that have their reward."""
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weights that sampled one of its tokens; None before the first."""
+        """Oldest version that sampled one of the group's tokens; None before the first token."""
 
 
 G = TypeVar("G", bound=WaitingGroup)
@@ -45,49 +46,50 @@ G_co = TypeVar("G_co", bound=WaitingGroup, covariant=True)
 
 
 class Waiting(Protocol[G_co]):
-    """Groups that are running or buffered."""
+    """The groups that are running or buffered, indexed for a policy's queries."""
 
     @property
     def in_order(self) -> Collection[G_co]:
-        """All of them, in the order of admission."""
+        """All waiting groups, in the order of admission."""
 
     @property
     def ended(self) -> Collection[G_co]:
-        """Those that may be trained on, in the order in which they ended."""
+        """Groups that have ended and may be trained on, in the order in which they ended."""
 
     @property
     def oldest_running(self) -> G_co | None:
-        """Of those that have not ended, the one admitted first."""
+        """The running group that was admitted first, or None."""
 
     @property
     def ended_ahead(self) -> int:
-        """How many were admitted before that one; all that have ended if none is running."""
+        """Number of groups admitted before ``oldest_running``; all ended groups if none is
+        running."""
 
     @property
     def floors(self) -> Mapping[int, int]:
-        """Versions, and of how many groups each is the :attr:`~WaitingGroup.version_floor`."""
+        """Number of groups by :attr:`~WaitingGroup.version_floor`."""
 
     @property
     def ended_floors(self) -> Mapping[int, int]:
-        """The same of those that have ended."""
+        """Number of ended groups by :attr:`~WaitingGroup.version_floor`."""
 
     @property
     def places(self) -> int:
-        """Groups that admission counts: all but rests."""
+        """Number of groups that count for admission: all but split remainders."""
 
     @property
     def returned_tasks(self) -> int:
-        """Tasks of groups that were given up, to be taken again."""
+        """Number of tasks that were returned from discarded groups and wait to be taken again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyness:
-    """How far from its samples the policy in training was, as the trainer measured it."""
+    """Divergence of the policy in training from its samples, as the trainer measured it."""
 
     effective_sample_size: float | None = None
-    """A share, in (0, 1]."""
+    """Effective sample size as a share, in (0, 1]; None if not measured."""
     mismatch_kl: float | None = None
-    """In nats per token, >= 0."""
+    """KL divergence of trainer and engine, in nats per token, >= 0; None if not measured."""
 
     def __post_init__(self) -> None:
         ess, kl = self.effective_sample_size, self.mismatch_kl
@@ -99,17 +101,17 @@ class OffPolicyness:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessPolicy:
-    """Who may start, what is trained on next, and what becomes too old.
+    """Base class of staleness policies: decides which groups start, are trained next, and expire.
 
-    To write one, say how many groups may be outstanding, and override what should be different:
-    :meth:`select` must; the others need not. What a policy promises is checked after every event of
-    a simulated run, and before every batch of a real one.
+    To write one, override :attr:`allowed_groups` and :meth:`select`, and any other method that
+    should differ. The promises of a policy are checked after every event of a simulated run, and
+    before every batch of a real one.
     """
 
     groups_per_batch: int
-    """B."""
+    """Number of groups per batch, B, >= 1."""
     outstanding_groups_limit: int | None = None
-    """Fewer groups at once than the policy would allow, where environments or memory ask for it."""
+    """Further limit on outstanding groups, where environments or memory require it; >= B."""
 
     def __post_init__(self) -> None:
         if self.groups_per_batch < 1:
@@ -126,112 +128,116 @@ class StalenessPolicy:
 
     @property
     def guaranteed_bound(self) -> int | None:
-        """The staleness that no trained token exceeds; None: it promises none."""
+        """Largest staleness of any trained token, in versions; None if the policy has no bound."""
         return None
 
     @property
     def allowed_groups(self) -> int:
-        """How many groups may be outstanding, but for ``outstanding_groups_limit``."""
+        """Number of groups that may be outstanding, before ``outstanding_groups_limit`` applies."""
         raise NotImplementedError(f"{type(self).__name__} must say how many groups it allows")
 
     @cached_property
     def outstanding_groups_max(self) -> int:
-        """Groups that may be running, buffered or in training at once; never more than so many.
+        """Maximum number of groups running, buffered or in training at once.
 
-        Worked out once: it is asked for after every event.
+        Cached, because it is read after every event.
         """
         return min(self.allowed_groups, self.outstanding_groups_limit or self.allowed_groups)
 
     @property
     def outstanding_groups_ceiling(self) -> int:
-        """What ``outstanding_groups_max`` never rises above, if the policy adapts."""
+        """Upper bound of ``outstanding_groups_max`` over all adaptations of the policy."""
         return self.outstanding_groups_max
 
     @property
     def pauses_generation(self) -> bool:
-        """Whether engines stand still from a batch's hand-over until the version made from it."""
+        """Whether engines pause from a batch's hand-over until the version made from it is live."""
         return False
 
     # ------------------------------------------------------------ admit
 
     def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
-        """How many more groups may start now.
+        """Return how many more groups may start now.
 
-        ``training_groups`` were handed over, and the version made from them isn't live on every
-        engine yet. It is asked again when a group has come, ended or gone, not for each rollout of
-        one that goes on.
+        ``training_groups`` were handed over, and the version made from them is not yet live on
+        every engine. Called when a group starts, ends or is discarded, not for each rollout of a
+        running group.
         """
         return max(0, self.outstanding_groups_max - waiting.places - training_groups)
 
     def prefers_returned(self, waiting: Waiting[WaitingGroup]) -> bool:
-        """Whether the next group takes a task that was given up rather than a new one."""
+        """Return whether the next group takes a returned task rather than a new one."""
         return True
 
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:
-        """Whether a batch can still fill while ``unpublished_groups`` wait for a publish.
+        """Return whether a batch can still fill while ``unpublished_groups`` wait for a publish.
 
-        Groups handed to the trainer hold their places until then; once fewer than B places are
-        left, asking for another batch would wait for ever.
+        Groups handed to the trainer hold their places until then. Once fewer than B places are
+        left, a request for another batch would wait forever.
         """
         return self.outstanding_groups_max - unpublished_groups >= self.groups_per_batch
 
     # ------------------------------------------------------------ select
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """The next batch: so many groups that have ended, and any rests that have; None: not yet.
+        """Return the next batch, ``groups`` ended groups plus any ended split remainders, or None
+        to wait.
 
-        It is asked whenever what it could see has changed, so it should say no quickly.
+        Called whenever its inputs have changed, so it should return None quickly.
         """
         raise NotImplementedError(f"{type(self).__name__} must select a batch")
 
     # ------------------------------------------------------------ expire
 
     def oldest_trainable(self, trainer_version: int) -> int:
-        """Tokens of older versions are not trained on: the second gate, queue time included."""
+        """Return the oldest version that may be trained on. Checked at hand-over, queue time
+        included."""
         bound = self.guaranteed_bound
         return 0 if bound is None else trainer_version - bound
 
     @property
     def splits_groups(self) -> bool:
-        """Whether it may select a group that goes on: then its rollouts that have ended are trained
-        now, and the rest when they have, compared with all of the group."""
+        """Whether :meth:`select` may return a running group: its ended rollouts are trained now,
+        and the remainder when it has ended, with advantages relative to the whole group."""
         return False
 
     @property
     def masks_old_tokens(self) -> bool:
-        """Whether tokens that are too old are masked; else their whole group is dropped."""
+        """Whether tokens that are too old are masked; otherwise their whole group is dropped."""
         return False
 
     def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
-        """Groups to be given up, after a hand-over or a new version; their tasks are taken anew."""
+        """Return groups to discard after a hand-over or a new version; their tasks are taken
+        again."""
         return []
 
     @property
     def expiry_reason(self) -> str:
-        """What the ledger calls them."""
+        """Ledger reason of groups that :meth:`expire` discards."""
         return "stale"
 
     # ------------------------------------------------------------ adapt
 
     @property
     def adaptation(self) -> int | None:
-        """What :meth:`observed` has changed, for a run that goes on after a crash."""
+        """State that :meth:`observed` has changed, journalled so a resumed run keeps it; None if
+        none."""
         return None
 
     def adapted(self, adaptation: int) -> Self:
-        """The policy with :attr:`adaptation` as it was."""
+        """Return the policy with a journalled :attr:`adaptation` restored."""
         return self
 
     def observed(self, measured: OffPolicyness) -> Self:
-        """The policy from now on, after what the trainer has measured."""
+        """Return the policy to use from now on, given the trainer's measurement."""
         return self
 
 
 def refuse_selection(policy: StalenessPolicy, batch: Sequence[WaitingGroup], wanted: int) -> None:
-    """Check what a policy has selected, before anything is done: a user's may be wrong.
+    """Validate a policy's selection before it takes effect, because users write policies too.
 
     Raises:
-        PolicyBroken: these are too few, too many, or go on.
+        PolicyBroken: the batch has too few, too many or duplicate groups, or a running group.
     """
     name = type(policy).__name__
     places = len(batch) - sum([group.is_rest for group in batch])

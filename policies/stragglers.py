@@ -1,9 +1,9 @@
-"""Which running turns should go on elsewhere, where their tokens come faster? Off unless asked for.
+"""Straggler policies: which running turns migrate to an engine where they decode faster. Opt-in.
 
-A step takes ``t(b) = t0 + k * b`` for ``b`` turns, so a turn among few gets its tokens faster. To
-move one costs a prefill of its context, and what its old engine samples until it has heard. The
-decision is made at certain steps, never by a clock, from what the core knows: equal arguments
-must give equal moves.
+The orchestrator's core calls them every ``check_steps`` engine steps. A step takes ``t(b) = t0 + k
+* b`` for ``b`` turns, so a turn on a less loaded engine decodes faster. A move costs a prefill of
+the turn's context, and the tokens that the old engine samples until it is cancelled. A policy is
+deterministic: equal arguments must give equal moves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,32 +13,33 @@ from heapq import nsmallest
 
 @dataclass(frozen=True, slots=True)
 class RunningTurn:
-    """A turn on an engine."""
+    """A turn that is running on an engine."""
 
     handle: int
     priority: int
-    """Of the oldest group the lowest."""
+    """Rank of the turn's group; the oldest group has the lowest value."""
     tokens: int
-    """Sampled so far."""
+    """Number of tokens that the turn has sampled so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """An engine, as far as a policy may know it."""
+    """A policy's view of one engine."""
 
     name: str
     is_reserved: bool
-    """Whether it is one of those that :meth:`Stragglers.reserve` has named."""
+    """Whether :meth:`Stragglers.reserve` has reserved this engine."""
     is_open: bool
-    """Whether turns may be sent there now."""
+    """Whether turns may be sent to this engine now."""
     num_turns: int
     turns: Iterable[RunningTurn] = field(repr=False)
-    """To be gone through once, if at all: looking at all turns is what costs."""
+    """The engine's running turns. Iterate at most once, because scanning all turns is the main
+    cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One turn, from an engine to another."""
+    """Migration of one turn from ``engine`` to ``to``."""
 
     engine: str
     handle: int
@@ -46,42 +47,43 @@ class Move:
 
 
 class Stragglers:
-    """The contract. This one moves nothing and reserves nothing."""
+    """Interface of straggler policies. The base class moves nothing and reserves nothing."""
 
     __slots__ = ()
 
     check_steps: int = 64
-    """Turns are looked at once for so many steps of an engine."""
+    """Number of steps of an engine between two calls of :meth:`moves`."""
 
     def reserve(self, names: Sequence[str]) -> Sequence[str]:
-        """Of all engines, sorted by name, those that get no turns but stragglers."""
+        """Return the engines, of ``names`` sorted, that take only stragglers."""
         return ()
 
     def takes(self, *, tokens: int, num_turns: int) -> bool:
-        """Whether a turn that must be sent somewhere now, with so many tokens sampled before,
-        is to go to a reserved engine that has ``num_turns``."""
+        """Return whether a turn with ``tokens`` sampled tokens may be sent to a reserved engine
+        that has ``num_turns`` turns."""
         return False
 
     def moves(self, engines: Sequence[EngineView]) -> list[Move]:
-        """Which turns move where now."""
+        """Return the turns to migrate now."""
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTailLane(Stragglers):
-    """Some engines take only long turns, and few of them: there the tail of the lengths is fast.
+    """Reserves some engines for long turns, and keeps those lightly loaded so that they decode
+    fast.
 
     A turn that has sampled ``min_tokens`` may move to one of ``engines`` reserved engines (the
-    first by name) while that has less than ``slots``; the oldest group's turns first, for it is
-    they that a batch in the order of admission waits for. Nothing is cancelled, and no length is
-    preferred in training: only the time until a long one ends is shorter.
+    first by name) while that has fewer than ``slots`` turns; the oldest group's turns move first,
+    because a batch in admission order waits for them. Nothing is cancelled, and training prefers no
+    length: only the time until a long turn ends is shorter.
 
     With t(b) = 8 ms + 0.12 ms * b, 32,768 tokens among 64 turns take 514 s, and 396 s if all but
-    the first 8,192 are sampled among 24. What it costs: an engine with 24 turns samples 2.2 tokens
-    per ms and one with 64 samples 4.1, so each reserved one loses nearly half of its throughput.
-    In a fluid model of 12 engines (lengths to 32k, heavy tail, age at most 4, trained in the order
-    of admission) the defaults raise the efficiency from .73 to .76; one reserved engine gains
-    nothing there, and where only tokens too old are masked, a lane costs as much as it saves.
+    the first 8,192 are sampled among 24. The cost: an engine with 24 turns samples 2.2 tokens per
+    ms and one with 64 samples 4.1, so each reserved engine loses nearly half of its throughput. In
+    a fluid model of 12 engines (lengths to 32k, heavy tail, staleness at most 4, admission order)
+    the defaults raise the efficiency from .73 to .76; one reserved engine gains nothing there, and
+    with ``on_deadline="mask"`` a lane costs as much as it saves.
     """
 
     min_tokens: int = 8192
@@ -96,15 +98,16 @@ class LongTailLane(Stragglers):
                 raise ValueError(f"LongTailLane's {name} must be >= 1, got {value}")
 
     def reserve(self, names: Sequence[str]) -> Sequence[str]:
-        """See :meth:`Stragglers.reserve`. One engine at least is left for turns that begin."""
+        """Return the first ``engines`` names, leaving at least one engine for new turns."""
         return names[: min(self.engines, len(names) - 1)]
 
     def takes(self, *, tokens: int, num_turns: int) -> bool:
-        """See :meth:`Stragglers.takes`."""
+        """Return whether the turn is long and the engine has a free slot; see
+        :meth:`Stragglers.takes`."""
         return tokens >= self.min_tokens and num_turns < self.slots
 
     def moves(self, engines: Sequence[EngineView]) -> list[Move]:
-        """See :meth:`Stragglers.moves`."""
+        """Return moves of long turns to reserved engines; see :meth:`Stragglers.moves`."""
         lane = {e.name: e.num_turns for e in engines if e.is_reserved and e.is_open}
         room = sum(max(0, self.slots - turns) for turns in lane.values())
         if not room:
@@ -126,13 +129,13 @@ class LongTailLane(Stragglers):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenOut(Stragglers):
-    """Where engines empty unevenly, the fullest gives turns to the emptiest.
+    """Moves turns from the fullest engine to the emptiest when engines drain unevenly.
 
-    New turns level the engines by themselves. Where none come (a synchronous batch runs out, the
-    tasks have ended), what is left may sit on few engines. Once the fullest has ``gap_turns`` more
-    than the emptiest, it gives away half of what it has more, those with the most tokens first:
-    they have shown that they are long. Eight turns fewer at 0.12 ms each save a second in 1,000
-    tokens; the context of most turns is prefilled in less.
+    New turns balance the engines by themselves. If none come (a synchronous batch runs out, the
+    tasks have ended), the remaining turns may sit on few engines. Once the fullest engine has
+    ``gap_turns`` more turns than the emptiest, it gives away half of the difference, the turns with
+    the most tokens first, because those have proved to be long. Eight turns fewer at 0.12 ms each
+    save a second in 1,000 tokens; the context of most turns is prefilled in less.
     """
 
     gap_turns: int = 16
@@ -147,7 +150,7 @@ class EvenOut(Stragglers):
             raise ValueError(f"EvenOut's check_steps must be >= 1, got {self.check_steps}")
 
     def moves(self, engines: Sequence[EngineView]) -> list[Move]:
-        """See :meth:`Stragglers.moves`."""
+        """Return moves from the fullest to the emptiest engine; see :meth:`Stragglers.moves`."""
         ranked = sorted((e for e in engines if e.is_open), key=lambda e: (e.num_turns, e.name))
         if len(ranked) < 2:
             return []

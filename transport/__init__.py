@@ -1,1 +1,2 @@
-"""The wire: messages, sockets and weight channels. Knows nothing of what a rollout means."""
+"""The wire between orchestrator, engines and trainers: messages, ZeroMQ sockets, weight
+channels."""

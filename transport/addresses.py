@@ -1,6 +1,7 @@
-"""Which addresses may the wire have, and is one free?
+"""Validation of ZeroMQ addresses, and checks whether an address is reachable or already in use.
 
-Without keys only those that no other host can reach; with keys, any.
+The sockets and weight channels call it before they bind or connect. Without CURVE keys, only
+addresses that no other host can reach are allowed (loopback, ipc, inproc); with keys, any.
 """
 
 import ipaddress
@@ -17,37 +18,39 @@ _TCP = re.compile(
 PORT_MAX = 65535
 
 IPC_PATH_BYTES_MAX = 107
-"""What fits ``sockaddr_un`` on Linux, less the closing zero."""
+"""Maximum path length of ``sockaddr_un`` on Linux (108 bytes) without the terminating zero."""
 
 _EXAMPLES = "use ipc:///an/absolute/path or tcp://127.0.0.1:5555"
 
 
 def check_listener(address: str, *, has_keys: bool) -> None:
-    """Refuse what can't be listened on: malformed, or within reach of other hosts without keys.
+    """Check an address to bind: it must be well-formed, and local to this host unless there are
+    keys.
 
     Raises:
-        ConfigError: says what is wrong, and what to do.
+        ConfigError: states the fault and what to do.
     """
     _check(address, has_keys=has_keys, listens=True)
 
 
 def check_connector(address: str, *, has_keys: bool) -> None:
-    """Refuse what can't be connected to: malformed, open in part, or on another host without keys.
+    """Check an address to connect to: well-formed, complete, and on this host unless there are
+    keys.
 
     Raises:
-        ConfigError: says what is wrong, and what to do.
+        ConfigError: states the fault and what to do.
     """
     _check(address, has_keys=has_keys, listens=False)
 
 
 def is_on_this_host(address: str) -> bool:
-    """Whether only processes of this host can reach a (well-formed) address."""
+    """Return whether only processes of this host can reach a well-formed address."""
     match = _TCP.fullmatch(address)
     return match is None or _is_loopback(match["host"])
 
 
 def as_seen_here(address: str) -> str:
-    """Where a process of this host connects to a listener: a wildcard means the loopback too."""
+    """Return the address to connect to a listener of this host; a wildcard becomes the loopback."""
     match = _TCP.fullmatch(address)
     if match is None:
         return address
@@ -56,13 +59,13 @@ def as_seen_here(address: str) -> str:
 
 
 def any_port(address: str) -> str | None:
-    """The same interface, with whatever port is free; None for an address without ports."""
+    """Return the same interface with a wildcard port; None for an address without ports."""
     match = _TCP.fullmatch(address)
     return None if match is None else f"tcp://{match['host']}:*"
 
 
 def at_host_of(address: str, told: str) -> str:
-    """Where ``told`` leads whose host is open (``tcp://*:PORT``): to that of ``address``."""
+    """Replace a wildcard host in ``told`` (``tcp://*:PORT``) with the host of ``address``."""
     match, open_to_all = _TCP.fullmatch(address), _TCP.fullmatch(told)
     if match is None or open_to_all is None or open_to_all["host"] != "*":
         return told
@@ -70,9 +73,10 @@ def at_host_of(address: str, told: str) -> str:
 
 
 def own_address_towards(address: str) -> str | None:
-    """Any port of the interface by which this host reaches ``address``; None if that has no ports.
+    """Return a wildcard-port address of this host's interface towards ``address``; None without
+    ports.
 
-    The system is asked for a way, which sends nothing.
+    Connects a UDP socket to look up the route, which sends nothing.
     """
     match = _TCP.fullmatch(address)
     if match is None:
@@ -89,17 +93,17 @@ def own_address_towards(address: str) -> str | None:
 
 
 def listening_host(address: str | None) -> str:
-    """The interface that an address is of; the loopback's for one without ports."""
+    """Return the interface of an address to bind to; the loopback for an address without ports."""
     match = None if address is None else _TCP.fullmatch(address)
     host = "127.0.0.1" if match is None else match["host"].strip("[]")
     return "0.0.0.0" if host == "*" else host
 
 
 def refuse_living_listener(address: str) -> None:
-    """Raise AddressInUse if someone listens on this ipc path.
+    """Raise AddressInUse if a process listens on this ipc path.
 
-    ZeroMQ would take the path away from the listener without a word. A file that a dead process
-    left behind refuses connections, and may be taken. Ports need no such look: the system refuses.
+    ZeroMQ would silently take the path over from the listener. A socket file that a dead process
+    left behind refuses connections, and may be reused. TCP ports need no check: bind fails.
     """
     scheme, _, path = address.partition("://")
     if scheme != "ipc":
@@ -110,9 +114,9 @@ def refuse_living_listener(address: str) -> None:
             probe.setblocking(False)
             probe.connect(name)
         except BlockingIOError:
-            pass  # a listener too busy to accept is one all the same
+            pass  # a listener too busy to accept still counts
         except OSError:
-            return  # nobody there, or unusable: bind will tell which
+            return  # no listener, or unusable: bind will report which
     raise AddressInUse(address)
 
 
@@ -174,7 +178,7 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False  # a name, which may lead anywhere
+        return False  # a host name may resolve to any address
 
 
 def _is_unspecified(host: str) -> bool:

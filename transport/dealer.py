@@ -1,7 +1,7 @@
-"""How does an engine keep in touch with its orchestrator? A DEALER that connects again by itself.
+"""ZeroMQ DEALER of an engine: connects to the orchestrator's ROUTER, and reconnects by itself.
 
-It decodes and encodes messages; what they mean is for others. Synchronous, and one thread's.
-Outgoing queues have no limit of their own, and need none: credits bound what is unacknowledged.
+Engine processes use it from one thread. It encodes and decodes messages and reports why a handshake
+failed. Outgoing queues are unlimited, because the stream's credits bound what is unacknowledged.
 """
 
 import contextlib
@@ -31,23 +31,26 @@ from tidegate.transport.zeromq import (
 )
 
 IDENTITY_BYTES_MAX = 255
-"""ZeroMQ's own limit."""
+"""ZeroMQ's limit on the length of a routing id, in bytes."""
 
 FAILED_HANDSHAKES_MAX = 20
-"""In a row, before the reason is taken to be a lasting one: two seconds of trying."""
+"""Consecutive handshake failures after which the cause counts as permanent: 2 s of retries."""
 
 _FINAL_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""After these, libzmq does not try again."""
+"""Handshake events after which libzmq does not retry."""
 
 
 class DealerSocket:
-    """An engine's end: connects to the orchestrator, and again whenever the connection breaks.
+    """An engine's DEALER socket: connects to the orchestrator, and reconnects after a lost
+    connection.
 
-    Synchronous, and one thread's. What is sent while there is no connection waits for the next.
+    Synchronous; all calls must come from one thread. Messages sent while disconnected are queued
+    for the next connection.
     """
 
     def __init__(self, address: str, identity: bytes, *, keys: EngineKeys | None = None) -> None:
-        """Connect to ``address``, which need not be bound yet, under a name unique in the run.
+        """Connect to ``address``, which need not be bound yet, with an identity that is unique in
+        the run.
 
         Raises:
             ConfigError: a malformed address, one on another host without keys, or a bad identity.
@@ -72,9 +75,9 @@ class DealerSocket:
         self._connections = 0
         self._is_connected = False
         self._failed_handshakes = 0
-        """Since the last that succeeded."""
+        """Number of failed handshakes since the last successful one."""
         self._is_unknown = False
-        """Whether the orchestrator has said that it doesn't know our key."""
+        """Whether the orchestrator has rejected this engine's public key."""
         self._frames = self._bytes = self._malformed = 0
         self._patience = Patience(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
         try:
@@ -84,25 +87,27 @@ class DealerSocket:
             raise ConfigError(f"can't connect to {address!r}: {error.strerror}") from error
 
     def send(self, message: Message) -> bytes:
-        """Queue one message without waiting; return its frame, for a ``SendWindow`` to keep.
+        """Queue one message without blocking; return its frame, for a ``SendWindow`` to keep.
 
         Raises:
-            BadFrame: the message is larger than its kind may be.
+            BadFrame: the message exceeds the size limit of its kind.
         """
         frame = sendable(message)
         self.send_again(frame)
         return frame
 
     def send_again(self, frame: bytes) -> None:
-        """Queue a frame that was sent before, as it is."""
-        # A connection that was shut out takes nothing more; then it is lost, as a broken one's is.
+        """Queue a frame again that was sent before."""
+        # A connection that the orchestrator refused accepts no more; the frame is lost, as on a
+        # broken connection.
         with contextlib.suppress(zmq.Again):
             self._socket.send(frame, zmq.NOBLOCK)
 
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
-        """All that has arrived, in order; if nothing has, wait up to ``timeout_s`` for it.
+        """Return all messages that have arrived, in order; block up to ``timeout_s`` if there are
+        none.
 
-        What can't be read is counted, answered with a complaint, and left out.
+        Unreadable messages are counted, answered with a ``Complaint``, and left out.
         """
         messages, is_quiet = self._read()
         if is_quiet and timeout_s > 0 and self._socket.poll(max(1, round(timeout_s * 1000))):
@@ -110,16 +115,17 @@ class DealerSocket:
         return messages
 
     def fileno(self) -> int:
-        """What an event loop can wait for. Readable means that something *may* have changed, and
-        says so only once: look at :meth:`receive` then, and after everything that is sent."""
+        """Return a file descriptor for an event loop. It is edge-triggered: readable means that
+        something *may* have changed, so call :meth:`receive` then, and after every send."""
         fd = self._socket.getsockopt(zmq.FD)
         assert isinstance(fd, int)
         return fd
 
     def connection(self) -> int | None:
-        """Which connection there is now, counted from 1; None while there is none.
+        """Return the number of the current connection, counted from 1; None while disconnected.
 
-        Each begins with a hello; what is sent between two waits for the next, and comes before it.
+        Each connection begins with a hello. Messages queued between two connections are sent before
+        it.
         """
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._note(recv_monitor_message(self._monitor)["event"])
@@ -137,10 +143,10 @@ class DealerSocket:
             self._is_unknown = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
     def refusal(self) -> str | None:
-        """Why the orchestrator will not let this engine in, as far as can be told; None if it may.
+        """Return why the orchestrator refuses this engine, or None if it may still accept it.
 
-        As of the last look at :meth:`connection`. Not every failure can be told apart: an end that
-        can't read what the other says only hangs up.
+        State as of the last :meth:`connection` call. Not every cause can be told apart: a peer that
+        cannot decrypt a handshake just closes the connection.
         """
         if self._failed_handshakes < FAILED_HANDSHAKES_MAX:
             return None
@@ -160,7 +166,7 @@ class DealerSocket:
         )
 
     def close(self) -> None:
-        """Disconnect; what is queued is still sent for up to a second. Harmless if repeated."""
+        """Disconnect; queued messages are still sent for up to a second. Idempotent."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()
@@ -168,14 +174,15 @@ class DealerSocket:
         self._socket.close()
 
     def statistics(self) -> SocketStatistics:
-        """What came in so far."""
+        """Return the counters of received frames."""
         return SocketStatistics(self._frames, self._bytes, self._malformed)
 
     def _read(self) -> tuple[list[FromOrchestrator], bool]:
-        """What is there and readable, and whether nothing at all was there."""
+        """Read the pending messages; return them, and whether the socket was empty."""
         messages: list[FromOrchestrator] = []
         is_quiet = True
-        for _ in range(QUEUED_MESSAGES_MAX):  # a flood must not keep the engine from its steps
+        # bounded, so that a flood cannot keep the engine from its steps
+        for _ in range(QUEUED_MESSAGES_MAX):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False, track=False)
             except zmq.Again:

@@ -1,9 +1,10 @@
-"""Who is at the door? Answers libzmq's question about the key of each connection, and counts.
+"""ZAP authenticator: accepts or rejects each CURVE connection by the client's public key.
 
-A thread of its own, for a handshake must not wait for episodes. libzmq asks over ZAP
-(https://rfc.zeromq.org/spec/27/), at one address per context; so whoever listens with keys has a
-context of its own. The list of keys is read anew for each connection: a file added lets in, a file
-removed shuts out, from the next connection on.
+The listeners start one whenever they have keys. libzmq asks it over ZAP
+(https://rfc.zeromq.org/spec/27/) at one inproc address per context, so each listener with keys has
+a context of its own. It runs in its own thread, because a handshake must not wait for the event
+loop. The key directory is re-read for each connection: adding a file admits a key and removing it
+rejects the key, from the next connection on.
 """
 
 import logging
@@ -23,25 +24,25 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _EVENTS_ADDRESS = "inproc://tidegate.doorkeeper"
 
 _REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH  # a key that is not on the list
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # no keys, or another orchestrator's
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # gave up, or took too long
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH  # public key not in the allowed list
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # no keys, or keys for another orchestrator
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # peer hung up, or timed out
 )
 
 WARNINGS_PER_MINUTE_MAX = 6
-"""Log lines about strangers."""
+"""Maximum log lines per minute about rejected connections."""
 
 log = logging.getLogger("tidegate")
 
 
 class Doorkeeper:
-    """Lets connections of one listener in, or not."""
+    """Authenticates the connections of one listening socket, in a thread."""
 
     def __init__(self, listener: Socket, keys: OrchestratorKeys) -> None:
-        """Begin before ``listener`` is bound; the thread ends with the context they share."""
+        """Start before ``listener`` is bound. The thread ends with the context that both share."""
         context = listener.context
         self.refused = 0
-        """Connections that were not let in."""
+        """Number of connections that were rejected."""
         self._keys = keys
         self._patience = Patience(answers_max=WARNINGS_PER_MINUTE_MAX, interval_s=60.0)
         self._questions = context.socket(zmq.REP)
@@ -67,12 +68,14 @@ class Doorkeeper:
                         self.refused += bool(event & _REFUSALS)
         except zmq.ContextTerminated:
             pass
-        finally:  # also after a defect of ours: without answers, nobody is let in
+        # also after an exception: without an authenticator, libzmq rejects every connection
+        finally:
             self._questions.close()
             self._events.close()
 
     def _answer(self, question: list[bytes]) -> None:
-        """Say 200 (let in), 400 (shut out for good) or 300 (try again after a timeout)."""
+        """Reply with ZAP status 200 (accept), 400 (reject) or 300 (temporary failure; retry
+        later)."""
         _, request, _, origin, _, mechanism, *credentials = question
         status, why, name = b"400", b"unknown key", ""
         try:

@@ -1,8 +1,10 @@
-"""What crosses the wire, and nothing else. One Struct per message, MessagePack inside ZeroMQ.
+"""Wire protocol between engines and orchestrator: one msgspec Struct per message, as MessagePack.
 
-One message is one ZeroMQ frame (behind the identity frame that a ROUTER adds). Arrays travel as
-MessagePack ``bin`` in raw little-endian. New fields go last and have defaults, so an old peer can
-still read a new message. Nothing here knows what a rollout, a group or a reward is.
+Engine workers and the orchestrator's scheduler send and receive these; docs/protocol.md describes
+them for workers in other languages. One message is one ZeroMQ frame (behind the identity frame that
+a ROUTER adds). Arrays travel as MessagePack ``bin`` in raw little-endian. New fields go last and
+have defaults, so an old peer can still read a new message. The protocol knows turns, but not
+rollouts, groups or rewards.
 
 Letters in shapes: R rows (turns) of a step message, N tokens in it, M tensors.
 """
@@ -39,32 +41,32 @@ from tidegate.transport.weight_messages import WeightsLive as WeightsLive
 from tidegate.transport.weight_messages import WeightsStaged as WeightsStaged
 
 PROTOCOL = 1
-"""Version of this file's contract. A peer with another one is refused in the handshake."""
+"""Protocol version. A peer with another version is refused in the handshake."""
 
 RUNNING, STOP, LENGTH, ABORT, CANCELLED = range(5)
-"""Finish codes of a step's rows: goes on; stop token sampled; ``max_tokens`` reached; ended by a
-pause or preempted for good, to be continued elsewhere; cancelled on request."""
+"""Finish codes of a step's rows: turn continues; stop token sampled; ``max_tokens`` reached; ended
+by a pause or evicted, to be continued on another engine; cancelled on request."""
 
 FINISH_REASONS = ("running", "stop", "length", "abort", "cancelled")
-"""The finish codes' names, in the order of their values."""
+"""Names of the finish codes, indexed by code."""
 
 
 # ---------------------------------------------------------------- engine -> orchestrator
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """First word of an engine, and again after each reconnect."""
+    """First message of an engine on each connection, including reconnects."""
 
     protocol: int
     engine: str
-    """Unique name within the run, e.g. ``engine-0``."""
+    """Engine name, unique within the run, e.g. ``engine-0``."""
     epoch: Count
-    """Greater with each process start of this engine, e.g. the clock's nanoseconds; with ``seq`` it
-    names a step message."""
+    """Increases with each process start of this engine, e.g. the clock in nanoseconds. ``(engine,
+    epoch, seq)`` identifies a step message."""
     weight_version: Count
-    """The weights it serves now: 0 for those of the model directory."""
+    """Version of the live weights; 0 for those of the model directory."""
     architecture: str
-    """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+    """Architecture name from config.json, e.g. ``Qwen3ForCausalLM``."""
     vocab_size: Count
     context_tokens_max: Count
     max_running_turns: Count
@@ -75,45 +77,48 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     weight_channels: list[str]
     pid: Count = 0
     first_seq: Count = 0
-    """Every step message before this one has been acknowledged; the rest is replayed after this
-    hello. 0 in an epoch's first hello."""
+    """First step message that is not acknowledged. It and later ones are replayed after this hello.
+    0 in an epoch's first hello."""
     next_seq: Count = 0
-    """What its next new step message will carry: the replay is ``[first_seq, next_seq)``."""
+    """Number of the next new step message: the replay is ``[first_seq, next_seq)``."""
     turns: bytes = b""
-    """uint32: the turns it holds now, waiting, running or frozen. A turn that is not among them has
-    ended in a step message before ``next_seq``, or was lost on its way here."""
+    """uint32: handles of the turns that the engine holds (waiting, running or frozen). A submitted
+    turn that is not listed has ended in a step message before ``next_seq``, or was lost in
+    transit."""
     model_code: str = ""
-    """Whose code computes the model, e.g. ``tidegate``, or ``transformers`` where that doesn't know
-    the architecture. Empty: it doesn't say."""
+    """Implementation of the model: ``tidegate``, or ``transformers`` for an architecture without a
+    built-in implementation. Empty: not reported."""
     speculation: str = ""
-    """Where it takes guesses from, to verify several tokens of a turn in a step: ``lookup``,
-    ``rollouts`` or ``draft``. Empty: it takes none."""
+    """Source of draft tokens for speculative decoding: ``lookup``, ``rollouts`` or ``draft``.
+    Empty: none."""
     scores: list[str] = []
-    """What it can tell of given tokens: values of ``ScoreTokens.want``."""
+    """Supported values of ``ScoreTokens.want``."""
     is_deterministic: bool = False
-    """Whether the same request, weights and seed give the same bits, whatever is in the batch."""
+    """Whether the same request, weights and seed give the same bits, whatever else is in the
+    batch."""
     sleep_levels: list[SleepLevel] = []
-    """The levels that it can sleep at; none: it can't give memory back."""
+    """Supported sleep levels; empty if the engine cannot release memory."""
     asleep: list[MemoryTag] = []
-    """What sleeps now; that outlasts a conversation."""
+    """Memory that is asleep now; sleep persists across reconnects."""
     lacks_weights: bool = False
-    """Nothing stands behind ``weight_version`` any more: it needs a whole update."""
+    """Whether the weights of ``weight_version`` were discarded, so a full update is needed."""
     takes_turns_together: bool = False
-    """Whether it knows ``SubmitTurns``."""
+    """Whether the engine supports ``SubmitTurns``."""
     keeps_sessions: bool = False
-    """Whether it is to be told when a session ends."""
+    """Whether the engine wants ``EndSessions`` messages."""
     ranks: Count = 1
-    """How many processes compute its model, each a part of it."""
+    """Number of processes that compute the model together, each a part of it."""
     quantization: str = ""
-    """What it rounds weights to as they come: ``int8``. Empty: it serves what is published."""
+    """Quantization applied to incoming weights: ``int8``. Empty: weights are served as
+    published."""
     media: list[MediaKind] = []
-    """What its model reads beside tokens; none: tokens only."""
+    """Media kinds that the model reads beside tokens; empty: tokens only."""
     dtype: str = ""
-    """What its model computes in: ``float32``, ``bfloat16``, ``float16``. Empty: it doesn't say."""
+    """Compute dtype of the model: ``float32``, ``bfloat16``, ``float16``. Empty: not reported."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Whose weights computed the KV of the context positions ``[start, end)``."""
+    """Weight version that computed the KV of the context positions ``[start, end)``."""
 
     version: Count
     start: Count
@@ -121,73 +126,77 @@ class KvSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True):
-    """A turn's KV was computed from its tokens: at its start, or again (recompute, preemption)."""
+    """Reports that a turn's KV was computed from tokens: at its start, or again (recompute,
+    preemption)."""
 
     turn: Count
     at: Count
-    """Output tokens of this submission that existed by then. The tokens sampled from index ``at``
-    on attend to this history, until the turn's next ``Prefill``."""
+    """Number of output tokens of this submission that existed then. Tokens sampled from index
+    ``at`` on attend to this KV, until the turn's next ``Prefill``."""
     spans: list[KvSpan]
-    """Over all context positions (prompt, then ``at`` output tokens), gapless, in order."""
+    """KV versions over all context positions (prompt, then ``at`` output tokens), in order and
+    without gaps."""
     cached: Count = 0
-    """How many of these positions the engine need not compute, for it had their KV already."""
+    """Number of these positions whose KV came from the prefix cache."""
 
 
 class TokenDetails(msgspec.Struct, frozen=True, array_like=True):
-    """What a turn wants to know of its tokens beside their log-probs; C tokens of its row, k each.
+    """Optional per-token data of one row beside its log-probs; C tokens in the row, k top tokens
+    each.
 
     Each column is empty unless ``SamplingParams`` asks for it.
     """
 
     turn: Count
     raw_logprobs: bytes = b""
-    """float32 [C]: before every sampling option."""
+    """float32 [C]: log-probs before all sampling options."""
     top_ids: bytes = b""
-    """int32 [C * k]: the likeliest tokens for each, likeliest first."""
+    """int32 [C * k]: the most likely tokens at each position, in descending order."""
     top_logprobs: bytes = b""
-    """float32 [C * k]: theirs, after every option; -inf for tokens that those leave out."""
+    """float32 [C * k]: log-probs of ``top_ids`` after all options; -inf for excluded tokens."""
 
 
 class Step(Message, frozen=True, kw_only=True, tag="step"):
-    """All tokens of one engine step, in columns. Every one was sampled by ``version``.
+    """All tokens of one engine step, in columns, all sampled by weight version ``version``.
 
-    The position that the token with output index k was sampled from was computed in the same
-    step; so after a ``Prefill``, the versions of the steps say whose weights computed all KV.
+    The KV of the position that output token k was sampled from was computed in the same step. So
+    after a ``Prefill``, the versions of the steps tell which weights computed all KV.
     """
 
     seq: Count
-    """Counts an engine's step messages from 0 within an epoch; the orchestrator acknowledges it."""
+    """Number of the step message, counted from 0 within an epoch; the orchestrator acknowledges
+    it."""
     version: Count
     turns: bytes
-    """uint32 [R]: the handle each row belongs to."""
+    """uint32 [R]: turn handle of each row."""
     token_ids: bytes
-    """int32 [N], row after row."""
+    """int32 [N]: sampled tokens, row after row."""
     logprobs: bytes
-    """float32 [N]: natural log of the probability each token was sampled with."""
+    """float32 [N]: natural log of the probability that each token was sampled with."""
     finish: bytes = b""
-    """uint8 [R], a finish code per row; empty when every row goes on."""
+    """uint8 [R]: finish code of each row; empty if every row continues."""
     counts: bytes = b""
-    """uint32 [R], tokens per row; empty when each row has one."""
+    """uint32 [R]: tokens per row; empty if each row has one."""
     prefills: list[Prefill] = []
     started_us: Count = 0
-    """Engine's monotonic clock when the step began."""
+    """Start of the step on the engine's monotonic clock, in microseconds."""
     busy_us: Count = 0
-    """Time the step took."""
+    """Duration of the step, in microseconds."""
     queued_turns: Count = 0
-    """Turns waiting in the engine after this step."""
+    """Number of turns waiting in the engine after this step."""
     free_blocks: Count = 0
     details: list[TokenDetails] = []
-    """Of the rows whose turns ask for any."""
+    """Details of the rows whose turns requested any."""
     drafted_tokens: Count = 0
-    """Guessed before the step, and verified in it: speculative decoding."""
+    """Draft tokens that this step verified (speculative decoding)."""
     accepted_tokens: Count = 0
-    """Of them, those that were sampled."""
+    """Draft tokens that this step accepted."""
 
 
 class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):
-    """This turn can never be served as asked; ``message`` says why and what to change.
+    """The engine can never serve this turn as requested; ``message`` says why and what to change.
 
-    It may have tokens by then: its logit processor failed, or left no token to sample.
+    The turn may have tokens already, if its logit processor failed or excluded every token.
     """
 
     turn: Count
@@ -195,38 +204,38 @@ class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):
 
 
 class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"):
-    """The engine lives; sent at least every ``Welcome.heartbeat_interval_s``."""
+    """Liveness message, sent at least every ``Welcome.heartbeat_interval_s``."""
 
     weight_version: Count
     running_turns: Count
     waiting_turns: Count
     free_blocks: Count
     sent_us: Count
-    """Engine's monotonic clock."""
+    """Send time on the engine's monotonic clock, in microseconds."""
     out_of_memory_steps: Count = 0
-    """Steps so far for which there was no memory, and that were tried again with less."""
+    """Number of steps so far that ran out of memory and were retried with a smaller batch."""
 
 
 class Paused(Message, frozen=True, kw_only=True, tag="paused"):
-    """The pause asked for has taken effect: no turn runs."""
+    """The requested pause has taken effect: no turn runs."""
 
     mode: PauseMode
 
 
 class Resumed(Message, frozen=True, kw_only=True, tag="resumed"):
-    """Turns run again."""
+    """Turns run again after a pause."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
-    """The engine leaves on purpose; its unfinished turns are to be continued elsewhere."""
+    """The engine leaves on purpose; its unfinished turns are to be continued on other engines."""
 
     reason: str
     has_failed: bool = False
-    """Whether a defect ends it, which one of its turns may have met."""
+    """Whether the engine ends because of an error, which one of its turns may have caused."""
 
 
 class Complaint(Message, frozen=True, kw_only=True, tag="complaint"):
-    """Either way: your last message could not be read or makes no sense, for this reason."""
+    """Sent by either end: the peer's last message was unreadable or invalid, for this reason."""
 
     message: str
 
@@ -235,84 +244,87 @@ class Complaint(Message, frozen=True, kw_only=True, tag="complaint"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The engine is part of the run."""
+    """Accepts the engine into the run."""
 
     heartbeat_interval_s: Seconds
     orchestrator_timeout_s: Seconds
-    """The engine ends itself after hearing nothing for so long: no orphans."""
+    """Time without any message from the orchestrator after which the engine exits, so that no
+    orphan processes are left."""
     credit_steps: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    """Step messages that may be unacknowledged; then the engine waits. Bounds both ends' memory."""
+    """Maximum number of unacknowledged step messages; then the engine waits. Bounds both ends'
+    memory."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """The engine can't join, for this reason."""
+    """Rejects the engine, for this reason."""
 
     message: str
 
 
 class OrchestratorHeartbeat(Message, frozen=True, kw_only=True, tag="orchestrator_heartbeat"):
-    """The orchestrator lives."""
+    """Liveness message of the orchestrator."""
 
 
 class Ack(Message, frozen=True, kw_only=True, tag="ack"):
-    """Every step message up to and including ``seq`` has been taken in."""
+    """Acknowledges all step messages up to and including ``seq``."""
 
     seq: Count
 
 
 class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
-    """Generate from these tokens."""
+    """Requests generation of one turn from these tokens."""
 
     turn: Count
-    """uint32 handle, never used twice on one engine epoch."""
+    """uint32 handle, never reused within one engine epoch."""
     token_ids: bytes
-    """int32: prompt, and what an earlier submission of this turn has already sampled."""
+    """int32: the prompt, followed by the tokens that earlier submissions of this turn sampled."""
     sampling: SamplingParams
     priority: int = 0
-    """Lower runs first; ties in the order of arrival."""
+    """Scheduling priority; lower runs first, ties in order of arrival."""
     sampled_before: int = 0
-    """Output tokens of this turn already at the end of ``token_ids``. The i-th output token of a
-    turn uses the i-th random number of its seed, wherever and whenever it is sampled."""
+    """Number of this turn's output tokens at the end of ``token_ids``. The i-th output token of a
+    turn uses the i-th random number of its seed, on whichever engine it is sampled."""
     session: Count = 0
-    """Whose context this is: more turns of the same session may go on where this one ends, so KV of
-    it is better kept than that of others. 0: nobody's. Changes nothing but speed."""
+    """Session that this context belongs to. Later turns of the session may extend this context, so
+    its KV should be kept in preference to others. 0: none. Affects speed only."""
     media: list[Media] = []
-    """What the context has beside tokens, in order; only for engines that read its kinds."""
+    """Media of the context, in order; only for engines that support their kinds."""
 
 
 class EndSessions(Message, frozen=True, kw_only=True, tag="end_sessions"):
-    """No more turns of these sessions come here; ones that are unknown are ignored."""
+    """No more turns of these sessions will be sent to this engine; unknown sessions are ignored."""
 
     sessions: list[Count]
 
 
 class SubmitTurns(Message, frozen=True, kw_only=True, tag="submit_turns"):
-    """Each of these as if it had come by itself; only for engines that say they take them so."""
+    """Submits several turns at once; only for engines with ``Hello.takes_turns_together``."""
 
     turns: list[SubmitTurn]
-    """In the order in which they would have come."""
+    """Turns in the order in which they would have been sent separately."""
 
 
 class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
-    """Stop this turn; unknown or finished handles are ignored."""
+    """Stops this turn; unknown or finished handles are ignored."""
 
     turn: Count
 
 
 class Pause(Message, frozen=True, kw_only=True, tag="pause"):
-    """Stop running turns as ``mode`` says; answered by ``Paused`` once it has taken effect."""
+    """Pauses running turns according to ``mode``; answered by ``Paused`` once it has taken
+    effect."""
 
     mode: PauseMode
     clear_cache: bool = False
-    """By then, forget all KV that no turn holds: what comes after computes its context anew."""
+    """Whether to clear the prefix cache, so that later turns compute their context anew."""
 
 
 class Resume(Message, frozen=True, kw_only=True, tag="resume"):
-    """Run again; answered by ``Resumed``."""
+    """Ends a pause; answered by ``Resumed``."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
-    """End the process, cleanly, now."""
+    """Ends the engine process, cleanly, now."""
 
 
 FromEngine = (
@@ -364,12 +376,12 @@ _from_orchestrator: msgspec.msgpack.Decoder[FromOrchestrator] = msgspec.msgpack.
 
 
 def encode(message: Message) -> bytes:
-    """Turn a message into one ZeroMQ frame."""
+    """Encode a message as one ZeroMQ frame."""
     return _encoder.encode(message)
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:
-    """Read one frame that an engine sent.
+    """Decode one frame from an engine.
 
     Raises:
         BadFrame: not MessagePack, not a message of this protocol, or too large for its kind.
@@ -383,7 +395,7 @@ def decode_from_engine(frame: bytes) -> FromEngine:
 
 
 def decode_from_orchestrator(frame: bytes) -> FromOrchestrator:
-    """Read one frame that the orchestrator sent.
+    """Decode one frame from the orchestrator.
 
     Raises:
         BadFrame: not MessagePack, not a message of this protocol, or too large for its kind.

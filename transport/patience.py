@@ -1,25 +1,26 @@
-"""How often does a peer get an answer to nonsense? So often in a while; then it is only counted.
+"""Rate limiter per peer, for replies to malformed messages and for log warnings.
 
-Answers wait in memory until the peer reads them, so one that sends nonsense and reads nothing would
-fill it. It knows peers by name and no messages; time is an argument.
+Replies wait in memory until the peer reads them, so a peer that sends garbage and reads nothing
+would otherwise fill it. Time is an argument.
 """
 
 PEERS_MAX = 8192
-"""Remembered in one interval; peers beyond them get no answer until the next."""
+"""Maximum number of peers tracked per interval; further peers get no reply until the next one."""
 
 
 class Patience:
-    """A number of answers per peer and interval."""
+    """Allows ``answers_max`` replies per peer and fixed interval."""
 
     def __init__(self, *, answers_max: int, interval_s: float) -> None:
         self._answers_max = answers_max
         self._interval_s = interval_s
         self._until_s = float("-inf")
         self._answered: dict[bytes, int] = {}
-        """In the interval that ends at ``_until_s``; at most :data:`PEERS_MAX` of them."""
+        """Replies per peer in the interval that ends at ``_until_s``; at most :data:`PEERS_MAX`
+        peers."""
 
     def has(self, peer: bytes, now_s: float) -> bool:
-        """Whether ``peer`` may be answered once more now; asking counts as having done so."""
+        """Return whether ``peer`` may get one more reply now, and count it if so."""
         if now_s >= self._until_s:
             self._until_s = now_s + self._interval_s
             self._answered.clear()

@@ -1,7 +1,7 @@
-"""Escaping of control characters in text of others, before a log, a table or a terminal shows it.
+"""Escaping of control characters in untrusted text, before a log, table or terminal shows it.
 
-Model output, task text, error texts and the names that peers give themselves may hold escape
-sequences, which move a terminal's cursor, set its title or clear what was written before.
+Model output, tasks, error texts and peer names may hold escape sequences that move a terminal's
+cursor, set its title or clear earlier output.
 """
 
 import logging
@@ -13,13 +13,13 @@ from typing import Any
 CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""C0 and C1 controls, separators of lines, marks that reverse the order of text, and surrogates."""
+"""C0 and C1 controls, line and paragraph separators, bidirectional marks, and surrogates."""
 
 
 def printable(text: str, *, keeps: str = "") -> str:
-    """Return ``text`` with control characters as Python writes them: ``\\x1b``, ``\\u202e``.
+    """Return ``text`` with control characters as Python escapes: ``\\x1b``, ``\\u202e``.
 
-    Characters in ``keeps`` stay: a newline, where lines are wanted.
+    Characters in ``keeps`` are not escaped, for example the newline in multi-line text.
     """
 
     def escaped(found: re.Match[str]) -> str:
@@ -29,7 +29,7 @@ def printable(text: str, *, keeps: str = "") -> str:
 
 
 def printable_values(value: Any) -> Any:
-    """Return plain data with :func:`printable` applied to each string, keys included."""
+    """Apply :func:`printable` to every string in plain data, including keys."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
@@ -38,15 +38,15 @@ def printable_values(value: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error."""
+    """Write a line to standard error, escaped."""
     sys.stderr.write(printable(text) + "\n")
 
 
 class EscapeControls(logging.Filter):
-    """Escapes control characters in the arguments of log records, and in their tracebacks."""
+    """Logging filter that escapes control characters in log arguments and tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record in place; never leave one out."""
+        """Change the record in place; return True always."""
         if isinstance(record.args, tuple):
             escaped = tuple(map(_escaped, record.args))
             if escaped != record.args:

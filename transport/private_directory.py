@@ -1,8 +1,9 @@
-"""Where does a run keep what only it needs, so that nothing is left of it when it is killed?
+"""Private temporary directories of a run, removed even if their process is killed.
 
-In a directory below the system's temporary one that only this user can enter. Whoever made it holds
-a lock on it as long as its process lives, however that ends; so one whose lock is free belongs to
-nobody any more, and is removed by the next who makes one, or by an engine that outlives its run.
+A directory lies below the system's temporary directory, only this user can enter it, and its
+creator holds an ``flock`` on it for the lifetime of the process. A directory whose lock is free is
+therefore abandoned, and is removed by the next process that creates one, or by an engine that
+outlives its run. Sockets, weight files and rank sockets use them.
 """
 
 import contextlib
@@ -15,22 +16,22 @@ from pathlib import Path
 PREFIX = "tidegate-"
 
 UNFINISHED_PREFIX = "tidegate."
-"""Of a directory that isn't locked yet, so that nobody takes it for abandoned."""
+"""Prefix of a directory that is not locked yet, so that no process takes it for abandoned."""
 
 NAME_CHARACTERS_MAX = 24
-"""A socket's path has at most 107 bytes."""
+"""Maximum length of the readable part, because a socket path has at most 107 bytes."""
 
 LOCK_FILE = ".lock"
 
 
 class PrivateDirectory:
-    """One directory, and the lock that says it is in use."""
+    """One private directory, and the lock that marks it as in use."""
 
     def __init__(self, name: str) -> None:
-        """Make one; ``name`` is for people who look there.
+        """Create a directory; ``name`` is a readable part of its path.
 
         Raises:
-            OSError: the temporary directory takes none.
+            OSError: the temporary directory cannot be written.
         """
         remove_abandoned()
         readable = "".join(c for c in name if c.isascii() and (c.isalnum() or c in "-_"))
@@ -44,7 +45,7 @@ class PrivateDirectory:
         self._is_removed = False
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Harmless if repeated."""
+        """Remove the directory and its contents. Idempotent."""
         if not self._is_removed:
             self._is_removed = True
             shutil.rmtree(self.path, ignore_errors=True)
@@ -52,37 +53,39 @@ class PrivateDirectory:
 
 
 def make_private_directory(path: Path) -> None:
-    """Make a directory that only this user can enter, and its parents as usual.
+    """Create a directory that only this user can enter, and its parents with default permissions.
 
-    A directory that is there already keeps its permissions: they are whoever made it's choice.
+    An existing directory keeps its permissions.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_private_file(path: Path) -> None:
-    """Make a file that only this user can read, for others to open and write; empty if it is new.
+    """Create a file with mode 0600, for others to open and write; an existing file keeps its
+    content.
 
-    Prompts, answers and rewards are in a run's files, and a temporary or shared directory may be
-    open to all.
+    A run's files hold prompts, answers and rewards, and a temporary or shared directory may be
+    readable by all.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        with contextlib.suppress(PermissionError):  # another user's, or a file system without modes
+        # another user's file, or a file system without modes
+        with contextlib.suppress(PermissionError):
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
 
 
 def remove_abandoned() -> None:
-    """Remove what killed processes of this user have left behind."""
-    with contextlib.suppress(OSError):  # nothing depends on it
+    """Remove the directories that killed processes of this user have left."""
+    with contextlib.suppress(OSError):  # best effort: nothing depends on it
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             _remove_if_abandoned(path)
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    with contextlib.suppress(OSError):  # it isn't ours, or is just being removed
+    with contextlib.suppress(OSError):  # not ours, or being removed concurrently
         if path.is_symlink() or path.stat().st_uid != os.geteuid():
             return
         lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)

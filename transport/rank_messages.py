@@ -1,8 +1,7 @@
-"""What does an engine's rank 0 say to its other ranks, and they to it? One process pair each.
+"""Messages between rank 0 of a multi-rank engine and its other ranks, over a socket pair.
 
-It crosses a socket pair that only parent and child hold, and never a network; so both ends are of
-one version, and nothing here is part of the protocol with the orchestrator. Tensors that are summed
-travel apart from it.
+Both ends run the same version and share no network, so these are not part of the protocol with the
+orchestrator. Tensors for all-reduce travel separately.
 """
 
 import msgspec
@@ -12,38 +11,38 @@ from tidegate.transport.weight_messages import InitWeights, StartWeightUpdate, U
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag_field="kind"):
-    """Base of all of these."""
+    """Base class of the messages between ranks."""
 
 
 class RankScoring(msgspec.Struct, frozen=True, array_like=True):
-    """What is told of a row's tokens; as the engine's own record has it."""
+    """Scoring options of a row, as in the engine's own record."""
 
     positions: int
     reads: str
     token_ids: bytes
-    """int32."""
+    """int32: the tokens to score."""
     top_logprobs: int
     temperature: float
 
 
 class RankRow(msgspec.Struct, frozen=True, array_like=True):
-    """What of a step's row every rank computes. How it is sampled is rank 0's business."""
+    """The part of a step's row that every rank computes. Sampling options stay on rank 0."""
 
     token_ids: bytes
-    """int32."""
+    """int32: tokens of the row to compute."""
     start: int
     block_table: bytes
-    """int32."""
+    """int32: KV block numbers of the sequence."""
     samples: bool
     adapter: str = ""
     scoring: RankScoring | None = None
 
 
 class Connect(RankMessage, frozen=True, tag="connect"):
-    """All ranks have loaded their part: meet."""
+    """All ranks have loaded their shards; initialise the process group."""
 
     keys: tuple[bytes, bytes, bytes] | None = None
-    """The engine's public and secret key, and the orchestrator's: for weights from afar."""
+    """The engine's public and secret key, and the orchestrator's public key, for remote weights."""
 
 
 class RunStep(RankMessage, frozen=True, tag="step"):
@@ -53,35 +52,35 @@ class RunStep(RankMessage, frozen=True, tag="step"):
 
 
 class Relay(RankMessage, frozen=True, tag="relay"):
-    """The orchestrator's word on weights, for each rank's own staging."""
+    """Forwards an orchestrator message on weights, for each rank's own staging."""
 
     message: InitWeights | StartWeightUpdate | UpdateWeights
     attempt: int = 0
-    """Of a start: what answers are to name."""
+    """For a start: number that identifies this update attempt in the answers."""
     live_version: int | None = None
-    """Of a start: what serves now; None: nothing."""
+    """For a start: the live version; None if there is none."""
 
 
 class Abandon(RankMessage, frozen=True, tag="abandon"):
-    """Forget the update under way; without a word, or because the weights are to sleep."""
+    """Discard the update in progress; ``why`` is given if the weights are about to sleep."""
 
     why: str = ""
 
 
 class SwapWeights(RankMessage, frozen=True, tag="swap"):
-    """Compute with what is staged from the next step on."""
+    """Use the staged weights from the next step on."""
 
     version: int
 
 
 class RankSleep(RankMessage, frozen=True, tag="sleep"):
-    """Give memory back; no step comes before it is had again."""
+    """Release memory; no step follows before the memory is back."""
 
     asked: Sleep
 
 
 class RankWake(RankMessage, frozen=True, tag="wake"):
-    """Take memory again."""
+    """Allocate the memory again."""
 
     asked: Wake
 
@@ -90,28 +89,28 @@ ToRank = Connect | RunStep | Relay | Abandon | SwapWeights | RankSleep | RankWak
 
 
 class RankLoaded(RankMessage, frozen=True, tag="loaded"):
-    """A rank has its part of the model directory."""
+    """A rank has loaded its shard of the model directory."""
 
 
 class RankStaged(RankMessage, frozen=True, tag="staged"):
-    """An update is complete on a rank, or refused by it."""
+    """A rank has staged an update completely, or refused it."""
 
     attempt: int
     refusal: str = ""
-    """Empty: complete."""
+    """Reason of the refusal; empty if complete."""
 
 
 class RankMemory(RankMessage, frozen=True, tag="memory"):
-    """A rank has given its memory back, or has it again, or couldn't."""
+    """A rank has released or re-allocated its memory, or failed to."""
 
     returned_bytes: int = 0
     lacks_weights: bool = False
     failure: str = ""
-    """Empty: it could."""
+    """Reason of the failure; empty if successful."""
 
 
 class RankFailed(RankMessage, frozen=True, tag="failed"):
-    """A rank's last word."""
+    """A rank has failed and ends."""
 
     message: str
 
@@ -124,15 +123,15 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 
 def encode(message: RankMessage) -> bytes:
-    """As it crosses the socket pair."""
+    """Encode a message for the socket pair."""
     return _encoder.encode(message)
 
 
 def decode_to_rank(frame: bytes) -> ToRank:
-    """What rank 0 said."""
+    """Decode a message from rank 0."""
     return _to_rank.decode(frame)
 
 
 def decode_from_rank(frame: bytes) -> FromRank:
-    """What another rank said."""
+    """Decode a message from another rank."""
     return _from_rank.decode(frame)

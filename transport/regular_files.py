@@ -1,8 +1,8 @@
-"""Reads files from paths that others named: regular files only, without waiting and up to a limit.
+"""Safe reads of files whose paths come from others: regular files only, non-blocking, size-limited.
 
-Opening a FIFO waits for whoever writes to it, a device never ends, and a mapped file that somebody
-truncates ends the process by SIGBUS. So a path is opened without waiting, must be a regular file,
-and is copied. Key files are not read by this, for shells pass keys through pipes.
+Opening a FIFO blocks until a writer opens it, a device never ends, and a mapped file that is
+truncated kills the process with SIGBUS. So a path is opened with O_NONBLOCK, must be a regular
+file, and is copied. Key files are not read this way, because shells pass keys through pipes.
 """
 
 import errno
@@ -11,16 +11,17 @@ import stat
 from pathlib import Path
 
 TEXT_BYTES_MAX = 2**28
-"""Size of a configuration, a tokenizer or a list of facts. The largest tokenizers have 35 MB."""
+"""Maximum size of a configuration, tokenizer or list of facts; the largest tokenizers have 35
+MB."""
 
 
 def open_regular(path: Path | str) -> int:
-    """Open a regular file for reading; return its descriptor, to be closed by the caller.
+    """Open a regular file for reading and return its descriptor, which the caller closes.
 
     Raises:
-        OSError: there is none, or it is a FIFO, a socket, a device or a directory.
+        OSError: the path does not exist, or is a FIFO, a socket, a device or a directory.
     """
-    # O_NONBLOCK: else a FIFO is waited for here, before it is known to be one.
+    # O_NONBLOCK: opening a FIFO would block here, before fstat can tell that it is one.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -29,7 +30,7 @@ def open_regular(path: Path | str) -> int:
 
 
 def check_regular(path: Path | str) -> None:
-    """Refuse what a library that is given this path would wait for.
+    """Check that a path is a regular file, before it is given to a library that would block on it.
 
     Raises:
         OSError: as for :func:`open_regular`.
@@ -38,10 +39,10 @@ def check_regular(path: Path | str) -> None:
 
 
 def check_all_regular(directory: Path) -> None:
-    """Refuse a directory of a model with an entry that a library would wait for.
+    """Check that a model directory holds no entry that a library would block on.
 
     Raises:
-        OSError: one of its JSON or safetensors files is not a regular file.
+        OSError: one of its JSON, safetensors or Jinja files is not a regular file.
     """
     for path in sorted(directory.iterdir()):
         if path.suffix in (".json", ".safetensors", ".jinja") and path.exists():
@@ -49,10 +50,10 @@ def check_all_regular(directory: Path) -> None:
 
 
 def read_regular(path: Path | str, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
-    """The content of a regular file.
+    """Read a regular file.
 
     Raises:
-        OSError: as for :func:`open_regular`, or it has more than ``bytes_max``.
+        OSError: as for :func:`open_regular`, or the file exceeds ``bytes_max``.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(bytes_max + 1)
@@ -62,10 +63,10 @@ def read_regular(path: Path | str, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
 
 
 def read_whole(fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from a file's bytes at ``offset`` on.
+    """Fill a buffer from a file, starting at ``offset``.
 
     Raises:
-        OSError: the file ends before; it may have been truncated since it was opened.
+        OSError: the file is too short; it may have been truncated since it was opened.
     """
     while buffer:
         count = os.preadv(fd, [buffer], offset)

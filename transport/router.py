@@ -1,8 +1,9 @@
-"""ZeroMQ ROUTER of the orchestrator: binds one address, and delivers engines' frames in batches.
+"""ZeroMQ ROUTER of the orchestrator: binds one address and delivers engines' frames in batches.
 
-Reads the socket at each wakeup or, when a steady stream needs few answers, by timer, because a
-wakeup costs as much as taking in a hundred turns' tokens; and reads only so many messages at once
-that other callbacks get their turn. Nothing blocks on a slow peer: queues are limited per peer.
+The scheduler attaches it to its event loop. It reads the socket at each wakeup or, during a steady
+stream that needs few answers, by timer, because a wakeup costs as much as taking in a hundred
+turns' tokens. Each read is bounded so that other callbacks get their turn. Queues are limited per
+peer, so no slow peer blocks the others.
 """
 
 import asyncio
@@ -40,29 +41,33 @@ FRAMES_MIN = 16
 FRAMES_AT_FIRST = 64
 
 TURN_S = 0.1
-"""Of the loop: longer than that, and a page, an agent's request or a heartbeat waits noticeably."""
+"""Longest acceptable turn of the event loop, in seconds; beyond it a page, an agent's request or a
+heartbeat waits noticeably."""
 
 
 HELPED = 0.75
-"""Half as many messages, and a turn took no less than so much of its time: then it is not theirs,
-and to read fewer only has engines wait."""
+"""If halving the budget still leaves the turn at more than this share of its time, the messages are
+not the cause, and a smaller budget only makes engines wait."""
 
 
 class DrainBudget:
-    """Halved where readings were far apart, doubled where they came at once."""
+    """Adaptive number of messages per read: halved if loop turns are slow, doubled if they are
+    fast."""
 
     def __init__(self, frames_max: int) -> None:
         self._frames_max = frames_max
         self.frames = min(FRAMES_AT_FIRST, frames_max)
         self._halved_after_s: float | None = None
-        """What a turn took with twice as many, if the last one had that."""
+        """Duration of the last turn before the budget was halved, if the last turn halved it."""
 
     def took(self, turn_s: float) -> None:
-        """So long was it from a reading that left messages to the next one."""
+        """Adapt the budget to ``turn_s``, the time from a read that left messages to the next
+        read."""
         before_s, self._halved_after_s = self._halved_after_s, None
         if turn_s > TURN_S:
             if before_s is not None and turn_s > HELPED * before_s:
-                self.frames = min(self._frames_max, 4 * self.frames)  # as before, and doubled
+                # back to the earlier budget, doubled
+                self.frames = min(self._frames_max, 4 * self.frames)
                 return
             half = self.frames // 2
             self.frames = max(min(FRAMES_MIN, self._frames_max), half)
@@ -74,42 +79,46 @@ class DrainBudget:
 
 BUSY_WAKEUPS = 16
 BUSY_WITHIN_S = 0.032
-"""After so many wakeups within such a time, more than 500 a second, the clock takes over."""
+"""This many wakeups within this time, more than 500 a second, switch to polling by timer."""
 
 WAKEUPS_PER_SEND = 4
-"""Unless more is sent than this: somebody may wait for the answers."""
+"""No switch if more than one message per this many wakeups is sent, because peers may wait for the
+answers."""
 
 LOOK_INTERVAL_S = 0.004
-"""By the clock: well below a decode step of most models, and four messages at a time where there
-are a thousand a second."""
+"""Default polling interval in seconds: well below a decode step of most models, and four messages
+per poll at a thousand messages a second."""
 
 QUIET_LOOK_INTERVAL_S = 0.032
-"""The longest, while nothing is sent but acknowledgements: what comes then are tokens of turns that
-go on. It is come to by doubling, so that one that ends waits no longer than nothing has been sent
-for. A look costs 400 us beside what it finds, most of it because others have had the processor."""
+"""Longest polling interval in seconds, used while only acknowledgements are sent, because then only
+tokens of running turns arrive. The interval doubles up to this value, so the end of a stream is
+noticed within twice the time that nothing has been sent. One poll costs 400 us beside its messages,
+mostly because other threads got the CPU."""
 
 MESSAGES_PER_ACK = 16
-"""Or more, for it to be quiet: with less credit an engine would wait for the next look. So does one
-that uses all of its credit up between two looks: of 256 steps, by 8,000 a second; of 16, by 500."""
+"""At least this many messages per acknowledgement count as quiet: with less credit an engine would
+wait for the next poll. An engine also waits if it uses up its credit between two polls: with 256
+steps at 8,000 a second, with 16 at 500."""
 
 VAIN_LOOKS_MAX = 3
-"""In a row that find nothing, or what must be answered; then the descriptor wakes again."""
+"""Consecutive polls that find nothing, or messages that need answers, before switching back to
+wakeups."""
 
 
 class Looks:
-    """One socket's."""
+    """Decides when to read one socket: at each wakeup of its descriptor, or by timer."""
 
     __slots__ = ("_counted_since_s", "_interval_s", "_vain_looks", "_wakeups", "acks", "sends")
 
     def __init__(self) -> None:
         self.sends = self.acks = 0
-        """Since they were last counted; whoever sends adds to one of them."""
+        """Messages and acknowledgements sent since the last count; the sender increments them."""
         self._interval_s = LOOK_INTERVAL_S
         self._wakeups = self._vain_looks = 0
         self._counted_since_s = 0.0
 
     def woken(self, now_s: float) -> float | None:
-        """Count a wakeup; if the clock is to take over, in how many seconds the first look is."""
+        """Count a wakeup; return the seconds to the first poll if polling takes over, else None."""
         if now_s - self._counted_since_s > BUSY_WITHIN_S:
             self._wakeups, self.sends, self.acks, self._counted_since_s = 0, 0, 0, now_s
         self._wakeups += 1
@@ -120,9 +129,9 @@ class Looks:
         return LOOK_INTERVAL_S
 
     def looked(self, messages: int) -> float | None:
-        """Count a look by the clock that found so many; in how many seconds the next is.
+        """Count a poll that found ``messages``; return the seconds to the next poll.
 
-        None: there is to be none, for nothing comes, or much of it is answered.
+        Returns None to switch back to wakeups: nothing arrives, or much of it needs answers.
         """
         sends, acks = self.sends, self.acks
         self.sends = self.acks = 0
@@ -138,21 +147,22 @@ class Looks:
 
 @dataclass(frozen=True, slots=True)
 class MoreFrames:
-    """After reading a frame call :attr:`ask`; then ``answer.value`` is true if more follow."""
+    """Fast ``RCVMORE`` query: call :attr:`ask` after reading a frame; then ``answer.value`` is true
+    if more frames follow."""
 
     ask: Callable[[], object]
-    """Only while the socket is open: libzmq would look where it was."""
+    """Valid only while the socket is open: libzmq would dereference a freed pointer."""
     answer: ctypes.c_int
 
 
 def more_frames(socket: Socket) -> MoreFrames:
-    """The question for one socket, to be asked by the thread that reads from it."""
+    """Return the ``RCVMORE`` query of one socket, for the thread that reads from it."""
     answer = ctypes.c_int()
     libzmq = _libzmq()
     if libzmq is None:
         return MoreFrames(partial(_ask_pyzmq, socket, answer), answer)
     ask = libzmq.zmq_getsockopt
-    ask.restype = None  # it can't fail: the socket is open, the option exists, the size is right
+    ask.restype = None  # cannot fail: the socket is open, the option exists, the size is right
     size = ctypes.c_size_t(ctypes.sizeof(answer))
     handle = ctypes.c_void_p(socket.underlying)
     option = ctypes.c_int(zmq.RCVMORE)
@@ -165,10 +175,11 @@ def _ask_pyzmq(socket: Socket, answer: ctypes.c_int) -> None:
 
 
 def _libzmq() -> Any:
-    """The library that pyzmq uses; None where it can't be reached (another build, no CPython)."""
+    """Return the libzmq that pyzmq uses; None if unreachable (another build, no CPython)."""
     try:
-        # Found by way of the module that is linked with it: its own name differs with each build.
-        # It keeps the interpreter's lock, for the call is shorter than letting go of it.
+        # Located through the extension module that links it, because its file name differs by
+        # build.
+        # # PyDLL keeps the GIL, because the call is shorter than releasing it.
         library = ctypes.PyDLL(str(importlib.import_module("zmq.backend.cython._zmq").__file__))
         return library if hasattr(library, "zmq_getsockopt") else None
     except (ImportError, OSError):
@@ -176,54 +187,54 @@ def _libzmq() -> Any:
 
 
 NO_WAIT, MORE_FOLLOWS = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As plain numbers: adding pyzmq's flags up takes as long as a send does."""
+"""As plain ints: combining pyzmq's flag enums takes as long as a send does."""
 
 send = zmq.backend.Socket.send
-"""Without what pyzmq's own looks for first, for sockets of other kinds: half of its time."""
+"""Bypasses pyzmq's own checks for other socket types, which take half of its time."""
 
 FRAMES_PER_DRAIN = 1024
-"""Messages read before other callbacks get a turn, at most: about 1 ms of reading."""
+"""Maximum number of messages per read before other callbacks run: about 1 ms of reading."""
 
 BYTES_PER_DRAIN = 16 * 1024 * 1024
-"""The same for large messages: some milliseconds of copying, and the most that a batch may take."""
+"""Maximum bytes per read, for large messages: some milliseconds of copying."""
 
 UNREAD_MESSAGES_MAX = 1024 * 1024
-"""Waiting for one peer. No run gives an engine so many turns at once."""
+"""Send high-water mark per peer, in messages. No run gives an engine so many turns at once."""
 
 UNBIND_TIMEOUT_MS = 1000
-"""It takes microseconds; after a second without news, there will be none."""
+"""Unbinding takes microseconds; after this long no event will come."""
 
 OnFrames = Callable[[list[tuple[bytes, bytes]]], None]
-"""Takes a batch of (peer, frame) in order of arrival."""
+"""Callback that takes a batch of (peer, frame) in order of arrival."""
 
 
 class RouterSocket:
-    """The orchestrator's end: binds one address, talks to any number of engines.
+    """The orchestrator's ROUTER socket: binds one address and talks to any number of engines.
 
-    All methods belong to one thread, the event loop's once attached.
+    All methods belong to one thread, which is the event loop's once attached.
     """
 
     def __init__(
         self, address: str | None, *, name: str, keys: OrchestratorKeys | None = None
     ) -> None:
-        """Bind ``address``, or a private ipc path under a fresh directory if it is None.
+        """Bind ``address``, or a private ipc path in a new directory if it is None.
 
-        With ``keys``, only engines whose keys are among those allowed can connect, whatever the
-        address; without, it must be one that no other host can reach.
+        With ``keys``, only engines whose public keys are allowed can connect, at any address;
+        without, the address must be unreachable from other hosts.
 
         Raises:
-            AddressInUse: someone listens there.
-            ConfigError: the address is malformed, needs keys, or can't be bound.
+            AddressInUse: another process listens there.
+            ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
         self._directory = PrivateDirectory(name) if address is None else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_frames: OnFrames = _no_frames
         self._budget = DrainBudget(FRAMES_PER_DRAIN)
         self._behind_since_s: float | None = None
-        """When the last reading was, if it left messages."""
+        """Loop time of the last read if it left messages unread, else None."""
         self._scheduled: asyncio.Handle | None = None
         self._clock: asyncio.TimerHandle | None = None
-        """While messages are looked for by the clock; else the descriptor wakes."""
+        """Timer of the next poll; None while the descriptor wakes the loop."""
         self._is_next_look_far = False
         self._looks = Looks()
         self._frames = self._bytes = self._malformed = 0
@@ -238,13 +249,14 @@ class RouterSocket:
             self._remove_directory()
             raise
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where engines connect: the bound address, with ``*`` replaced by the port given."""
+        """Address that engines connect to: the bound address with the actual port in place of
+        ``*``."""
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Queue one message without waiting; False if the peer isn't there, or has stopped reading.
+        """Queue one message without blocking; False if the peer is gone or has stopped reading.
 
         Raises:
-            BadFrame: the message is larger than its kind may be.
+            BadFrame: the message exceeds the size limit of its kind.
         """
         frame = sendable(message)
         if type(message) is Ack:
@@ -259,17 +271,19 @@ class RouterSocket:
                 raise
             return False
         finally:
-            # A send reads the socket's internal mailbox too, and may so swallow the signal that
-            # messages have arrived. One look per turn of the loop makes up for all its sends.
+            # A send also processes the socket's internal mailbox and may thereby consume the
+            # edge-triggered signal that messages have arrived. One read per turn of the loop makes
+            # up for all its sends.
             if self._clock is None:
                 self._schedule_drain()
             elif self._is_next_look_far:
                 self._clock.cancel()
-                self._look_in(LOOK_INTERVAL_S)  # it may be answered
+                self._look_in(LOOK_INTERVAL_S)  # an answer may come
         return True
 
     def complain(self, peer: bytes, why: str) -> None:
-        """Count a message of ``peer`` as malformed, and tell it why unless it was told often."""
+        """Count a malformed message of ``peer``, and reply with a ``Complaint`` within the rate
+        limit."""
         self._malformed += 1
         if self._patience.has(peer, time.monotonic()):
             self.send(peer, Complaint(message=cut(why)))
@@ -281,9 +295,9 @@ class RouterSocket:
         *,
         budget: int = FRAMES_PER_DRAIN,
     ) -> None:
-        """Have ``loop`` call ``on_frames`` with all that has arrived, at most ``budget`` at once.
+        """Have ``loop`` call ``on_frames`` with all arrived frames, at most ``budget`` per call.
 
-        What ``on_frames`` raises goes to the loop's exception handler; reading goes on.
+        Exceptions of ``on_frames`` go to the loop's exception handler; reading continues.
         """
         if self._loop is not None:
             raise RuntimeError("this socket is already attached to an event loop; detach it first")
@@ -292,10 +306,10 @@ class RouterSocket:
         self._loop, self._on_frames, self._budget = loop, on_frames, DrainBudget(budget)
         self._behind_since_s = None
         loop.add_reader(self._socket.FD, self._on_readable)
-        self._schedule_drain()  # for what came before anyone watched
+        self._schedule_drain()  # for messages that arrived before attaching
 
     def detach(self) -> None:
-        """Stop calling back; what arrives waits in the socket. Harmless if not attached."""
+        """Stop the callbacks; arriving messages stay in the socket. A no-op if not attached."""
         if self._loop is None:
             return
         if self._scheduled is not None:
@@ -309,7 +323,7 @@ class RouterSocket:
         self._on_frames = _no_frames
 
     def close(self) -> None:
-        """Free the address; what is queued is still sent for a while. Harmless if repeated."""
+        """Release the address; queued messages are still sent for a while. Idempotent."""
         if self._socket.closed:
             return
         self.detach()
@@ -318,12 +332,12 @@ class RouterSocket:
         self._remove_directory()
 
     def statistics(self) -> SocketStatistics:
-        """What came in so far."""
+        """Return the counters of received frames and rejected connections."""
         refused = self._doorkeeper.refused if self._doorkeeper else 0
         return SocketStatistics(self._frames, self._bytes, self._malformed, refused)
 
     def _on_readable(self) -> None:
-        """The descriptor wakes; if it does so on and on, the clock takes over."""
+        """Handle a readable descriptor; switch to polling if wakeups are too frequent."""
         loop = self._loop
         assert loop is not None
         interval_s = self._looks.woken(loop.time())
@@ -338,7 +352,7 @@ class RouterSocket:
         self._clock = self._loop.call_later(interval_s, self._on_clock)
 
     def _on_clock(self) -> None:
-        """Look by the clock, for as long as that pays."""
+        """Poll by timer, and switch back to wakeups when polling no longer pays."""
         before = self._frames + self._malformed
         self._is_next_look_far = False
         try:
@@ -353,10 +367,11 @@ class RouterSocket:
                     self._loop.add_reader(self._socket.FD, self._on_readable)
 
     def _drain(self) -> None:
-        """Read all that is there, or the budget of it, and hand it over as one batch.
+        """Read up to the budget and hand the frames over as one batch.
 
-        ZeroMQ's descriptor signals changes, not state. Reading until there is nothing re-arms it;
-        stopping early doesn't, so then the rest is scheduled, before the callback, which may raise.
+        ZeroMQ's descriptor is edge-triggered. Reading until the socket is empty re-arms it;
+        stopping early does not, so then the next read is scheduled, before the callback, which may
+        raise.
         """
         if self._scheduled is not None:
             self._scheduled.cancel()
@@ -373,9 +388,10 @@ class RouterSocket:
             self._on_frames(batch)
 
     def _read(self) -> tuple[list[tuple[bytes, bytes]], bool]:
-        """At most the budget of messages or bytes, and whether the socket is empty now.
+        """Read at most the budget of messages or bytes; return them, and whether the socket is
+        empty.
 
-        ``recv`` per frame, for ``recv_multipart`` costs three times as much.
+        Calls ``recv`` per frame, because ``recv_multipart`` costs three times as much.
         """
         batch: list[tuple[bytes, bytes]] = []
         receive, append, no_wait = self._socket.recv, batch.append, int(zmq.NOBLOCK)
@@ -401,7 +417,7 @@ class RouterSocket:
         return batch, is_empty
 
     def _refuse_frames(self, peer: bytes) -> None:
-        """Read the rest of a message of too many frames, and say so."""
+        """Read the remaining frames of a message with too many frames, and complain."""
         count = 1 + skip_frames(self._socket)
         self.complain(peer, f"a message is one frame, but yours had {count}")
 
@@ -415,7 +431,7 @@ class RouterSocket:
 
 
 def _no_frames(batch: list[tuple[bytes, bytes]]) -> None:
-    """Nobody listens."""
+    """Discard frames while no callback is attached."""
 
 
 def bound_router(
@@ -424,18 +440,19 @@ def bound_router(
     *,
     frame_bytes_max: int = ENGINE_FRAME_BYTES_MAX,
 ) -> tuple[Socket, Doorkeeper | None]:
-    """A ROUTER that listens, with a context and a doorkeeper of its own where there are keys.
+    """Create and bind a ROUTER; with keys, it gets a context and a ZAP authenticator of its own.
 
     Raises:
-        AddressInUse: someone listens there.
-        ConfigError: the address is malformed, needs keys, or can't be bound.
+        AddressInUse: another process listens there.
+        ConfigError: the address is malformed, needs keys, or cannot be bound.
     """
     check_listener(address, has_keys=keys is not None)
     refuse_living_listener(address)
     context: Context | None = zmq.Context() if keys else None
     socket = new_socket(zmq.ROUTER, address, frame_bytes_max=frame_bytes_max, context=context)
     socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES_MAX)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a vanished peer fails, not vanishes
+    # a send to a vanished peer fails instead of being dropped
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity
     doorkeeper = None
     try:
@@ -454,10 +471,10 @@ def bound_router(
 
 
 def stop_listening(socket: Socket, address: str) -> None:
-    """Free the address for the next listener: libzmq closes it later, and leaves an ipc path."""
+    """Release the address at once: libzmq itself closes it later, and leaves an ipc path behind."""
     scheme, _, path = address.partition("://")
     if scheme == "ipc" and not path.startswith("@"):
-        Path(path).unlink(missing_ok=True)  # while it is still certain to be ours
+        Path(path).unlink(missing_ok=True)  # while the path is still certain to be ours
     if scheme == "inproc":
         return
     monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
@@ -468,9 +485,9 @@ def stop_listening(socket: Socket, address: str) -> None:
 
 
 def close_socket(socket: Socket, *, is_context_own: bool) -> None:
-    """Close a socket, and the context that nobody else uses once what was queued is sent."""
+    """Close a socket, and its own context once the queued messages are sent."""
     context = socket.context
     socket.close()
     if is_context_own:
-        # Not here, for it waits as long as the socket may linger. The process waits for it.
+        # In a thread, because term() blocks for the linger time. The process waits for the thread.
         threading.Thread(target=context.term, name="last words", daemon=False).start()

@@ -1,9 +1,11 @@
-"""How is a model asked what it makes of given tokens, and how does it answer? Nothing is sampled.
+"""Messages of the scoring protocol: log-probs, embeddings, hidden states or rewards of given
+tokens.
 
-Knows nothing of turns: requests have numbers of their own, and are no part of any rollout. They
-don't outlast a conversation, as turns do: after a hello an engine has none, and it answers once.
+The orchestrator sends ``ScoreTokens``; the engine answers with ``Scored``, and samples nothing.
+Requests have numbers of their own and belong to no rollout. Unlike turns, they do not survive a
+reconnect: after a hello an engine has none, and each is answered once.
 
-Letters in shapes: N tokens, P positions told of, k likeliest tokens, H hidden, L labels.
+Letters in shapes: N tokens, P reported positions, k most likely tokens, H hidden size, L labels.
 """
 
 from typing import Literal
@@ -14,66 +16,67 @@ from tidegate.transport.message import Message
 Want = Literal["logprobs", "embedding", "mean_embedding", "hidden_states", "rewards"]
 """``logprobs``: of each token from ``start`` on, given those before it. ``embedding``: the normed
 hidden state [H] of the last token; ``mean_embedding``: the mean of those from ``start`` on;
-``hidden_states``: all of those [P, H]. ``rewards``: what a classification head says [L] of the last
+``hidden_states``: all of those [P, H]. ``rewards``: output of a classification head [L] at the last
 token that is not padding."""
 
 TOP_LOGPROBS_MAX = 128
-"""Likeliest tokens told with a position."""
+"""Maximum number of most likely tokens reported per position."""
 
 ANSWER_BYTES_MAX = 16 * 1024 * 1024
-"""Of all parts of an answer: 4 M log-probs, or 4,096 hidden states of 1,024."""
+"""Maximum size of an answer over all its parts: 4 M log-probs, or 4,096 hidden states of 1,024."""
 
 PART_BYTES_MAX = 2 * 1024 * 1024
-"""Of one part: half of what a frame to the orchestrator may have."""
+"""Maximum size of one part: half of the frame limit towards the orchestrator."""
 
 
 class ScoreTokens(Message, frozen=True, kw_only=True, tag="score_tokens"):
-    """Say something of these tokens; answered by ``Scored``, in one or more parts."""
+    """Requests scoring of these tokens; answered by ``Scored``, in one or more parts."""
 
     request: Count
-    """Used once in a conversation; turns' handles are others."""
+    """Request number, unique within a connection and independent of turn handles."""
     token_ids: bytes
-    """int32 [N]"""
+    """int32 [N]: the tokens to score."""
     want: Want = "logprobs"
     start: Count = 0
-    """The first position told of. Nothing comes before the first token, so it has no log-prob:
-    for ``logprobs`` that is at least 1. KV of positions before it may come from the cache."""
+    """First reported position. For ``logprobs`` at least 1, because the first token has no context.
+    KV of earlier positions may come from the prefix cache."""
     top_logprobs: Count = 0
-    """k: so many of the likeliest tokens are told with each log-prob."""
+    """k: number of most likely tokens reported with each log-prob."""
     temperature: float = 1.0
-    """Logits are divided by it; above 0."""
+    """Divisor of the logits; > 0."""
     priority: int = 0
-    """As a turn's: lower runs first, among turns too."""
+    """Scheduling priority, shared with turns: lower runs first."""
 
 
 class CancelScore(Message, frozen=True, kw_only=True, tag="cancel_score"):
-    """Nobody waits for this request any more; unknown and answered ones are ignored."""
+    """Cancels a request; unknown and answered requests are ignored."""
 
     request: Count
 
 
 class Scored(Message, frozen=True, kw_only=True, tag="scored"):
-    """A part of an answer. All of them come one after another, from one version of the weights."""
+    """A part of an answer. All parts are consecutive and computed by one weight version."""
 
     request: Count
     version: Count
     start: Count = 0
-    """The position that this part's first row is of."""
+    """Position of this part's first row."""
     logprobs: bytes = b""
-    """float32 [P], natural log."""
+    """float32 [P]: natural-log probabilities."""
     top_ids: bytes = b""
-    """int32 [P * k], likeliest first."""
+    """int32 [P * k]: the most likely tokens at each position, in descending order."""
     top_logprobs: bytes = b""
-    """float32 [P * k]: theirs."""
+    """float32 [P * k]: log-probs of ``top_ids``."""
     values: bytes = b""
-    """float32: [H], [P, H] or [L]."""
+    """float32: [H], [P, H] or [L], depending on ``want``."""
     last: bool = True
     ranks: bytes = b""
-    """int32 [P], of the tokens themselves, 1 for the likeliest; empty: not told, or k is 0."""
+    """int32 [P]: rank of each scored token, 1 for the most likely; empty if not reported, or k is
+    0."""
 
 
 class ScoreRefused(Message, frozen=True, kw_only=True, tag="score_refused"):
-    """This request can never be answered as asked; ``message`` says why and what to change."""
+    """The engine can never answer this request; ``message`` says why and what to change."""
 
     request: Count
     message: str

@@ -1,8 +1,9 @@
-"""Who may connect from another host? Engines whose public key the orchestrator was given.
+"""CURVE keys: creates and reads key files, and applies the keys to ZeroMQ sockets.
 
-Connections are encrypted and both ends prove who they are (CURVE: Curve25519, in libzmq's own
-handshake, before the first message). This file makes and reads the keys; whom they let in is
-:mod:`doorkeeper`'s business. Files are in the form that ``zmq.auth`` and CZMQ read and write.
+`tidegate keys` creates them; every socket that is reachable from other hosts uses them. CURVE
+(Curve25519, in libzmq's own handshake) encrypts connections and authenticates both ends.
+:mod:`doorkeeper` decides which public keys may connect. Files are in the certificate format of
+``zmq.auth`` and CZMQ.
 """
 
 import os
@@ -19,15 +20,15 @@ from tidegate.errors import ConfigError
 from tidegate.transport.zeromq import Socket
 
 KEY_BYTES = 32
-"""Of either key; 40 characters of Z85 in a file."""
+"""Length of a public or secret key; 40 characters of Z85 in a file."""
 
 KEY_FILE_BYTES_MAX = 4096
-"""Far more than a key and its comment take."""
+"""Maximum size of a key file, far more than a key and its comment take."""
 
 ENGINE_DEFAULT = "engine"
 
 _ALLOWED = "engines"
-"""The directory of public keys that are let in."""
+"""Name of the directory that holds the public keys allowed to connect."""
 
 _ORCHESTRATOR_PUBLIC = "orchestrator.key"
 _ORCHESTRATOR_SECRET = "orchestrator.key_secret"
@@ -38,36 +39,36 @@ _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorKeys:
-    """What the end that listens needs."""
+    """Keys of the listening end."""
 
     public: bytes
     secret: bytes = field(repr=False)
     allowed: Path | frozenset[bytes]
-    """A directory: whoever has the secret of one of its ``*.key`` files is let in. Or the public
-    keys themselves, for keys that are on no disk."""
+    """Allowed clients: a directory, whose ``*.key`` files hold the allowed public keys; or the keys
+    themselves, for keys that are never written to disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
-    """What an end that connects needs."""
+    """Keys of a connecting end."""
 
     public: bytes
     secret: bytes = field(repr=False)
     orchestrator: bytes
-    """The public key of the one it is willing to talk to."""
+    """Public key of the orchestrator that this end accepts."""
 
 
 # ------------------------------------------------------------ making
 
 
 def make_keys(directory: Path, engine: str = ENGINE_DEFAULT) -> Path:
-    """Make an engine's keys, and the orchestrator's if there are none yet; nothing is replaced.
+    """Create an engine's keys, and the orchestrator's if there are none yet; replace nothing.
 
-    Return the directory to be copied to where that engine runs. The same keys may serve any number
-    of engines; those with keys of their own can be shut out one by one.
+    Returns the directory to copy to the engine's host. Any number of engines may share one set of
+    keys; an engine with keys of its own can be revoked individually.
 
     Raises:
-        ConfigError: that engine has keys already, or the files can't be written.
+        ConfigError: that engine has keys already, or the files cannot be written.
     """
     _check_curve()
     if not _ENGINE_NAME.fullmatch(engine) or engine == _ALLOWED:
@@ -110,7 +111,7 @@ def _allowed_file(directory: Path, engine: str) -> Path:
 
 
 def _write(path: Path, about: str, public: bytes, secret: bytes | None = None) -> None:
-    """Write a certificate that nobody else can read from its first byte on."""
+    """Write a certificate that is never readable by others."""
     lines = [f"# Tidegate. {about}", "metadata", "curve", f'    public-key = "{public.decode()}"']
     if secret is not None:
         lines.append(f'    secret-key = "{secret.decode()}"')
@@ -120,7 +121,7 @@ def _write(path: Path, about: str, public: bytes, secret: bytes | None = None) -
 
 
 def passing_keys() -> tuple[OrchestratorKeys, EngineKeys]:
-    """Keys of both ends that are on no disk, and gone with the processes that hold them."""
+    """Create keys of both ends that are never written to disk, and end with their processes."""
     _check_curve()
     own_public, own_secret = zmq.curve_keypair()
     public, secret = zmq.curve_keypair()
@@ -132,10 +133,10 @@ def passing_keys() -> tuple[OrchestratorKeys, EngineKeys]:
 
 
 def read_orchestrator_keys(directory: Path) -> OrchestratorKeys:
-    """The keys of the end that listens, from the directory given to ``tidegate keys``.
+    """Read the keys of the listening end from the directory given to ``tidegate keys``.
 
     Raises:
-        ConfigError: a file is missing, damaged, or open to others.
+        ConfigError: a file is missing, damaged, or readable by others.
     """
     public, secret = _read_pair(directory / _ORCHESTRATOR_SECRET)
     keys = OrchestratorKeys(public, secret, directory / _ALLOWED)
@@ -144,10 +145,10 @@ def read_orchestrator_keys(directory: Path) -> OrchestratorKeys:
 
 
 def read_engine_keys(directory: Path) -> EngineKeys:
-    """The keys of an end that connects, from a directory that ``tidegate keys`` made for it.
+    """Read the keys of a connecting end from a directory that ``tidegate keys`` made for it.
 
     Raises:
-        ConfigError: a file is missing, damaged, or open to others.
+        ConfigError: a file is missing, damaged, or readable by others.
     """
     public, secret = _read_pair(directory / _ENGINE_SECRET)
     path = directory / _ORCHESTRATOR_PUBLIC
@@ -156,7 +157,7 @@ def read_engine_keys(directory: Path) -> EngineKeys:
 
 
 def read_allowed(directory: Path | frozenset[bytes]) -> dict[bytes, str]:
-    """Who may connect: public keys (32 bytes) and the names of their files.
+    """Return the public keys that may connect (32 bytes each), with the names of their files.
 
     Raises:
         ConfigError: a file is damaged, or others could add or change one.
@@ -190,7 +191,7 @@ def _read_pair(path: Path) -> tuple[bytes, bytes]:
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """The public key in a certificate, and the secret one if there is one."""
+    """Return the public key in a certificate, and the secret key if it has one."""
     try:
         public, secret = load_certificate(path)
         for key in (public, secret):
@@ -225,9 +226,9 @@ def _check_mode(path: Path, mode: int, forbidden: int) -> None:
 
 
 def secure_listener(socket: Socket, keys: OrchestratorKeys) -> None:
-    """Have a socket, not bound yet, let in only whom its context's doorkeeper lets in.
+    """Make an unbound socket a CURVE server, authenticated by the ZAP handler of its context.
 
-    Without a doorkeeper that is nobody: by default libzmq would let in everybody then.
+    ZAP_ENFORCE_DOMAIN rejects all clients if there is no handler; libzmq's default accepts all.
     """
     _check_curve()
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -237,7 +238,7 @@ def secure_listener(socket: Socket, keys: OrchestratorKeys) -> None:
 
 
 def secure_connector(socket: Socket, keys: EngineKeys) -> None:
-    """Have a socket, not connected yet, talk to nobody but the orchestrator of these keys."""
+    """Make an unconnected socket a CURVE client of the orchestrator with these keys."""
     _check_curve()
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.orchestrator)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

@@ -1,7 +1,7 @@
-"""API keys from environment variables and private files: other engines' servers' and our own.
+"""API keys from environment variables and private files, for other engines' servers and our own.
 
-A key is never part of a URL or a command line: those are logged, shown by ``ps``, and written into
-a run's records.
+External-engine adapters and the HTTP servers read them. A key is never part of a URL or a command
+line, because those are logged, shown by ``ps``, and recorded with a run.
 """
 
 import os
@@ -14,19 +14,23 @@ from urllib.parse import urlsplit
 from tidegate.errors import ConfigError
 
 VARIABLE = "TIDEGATE_ENGINE_KEY"
-"""Has the key of all servers."""
+"""Environment variable that holds the key of all external engines' servers."""
 
 FILE_VARIABLE = "TIDEGATE_ENGINE_KEY_FILE"
-"""Names a file: one key for all servers, or a line ``URL KEY`` for each."""
+"""Environment variable that names a file: one key for all servers, or a line ``URL KEY`` for
+each."""
 
 OWN_KEY_VARIABLE = "TIDEGATE_SERVER_KEY"
-"""Has the API key that the vLLM-compatible server wants; with ``_FILE``, names its file."""
+"""Environment variable that holds the API key of our vLLM-compatible server; with ``_FILE``
+appended, names its file."""
 
 CONTROL_TOKEN_VARIABLE = "TIDEGATE_CONTROL_TOKEN"
-"""Has the token that the server's paths for pauses and weights want; ``_FILE`` likewise."""
+"""Environment variable that holds the token of that server's pause and weight endpoints; with
+``_FILE`` appended, names its file."""
 
 DASHBOARD_TOKEN_VARIABLE = "TIDEGATE_DASHBOARD_TOKEN"
-"""Has the dashboard's token: a variable and no setting, because settings are recorded."""
+"""Environment variable that holds the dashboard's token; not a setting, because settings are
+recorded."""
 
 FILE_BYTES_MAX = 65_536
 
@@ -39,15 +43,15 @@ _KEY = re.compile(r"[!-~]{1,4096}", re.ASCII)
 
 
 def refuse_secrets(url: str) -> None:
-    """See that a URL carries no key.
+    """Check that a URL carries no key.
 
     Raises:
-        ConfigError: it does. The error doesn't repeat it.
+        ConfigError: the URL has credentials or a query. The error does not repeat them.
     """
     try:
         parts = urlsplit(url if "://" in url else f"//{url}")
         host, has_secrets = parts.hostname, "@" in parts.netloc or bool(parts.query)
-    except ValueError:  # who connects will say what is wrong with it, and repeat it
+    except ValueError:  # an invalid URL: the connection attempt reports it, and repeats the URL
         host, has_secrets = None, "@" in url or "?" in url
     if has_secrets:
         which = "an engine's url" if host is None else f"the engine's url with the host {host}"
@@ -55,10 +59,10 @@ def refuse_secrets(url: str) -> None:
 
 
 def key_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """What to send to the server at ``url``; None: nothing was said about it.
+    """Return the key for the server at ``url``; None if none is configured.
 
     Raises:
-        ConfigError: a file that can't be used, others may read, or that says what can't be.
+        ConfigError: a key file is unusable, readable by others, or malformed.
     """
     key, path = environment.get(VARIABLE), environment.get(FILE_VARIABLE)
     if key and path:
@@ -72,7 +76,7 @@ def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str |
     """Return the key in an environment variable, or in the file that ``VARIABLE_FILE`` names.
 
     Raises:
-        ConfigError: both are set; the file can't be used, or others may read it; it holds no key.
+        ConfigError: both are set; the file is unusable or readable by others; it holds no key.
     """
     key, path = environment.get(variable), environment.get(f"{variable}_FILE")
     if key and path:
@@ -86,7 +90,7 @@ def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str |
 
 
 def _read(path: Path, variable: str = FILE_VARIABLE, how: str = HOW) -> list[list[str]]:
-    """Return a private file's lines, as words."""
+    """Return a private file's lines, split into words, without comments."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
@@ -118,13 +122,13 @@ def _find(lines: list[list[str]], url: str, path: str) -> str | None:
 
 
 def _place(url: str) -> str:
-    """Of one server, however its URL is written."""
+    """Normalise a server's URL, so that different spellings compare equal."""
     address = url.partition("+")[2] if re.match(r"[a-z0-9_-]+\+https?:", url) else url
     return address.partition("#")[0].rstrip("/").lower()
 
 
 def _checked(key: str, source: str) -> str:
-    """A header can't have line ends, spaces or letters beyond ASCII in it."""
+    """Check a key: a header allows no line ends, spaces or non-ASCII characters."""
     if not _KEY.fullmatch(key):
         raise ConfigError(f"the key in {source} is empty, or has a character that no key can have")
     return key

@@ -1,7 +1,7 @@
-"""What do the two ends say of memory that an engine gives back, and takes again?
+"""Messages to make an engine release its memory and allocate it again, as vLLM's sleep mode does.
 
-Part of the one contract in :mod:`tidegate.transport.messages`. Nothing here knows how memory is
-given back, nor what it is lent to meanwhile.
+Part of the protocol in :mod:`tidegate.transport.messages`. The orchestrator sends ``Sleep`` and
+``Wake``, for example to lend a GPU to the trainer.
 """
 
 from typing import Literal
@@ -10,31 +10,31 @@ from tidegate.transport.limits import Count
 from tidegate.transport.message import Message
 
 MemoryTag = Literal["weights", "kv_cache"]
-"""Which memory: that of the weights, live and staged; and that of all turns' KV."""
+"""Kinds of memory: all weights, live and staged; and the KV of all turns."""
 
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 SleepLevel = Literal[1, 2]
-"""What becomes of the weights: 1 puts them where they can be had again, 2 forgets them."""
+"""Sleep level: 1 backs the weights up so that waking restores them, 2 discards them."""
 
 
 class Sleep(Message, frozen=True, kw_only=True, tag="sleep"):
-    """Give memory back to the system, once the pause that was asked for before is in effect.
+    """Requests that the engine release memory, once the pause requested before is in effect.
 
-    Answered by ``Asleep``, or by ``SleepFailed`` if there is no pause or it can't be done. KV is
-    forgotten at every level: turns that a pause has frozen are computed again.
+    Answered by ``Asleep``, or by ``SleepFailed`` if there is no pause or the release fails. KV is
+    discarded at every level: turns that a pause has frozen are recomputed.
     """
 
     request: Count
-    """A number that its answer repeats."""
+    """Request number, repeated in the answer."""
     level: SleepLevel
     tags: list[MemoryTag]
 
 
 class Wake(Message, frozen=True, kw_only=True, tag="wake"):
-    """Take memory again. Answered by ``Awake``, or by ``SleepFailed`` if there is none to be had.
+    """Requests that the engine allocate memory again; answered by ``Awake`` or ``SleepFailed``.
 
-    Turns run once nothing sleeps, there are weights, and no pause is on.
+    Turns run once nothing sleeps, there are weights, and no pause is in effect.
     """
 
     request: Count
@@ -42,27 +42,28 @@ class Wake(Message, frozen=True, kw_only=True, tag="wake"):
 
 
 class Asleep(Message, frozen=True, kw_only=True, tag="asleep"):
-    """The memory asked for is given back."""
+    """The requested memory is released."""
 
     request: Count
     tags: list[MemoryTag]
-    """All that sleeps now."""
+    """All memory that is asleep now."""
     returned_bytes: Count = 0
-    """By how much less the system counts for this process, as measured."""
+    """Measured decrease of this process's memory, in bytes."""
 
 
 class Awake(Message, frozen=True, kw_only=True, tag="awake"):
-    """What was asked for is there again."""
+    """The requested memory is allocated again."""
 
     request: Count
     tags: list[MemoryTag]
-    """What sleeps still."""
+    """Memory that is still asleep."""
     lacks_weights: bool = False
-    """There is room for weights, but nothing in it: a whole update must come before a turn runs."""
+    """Whether the weights' memory is allocated but empty, so a full update must come before a turn
+    runs."""
 
 
 class SleepFailed(Message, frozen=True, kw_only=True, tag="sleep_failed"):
-    """A ``Sleep`` or ``Wake`` came to nothing, for this reason; what was asleep is so still."""
+    """A ``Sleep`` or ``Wake`` failed, for this reason; memory that was asleep stays asleep."""
 
     request: Count
     message: str

@@ -1,8 +1,4 @@
-"""Which two ends does the wire have? A ROUTER for the run, and a DEALER per engine.
-
-They know message kinds only as far as encoding and decoding goes; what a message means is for
-others.
-"""
+"""The two ends of the wire: the orchestrator's ZeroMQ ROUTER, and one DEALER per engine."""
 
 from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.router import FRAMES_PER_DRAIN, RouterSocket

@@ -1,7 +1,9 @@
-"""Which step messages must still be sent, kept or acknowledged? Both ends of a resumable stream.
+"""Both ends of a resumable stream of step messages: acknowledgements, replay and credit-based flow
+control.
 
-The sender keeps what is not acknowledged and replays it after a reconnect; the receiver takes each
-message once, in order. Neither opens a socket, reads a clock, or knows what a step means.
+Engines hold a :class:`SendWindow`, the orchestrator one :class:`ReceiveWindow` per engine. The
+sender keeps unacknowledged messages and replays them after a reconnect; the receiver accepts each
+message once, in order. Sans-IO: no sockets, no clock.
 """
 
 from collections import deque
@@ -10,20 +12,21 @@ from enum import Enum, auto
 from tidegate.errors import BadFrame
 
 ACKS_PER_CREDIT = 4
-"""An acknowledgement goes out when a quarter of the credit is used up: few messages, and three
-quarters of the credit left to bridge its way back."""
+"""An acknowledgement is sent when a quarter of the credit is used: few messages, and three quarters
+of the credit left for its round trip."""
 
 
 class SendWindow:
-    """An engine's end: at most ``credit_steps`` frames that the other side hasn't confirmed."""
+    """The sender's end: at most ``credit_steps`` frames that the receiver has not acknowledged."""
 
     def __init__(self, credit_steps: int) -> None:
         _check_credit(credit_steps)
         self._credit_steps = credit_steps
         self._frames: deque[bytes] = deque()
-        """Unacknowledged, oldest first; at most ``credit_steps``, unless that was lowered since."""
+        """Unacknowledged frames, oldest first; at most ``credit_steps``, unless that was lowered
+        since."""
         self._next_seq = 0
-        """``_frames`` are those of the seqs ``[_next_seq - len, _next_seq)``."""
+        """Next sequence number; ``_frames`` holds the seqs ``[_next_seq - len, _next_seq)``."""
 
     @property
     def is_open(self) -> bool:
@@ -32,15 +35,15 @@ class SendWindow:
 
     @property
     def first_seq(self) -> int:
-        """Every step before this one is acknowledged."""
+        """Oldest unacknowledged seq; all steps before it are acknowledged."""
         return self._next_seq - len(self._frames)
 
     def next_seq(self) -> int:
-        """The number that the next step message carries; the same until it is :meth:`sent`."""
+        """Return the seq of the next step message; it advances when :meth:`sent` is called."""
         return self._next_seq
 
     def set_credit(self, credit_steps: int) -> None:
-        """Another receiver grants another credit; what was sent on the old one stays."""
+        """Change the credit after a reconnect; frames sent under the old credit stay."""
         _check_credit(credit_steps)
         self._credit_steps = credit_steps
 
@@ -57,7 +60,7 @@ class SendWindow:
         self._next_seq += 1
 
     def acknowledge(self, seq: int) -> None:
-        """Forget every frame up to and including ``seq``. One acknowledged before is ignored.
+        """Drop every frame up to and including ``seq``; an earlier ``seq`` is ignored.
 
         Raises:
             BadFrame: ``seq`` was never sent.
@@ -70,40 +73,41 @@ class SendWindow:
             self._frames.popleft()
 
     def unacknowledged(self) -> list[bytes]:
-        """What to send again after a reconnect, oldest first."""
+        """Return the frames to replay after a reconnect, oldest first."""
         return list(self._frames)
 
 
 class Verdict(Enum):
-    """What to do with a step message that has just arrived."""
+    """Decision about a step message that has just arrived."""
 
     NEW = auto()
-    """The next one: take it in."""
+    """The next in sequence: process it."""
     DUPLICATE = auto()
-    """Taken in before: drop it."""
+    """Already processed: drop it."""
     GAP = auto()
-    """One before it is missing: drop it. The sender's replay will bring both."""
+    """A message before it is missing: drop it. The sender's replay will bring both."""
     OLD_EPOCH = auto()
     """From a process that has since been replaced: drop it."""
 
 
 class ReceiveWindow:
-    """The orchestrator's end, one per engine name. ``epoch`` grows with each start of an engine."""
+    """The receiver's end, one per engine name. ``epoch`` increases with each start of an engine."""
 
     def __init__(self, credit_steps: int, *, epoch: int | None = None, next_seq: int = 0) -> None:
-        """A new stream; or go on at ``next_seq`` of ``epoch`` where another receiver has ended."""
+        """Start a new stream, or continue at ``next_seq`` of ``epoch`` where another receiver
+        ended."""
         _check_credit(credit_steps)
         self._steps_per_ack = max(1, credit_steps // ACKS_PER_CREDIT)
         self._epoch = epoch
         self._next_seq = next_seq
-        """Every seq below it has been taken in."""
+        """All seqs below this one have been accepted."""
         self._acknowledged_seqs = next_seq
-        """Of those, how many the sender was told of; ``<= _next_seq``."""
+        """All seqs below this one have been acknowledged; ``<= _next_seq``."""
         self._is_ack_lost = False
-        """A replay shows that the sender doesn't know what it was told."""
+        """Whether a replay has shown that an acknowledgement was lost."""
 
     def accept(self, epoch: int, seq: int) -> Verdict:
-        """Judge one message. A later epoch starts a new stream at seq 0."""
+        """Classify one message. A later epoch starts a new stream at seq 0."""
         if self._epoch is None or epoch > self._epoch:
             self._epoch = epoch
             self._next_seq = self._acknowledged_seqs = 0
@@ -119,9 +123,9 @@ class ReceiveWindow:
         return Verdict.NEW
 
     def acknowledgement(self) -> int | None:
-        """The seq to acknowledge now, if it is time; asking counts as having sent it.
+        """Return the seq to acknowledge now, or None; a returned seq counts as sent.
 
-        Ask after each batch, once its messages are safe.
+        Call it after each batch, once its messages are processed.
         """
         pending_steps = self._next_seq - self._acknowledged_seqs
         if pending_steps < self._steps_per_ack and not self._is_ack_lost:

@@ -1,7 +1,7 @@
-"""What do a run and a trainer in another process say to each other? Requests, each with an answer.
+"""Protocol between a run and a remote trainer: numbered requests, each answered by one reply.
 
-A message is a MessagePack header and, where there are arrays, raw frames after it. It knows no
-batch and no weights, only how they are named. New fields go last and have defaults.
+The trainer's client and the run's listener exchange these. A message is a MessagePack header
+followed by raw frames for its arrays. New fields go last and have defaults.
 """
 
 from typing import Any, Literal
@@ -14,71 +14,72 @@ from tidegate.transport.message import Message
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 
 PROTOCOL = 1
-"""Of these messages; the two ends must have the same."""
+"""Protocol version; both ends must have the same."""
 
 FRAME_BYTES = 16 * 1024 * 1024
-"""Arrays travel in frames of at most so many bytes: 2 ms of copying, then others get a turn."""
+"""Maximum size of an array frame: 2 ms of copying, after which other work gets its turn."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Of weights, in one request."""
+"""Size of a chunk of weights in one request."""
 
 CHUNKS_AHEAD = 4
-"""Unanswered at once: enough to fill a connection of 10 Gbit/s over 10 ms."""
+"""Maximum number of unanswered chunks: enough to fill a connection of 10 Gbit/s over 10 ms."""
 
 
 class Column(msgspec.Struct, frozen=True):
-    """One array among the frames: they follow each other without gaps."""
+    """One array among the frames; columns follow each other without gaps."""
 
     name: str
     dtype: str
-    """As torch spells it."""
+    """Dtype by torch's name, e.g. ``float32``."""
     count: Count
-    """Elements."""
+    """Number of elements."""
 
 
 # ---------------------------------------------------------------- from a trainer
 
 
 class Ask(Message, frozen=True, kw_only=True):
-    """Base of what a trainer asks for."""
+    """Base class of a trainer's requests."""
 
 
 class Join(Ask, frozen=True, kw_only=True, tag="join"):
-    """Take the seat of a rank."""
+    """Joins the run as one data-parallel rank."""
 
     protocol: Count
     rank: Count
     world_size: Count
     run_id: str = ""
-    """Where the trainer goes on from a checkpoint: of which run."""
+    """Run that the trainer's checkpoint belongs to, if it resumes from one."""
     batches: Count | None = None
-    """And after which batch of it."""
+    """Number of the last batch before the checkpoint; None without one."""
     shared_memory: InitWeights | None = None
-    """Where it would put weights for a run on the same host."""
+    """Shared memory in which the trainer would put weights if the run is on the same host."""
 
 
 class NextBatch(Ask, frozen=True, kw_only=True, tag="next_batch"):
-    """This rank has done with batch ``after`` and wants the next."""
+    """This rank has finished batch ``after`` and requests the next."""
 
     after: Count
 
 
 class Publish(Ask, frozen=True, kw_only=True, tag="publish"):
-    """Bring weights to the engines, once every rank has done with batch ``number``."""
+    """Publishes weights to the engines, once every rank has finished batch ``number``."""
 
     number: Count
     ordinal: Count
-    """Of several after one batch, from 0."""
+    """Index among several publishes after one batch, from 0."""
     wait: Literal["live", "staged", "none"] = "live"
     partial: bool = False
     is_rollback: bool = False
     first_bad: Count | None = None
     shared: UpdateWeights | None = None
-    """Where they lie in the trainer's shared memory."""
+    """Location of the weights in the trainer's shared memory; None if they were uploaded."""
     upload: str = ""
-    """Or the upload that they came in."""
+    """Name of the upload that holds the weights; empty if they are in shared memory."""
     tensors: list[TensorSpec] = []
-    """And where in it. Neither: this rank only says that it is ready."""
+    """Location of each tensor in the upload. With neither source, this rank only reports that it is
+    ready."""
 
 
 class Chunk(Ask, frozen=True, kw_only=True, tag="chunk"):
@@ -90,15 +91,15 @@ class Chunk(Ask, frozen=True, kw_only=True, tag="chunk"):
 
 
 class OfferTasks(Ask, frozen=True, kw_only=True, tag="offer_tasks"):
-    """Take tasks from the trainer from now on, for an episode that the run knows by name."""
+    """Offers tasks to the run, for an episode that the run knows by name."""
 
     offer: str
     episode: str = ""
-    """Empty: the run's only one."""
+    """Name of the episode; empty for the run's only one."""
 
 
 class GiveTasks(Ask, frozen=True, kw_only=True, tag="give_tasks"):
-    """Some of them; answered once there is room for more."""
+    """Delivers some tasks of an offer; answered once there is room for more."""
 
     offer: str
     tasks: list[Any]
@@ -106,21 +107,21 @@ class GiveTasks(Ask, frozen=True, kw_only=True, tag="give_tasks"):
 
 
 class Evaluate(Ask, frozen=True, kw_only=True, tag="evaluate"):
-    """One episode per task, outside training."""
+    """Runs one episode per task, outside training, and returns the rewards."""
 
     tasks: list[Any]
     episode: str = ""
 
 
 class Score(Ask, frozen=True, kw_only=True, tag="score"):
-    """What the engines' model makes of given tokens."""
+    """Requests scores of given tokens from the engines' model."""
 
     asked: list[Any]
-    """As the orchestrator's ``Asked`` has it, in the order of its fields."""
+    """The orchestrator's ``Asked`` records, each as a list of its fields in order."""
 
 
 class Control(Ask, frozen=True, kw_only=True, tag="control"):
-    """One of the smaller wishes."""
+    """A small request without a message type of its own, such as pause, resume or statistics."""
 
     wish: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics", "discard"]
     values: dict[str, Any] = {}
@@ -130,22 +131,22 @@ AnyAsk = Join | NextBatch | Publish | Chunk | OfferTasks | GiveTasks | Evaluate 
 
 
 class Request(Message, frozen=True, kw_only=True, tag="request"):
-    """A wish, and the number that its answer will bear; they count up from 1."""
+    """A request with its number, which the reply repeats; numbers count up from 1."""
 
     request: Count
     ask: AnyAsk
 
 
 class TrainerAlive(Message, frozen=True, kw_only=True, tag="trainer_alive"):
-    """A heartbeat, and what is still unanswered: so that nothing lost stays lost."""
+    """Heartbeat of a trainer, with its unanswered requests, so that lost messages are detected."""
 
     newest: Count
-    """The request sent last."""
+    """Number of the last request sent."""
     pending: list[Count]
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
-    """The trainer goes: because it has done, or because it failed."""
+    """The trainer leaves, because it has finished or because it failed."""
 
     is_done: bool
 
@@ -156,31 +157,31 @@ FromTrainer = Request | TrainerAlive | Leave
 
 
 class Answer(Message, frozen=True, kw_only=True):
-    """Base of what a run answers."""
+    """Base class of the run's answers."""
 
 
 class Welcome(Answer, frozen=True, kw_only=True, tag="welcome"):
-    """The seat is taken."""
+    """Accepts the rank into the run."""
 
     run_id: str
     version: Count
     batches: Count
-    """The last that this rank is taken to have done with."""
+    """Number of the last batch that this rank counts as having finished."""
     is_resumed: bool
     """Whether the trainer should publish its checkpoint's weights first."""
     journal: dict[str, Any] | None = None
-    """The run's own token of where it is; None: it keeps no journal."""
+    """Journal position to store in the trainer's checkpoint; None if the run keeps no journal."""
     reads_shared_memory: bool = False
 
 
 class BatchIs(Answer, frozen=True, kw_only=True, tag="batch_is"):
-    """A batch, or a rank's part of it; its columns are in the frames."""
+    """A batch, or one rank's part of it; its columns are in the frames."""
 
     number: Count
     trainer_version: Count
     columns: list[Column]
     tasks: list[Any]
-    """Each once."""
+    """The batch's tasks, each once; ``task_of_row`` indexes them."""
     task_of_row: list[Count]
     rank: Count = 0
     world_size: Count = 1
@@ -188,36 +189,37 @@ class BatchIs(Answer, frozen=True, kw_only=True, tag="batch_is"):
     sampled_tokens_total: Count = 0
     journal: dict[str, Any] | None = None
     rows: list[Count] = []
-    """Of a part: where its rows are in the whole batch."""
+    """For a part: indices of its rows in the whole batch."""
     version: Count = 0
-    """The newest published; ``trainer_version`` may be one to come, if the trainer asks ahead."""
+    """Newest published version; ``trainer_version`` may be a later one if the trainer
+    prefetches."""
 
 
 class NoBatch(Answer, frozen=True, kw_only=True, tag="no_batch"):
-    """The tasks are used up."""
+    """There are no more batches, because the tasks are used up."""
 
 
 class Published(Answer, frozen=True, kw_only=True, tag="published"):
-    """Engines serve, or have, these weights."""
+    """Engines serve these weights, or have staged them."""
 
     version: Count
 
 
 class Evaluated(Answer, frozen=True, kw_only=True, tag="evaluated"):
-    """A reward for each task; None where the episode failed."""
+    """One reward per task; None if the episode failed."""
 
     rewards: list[float | None]
 
 
 class Scores(Answer, frozen=True, kw_only=True, tag="scores"):
-    """An answer for each sequence; all arrays are in the frames, five columns for each."""
+    """One answer per sequence; the arrays are in the frames, five columns for each."""
 
     about: list[Any]
     columns: list[Column]
 
 
 class Done(Answer, frozen=True, kw_only=True, tag="done"):
-    """It is done; ``value`` is what it gave."""
+    """The request succeeded; ``value`` is its result."""
 
     value: Any = None
 
@@ -226,35 +228,36 @@ AnyAnswer = Welcome | BatchIs | NoBatch | Published | Evaluated | Scores | Done
 
 
 class Reply(Message, frozen=True, kw_only=True, tag="reply"):
-    """The answer to a request."""
+    """The answer to one request."""
 
     request: Count
     answer: AnyAnswer
 
 
 class Failed(Message, frozen=True, kw_only=True, tag="failed"):
-    """There is none, and why; request 0 is none of the trainer's."""
+    """A request failed; request 0 stands for a failure without a request."""
 
     request: Count
     error: str
-    """The name of its class in :mod:`tidegate.errors`."""
+    """Name of the error class in :mod:`tidegate.errors`."""
     message: str
     may_retry: bool = False
-    """Whether the same may succeed soon."""
+    """Whether the same request may succeed if retried soon."""
 
 
 class RunAlive(Message, frozen=True, kw_only=True, tag="run_alive"):
-    """Heard; and these requests never came."""
+    """Answer to a heartbeat, with the pending requests that never arrived."""
 
     missing: list[Count] = []
 
 
 class Stranger(Message, frozen=True, kw_only=True, tag="stranger"):
-    """The run doesn't know this trainer: it is another's process now, or the seat another's."""
+    """The run does not know this trainer: the run was restarted, or another process joined as its
+    rank."""
 
 
 class RunOver(Message, frozen=True, kw_only=True, tag="run_over"):
-    """Nothing more will be answered."""
+    """The run has ended and answers no more requests."""
 
     error: str
     message: str
@@ -268,10 +271,10 @@ _to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrai
 
 
 def encode(message: Message) -> bytes:
-    """The header of a message.
+    """Encode a message's header.
 
     Raises:
-        BadFrame: something in it can't be said in MessagePack.
+        BadFrame: a value cannot be represented in MessagePack.
     """
     try:
         return _encoder.encode(message)
@@ -280,10 +283,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode_from_trainer(header: bytes) -> FromTrainer:
-    """Read what a trainer says.
+    """Decode a header from a trainer.
 
     Raises:
-        BadFrame: it is no such message.
+        BadFrame: the header is not a message of this protocol.
     """
     try:
         return _from_trainer.decode(header)
@@ -292,10 +295,10 @@ def decode_from_trainer(header: bytes) -> FromTrainer:
 
 
 def decode_to_trainer(header: bytes) -> ToTrainer:
-    """Read what a run says.
+    """Decode a header from a run.
 
     Raises:
-        BadFrame: it is no such message.
+        BadFrame: the header is not a message of this protocol.
     """
     try:
         return _to_trainer.decode(header)

@@ -1,7 +1,7 @@
-"""How do a run and trainers in other processes exchange messages of several frames?
+"""ZeroMQ sockets between a run (ROUTER) and remote trainers (DEALERs), for multi-frame messages.
 
-One end listens, the others connect and connect again. Frames are carried as they are; what they
-say, and whose they are, is for others. Every call is non-blocking; each socket is one thread's.
+The run's listener and the trainer's client use them. Frames are passed through undecoded. Every
+call but :meth:`TrainerDealer.wait` is non-blocking; each socket belongs to one thread.
 """
 
 import contextlib
@@ -20,37 +20,38 @@ from tidegate.transport.zeromq import new_socket
 Frames = Sequence[bytes]
 
 FRAMES_PER_REQUEST_MAX = 2
-"""A header, and a piece of weights; only answers have more."""
+"""Maximum frames of a request: a header and a chunk of weights. Only answers have more."""
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class TrainerRouter:
-    """The run's end."""
+    """The run's ROUTER socket."""
 
     def __init__(self, address: str, keys: OrchestratorKeys | None = None) -> None:
-        """Bind.
+        """Bind the address.
 
         Raises:
-            AddressInUse: someone listens there.
-            ConfigError: the address is malformed, needs keys, or can't be bound.
+            AddressInUse: another process listens there.
+            ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
         self._socket, self._doorkeeper = bound_router(
             address, keys, frame_bytes_max=FRAME_BYTES_MAX
         )
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.descriptor = int(self._socket.getsockopt(zmq.FD))
-        """Readable when something has changed: then :meth:`receive` until there is nothing, and
-        after each send too, for that may take the signal away."""
+        """Edge-triggered file descriptor: when it is readable, and after each send, call
+        :meth:`receive` until it returns None."""
         self.malformed = 0
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing may be asked of it any more."""
+        """Whether the socket is closed."""
         return bool(self._socket.closed)
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next message and who sent it; None if there is none. Oversized ones are dropped."""
+        """Return the next message's peer and frames; None if there is none. Oversized messages are
+        dropped."""
         while True:
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -61,7 +62,7 @@ class TrainerRouter:
             self.malformed += 1
 
     def send(self, peer: bytes, frames: Frames) -> bool:
-        """Queue a message; False if that peer isn't there, or reads nothing any more."""
+        """Queue a message; False if the peer is gone or has stopped reading."""
         try:
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -71,17 +72,17 @@ class TrainerRouter:
         return True
 
     def close(self) -> None:
-        """Free the address; what is queued is still sent for a while. Harmless if repeated."""
+        """Release the address; queued messages are still sent for a while. Idempotent."""
         if not self._socket.closed:
             stop_listening(self._socket, self.address)
             close_socket(self._socket, is_context_own=self._doorkeeper is not None)
 
 
 class TrainerDealer:
-    """A trainer's end."""
+    """A trainer's DEALER socket."""
 
     def __init__(self, address: str, *, identity: bytes, keys: EngineKeys | None = None) -> None:
-        """Connect; the other end need not be there yet.
+        """Connect; the other end need not be bound yet.
 
         Raises:
             ConfigError: a malformed address, or one on another host without keys.
@@ -98,7 +99,7 @@ class TrainerDealer:
 
     @property
     def refusal(self) -> str | None:
-        """Why the run won't let this trainer in; None if it may."""
+        """Why the run refuses this trainer; None if it may still accept it."""
         if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
         recv_monitor_message(self._monitor)
@@ -109,21 +110,21 @@ class TrainerDealer:
         )
 
     def wait(self, descriptor: int, timeout_s: float) -> None:
-        """Return when something has come, the descriptor is readable, or the time is over."""
+        """Block until a message arrives, the descriptor is readable, or the timeout expires."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(descriptor, zmq.POLLIN)
         poller.poll(max(1, round(timeout_s * 1000)))
 
     def receive(self) -> list[bytes] | None:
-        """The frames of the next message; None if there is none."""
+        """Return the frames of the next message; None if there is none."""
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def send(self, frames: Frames) -> None:
-        """Queue a message. One that a broken connection swallows is for the caller to repeat."""
+        """Queue a message. The caller repeats messages that a broken connection loses."""
         if any(len(frame) > FRAME_BYTES_MAX for frame in frames):
             raise BadFrame(
                 f"a message with a frame of {max(map(len, frames))} bytes; {FRAME_BYTES_MAX} is "
@@ -133,7 +134,7 @@ class TrainerDealer:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
-        """Disconnect; what is queued is still sent for up to a second. Harmless if repeated."""
+        """Disconnect; queued messages are still sent for up to a second. Idempotent."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()

@@ -1,6 +1,7 @@
-"""How is a process at the far end of a tunnel reached? Its bytes and its output are carried.
+"""Far end of a tunnel: forwards a local process's socket and output to another host over ZeroMQ.
 
-Nothing here knows what the bytes say, nor what else goes through the tunnel's near end.
+The host that runs the process uses it; :mod:`tunnels` has the near end. The bytes are not
+interpreted.
 """
 
 import os
@@ -26,17 +27,18 @@ from tidegate.transport.tunnels import (
 from tidegate.transport.zeromq import Socket, new_socket
 
 PIECES_UNSENT_MAX = 64
-"""While so many wait for the network, nothing more is read of the process there."""
+"""While this many pieces wait for the network, nothing more is read from the process."""
 
 LAST_WORDS_S = 1.0
-"""How long the output of a process that has ended is read; what it has started may keep it open."""
+"""Time to read the output of a process that has ended, because its children may keep the pipe
+open."""
 
 
 class TunnelExit:
-    """The far end, for one thread."""
+    """The far end of one tunnel, for one thread."""
 
     def __init__(self, address: str, name: str, keys: EngineKeys | None) -> None:
-        """Connect; the near end need not be there yet.
+        """Connect; the near end need not be bound yet.
 
         Raises:
             ConfigError: a malformed address, or one on another host without keys.
@@ -51,15 +53,15 @@ class TunnelExit:
         self._received = 0
         self._sent = 0
         self._unread = bytearray()
-        """What the process has not taken yet: one that hangs takes nothing, and is to be killed
-        all the same. It is what was asked of it, so little."""
+        """Bytes that the process has not read yet. Unbounded, so that a hanging process can still
+        be killed; the bytes are requests to it, so few."""
         self._is_all_said = False
-        """Whether nothing more comes for the process."""
+        """Whether the near end will send no more bytes to the process."""
 
     def carry(self, connection: socket.socket, output: IO[bytes], end: Callable[[], str]) -> None:
-        """Carry until the process at the other end of ``connection`` ends, or is to.
+        """Forward until the process at the other end of ``connection`` ends, or is to be killed.
 
-        ``end`` ends it if it has not, and says how it did.
+        ``end`` ends the process if it still runs, and returns how it ended.
         """
         connection.setblocking(False)
         poller = zmq.Poller()
@@ -99,7 +101,7 @@ class TunnelExit:
         return bool(body)
 
     def _take(self) -> bool:
-        """Whether to go on."""
+        """Handle one piece from the near end; return whether to continue."""
         try:
             piece = decoded_piece(self._socket.recv(), self._received)
         except BadFrame:
@@ -111,7 +113,7 @@ class TunnelExit:
         return piece.what != "kill"
 
     def _feed(self, connection: socket.socket) -> int:
-        """Give the process as much as it takes now; what to poll the connection for next."""
+        """Write what the process accepts now; return the poll flags of its connection."""
         try:
             while self._unread:
                 del self._unread[: connection.send(self._unread)]
@@ -119,7 +121,7 @@ class TunnelExit:
                 connection.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             return zmq.POLLIN | zmq.POLLOUT
-        except OSError:  # it is ending
+        except OSError:  # the process is ending
             self._unread.clear()
         return zmq.POLLIN
 

@@ -1,7 +1,8 @@
-"""How does a process on another host have a socket here? Its bytes are carried, in order.
+"""TCP tunnels: give the orchestrator's host a local socket to a process on another host.
 
-Nothing here knows what the bytes say. Pieces are numbered: where a connection breaks and one is
-lost, the tunnel ends, and with it whatever was at its far end (:mod:`tunnel_exit`).
+Remote environments and worker processes use them. Bytes are forwarded in numbered pieces over one
+ZeroMQ ROUTER; if a connection breaks and a piece is lost, the tunnel ends, and with it the process
+at its far end (:mod:`tunnel_exit`).
 """
 
 import os
@@ -22,23 +23,23 @@ from tidegate.transport.security import OrchestratorKeys
 from tidegate.transport.wakeup import Wakeup
 
 PIECE_BYTES = 1024 * 1024
-"""Read of a socket at once. What is longer travels as several pieces."""
+"""Maximum bytes read from a socket at once; longer data travels as several pieces."""
 
 FRAME_BYTES_MAX = PIECE_BYTES + 64
 
 RETRY_MS = 20
-"""After a far end took no more: until it is offered the same piece again."""
+"""Delay before a piece is offered again to a far end whose queue was full."""
 
 What = Literal["said", "printed", "ended", "kill"]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Some bytes, or that there will be no more."""
+    """Numbered piece of a tunnel's byte stream, or a control piece (``ended``, ``kill``)."""
 
     number: int
     what: What
     body: bytes = b""
-    """Of ``ended`` from the far end: how the process there did."""
+    """The bytes; for ``ended`` from the far end, how the process there ended."""
 
 
 encode_piece = msgspec.msgpack.Encoder().encode
@@ -46,10 +47,10 @@ _decoder = msgspec.msgpack.Decoder(Piece)
 
 
 def decoded_piece(frame: bytes, number: int) -> Piece:
-    """The piece of that number.
+    """Decode the piece with this number.
 
     Raises:
-        BadFrame: it is another one, or none.
+        BadFrame: the frame is not a piece, or has another number.
     """
     try:
         piece = _decoder.decode(frame)
@@ -62,22 +63,22 @@ def decoded_piece(frame: bytes, number: int) -> Piece:
 
 @dataclass(eq=False, slots=True)
 class Tunnel:
-    """The near end of one. Its sockets belong to who opened it."""
+    """Near end of one tunnel. The caller of :meth:`TunnelEntrance.open` owns its sockets."""
 
     name: str
     connection: socket.socket
-    """Speaks with the process at the far end."""
+    """Socket connected to the process at the far end."""
     output: IO[bytes]
-    """What that prints."""
+    """Standard output and error of that process."""
     how_it_ended: str | None = None
-    """As the far end tells; None as long as it doesn't."""
+    """How the process ended, as reported by the far end; None until then."""
     was_lost: bool = False
-    """Whether it ended by no doing of the process there."""
+    """Whether the tunnel broke, rather than the process ending."""
 
 
 @dataclass(eq=False, slots=True)
 class _Inside:
-    """What the thread has of a tunnel."""
+    """A tunnel's state in the forwarding thread."""
 
     tunnel: Tunnel
     connection: socket.socket
@@ -85,19 +86,19 @@ class _Inside:
     received: int = 0
     sent: int = 0
     unsent: bytes | None = None
-    """A frame that the far end took no more of."""
+    """Frame that the far end's full queue did not accept yet."""
     is_over: bool = False
 
 
 class TunnelEntrance:
-    """Where processes of other hosts connect, and a thread that carries for all of them."""
+    """Listens for far ends on other hosts, with one thread that forwards for all tunnels."""
 
     def __init__(self, address: str, keys: OrchestratorKeys | None) -> None:
-        """Listen.
+        """Bind the address.
 
         Raises:
-            AddressInUse: someone listens there.
-            ConfigError: the address is malformed, needs keys, or can't be bound.
+            AddressInUse: another process listens there.
+            ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
         self._socket, self._doorkeeper = bound_router(
             address, keys, frame_bytes_max=FRAME_BYTES_MAX
@@ -114,7 +115,7 @@ class TunnelEntrance:
         self._thread.start()
 
     def open(self, name: str) -> Tunnel:
-        """One that the far end of that name will be at. From any thread."""
+        """Create a tunnel for the far end of that name. Thread-safe."""
         ours, inner = socket.socketpair()
         read, write = os.pipe2(os.O_CLOEXEC)
         tunnel = Tunnel(name, ours, os.fdopen(read, "rb", buffering=0))
@@ -128,22 +129,22 @@ class TunnelEntrance:
         return tunnel
 
     def kill(self, tunnel: Tunnel, how: str = "killed") -> None:
-        """Have the far end kill its process, if it is there. From any thread."""
+        """Have the far end kill its process, if it is there. Thread-safe."""
         self._ask(lambda: self._end(tunnel.name.encode(), how, tell="kill"))
 
     def lose(self, tunnel: Tunnel, how: str) -> None:
-        """The far end is gone, or is to be. From any thread; harmless if it has told of its end."""
+        """Declare the far end lost. Thread-safe; a no-op if its end was already reported."""
         self._ask(lambda: self._lose(tunnel.name.encode(), how))
 
     def close(self) -> None:
-        """Stop; what was still to be sent has a moment to be. Harmless if repeated."""
+        """Stop; queued pieces are still sent for a moment. Idempotent."""
         self._is_closing = True
         self._wakeup.wake()
         self._thread.join()
 
     def _ask(self, work: Callable[[], None]) -> None:
         self._asked.append(work)
-        self._wakeup.wake()  # if the thread has ended, there is nothing to end
+        self._wakeup.wake()  # if the thread has ended, there is nothing to do
 
     # ------------------------------------------------------------ the thread
 
@@ -182,7 +183,7 @@ class TunnelEntrance:
             except zmq.Again:
                 return
             inside = self._inside.get(name)
-            if inside is None:  # it was ended here, and may have come too late to be told
+            if inside is None:  # it was ended here, and may have connected too late to be told
                 with suppress(zmq.ZMQError):
                     self._socket.send_multipart([name, encode_piece(Piece(0, "kill"))], zmq.NOBLOCK)
                 continue
@@ -193,7 +194,7 @@ class TunnelEntrance:
 
     def _take(self, name: bytes, inside: _Inside, piece: Piece) -> None:
         inside.received += 1
-        with suppress(OSError):  # who opened it listens no more
+        with suppress(OSError):  # the owner has closed its end
             if piece.what == "said":
                 inside.connection.sendall(piece.body)
             elif piece.what == "printed":
@@ -205,7 +206,7 @@ class TunnelEntrance:
         try:
             body = inside.connection.recv(PIECE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return  # another had the number of this descriptor when it was polled
+            return  # the descriptor number was another socket's when it was polled
         except OSError:
             body = b""
         if not body:
@@ -228,7 +229,7 @@ class TunnelEntrance:
                 return
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-        inside.unsent = None  # sent; or nobody is there, and whoever comes will miss it
+        inside.unsent = None  # sent; or there is no peer, and a later one will detect the gap
 
     def _lose(self, name: bytes, how: str) -> None:
         if name in self._inside:
@@ -239,7 +240,8 @@ class TunnelEntrance:
         inside = self._inside.get(name)
         if inside is None:
             return
-        inside.tunnel.how_it_ended = how  # first: who sees that the far end is gone may ask
+        # set first, because a caller that sees the far end gone may read it
+        inside.tunnel.how_it_ended = how
         if tell is not None:
             self._send(name, inside, tell)
         del self._inside[name]

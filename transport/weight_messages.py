@@ -1,6 +1,7 @@
-"""How do new weights come to an engine, and what does it say of them? Four phases for a version.
+"""Messages of a weight update, in vLLM's four phases: init, start, update, finish.
 
-Knows nothing of turns. How the tensors themselves travel is a channel's business.
+Part of the protocol in :mod:`tidegate.transport.messages`. The orchestrator sends phases 1-4 for
+each version; the tensors themselves travel through a weight channel.
 
 Letters in shapes: M tensors.
 """
@@ -16,81 +17,82 @@ from tidegate.transport.message import KvPolicy, Message, PauseMode
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Where one tensor lies in the buffer of an update, and what it is."""
+    """Name, type and location of one tensor in the buffer of an update."""
 
     name: str
     dtype: str
-    """As torch spells it: ``float32``, ``bfloat16``, …"""
+    """Dtype by torch's name: ``float32``, ``bfloat16``, …"""
     shape: Annotated[list[int], msgspec.Meta(max_length=16)]
     offset: Count
-    """First byte, from the start of the buffer."""
+    """Offset of the first byte from the start of the buffer."""
     nbytes: Count
     crc32: Count | None = None
-    """Of its bytes, as zlib computes it; None: nobody asked for it to be checked."""
+    """CRC-32 (zlib) of the tensor's bytes; None if no check is requested."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Where the buffer of an update is on a GPU, as torch tells another process of it."""
+    """CUDA IPC handle of an update's buffer, as torch exports it."""
 
     gpu: str
-    """Its UUID."""
+    """UUID of the GPU."""
     handle: bytes
-    """Of the allocation that the buffer lies in."""
+    """IPC handle of the allocation that contains the buffer."""
     nbytes: Count
-    """The buffer's size."""
+    """Size of the buffer, in bytes."""
     offset: Count
-    """Its first byte, from the start of the allocation."""
+    """Offset of the buffer from the start of the allocation, in bytes."""
     counter: bytes
-    """Name of the shared memory in which torch counts readers."""
+    """Name of the shared memory that holds torch's reference counters."""
     counter_offset: Count
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter: its name, and what the products of its matrices are multiplied by."""
+    """A LoRA adapter: its name, and the scale of the product of its matrices."""
 
     name: str
     scale: float
 
 
 class Bases(msgspec.Struct, frozen=True, array_like=True):
-    """The versions that differ from an update by no more than its tensors: ``[first, last]``."""
+    """Range of versions ``[first, last]`` that differ from an update only in the update's
+    tensors."""
 
     first: Count
     last: Count
 
 
 class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
-    """Phase 1 of 4: how weights will travel."""
+    """Phase 1 of 4: sets up the weight channel."""
 
     channel: str
     info: dict[str, Any] = {}
 
 
 class StartWeightUpdate(Message, frozen=True, kw_only=True, tag="start_weight_update"):
-    """Phase 2 of 4: make room for ``version`` beside the live weights."""
+    """Phase 2 of 4: allocates room for ``version`` beside the live weights."""
 
     version: Count
 
 
 class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
-    """Phase 3 of 4, as often as needed: copy these tensors. Answered once all are in by
-    ``WeightsStaged`` or ``WeightsFailed``."""
+    """Phase 3 of 4, once per buffer: copy these tensors. Once all have been copied, the engine
+    answers with ``WeightsStaged`` or ``WeightsFailed``."""
 
     version: Count
     location: str
-    """Where the buffer is, in the channel's own terms: a segment's name, a file's path."""
+    """Location of the buffer in the channel's own terms: a segment's path, a file's path."""
     tensors: list[TensorSpec]
     last: bool = True
-    """No more chunks follow: check names, shapes and dtypes, and answer."""
+    """Whether this is the last chunk: then check names, shapes and dtypes, and answer."""
     bases: Bases | None = None
-    """What these tensors may be laid over: if the live version is among them, what doesn't come is
-    taken from that, else the update is refused. None: all tensors come. The same in each chunk of
-    an update."""
+    """Versions that a partial update applies to: if the live version is among them, missing tensors
+    are taken from it, otherwise the update is refused. None: the update is complete. Equal in each
+    chunk of an update."""
     adapter: Adapter | None = None
-    """These tensors are not the model's but all of an adapter's. The version has those adapters
-    that come with it, and no others."""
+    """The adapter that these tensors belong to, all of them; None: they are the model's. A version
+    has only those adapters that come with it."""
     memory: SharedMemory | None = None
-    """The buffer itself, where ``location`` can't name it: on a GPU."""
+    """The buffer on a GPU, which ``location`` cannot name."""
 
 
 class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_update"):
@@ -105,25 +107,25 @@ class FinishWeightUpdate(Message, frozen=True, kw_only=True, tag="finish_weight_
 
 
 class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):
-    """A version is complete beside the live one, checked, and can be swapped in."""
+    """A version is staged beside the live one, checked, and ready to be swapped in."""
 
     version: Count
     staging_us: Count = 0
 
 
 class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
-    """From now on every token of this engine comes from ``version``."""
+    """From now on every token of this engine is sampled by ``version``."""
 
     version: Count
     swapped_us: Count = 0
-    """Engine's monotonic clock at the swap."""
+    """Time of the swap on the engine's monotonic clock, in microseconds."""
     recomputed_turns: Count = 0
     standstill_us: Count = 0
-    """No turn got on for so long, for the swap alone."""
+    """Time that no turn made progress because of the swap, in microseconds."""
 
 
 class WeightsFailed(Message, frozen=True, kw_only=True, tag="weights_failed"):
-    """An update was refused; the old version serves on."""
+    """An update was refused; the engine keeps serving the old version."""
 
     version: Count
     message: str

@@ -1,6 +1,6 @@
-"""What do both ends of the wire share? The limits of their sockets, and how frames get in and out.
+"""Shared ZeroMQ settings: socket limits, TCP keep-alive, the process's context, and frame encoding.
 
-It knows sockets and frames; neither whose they are, nor what a message means.
+All sockets of the run, its engines, trainers and weight channels are made with these functions.
 """
 
 import atexit
@@ -19,44 +19,47 @@ Socket: TypeAlias = zmq.Socket[bytes]
 Context: TypeAlias = zmq.Context[Socket]
 
 LINGER_MS = 1000
-"""How long a closed socket may go on sending what was queued, e.g. the last word to a peer."""
+"""Linger: how long a closed socket keeps sending queued messages, e.g. a last ``Goodbye``."""
 
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""It takes milliseconds; strangers who only connect are thrown out after so long."""
+"""Handshake timeout. A handshake takes milliseconds; peers that only connect are disconnected."""
 
 QUEUED_MESSAGES_MAX = 16_384
-"""Unread messages per peer, beyond which it is held back. Not ZeroMQ's usual 1000: a peer that is
-held back on ipc and then ends loses what it had sent, for libzmq gives up a connection that hung up
-while it wasn't reading from it. Credits keep honest engines far below."""
+"""Receive high-water mark per peer, in messages. Not ZeroMQ's default of 1000: a peer that is held
+back on ipc and then exits loses what it had sent, because libzmq drops a connection that hung up
+while it was not reading from it. Credits keep legitimate engines far below."""
 
 CONNECT_TIMEOUT_MS = 5_000
-"""For a try to connect over TCP; then the next begins. The gaps between the system's own double:
-over a link that was gone for a minute one would come through half a minute after its mending."""
+"""Timeout of one TCP connection attempt, after which the next begins. The system's own retry gaps
+double: after an outage of a minute, a connection would come back only half a minute after the
+repair."""
 
 ASKED_AFTER_S = 5
-"""Of silence on a TCP connection: until the system asks the other one, and between two times."""
+"""TCP keep-alive idle time and interval, in seconds."""
 
 UNANSWERED_MAX_S = 15
-"""For what was sent over TCP, such a question too; then the connection is given up, at either end.
-The system's own is a quarter of an hour, and eternity where nothing is sent: so long one that a
-broken link left half-open would be trusted, and what is said over it would be lost."""
+"""TCP user timeout, in seconds: a connection with data or a keep-alive probe unacknowledged for
+this long is closed. The system's defaults are a quarter of an hour, and unlimited for idle
+connections: a half-open connection would look alive for that long, and messages sent on it would be
+lost."""
 
 COMPLAINTS_PER_S_MAX = 32
-"""To one peer. Its other malformed messages are only counted."""
+"""Maximum ``Complaint`` replies per second to one peer; further malformed messages are only
+counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SocketStatistics:
-    """What a socket has taken in so far."""
+    """Counters of what a socket has received so far."""
 
     frames: int
-    """Messages handed over."""
+    """Number of messages delivered."""
     bytes: int
-    """Their size."""
+    """Total size of the delivered messages."""
     malformed: int
-    """Messages refused: more than one frame, or not readable."""
+    """Number of messages refused: more than one frame, or unreadable."""
     refused_connections: int = 0
-    """Strangers that a listener with keys did not let in."""
+    """Number of connections that the ZAP authenticator rejected."""
 
 
 def new_socket(
@@ -66,7 +69,7 @@ def new_socket(
     frame_bytes_max: int = FRAME_BYTES_MAX,
     context: Context | None = None,
 ) -> Socket:
-    """A socket with the limits that both ends share."""
+    """Create a socket with the shared limits."""
     socket = (context or shared_context(os.getpid())).socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES_MAX)
@@ -79,13 +82,12 @@ def new_socket(
 
 
 def outlive_links(socket: Socket) -> None:
-    """Have a link that breaks without a word noticed in some 20 s, and one that is mended in 5.
+    """Detect a silently broken TCP link within some 20 s, and a repaired one within 5 s.
 
-    By TCP itself, which counts what arrived, not messages: so a large one may take its time on a
-    slow link, as it may not where ZeroMQ's heartbeats must come between. A process that computes
-    for minutes is no such link, for ZeroMQ's own thread reads on; one that is stopped (SIGSTOP) is,
-    once its host has no room for what is sent. Set it before connecting or binding; it means
-    nothing to ipc.
+    TCP's own timers count bytes that arrive, not messages, so a large message may take its time on
+    a slow link, where ZeroMQ's heartbeats would time out. A process that computes for minutes is
+    not affected, because ZeroMQ's I/O thread keeps reading; a stopped process (SIGSTOP) is, once
+    its host's buffers are full. Call it before connecting or binding; it has no effect on ipc.
     """
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -95,11 +97,11 @@ def outlive_links(socket: Socket) -> None:
 
 
 def expect_life(socket: Socket, silent_s: float) -> None:
-    """Have a connection given up, and made anew, once its other end is silent for so long.
+    """Renew a connection whose peer is silent for this long, by ZMTP heartbeats.
 
-    For one on which little is said, and that again if it is not answered: what was under way is
-    lost. Set it before connecting. It is more than :func:`outlive_links`, for it asks the process
-    at the other end, not its system.
+    For connections with few messages that are repeated if unanswered, because messages in flight
+    are lost. Call it before connecting. It goes beyond :func:`outlive_links`: it tests the peer
+    process, not only its operating system.
     """
     interval_ms = round(1000 * silent_s / 4)
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
@@ -108,10 +110,10 @@ def expect_life(socket: Socket, silent_s: float) -> None:
 
 @cache
 def shared_context(pid: int) -> Context:
-    """ZeroMQ's I/O thread, one per process, which is also what makes inproc addresses meet.
+    """Return the process's shared ZeroMQ context, which also makes inproc addresses meet.
 
-    A process that ends takes that thread along, and with it what closed sockets still had to send,
-    so the last thing a process does is wait for it, as long as sockets may linger.
+    Its I/O thread ends with the process, and with it what closed sockets still had to send. So an
+    exit handler waits for it, up to the linger time.
     """
     context: Context = zmq.Context()
     atexit.register(context.destroy, LINGER_MS)
@@ -119,10 +121,10 @@ def shared_context(pid: int) -> Context:
 
 
 def sendable(message: Message) -> bytes:
-    """The frame of a message.
+    """Encode a message as a frame.
 
     Raises:
-        BadFrame: it is larger than its receiver would take.
+        BadFrame: the frame is larger than its receiver accepts.
     """
     frame = encode(message)
     try:
@@ -134,7 +136,7 @@ def sendable(message: Message) -> bytes:
 
 
 def skip_frames(socket: Socket) -> int:
-    """Read the frames that are left of the current message; how many they were."""
+    """Read the remaining frames of the current message; return their number."""
     count = 0
     more = True
     while more:

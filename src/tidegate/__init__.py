@@ -5,8 +5,8 @@
             train_step(batch)
             await rollouts.publish(model.state_dict())
 
-Names are imported when first used: an engine never loads the orchestrator, nor the reverse, and
-importing this package does not import torch.
+Public names are imported lazily (PEP 562): importing ``tidegate`` does not import torch, an engine
+process never loads the orchestrator, and the orchestrator never loads an engine.
 """
 
 import importlib

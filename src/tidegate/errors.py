@@ -1,56 +1,56 @@
-"""Every error Tidegate raises on purpose.
+"""Error types that Tidegate raises, one tree under :class:`TidegateError`.
 
 TidegateError
-├── ConfigError             settings that can't work                    (also ValueError)
-├── ModelError              a model directory that can't be loaded      (also ValueError)
-│   └── ModelNotComputed    our own code doesn't compute it; others may (also ValueError)
-├── BadFrame                a peer sent bytes we cannot read            (also ValueError)
-├── WeightsRefused          published weights that don't fit the model  (also ValueError)
-├── AddressInUse            the orchestrator's address is taken         (also OSError)
-├── TurnRefused             an engine can never serve this turn         (also ValueError)
-├── TurnTimeout             a turn took longer than it was given        (also TimeoutError)
-├── ChatRefused             messages that can't become a prompt         (also ValueError)
-├── ScoreRefused            an engine can never score this as asked     (also ValueError)
-├── OutOfBlocks             a turn can never fit the KV cache           (also MemoryError)
-├── OutOfMemory             the machine has no memory for an engine     (also MemoryError)
-├── RankLost                a rank of an engine ended, or is stuck      (also ConnectionError)
-├── TritonMissing           a GPU's kernel was launched without Triton  (also ImportError)
-├── NotUnderstood           what an engine says is refused each time    (also ConnectionError)
-├── EngineLost              an engine stopped answering                 (also ConnectionError)
-├── EngineGone              an engine behind an adapter answers no more (also ConnectionError)
-├── EngineHeld              it takes no requests while it is paused     (also RuntimeError)
-├── EngineStartFailed       an engine process ended before it was ready (also RuntimeError)
-├── EngineLagging           an engine did not take up new weights       (also TimeoutError)
-├── SleepFailed             an engine can't sleep, or wake, as asked    (also RuntimeError)
-├── PublishDropped          published weights gave way to newer ones     (also RuntimeError)
-├── PublishNeeded           a batch was asked for that can't fill yet    (also RuntimeError)
-├── PolicyBroken            a user's staleness policy contradicts itself (also RuntimeError)
-├── EnvironmentFailed       an environment raised, or answered nonsense (also RuntimeError)
-│   ├── EnvironmentHung     it gave no answer in time                   (also TimeoutError)
-│   ├── EnvironmentCrashed  its process died under it                   (also RuntimeError)
-│   └── NotRepeatable       begun again, it went another way            (also RuntimeError)
-├── PackageMissing          an environment's package is not installed   (also ImportError)
-├── EpisodeError            a user's episode fails every time           (also RuntimeError)
-├── RunBlocked              the user's code keeps the run's loop to itself (also TimeoutError)
-├── TrainerLost             a remote trainer, or a rank of it, is gone  (also ConnectionError)
-├── RunLost                 a remote trainer's run stopped answering    (also ConnectionError)
-├── RunClosed               the run has ended; nothing more can be asked of it (also RuntimeError)
-├── RunForked               a forked process uses its parent's run      (also RuntimeError)
-├── NothingLeftToHappen     a simulated program waits for ever          (also RuntimeError)
-├── VirtualTimeUp           a simulated program takes for ever          (also TimeoutError)
-├── ResumeMismatch          the run can't be resumed from there          (also ValueError)
-├── JournalError            the journal can't be used as asked
-│   ├── JournalMissing      there is none where one is to be opened     (also FileNotFoundError)
-│   ├── JournalExists       there is one where one is to be made        (also FileExistsError)
-│   ├── JournalLocked       another run is using it                     (also BlockingIOError)
-│   ├── JournalCorrupt      its bytes are not what was written          (also ValueError)
-│   ├── JournalTooNew       a newer Tidegate wrote it                   (also NotImplementedError)
-│   ├── JournalFailed       the disk refused to read or write it        (also OSError)
-│   └── JournalBehind       the disk is too slow for what is appended   (also TimeoutError)
-├── RecordingFailed         a run's records can't be written            (also OSError)
-└── AuditError              a run directory that can't be audited       (also ValueError)
+├── ConfigError             settings are invalid or contradict each other   (also ValueError)
+├── ModelError              a model directory cannot be loaded              (also ValueError)
+│   └── ModelNotComputed    the built-in engine lacks this architecture     (also ValueError)
+├── BadFrame                a peer sent an unreadable message               (also ValueError)
+├── WeightsRefused          published weights do not fit the model          (also ValueError)
+├── AddressInUse            the orchestrator's address is taken             (also OSError)
+├── TurnRefused             an engine can never serve this turn             (also ValueError)
+├── TurnTimeout             a turn exceeded its time limit                  (also TimeoutError)
+├── ChatRefused             messages cannot be rendered as a prompt         (also ValueError)
+├── ScoreRefused            an engine can never score this request          (also ValueError)
+├── OutOfBlocks             a turn can never fit the KV cache               (also MemoryError)
+├── OutOfMemory             an engine's memory allocation failed            (also MemoryError)
+├── RankLost                a rank of an engine died or hangs               (also ConnectionError)
+├── TritonMissing           a GPU kernel needs Triton, not installed        (also ImportError)
+├── NotUnderstood           the orchestrator keeps refusing an engine's steps (also ConnectionError)
+├── EngineLost              an engine stopped answering                     (also ConnectionError)
+├── EngineGone              an external engine stopped answering            (also ConnectionError)
+├── EngineHeld              an external engine is paused                    (also RuntimeError)
+├── EngineStartFailed       an engine process ended before it was ready     (also RuntimeError)
+├── EngineLagging           an engine did not load new weights in time      (also TimeoutError)
+├── SleepFailed             an engine could not sleep or wake               (also RuntimeError)
+├── PublishDropped          published weights were superseded               (also RuntimeError)
+├── PublishNeeded           no batch can fill before the next publish       (also RuntimeError)
+├── PolicyBroken            a user's staleness policy broke its contract    (also RuntimeError)
+├── EnvironmentFailed       an environment raised, or returned nonsense     (also RuntimeError)
+│   ├── EnvironmentHung     it did not answer in time                       (also TimeoutError)
+│   ├── EnvironmentCrashed  its process died                                (also RuntimeError)
+│   └── NotRepeatable       its replay gave different observations          (also RuntimeError)
+├── PackageMissing          an environment's package is not installed       (also ImportError)
+├── EpisodeError            a user's episode fails every time               (also RuntimeError)
+├── RunBlocked              user code blocks the run's event loop           (also TimeoutError)
+├── TrainerLost             a remote trainer, or a rank of it, is gone      (also ConnectionError)
+├── RunLost                 a remote trainer's run stopped answering        (also ConnectionError)
+├── RunClosed               the run has ended                               (also RuntimeError)
+├── RunForked               a forked process uses its parent's run          (also RuntimeError)
+├── NothingLeftToHappen     a simulated program is deadlocked               (also RuntimeError)
+├── VirtualTimeUp           a simulated program exceeded its time limit     (also TimeoutError)
+├── ResumeMismatch          checkpoint and journal do not match             (also ValueError)
+├── JournalError            the journal cannot be used as requested
+│   ├── JournalMissing      no journal exists at the path to open           (also FileNotFoundError)
+│   ├── JournalExists       a file exists at the path to create             (also FileExistsError)
+│   ├── JournalLocked       another run uses the journal                    (also BlockingIOError)
+│   ├── JournalCorrupt      the journal's bytes are damaged                 (also ValueError)
+│   ├── JournalTooNew       a newer Tidegate wrote the journal           (also NotImplementedError)
+│   ├── JournalFailed       the disk failed a read or write                 (also OSError)
+│   └── JournalBehind       the disk is slower than the appends             (also TimeoutError)
+├── RecordingFailed         a run's recording cannot be written             (also OSError)
+└── AuditError              a run directory cannot be audited               (also ValueError)
 
-Each says what was wrong, with its value, and what to do about it.
+Each message states what was wrong, the offending value, and what to do about it.
 """
 
 import os
@@ -59,31 +59,32 @@ from pathlib import Path
 
 
 class TidegateError(Exception):
-    """Base class: catch it to separate our failures from anyone else's."""
+    """Base class of all errors that Tidegate raises on purpose."""
 
 
 class ConfigError(TidegateError, ValueError):
-    """Settings that contradict each other or can never work."""
+    """Settings contradict each other, or can never work."""
 
 
 class ModelError(TidegateError, ValueError):
-    """A model directory that is missing, damaged, or of an architecture we don't run."""
+    """A model directory is missing, damaged, or of an unsupported architecture."""
 
 
 class ModelNotComputed(ModelError):
-    """A model that is sound, but not one of those that the engine's own code computes."""
+    """The model is valid, but the built-in engine does not implement its architecture."""
 
 
 class BadFrame(TidegateError, ValueError):
-    """A peer sent bytes that are not one of our messages."""
+    """A peer sent bytes that do not decode as a Tidegate message."""
 
 
 class WeightsRefused(TidegateError, ValueError):
-    """Published weights that don't fit the model: names, shapes or dtypes. The old ones stay."""
+    """Published weights do not fit the model (names, shapes or dtypes). Engines keep the old
+    weights."""
 
 
 class AddressInUse(TidegateError, OSError):
-    """Another process listens where the orchestrator was told to."""
+    """Another process listens on the address that the orchestrator should bind."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -94,11 +95,11 @@ class AddressInUse(TidegateError, OSError):
 
 
 class ChatRefused(TidegateError, ValueError):
-    """Messages or tools that the model's chat template, or Tidegate, can make no prompt of."""
+    """The chat template, or Tidegate, cannot render these messages or tools as a prompt."""
 
 
 class TurnTimeout(TidegateError, TimeoutError):
-    """A turn took longer than its ``timeout_s``; what it sampled stays in the context."""
+    """A turn exceeded its ``timeout_s``. The tokens it sampled stay in the rollout's context."""
 
     def __init__(self, *, timeout_s: float, tokens: int) -> None:
         self.timeout_s = timeout_s
@@ -110,11 +111,12 @@ class TurnTimeout(TidegateError, TimeoutError):
 
 
 class TurnRefused(TidegateError, ValueError):
-    """An engine can never serve this turn as asked."""
+    """An engine can never serve this turn as requested."""
 
 
 class ScoreRefused(TidegateError, ValueError):
-    """An engine can never score these tokens as asked, or what its model computed is no number."""
+    """An engine can never score these tokens as requested, or its model computed NaN or
+    infinity."""
 
 
 class OutOfBlocks(TidegateError, MemoryError):
@@ -132,7 +134,7 @@ class OutOfBlocks(TidegateError, MemoryError):
 
 
 class OutOfMemory(TidegateError, MemoryError):
-    """The machine, or its accelerator, has no memory left for what an engine was about to do."""
+    """The machine, or its accelerator, has too little memory for an engine's next operation."""
 
     def __init__(self, *, doing: str, remedy: str, why: str) -> None:
         self.doing = doing
@@ -140,7 +142,8 @@ class OutOfMemory(TidegateError, MemoryError):
 
 
 class RankLost(TidegateError, ConnectionError):
-    """An engine can't go on without one of its ranks: each computes a part of every layer."""
+    """A rank of a multi-rank engine died or hangs. Every layer needs all ranks, so the engine
+    ends."""
 
     def __init__(self, *, rank: int, ranks: int, why: str) -> None:
         self.rank = rank
@@ -152,7 +155,7 @@ class RankLost(TidegateError, ConnectionError):
 
 
 class TritonMissing(TidegateError, ImportError):
-    """A kernel was launched on a GPU, and Triton, which compiles it, is not installed."""
+    """A kernel was launched on a GPU without Triton, which compiles it."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -163,7 +166,8 @@ class TritonMissing(TidegateError, ImportError):
 
 
 class NotUnderstood(TidegateError, ConnectionError):
-    """The orchestrator has refused what an engine says, and each repetition of it."""
+    """The orchestrator keeps refusing an engine's step messages, including their
+    retransmissions."""
 
     def __init__(self, *, times: int, seq: int, why: str) -> None:
         self.times = times
@@ -175,19 +179,20 @@ class NotUnderstood(TidegateError, ConnectionError):
 
 
 class EngineLost(TidegateError, ConnectionError):
-    """An engine stopped answering, and no other is left to take its turns."""
+    """An engine stopped answering, and no other engine is left to take its turns."""
 
 
 class EngineGone(TidegateError, ConnectionError):
-    """An engine behind an adapter is dead, silent, or in a state that nobody can vouch for."""
+    """An engine behind an external-engine adapter is dead, silent, or in an unknown state."""
 
 
 class EngineHeld(TidegateError, RuntimeError):
-    """An engine behind an adapter takes no requests now, for it is paused; later it will."""
+    """An engine behind an external-engine adapter refuses requests while it is paused; retry
+    later."""
 
 
 class EngineStartFailed(TidegateError, RuntimeError):
-    """An engine process ended, or was too slow, before it was ready to serve."""
+    """An engine process ended, or timed out, before it was ready to serve."""
 
     def __init__(self, *, engine: str, why: str) -> None:
         self.engine = engine
@@ -212,11 +217,11 @@ class EngineLagging(TidegateError, TimeoutError):
 
 
 class SleepFailed(TidegateError, RuntimeError):
-    """An engine could not give its memory back, or has none to wake in."""
+    """An engine could not release its memory to sleep, or could not allocate it to wake."""
 
     def __init__(self, *, what: str, failures: Mapping[str, str]) -> None:
         self.failures = dict(failures)
-        """Engine -> what it said. The others have done as asked."""
+        """Error message by engine name. Engines not listed have done as requested."""
         said = "; ".join(f"{engine}: {why}" for engine, why in sorted(failures.items()))
         super().__init__(
             f"{len(failures)} engines could not {what} ({said}). All stay paused: mend that, then "
@@ -225,7 +230,7 @@ class SleepFailed(TidegateError, RuntimeError):
 
 
 class PublishDropped(TidegateError, RuntimeError):
-    """Weights that were published gave way to newer ones, which never came."""
+    """Published weights were superseded by newer ones that could not be written."""
 
     def __init__(self, *, version: int) -> None:
         self.version = version
@@ -236,7 +241,7 @@ class PublishDropped(TidegateError, RuntimeError):
 
 
 class PublishNeeded(TidegateError, RuntimeError):
-    """The trainer waits for a batch that can't fill before it publishes the last ones."""
+    """The trainer asked for a batch that cannot fill before it publishes the batches it has."""
 
     def __init__(self, *, unpublished_groups: int, outstanding_groups_max: int) -> None:
         self.unpublished_groups = unpublished_groups
@@ -250,33 +255,33 @@ class PublishNeeded(TidegateError, RuntimeError):
 
 
 class PolicyBroken(TidegateError, RuntimeError):
-    """A staleness policy has chosen what it may not choose."""
+    """A staleness policy's ``select`` returned groups that it must not select."""
 
 
 class EnvironmentFailed(TidegateError, RuntimeError):
-    """An environment could not go on. Its episode fails; no other is hurt."""
+    """An environment raised or returned an invalid answer. Only its own episode fails."""
 
     def __init__(self, *, environment: str, doing: str, why: str) -> None:
         self.environment = environment
         self.doing = doing
-        """``reset``, ``step 3``, …"""
+        """The call that failed, for example ``reset`` or ``step 3``."""
         super().__init__(f"environment {environment}, {doing}: {why}")
 
 
 class EnvironmentHung(EnvironmentFailed, TimeoutError):
-    """An environment gave no answer in time; where it blocked its process, that was killed."""
+    """An environment did not answer in time. If it blocked its worker process, that was killed."""
 
 
 class EnvironmentCrashed(EnvironmentFailed):
-    """The process died that an environment was in, and most likely because of it."""
+    """The worker process of an environment died, most likely because of that environment."""
 
 
 class NotRepeatable(EnvironmentFailed):
-    """The same seed, task and actions gave other observations than before its process died."""
+    """Replaying an environment (same seed, task and actions) gave different observations."""
 
 
 class PackageMissing(TidegateError, ImportError):
-    """An adapter was used, and the package that it adapts is not installed."""
+    """An environment adapter was used without the package that it adapts."""
 
     def __init__(self, package: str, why: str) -> None:
         self.package = package
@@ -291,7 +296,7 @@ class EpisodeError(TidegateError, RuntimeError):
 
 
 class RunBlocked(TidegateError, TimeoutError):
-    """Code that never awaits has kept the run's event loop to itself for too long."""
+    """User code that never awaits has blocked the run's event loop for too long."""
 
     def __init__(self, *, who: str, where: str, limit_s: float) -> None:
         self.who = who
@@ -304,18 +309,18 @@ class RunBlocked(TidegateError, TimeoutError):
 
 
 class RunClosed(TidegateError, RuntimeError):
-    """The run has ended; nothing more can be asked of it."""
+    """The run has ended and takes no more requests."""
 
 
 class RunForked(TidegateError, RuntimeError):
-    """A forked process uses a run, or a connection to one, that its parent process has.
+    """A forked process uses a run, or a connection to one, that belongs to its parent process.
 
-    A run lives on a thread, and ``fork()`` copies no threads, so nobody would ever answer.
+    A run lives on a thread, and ``fork()`` copies no threads, so no call would ever be answered.
     """
 
 
 def check_not_forked(owner_pid: int) -> None:
-    """Refuse use in a process that was forked from the owner's.
+    """Raise unless this process owns the run.
 
     Raises:
         RunForked: this process is not ``owner_pid``.
@@ -331,7 +336,7 @@ def check_not_forked(owner_pid: int) -> None:
 
 
 class TrainerLost(TidegateError, ConnectionError):
-    """A trainer in another process, or one of its data-parallel ranks, is gone."""
+    """A trainer in another process, or one of its data-parallel ranks, stopped answering."""
 
     def __init__(self, *, ranks: list[int], world_size: int, doing: str, why: str) -> None:
         self.ranks = ranks
@@ -343,11 +348,11 @@ class TrainerLost(TidegateError, ConnectionError):
 
 
 class RunLost(TidegateError, ConnectionError):
-    """The run that a trainer in another process is connected to stopped answering."""
+    """The run that this remote trainer is connected to stopped answering."""
 
 
 class NothingLeftToHappen(TidegateError, RuntimeError):
-    """In virtual time everybody waits, and nothing is scheduled that could wake anyone."""
+    """A program in virtual time is deadlocked: all tasks wait and no timer is scheduled."""
 
     def __init__(self, *, waiting: list[str]) -> None:
         self.waiting = waiting
@@ -358,15 +363,15 @@ class NothingLeftToHappen(TidegateError, RuntimeError):
 
 
 class ResumeMismatch(TidegateError, ValueError):
-    """What the trainer goes on from and what the journal holds don't belong together."""
+    """The trainer's checkpoint and the journal do not belong to the same run or position."""
 
 
 class JournalError(TidegateError):
-    """The journal can't be used as asked. Nothing that it told as committed is lost by this."""
+    """The journal cannot be used as requested. Records acknowledged as committed are not lost."""
 
 
 class JournalMissing(JournalError, FileNotFoundError):
-    """There is no journal where one is to be opened."""
+    """No journal exists at the path that should be opened."""
 
     def __init__(self, *, path: Path) -> None:
         self.path = path
@@ -377,7 +382,7 @@ class JournalMissing(JournalError, FileNotFoundError):
 
 
 class JournalExists(JournalError, FileExistsError):
-    """There is a journal, or some other file, where a new one is to be made."""
+    """A journal, or another file, exists at the path where a new journal should be created."""
 
     def __init__(self, *, path: Path) -> None:
         self.path = path
@@ -387,7 +392,7 @@ class JournalExists(JournalError, FileExistsError):
 
 
 class JournalLocked(JournalError, BlockingIOError):
-    """Another run is using the journal."""
+    """Another run holds the journal's lock."""
 
     def __init__(self, *, path: Path, holder: str) -> None:
         self.path = path
@@ -399,13 +404,14 @@ class JournalLocked(JournalError, BlockingIOError):
 
 
 class JournalCorrupt(JournalError, ValueError):
-    """The journal's bytes are not what was written."""
+    """The journal's bytes differ from what was written."""
 
     def __init__(self, *, path: Path, where: str, intact_lsn: int | None = None) -> None:
         self.path = path
         self.where = where
         self.intact_lsn = intact_lsn
-        """Records up to this one can still be read; None: not known, or not a journal at all."""
+        """Last record (log sequence number) that is still readable; None if unknown or not a
+        journal."""
         remedy = (
             "restore a copy of it"
             if intact_lsn is None
@@ -417,7 +423,7 @@ class JournalCorrupt(JournalError, ValueError):
 
 
 class JournalTooNew(JournalError, NotImplementedError):
-    """A newer Tidegate wrote the journal."""
+    """The journal has a newer schema version than this Tidegate reads."""
 
     def __init__(self, *, path: Path, found: int, known: int) -> None:
         self.path = path
@@ -430,7 +436,7 @@ class JournalTooNew(JournalError, NotImplementedError):
 
 
 class JournalFailed(JournalError, OSError):
-    """The disk refused to read or write the journal."""
+    """The disk failed a read or write of the journal."""
 
     def __init__(self, *, path: Path, why: str) -> None:
         self.path = path
@@ -442,7 +448,7 @@ class JournalFailed(JournalError, OSError):
 
 
 class RecordingFailed(TidegateError, OSError):
-    """A file of a run's records can't be written."""
+    """A file of a run's recording cannot be written."""
 
     def __init__(self, *, path: Path, why: str) -> None:
         self.path = path
@@ -454,7 +460,7 @@ class RecordingFailed(TidegateError, OSError):
 
 
 class JournalBehind(JournalError, TimeoutError):
-    """The disk is too slow for what is appended."""
+    """The disk writes the journal more slowly than records are appended."""
 
     def __init__(self, *, path: Path, pending_bytes: int, why: str) -> None:
         self.path = path
@@ -466,7 +472,7 @@ class JournalBehind(JournalError, TimeoutError):
 
 
 class VirtualTimeUp(TidegateError, TimeoutError):
-    """A simulated program goes on and on, and doesn't end."""
+    """A simulated program did not end within its limit of virtual seconds."""
 
     def __init__(self, *, limit_s: float, waiting: list[str]) -> None:
         self.limit_s = limit_s
@@ -478,4 +484,4 @@ class VirtualTimeUp(TidegateError, TimeoutError):
 
 
 class AuditError(TidegateError, ValueError):
-    """A run directory that can't be audited: files missing, or not of this format."""
+    """A run directory cannot be audited: files are missing or not in the expected format."""

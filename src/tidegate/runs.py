@@ -1,7 +1,8 @@
-"""Composition root: makes a run from settings, with the recorder, dashboard and cluster they name.
+"""Composition root: creates runs and scorers from settings, with recorder, dashboard and cluster.
 
-The only place that knows both the orchestrator and what observes it or places its engines. Users
-call these functions as ``tidegate.serve`` and so on.
+Users call these functions as ``tidegate.serve``, ``tidegate.score_server`` and so on. This is the
+only module that imports both the orchestrator and the packages that observe it or place its
+engines.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def serve(
     *, resume: Resume = None, on_batch: OnBatch | None = None, **settings: Unpack[RunOptions]
 ) -> Rollouts:
-    """Start a run for an async trainer; see :class:`~tidegate.RunSettings` for the settings.
+    """Start a run for an async trainer; :class:`~tidegate.RunSettings` lists the settings.
 
     A setting is given by its flat name, ``pause_mode="abort"``, or in the record of its component,
     ``weights=WeightSettings(pause_mode="abort")``.
@@ -44,18 +45,18 @@ def serve(
 def serve_sync(
     *, resume: Resume = None, on_batch: OnBatch | None = None, **settings: Unpack[RunOptions]
 ) -> SyncRollouts:
-    """Start a run for a trainer that is not async; as :func:`serve` otherwise."""
+    """Start a run for a trainer that is not async; otherwise the same as :func:`serve`."""
     return SyncRollouts(serve(resume=resume, on_batch=on_batch, **settings))
 
 
 def score_server(**settings: Unpack[RunOptions]) -> Scorer:
-    """Serve a model to score by: a frozen reference, or one with a classification head.
+    """Serve a model for scoring: a frozen reference policy, or a classifier such as a reward model.
 
         async with tidegate.score_server(model=path, engines=1) as reference:
             scores = await reference.score(sequences)
 
-    It is a run without episodes, beside that of the policy; ``settings`` are those of
-    :class:`~tidegate.RunSettings`, of which ``model``, ``engines``, ``dtype`` and
+    A score server is a run without episodes that stands beside the policy's run. ``settings`` are
+    those of :class:`~tidegate.RunSettings`; ``model``, ``engines``, ``dtype`` and
     ``threads_per_engine`` matter most.
 
     Raises:
@@ -65,7 +66,7 @@ def score_server(**settings: Unpack[RunOptions]) -> Scorer:
 
 
 def score_server_sync(**settings: Unpack[RunOptions]) -> SyncScorer:
-    """As :func:`score_server`, for code that is not async."""
+    """Start a score server for code that is not async; otherwise as :func:`score_server`."""
     return SyncScorer(score_server(**settings))
 
 
@@ -85,9 +86,9 @@ def vllm_server(
     generation_config: Literal["auto", "vllm"] = "auto",
     **settings: Unpack[RunOptions],
 ) -> "VLLMServer":
-    """Start engines behind vLLM's HTTP API; use it in ``with``, or in ``async with``.
+    """Start engines behind vLLM's HTTP API, as a context manager (``with`` or ``async with``).
 
-    The arguments are those of :class:`~tidegate.VLLMServer`; ``settings`` are those of
+    The named arguments are those of :class:`~tidegate.VLLMServer`; ``settings`` are those of
     :class:`~tidegate.RunSettings`.
 
     Raises:
@@ -115,10 +116,10 @@ def vllm_server(
 
 
 def run_parts(settings: RunSettings) -> RunParts:
-    """Return the observers that the settings ask for, and the place of the engines.
+    """Return the run's observers, and where its engines are started: on this machine or on Ray.
 
     Raises:
-        ConfigError: the dashboard's address is taken, keys can't be read, or there is no Ray.
+        ConfigError: the dashboard's address is taken, keys cannot be read, or Ray is missing.
     """
     from tidegate.observability.observers import Observers
 

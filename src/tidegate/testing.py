@@ -1,6 +1,6 @@
-"""What do the fixtures for tests give? Their types, to annotate tests with; see docs/testing.md.
+"""Types of the pytest fixtures for users' tests, to annotate test arguments; see docs/testing.md.
 
-Names are imported when first used, for pytest loads the fixtures in every run.
+Names are imported lazily (PEP 562), because pytest loads the fixtures' plugin in every test run.
 """
 
 import importlib

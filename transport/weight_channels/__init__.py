@@ -1,6 +1,7 @@
-"""Ways for weights besides messages: shared memory, ZeroMQ, relays, torch.distributed, files.
+"""Weight channels: shared memory, ZeroMQ, relay chain, torch.distributed broadcast, and files.
 
-A run uses one of them; only that one's module is imported.
+The orchestrator publishes weights through a :func:`sender`, engines read them through a
+:func:`receiver`. A run uses one channel; only that channel's module is imported.
 """
 
 from pathlib import Path
@@ -22,10 +23,10 @@ __all__ = [
 ]
 
 CHANNELS = ("shm", "zmq", "relay", "collective", "disk")
-"""Those that this version has, the fastest first."""
+"""Names of the available channels, the fastest first."""
 
 NOWHERE = Home()
-"""For engines that need no way to their orchestrator: the buffer is on their host."""
+"""Home of an engine that needs no network to fetch weights: the buffer is on its host."""
 
 
 def sender(
@@ -35,13 +36,14 @@ def sender(
     address: str | None = None,
     keys: OrchestratorKeys | None = None,
 ) -> WeightSender:
-    """The orchestrator's end.
+    """Create the orchestrator's end of a channel.
 
-    ``disk`` writes into ``directory``, None is a private one. ``zmq``, ``relay`` and ``collective``
-    listen beside ``address``, where the orchestrator does, and let in whom ``keys`` do.
+    ``disk`` writes into ``directory``, or a private one if None. ``zmq``, ``relay`` and
+    ``collective`` listen on the interface of the orchestrator's ``address``, and admit the same
+    ``keys``.
 
     Raises:
-        ConfigError: no such channel, or nothing can be written or bound there.
+        ConfigError: the channel is unknown, or its files or sockets cannot be created.
     """
     match channel:
         case "shm":
@@ -68,10 +70,11 @@ def sender(
 
 
 def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
-    """An engine's end, as the sender's ``init`` asks; ``home`` is how it reaches its orchestrator.
+    """Create an engine's end from the sender's ``init``; ``home`` is how it reaches its
+    orchestrator.
 
     Raises:
-        WeightsRefused: no such channel here, or it can't reach the sender's buffer.
+        WeightsRefused: the channel is unknown here, or the sender's buffer is unreachable.
     """
     match init.channel:
         case "shm":

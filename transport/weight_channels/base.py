@@ -1,9 +1,9 @@
-"""What do all weight channels have in common? Two small interfaces, and the checks of a receiver.
+"""Interfaces of weight channels, and the checks of tensor specs that all of them share.
 
-A channel moves named byte buffers and knows their dtypes only by size; whether names and shapes fit
-a model is for the engine to say. The phases are vLLM's: init, start, update, finish. A channel has
-a part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases
-1 and 3; phases 2 and 4 carry no data.
+A channel moves named byte buffers and knows dtypes only by size; the engine checks whether names
+and shapes fit its model. The phases are vLLM's: init, start, update, finish. A channel takes part
+in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1 and
+3; phases 2 and 4 carry no data.
 """
 
 import math
@@ -32,20 +32,20 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Size of one element, by torch's name of its dtype."""
+"""Size of one element in bytes, by torch's name of the dtype."""
 
 
 ALIGNMENT_BYTES = 64
-"""One cache line, and enough for every dtype and vector load."""
+"""Alignment of tensors in a buffer: one cache line, enough for every dtype and vector load."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedBuffer:
-    """One tensor to send: its bytes, row-major and little-endian, and what they are."""
+    """One tensor to send: its bytes, row-major and little-endian, with dtype and shape."""
 
     name: str
     dtype: str
-    """As torch spells it; a key of :data:`ITEM_BYTES`."""
+    """Dtype by torch's name; a key of :data:`ITEM_BYTES`."""
     shape: tuple[int, ...]
     data: memoryview
     """Contiguous; read while :meth:`WeightSender.write` runs, not kept."""
@@ -53,39 +53,40 @@ class NamedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """How an engine reaches its orchestrator: the way to weights that come over the network."""
+    """How an engine reaches its orchestrator, for channels that fetch weights over the network."""
 
     address: str = ""
     keys: EngineKeys | None = None
     host: str = ""
-    """Engines of one host share what they fetch; to say that they don't, give them several."""
+    """Host name. Engines of one host share fetched weights; give them different names to prevent
+    it."""
     gpu: "Gpu | None" = None
-    """What the engine computes on, and can open another process's memory of; None: the CPU."""
+    """GPU that the engine computes on, able to open another process's memory; None: the CPU."""
 
 
 class WeightSender(Protocol):
     """The orchestrator's end: one writer, any number of readers, a few versions at a time."""
 
     def init(self) -> InitWeights:
-        """Phase 1, for each engine that joins."""
+        """Return the phase-1 message, for each engine that joins."""
         ...
 
     def write(
         self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Put ``version`` where receivers can read it; the messages of phase 3.
+        """Make ``version`` readable for receivers and return the messages of phase 3.
 
-        May overwrite every version but those in ``keep``: call it only when no receiver reads
-        another. A version that is kept stays where its own messages say, at the price of its room.
-        Spends its time in copies that let other threads run, so it may be given to one.
+        May overwrite every version not in ``keep``, so call it only when no receiver reads one of
+        those. A kept version stays where its messages say, and takes up memory. The time is spent
+        in copies that release the GIL, so it can run in a thread.
 
         Raises:
-            WeightsRefused: a tensor whose dtype, shape and size contradict each other.
+            WeightsRefused: a tensor's dtype, shape and size contradict each other.
         """
         ...
 
     def close(self) -> None:
-        """Remove what was written; receivers keep what they have mapped. Harmless if repeated."""
+        """Remove the published data; receivers keep what they have mapped. Idempotent."""
         ...
 
 
@@ -95,29 +96,27 @@ class WeightReceiver(Protocol):
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """The bytes of each tensor; those of a file are copies, others are where they came to.
+        """Yield the bytes of each tensor, after all specs have been checked.
 
-        All specs are checked before the first one.
+        A channel that fetches over the network polls ``is_wanted`` and stops yielding once it
+        returns False.
 
-        Where they come from afar, ``is_wanted`` is asked now and then; once it says no, there are
-        no more.
-
-        The views are private to this process: writing to one changes it for nobody else. What they
-        show is the version asked for until the sender writes the next: copy before ``last`` is
-        answered.
+        The views are private to this process: writing to one changes no other process's data. They
+        show this version until the sender writes the next, so copy them before ``last`` is
+        answered. The disk channel yields copies.
 
         Raises:
-            WeightsRefused: a spec that contradicts itself or the buffer, or no buffer there.
+            WeightsRefused: a spec contradicts itself or the buffer, or there is no buffer.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the buffer; views given out stay readable. Harmless if repeated."""
+        """Release the buffer; yielded views stay readable. Idempotent."""
         ...
 
 
 def checked_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """The size of a tensor, if there can be one such.
+    """Return the size of a tensor in bytes.
 
     Raises:
         WeightsRefused: an unknown dtype or a negative dimension.
@@ -133,7 +132,7 @@ def checked_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
 
 
 def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
-    """Refuse to send what a receiver would refuse to read."""
+    """Check tensors before sending, by the receiver's rules."""
     names = set()
     for tensor in tensors:
         wanted = checked_nbytes(tensor.name, tensor.dtype, tensor.shape)
@@ -152,7 +151,8 @@ def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
 
 
 def layout(tensors: Sequence[NamedBuffer], start: int = 0) -> tuple[list[TensorSpec], int]:
-    """Where each tensor goes, one after the other from ``start`` on, and the end of the last."""
+    """Lay tensors out one after the other, aligned, from ``start`` on; return specs and end
+    offset."""
     specs = []
     end = start
     for tensor in tensors:
@@ -167,13 +167,13 @@ def layout(tensors: Sequence[NamedBuffer], start: int = 0) -> tuple[list[TensorS
 def views(
     specs: Sequence[TensorSpec], buffer: memoryview
 ) -> Iterator[tuple[TensorSpec, memoryview]]:
-    """Slice ``buffer`` as ``specs`` say, once all of them have been checked against it."""
+    """Check all ``specs`` against ``buffer``, then slice it accordingly."""
     check_specs(specs, buffer.nbytes)
     return ((spec, buffer[spec.offset : spec.offset + spec.nbytes]) for spec in specs)
 
 
 def check_specs(specs: Sequence[TensorSpec], buffer_bytes: int) -> None:
-    """Refuse specs that contradict themselves or each other, or lie outside of the buffer."""
+    """Check that specs are consistent, distinct, and inside of the buffer."""
     names = set()
     for spec in specs:
         wanted = checked_nbytes(spec.name, spec.dtype, spec.shape)

@@ -1,7 +1,7 @@
-"""Are a tensor's bytes those that were sent? The sums by which an engine can tell, on request.
+"""Optional CRC-32 checksums of published tensors, computed by the sender and checked by engines.
 
-CRC-32 as zlib has it: it is in the standard library, lets other threads run, and reads about a
-gigabyte a second, once where weights are published and once in each engine, beside its decoding.
+CRC-32 is zlib's: it is in the standard library, releases the GIL, and reads about a gigabyte a
+second, once at publishing and once in each engine, in parallel with decoding.
 """
 
 import zlib
@@ -15,12 +15,12 @@ from tidegate.transport.weight_channels.base import NamedBuffer
 
 
 def checksums(tensors: Iterable[NamedBuffer]) -> dict[str, int]:
-    """Each tensor's sum, by its name."""
+    """Return each tensor's CRC-32, by name."""
     return {tensor.name: zlib.crc32(tensor.data) for tensor in tensors}
 
 
 def with_checksums(chunks: Iterable[UpdateWeights], sums: Mapping[str, int]) -> list[UpdateWeights]:
-    """The same messages, with the sums in them."""
+    """Return the update messages with the checksums filled in."""
     replaced = msgspec.structs.replace
     return [
         replaced(c, tensors=[replaced(spec, crc32=sums[spec.name]) for spec in c.tensors])
@@ -29,10 +29,10 @@ def with_checksums(chunks: Iterable[UpdateWeights], sums: Mapping[str, int]) -> 
 
 
 def check_sum(spec: TensorSpec, view: memoryview) -> None:
-    """Hold a tensor's bytes against its sum, if it has one.
+    """Compare a tensor's bytes with its checksum, if it has one.
 
     Raises:
-        WeightsRefused: they are others.
+        WeightsRefused: the bytes differ.
     """
     if spec.crc32 is not None and (found := zlib.crc32(view)) != spec.crc32:
         raise WeightsRefused(

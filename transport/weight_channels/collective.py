@@ -1,14 +1,15 @@
-"""How do weights travel by torch.distributed? In rounds of broadcasts, to whoever asks in time.
+"""Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds of those who asked in
+time.
 
-A process group wants all its members named beforehand, and engines come and go. So whoever wants a
-version asks the sender, over ZeroMQ as any other request; those who have asked by the time that all
-known receivers have, or :data:`GATHER_S` after the first, make up a round: a group of its own, used
-again as long as the same members ask. A round that loses a member fails for all of it, which the
-sender tells them; they ask again, and go on from the byte that all of them have.
+A process group needs all members in advance, but engines come and go. So an engine requests a
+version from the sender over ZeroMQ; the requests that arrive until all known receivers have asked,
+or :data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
+same members ask. A round that loses a member fails for all members, whom the sender notifies; they
+ask again, and continue from the byte that all of them have.
 
-gloo moves the bytes between processes of any kind; nccl where each member has a GPU of its own.
-NCCL's way has never run: it is written from torch's documentation. **Neither encrypts**: requests
-are made with the run's keys, weights travel in the open, so the network must be trusted.
+gloo moves the bytes between processes of any kind; NCCL is used if each member has a GPU of its
+own. The NCCL path has never run: it is written from torch's documentation. **Neither encrypts**:
+requests use the run's keys, but weights travel unencrypted, so the network must be trusted.
 """
 
 from collections.abc import Callable
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 NAME = "collective"
 
 GATHER_S = 0.25
-"""So long is waited for others to ask for the same."""
+"""How long a round waits for others to ask for the same version."""
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""Broadcast at once: each tensor can be used when its last piece is there."""
+"""Size of one broadcast; a tensor can be used once its last piece has arrived."""
 
 ROUND_TIMEOUT_S = 30.0
-"""Of one piece; a member that is stopped holds all of a round up for so long."""
+"""Timeout of one piece; a stopped member delays the whole round by this long."""
 
 POLL_S = 0.1
-"""How long it goes unnoticed that nobody wants the weights any more."""
+"""Polling interval for whether the weights are still wanted."""
 
 ATTEMPTS_MAX = 4
-"""Rounds that an engine takes part in for one version before it gives up."""
+"""Number of rounds that an engine tries for one version before it gives up."""
 
 Piece = npt.NDArray[np.uint8]
 
@@ -50,32 +51,34 @@ Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """Engine -> sender: I want what is at ``location``; empty: I will want something some time."""
+    """Engine -> sender: request for ``location``; if empty, announces an engine that will ask
+    later."""
 
     location: Text
     have_bytes: Count = 0
-    """From the beginning on."""
+    """Number of leading bytes that the engine has already."""
     gpu: Text = ""
-    """Which one it would use; empty: none."""
+    """UUID of the GPU that the engine would use; empty: none."""
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag="round"):
-    """Sender -> engine: be ``rank`` of ``size`` in this group. Rank 0 is the sender.
+    """Sender -> engine: join this group as ``rank`` of ``size``. Rank 0 is the sender.
 
-    Of size 0: the round of this group has failed, which gloo doesn't tell all who wait in it.
+    Size 0 means that the round of this group has failed, which gloo does not report to all members.
     """
 
     location: str
     group: str = ""
-    """Its name in the store; one that was used before is the same group again."""
+    """Name of the group in the store; a name used before is the same group again."""
     store: str = ""
-    """``tcp://HOST:PORT``, where ``*`` stands for the host that the sender is reached at."""
+    """``tcp://HOST:PORT`` of the TCPStore; ``*`` stands for the host at which the sender is
+    reached."""
     backend: str = "gloo"
     rank: Count = 0
     size: Count = 0
     start: Count = 0
     nbytes: Count = 0
-    """Bytes [start, nbytes) will come."""
+    """Bytes [start, nbytes) will be broadcast."""
     refusal: str = ""
 
 
@@ -85,12 +88,12 @@ _round = msgspec.msgpack.Decoder(Round)
 
 
 def encode(message: Join | Round) -> bytes:
-    """Turn a message into one frame."""
+    """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_join(frame: bytes) -> Join | None:
-    """Read a request; None if it is something else."""
+    """Decode a request; None if the frame is something else."""
     try:
         return _join.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -98,10 +101,10 @@ def decode_join(frame: bytes) -> Join | None:
 
 
 def decode_round(frame: bytes) -> Round:
-    """Read the answer.
+    """Decode the sender's answer.
 
     Raises:
-        BadFrame: it is none.
+        BadFrame: the frame is not a ``Round``.
     """
     try:
         return _round.decode(frame)
@@ -113,7 +116,7 @@ def decode_round(frame: bytes) -> Round:
 
 
 def own_gpu() -> str:
-    """The GPU that this process computes on; empty if it has none."""
+    """Return the UUID of the GPU that this process computes on; empty if it has none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -122,21 +125,21 @@ def own_gpu() -> str:
 
 
 class Group:
-    """Processes that have met.
+    """Joined torch.distributed process group.
 
-    Nobody who waits in a group of gloo's can be woken. Its ``abort`` wakes nobody, and after it the
-    others don't notice any more that this one has left (torch 2.13); so it is for NCCL's only.
-    Letting go of gloo's waits for what is under way.
+    A gloo collective cannot be interrupted: its ``abort`` wakes no waiting member, and afterwards
+    the others no longer notice that this one has left (torch 2.13). So ``abort`` is used for NCCL
+    only. Dropping a gloo group waits for the operation in progress.
     """
 
     def __init__(self, group: Any, device: str) -> None:
-        """``group``: a ``torch.distributed.ProcessGroup`` backend, outside of the default group,
-        which is the trainer's."""
+        """Wrap a ``torch.distributed.ProcessGroup`` backend that is not part of the default group,
+        because that is the trainer's."""
         self._group: Any = group
         self.device = device
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
-        """Send what is in it, as rank 0; or have it overwritten.
+        """Broadcast ``tensor`` from rank 0; on other ranks, overwrite it.
 
         Raises:
             RuntimeError: a member is gone.
@@ -151,29 +154,29 @@ class Group:
             tensor.copy_(there)
 
     def abort(self) -> None:
-        """End what is under way, where that is NCCL's."""
+        """Abort the operation in progress, on NCCL only."""
         group = self._group
         if group is not None and self.device != "cpu":
             with suppress(RuntimeError):
                 group.abort()
 
     def leave(self) -> None:
-        """Let go: others see it as an error. To forget this object isn't enough, which an error's
-        traceback may hold."""
+        """Drop the process group, which the other members see as an error. Dropping this object is
+        not enough, because an exception's traceback may hold it."""
         self.abort()
         self._group = None
 
 
 class Member:
-    """One process's part in a group, on a thread of its own.
+    """One process's membership in a group, on a thread of its own.
 
-    Only that thread waits for torch, and for :data:`ROUND_TIMEOUT_S` at the longest; whoever waits
-    for it may stop when they like. A process that ends meanwhile waits too: torch would end it with
-    SIGABRT if it left such a thread behind.
+    Only that thread blocks in torch, at most :data:`ROUND_TIMEOUT_S`; callers may stop waiting at
+    any time. A process that exits meanwhile waits for the thread, because torch would otherwise end
+    it with SIGABRT.
     """
 
     def __init__(self, round_: Round, store: Callable[[], Any], *, own_host: str | None) -> None:
-        """Begin to meet the other members in ``store()``, which may take its time."""
+        """Start joining the group through ``store()``, which may block."""
         self.name = round_.group
         self._group: Group | None = None
         gpu = _current_gpu() if round_.backend == "nccl" else None
@@ -181,13 +184,13 @@ class Member:
         self._joined = self._thread.submit(self._join, round_, store, own_host, gpu)
 
     def broadcast(self, piece: Piece, is_wanted: Callable[[], bool]) -> bool:
-        """Send these bytes, as rank 0; or have them overwritten.
+        """Broadcast these bytes from rank 0; on other ranks, overwrite them.
 
-        False if nobody wants them any more. Then close it, and use the memory for nothing else:
-        what is under way may still come.
+        Returns False if the weights are no longer wanted. Close the member then and do not reuse
+        the memory, because the operation in progress may still write to it.
 
         Raises:
-            RuntimeError: a member is gone, or didn't come.
+            RuntimeError: a member is gone, or did not join.
         """
         sent = self._thread.submit(self._broadcast, piece)
         while is_wanted():
@@ -197,8 +200,9 @@ class Member:
         return False
 
     def close(self) -> None:
-        """Leave, without waiting: others see it as an error, once what is under way has ended."""
-        with suppress(RuntimeError):  # it is closed
+        """Leave without waiting; the others see an error once the operation in progress has
+        ended."""
+        with suppress(RuntimeError):  # already closed
             self._thread.submit(self._leave)
             self._thread.shutdown(wait=False)
         group = self._group
@@ -229,21 +233,21 @@ class Member:
 
 
 def _current_gpu() -> int:
-    """This thread's; another one's may differ."""
+    """Return this thread's current device; it may differ between threads."""
     import torch
 
     return torch.cuda.current_device()
 
 
 def join_group(round_: Round, store: Any, *, own_host: str | None) -> Group:
-    """Meet the other members in ``store``.
+    """Create the process group of a round through ``store``.
 
     Raises:
-        RuntimeError: some didn't come in time.
+        RuntimeError: a member did not join in time.
     """
     import torch.distributed
 
-    dist: Any = torch.distributed  # much of which its type stubs don't know
+    dist: Any = torch.distributed  # its type stubs are incomplete
     timeout = timedelta(seconds=ROUND_TIMEOUT_S)
     place = dist.PrefixStore(round_.group, store)
     if round_.backend == "nccl":
@@ -260,11 +264,12 @@ def join_group(round_: Round, store: Any, *, own_host: str | None) -> Group:
 
 
 def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
-    """Where groups meet: made of a listening socket, or reached.
+    """Open the TCPStore through which groups meet: serve it on a listening socket, or connect to
+    it.
 
     Raises:
         ImportError: this torch has no torch.distributed.
-        RuntimeError: nobody listens there.
+        RuntimeError: the store cannot be reached.
     """
     import torch.distributed
 
@@ -276,5 +281,5 @@ def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=ROUND_TIMEOUT_S),
         master_listen_fd=listen_fd,
-        use_libuv=False,  # which would listen on every interface
+        use_libuv=False,  # libuv would listen on every interface
     )

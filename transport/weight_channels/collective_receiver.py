@@ -1,6 +1,7 @@
-"""How does an engine get weights by broadcast? It asks to be in the next round, and is overwritten.
+"""Engine's end of the ``collective`` weight channel: joins broadcast rounds and receives into a
+buffer.
 
-It knows one sender; not who else is in a round.
+:mod:`collective` describes the protocol; the receiver knows the sender, not the other members.
 """
 
 import time
@@ -38,21 +39,21 @@ from tidegate.transport.weight_channels.collective import (
 from tidegate.transport.zeromq import new_socket
 
 ANSWER_TIMEOUT_S = 3 * ROUND_TIMEOUT_S
-"""For a place in a round; one before it may fail slowly."""
+"""Timeout for a place in a round; an earlier round may take long to fail."""
 
 
 LOOPBACK = "tcp://127.0.0.1:1"
-"""Where groups meet if the sender is reached by a path."""
+"""Fallback address of the store if the sender is reached by an ipc path."""
 
 
 class CollectiveReceiver:
-    """A socket to the sender, a place in its group, and the buffer; for one thread."""
+    """A socket to the sender, a membership in its group, and the buffer; for one thread."""
 
     def __init__(self, init: InitWeights, home: Home) -> None:
-        """Connect to where ``init`` says, which need not answer yet.
+        """Connect to the address in ``init``, which need not answer yet.
 
         Raises:
-            WeightsRefused: that is no place to connect to.
+            WeightsRefused: the address is invalid.
         """
         self._address = at_host_of(home.address, str(init.info.get("address")))
         try:
@@ -64,7 +65,7 @@ class CollectiveReceiver:
         self._gpu = own_gpu()
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._is_written_to = False
-        """Whether some of a version given up may still come, into the buffer."""
+        """Whether an abandoned broadcast may still write to the buffer."""
         self._member: Member | None = None
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -76,7 +77,7 @@ class CollectiveReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Views of the buffer, each as soon as it is complete."""
+        """Yield views of the buffer, each as soon as it is complete."""
         nbytes = max((spec.offset + spec.nbytes for spec in update.tensors), default=0)
         if nbytes > len(self._buffer) or self._is_written_to:
             self._is_written_to = False
@@ -85,7 +86,7 @@ class CollectiveReceiver:
         return self._fetched(shown, _Arriving(update.location, nbytes), is_wanted)
 
     def close(self) -> None:
-        """Leave. Harmless if repeated."""
+        """Leave the group and close the socket. Idempotent."""
         self._leave()
         self._socket.close()
 
@@ -101,15 +102,17 @@ class CollectiveReceiver:
                     if not is_wanted() or not self._advance(arriving, is_wanted):
                         return
                 yield spec, view
-            if not arriving.is_used_up:  # padding, which the others wait for us to take
+            # trailing padding; the other members wait for us to receive it
+            if not arriving.is_used_up:
                 self._advance(arriving, is_wanted)
         finally:
             if not arriving.is_used_up:
                 self._leave()
-                self._socket.send(encode(Join("")))  # so that others go on without us
+                self._socket.send(encode(Join("")))  # lets the others continue without us
 
     def _advance(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> bool:
-        """Take one piece, in a round if need be; False if nobody wants it any more."""
+        """Receive one piece, joining a round if needed; False if the weights are no longer
+        wanted."""
         try:
             if arriving.round is None:
                 arriving.round = self._asked(arriving, is_wanted)
@@ -138,8 +141,8 @@ class CollectiveReceiver:
         return True
 
     def _asked(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> Round | None:
-        """Ask for a place in a round, and wait for it; who takes none says so, for else the others
-        wait for it in the round."""
+        """Request a place in a round and wait for it. If none is taken, tell the sender, because
+        the other members would wait."""
         told = None
         self._socket.send(encode(Join(arriving.location, arriving.have_bytes, self._gpu)))
         try:
@@ -169,7 +172,7 @@ class CollectiveReceiver:
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
         if told.location != arriving.location or (told.size == 0 and not told.refusal):
-            return None  # of an attempt given up
+            return None  # answer to an abandoned attempt
         if told.refusal:
             raise WeightsRefused(f"weights can't be fetched: {told.refusal}")
         if told.nbytes > len(self._buffer):
@@ -180,9 +183,9 @@ class CollectiveReceiver:
         return told
 
     def _is_over(self, group: str) -> bool:
-        """Whether the sender has said that the round of this group has failed."""
+        """Return whether the sender has reported that this group's round has failed."""
         while self._socket.poll(0):
-            with suppress(BadFrame):  # who asks again, and hears it then
+            with suppress(BadFrame):  # an unreadable frame is ignored; the request is repeated
                 told = decode_round(self._socket.recv_multipart()[0])
                 if told.group == group and told.size == 0:
                     return True
@@ -204,19 +207,19 @@ class CollectiveReceiver:
 
 
 class _Arriving:
-    """How much of one version is here, and the round that the rest comes in."""
+    """Progress of one version's transfer, and its current round."""
 
     def __init__(self, location: str, nbytes: int) -> None:
         self.location = location
         self.nbytes = nbytes
         self.have_bytes = 0
-        """From the beginning on."""
+        """Number of leading bytes that are complete."""
         self.round: Round | None = None
         self.at = 0
-        """Where that round goes on."""
+        """Offset at which the round continues."""
         self.attempts = 0
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the round, if there was one, is over."""
+        """Whether the current round, if any, has sent all its bytes."""
         return self.round is None or self.at >= self.round.nbytes

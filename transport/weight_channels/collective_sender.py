@@ -1,7 +1,7 @@
-"""Who is in which round, and when does it begin? The sender of ``collective``.
+"""Orchestrator's end of the ``collective`` weight channel: forms rounds and broadcasts as rank 0.
 
-It keeps versions as ZmqSender does, and answers what that answers. Rounds run one after another on
-a thread of their own, so that who asks meanwhile is heard.
+It stores versions as :class:`ZmqSender` does, and also answers that channel's requests. Rounds run
+one after another on a thread of their own, so that new requests are read meanwhile.
 """
 
 import socket
@@ -30,48 +30,48 @@ from tidegate.transport.weight_channels.collective import (
 from tidegate.transport.weight_channels.zmq_sender import Place, ZmqSender
 
 TICK_MS = 50
-"""How often is looked whether a round is due, while somebody waits for one."""
+"""Polling interval for due rounds while requests are waiting."""
 
 LOST_AFTER_S = 600.0
-"""A receiver that asked for nothing for so long is not waited for."""
+"""A receiver silent for this long is no longer waited for."""
 
 
 class CollectiveSender(ZmqSender):
     """Rank 0 of every round."""
 
     def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
-        """As :class:`ZmqSender`; and the place where groups meet.
+        """Listen as :class:`ZmqSender` does, and open the TCPStore through which groups meet.
 
         Raises:
-            ConfigError: the address can't be bound, or this torch has no torch.distributed.
+            ConfigError: the address cannot be bound, or this torch has no torch.distributed.
         """
         self._host = listening_host(address)
         self._store, self._store_port = _store(self._host)
         self._gpu = own_gpu()
         self._member: Member | None = None
         self._members: tuple[bytes, ...] = ()
-        """Who is in that group beside this end, in order."""
+        """Peers in the current group beside this end, in rank order."""
         self._groups = 0
         self._asked: dict[bytes, Join] = {}
         self._first_asked_s = 0.0
         self._known: dict[bytes, float] = {}
-        """Receivers, and when each was heard of last."""
+        """Known receivers, with the time of their last request."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
         self._running: Future[Round | None] | None = None
-        """What it comes to is told to its members."""
+        """Running round; its result is sent to the members if it failed."""
         self._is_left = False
-        """Whether a member of the round has said that it is out of it."""
+        """Whether a member has left the running round."""
         self._is_closed = False
         self.rounds = 0
-        """So many were begun."""
+        """Number of rounds started."""
         super().__init__(address, keys=keys)
 
     def init(self) -> InitWeights:
-        """Phase 1: where to ask."""
+        """Return the phase-1 message: the address to send requests to."""
         return InitWeights(channel=NAME, info={"address": self.address})
 
     def close(self) -> None:
-        """Stop serving; members of a round that runs see it fail. Harmless if repeated."""
+        """Stop serving; members of a running round see it fail. Idempotent."""
         self._is_closed = True
         super().close()
         self._leave()
@@ -124,7 +124,7 @@ class CollectiveSender(ZmqSender):
             self._begin()
 
     def _begin(self) -> None:
-        """Begin a round for all who want what the one who asked first wants."""
+        """Start a round for all who want the version that the oldest request wants."""
         location = next(iter(self._asked.values())).location
         asked = {peer: join for peer, join in self._asked.items() if join.location == location}
         for peer in asked:
@@ -161,7 +161,8 @@ class CollectiveSender(ZmqSender):
         self._running = self._pool.submit(self._broadcast, rounds[0], place)
 
     def _backend(self, asked: dict[bytes, Join]) -> str:
-        """nccl refuses two members on one GPU."""
+        """Return ``nccl`` only if every member has a GPU of its own, because NCCL refuses to share
+        one."""
         gpus = [self._gpu, *(join.gpu for join in asked.values())]
         return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
@@ -181,7 +182,7 @@ class CollectiveSender(ZmqSender):
     # ------------------------------------------------------------ the round's thread
 
     def _broadcast(self, round_: Round, place: Place) -> Round | None:
-        """Send it to all; what they are told if that failed."""
+        """Broadcast a version; return the failure notice for the members, or None."""
         member = self._member
         if member is None or member.name != round_.group:
             host = None if self._host == "0.0.0.0" else self._host
@@ -195,7 +196,7 @@ class CollectiveSender(ZmqSender):
             else:
                 return None
         except RuntimeError:
-            pass  # somebody is gone, and the others ask again
+            pass  # a member is gone; the others ask again
         self._leave()
         return Round(round_.location, group=round_.group)
 
@@ -207,7 +208,7 @@ class CollectiveSender(ZmqSender):
 
 
 def _store(host: str) -> tuple[Any, int]:
-    """Where groups meet: listening where weights do, and nowhere else."""
+    """Open the store on the interface that serves weights, and on no other."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:

@@ -1,8 +1,8 @@
-"""How do weights reach engines on the trainer's own GPU? As memory there that they open and copy.
+"""Weight channel by CUDA IPC: engines on the trainer's own GPU open its buffers and copy from them.
 
-The sender packs each version into buffers of its own, so that the trainer may change its tensors as
-soon as they are written, and an engine that comes late finds them still. Their bytes never leave
-the device. It knows torch's dtypes by name and nothing of how memory is shared.
+The sender packs each version into buffers of its own, so the trainer may change its tensors as soon
+as they are written, and a late engine still finds them. The bytes never leave the device.
+:mod:`cuda_memory` does the sharing.
 """
 
 import zlib
@@ -23,57 +23,58 @@ if TYPE_CHECKING:
 NAME = "cuda_ipc"
 
 BUFFER_BYTES = 256 * 2**20
-"""Tensors share buffers up to this size; a larger one has its own. Each is opened anew by each
-engine, which takes CUDA some 0.1 ms and the engine an address range, not memory."""
+"""Tensors share buffers up to this size; a larger tensor has its own. Each engine opens each buffer
+anew, which costs CUDA some 0.1 ms and the engine address space, not memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """One tensor to send, where it lies."""
+    """One device tensor to send."""
 
     name: str
     data: "torch.Tensor"
 
     @property
     def dtype(self) -> str:
-        """As torch spells it."""
+        """Dtype by torch's name, without ``torch.``."""
         return str(self.data.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A part of a version, and what it was shared by."""
+    """One buffer of a version, and its IPC handle."""
 
     room: "torch.Tensor"
     memory: SharedMemory
 
 
 class CudaIpcSender:
-    """Owns the buffers of the newest version, and of those kept beside it."""
+    """Owns the buffers of the newest version, and of the kept ones."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._buffers: dict[int, list[_Buffer]] = {}
 
     def init(self) -> InitWeights:
-        """Phase 1: the device. Its number means nothing to other processes."""
+        """Return the phase-1 message: the device's UUID, because its index differs between
+        processes."""
         return InitWeights(channel=NAME, info={"gpu": self._gpu.uuid, "host": host_name()})
 
     def write(
         self, version: int, tensors: Sequence[NamedTensor], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Copy the tensors beside the versions kept, and free all others first.
+        """Free all versions not in ``keep``, then copy the tensors into new buffers.
 
-        One message for each buffer. Once it returns, the trainer may change its tensors.
+        Returns one message per buffer. After it returns, the trainer may change its tensors.
 
         Raises:
-            WeightsRefused: a tensor is not on the device or of no known dtype, there is no room, or
-                the memory can't be shared.
+            WeightsRefused: a tensor is not on the device or of an unknown dtype, memory is short,
+                or cannot be shared.
         """
         self._check(tensors)
         for old in [old for old in self._buffers if old not in keep or old == version]:
             self._free(old)
-        self._gpu.settle()  # what the trainer computes them by may run on any of its streams
+        self._gpu.settle()  # the trainer's kernels that produce them may run on any stream
         self._buffers[version] = []
         try:
             parts = [self._part(version, place) for place in _places(tensors)]
@@ -85,7 +86,7 @@ class CudaIpcSender:
         return [replace(part, last=part is parts[-1]) for part in parts]
 
     def close(self) -> None:
-        """Free all of it. Harmless if repeated."""
+        """Free all buffers. Idempotent."""
         for version in list(self._buffers):
             self._free(version)
 
@@ -104,7 +105,8 @@ class CudaIpcSender:
             names.add(tensor.name)
 
     def _part(self, version: int, place: "_Place") -> UpdateWeights:
-        room = self._gpu.room(max(place.nbytes, ALIGNMENT_BYTES))  # nothing can't be shared
+        # an empty buffer cannot be shared
+        room = self._gpu.room(max(place.nbytes, ALIGNMENT_BYTES))
         for spec, tensor in zip(place.specs, place.tensors, strict=True):
             _tensor_at(room, spec).copy_(tensor.data.detach())
         memory = self._gpu.share(room)
@@ -117,13 +119,14 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Opens one buffer at a time."""
+    """Opens the sender's buffers, one at a time."""
 
     def __init__(self, init: InitWeights, gpu: Gpu | None) -> None:
-        """``gpu`` is what this engine computes on; None: it has none.
+        """Check that the sender's GPU is this engine's; ``gpu`` None means that the engine has
+        none.
 
         Raises:
-            WeightsRefused: that is not where the weights will be.
+            WeightsRefused: the weights will be on another GPU or host.
         """
         if gpu is None:
             raise WeightsRefused(
@@ -147,13 +150,13 @@ class CudaIpcReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> "Iterator[tuple[TensorSpec, torch.Tensor]]":
-        """Each tensor where the sender has it: copy it, and hold none of them.
+        """Yield each tensor in the sender's memory; the caller copies it and keeps no reference.
 
-        The memory is closed when the last is gone, and may be another version's once ``last`` is
-        answered. All is checked before any of it is opened.
+        The memory is closed when the last reference is gone, and may hold another version once
+        ``last`` is answered. Everything is checked before any memory is opened.
 
         Raises:
-            WeightsRefused: what comes contradicts itself or can't be opened.
+            WeightsRefused: the message contradicts itself, or the memory cannot be opened.
         """
         memory = update.memory
         if memory is None:
@@ -169,7 +172,7 @@ class CudaIpcReceiver:
         return self._opened(update.tensors, memory, is_wanted)
 
     def close(self) -> None:
-        """Nothing to let go of: memory is closed when the last tensor of it is gone."""
+        """No-op: memory is closed when its last tensor is dropped."""
 
     def _opened(
         self, specs: Sequence[TensorSpec], memory: SharedMemory, is_wanted: Callable[[], bool]
@@ -183,7 +186,7 @@ class CudaIpcReceiver:
 
 @dataclass(slots=True)
 class _Place:
-    """What goes into one buffer."""
+    """Contents of one buffer."""
 
     specs: list[TensorSpec]
     tensors: list[NamedTensor]
@@ -191,7 +194,7 @@ class _Place:
 
 
 def _places(tensors: Sequence[NamedTensor]) -> list[_Place]:
-    """At least one, for there must be one message."""
+    """Distribute the tensors over buffers; at least one, because one message is needed."""
     places = [_Place([], [])]
     for tensor in tensors:
         nbytes = tensor.data.nbytes
@@ -208,7 +211,7 @@ def _places(tensors: Sequence[NamedTensor]) -> list[_Place]:
 
 
 def _tensor_at(room: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
-    """A view of the buffer."""
+    """Return a view of the buffer."""
     import torch
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -218,12 +221,12 @@ def _tensor_at(room: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
 
 
 def crc32_of(tensor: "torch.Tensor") -> int:
-    """Of its bytes, as zlib computes it: on the host, where they are copied to."""
+    """Return the CRC-32 of a tensor's bytes, computed on the host on a copy."""
     return zlib.crc32(host_bytes(tensor))
 
 
 def host_bytes(tensor: "torch.Tensor") -> memoryview:
-    """A copy of its bytes on the host, row-major."""
+    """Return a copy of the tensor's bytes on the host, row-major."""
     import torch
 
     host = tensor.detach().to("cpu").contiguous()

@@ -1,8 +1,8 @@
-"""How does one process see another's memory of a GPU? By what torch tells of it, as plain fields.
+"""CUDA IPC: shares GPU memory between processes through torch's ``_share_cuda_`` handles.
 
-It is all that this channel asks of CUDA, so that what has none can stand in for it; it knows no
-weights. The fields are those of torch's ``_share_cuda_``, less its event: whoever tells has waited
-until what is to be read is there, and an event that is opened here is never closed again.
+The ``cuda_ipc`` channel uses it through the :class:`Gpu` protocol, which tests implement without
+CUDA. The fields are those of ``_share_cuda_`` without its event: the sender synchronises before it
+sends a handle, and an event opened by the receiver would never be closed.
 """
 
 import re
@@ -16,67 +16,73 @@ if TYPE_CHECKING:
     import torch
 
 HANDLE_BYTES = 66
-"""As torch spells it: its version, ``c`` for memory of cudaMalloc, and CUDA's own 64 bytes."""
+"""Length of torch's IPC handle: its version, ``c`` for cudaMalloc memory, and CUDA's own 64
+bytes."""
 
 EVENT_BYTES = 64
-"""CUDA's handle of an event. torch reads so many whatever it is given."""
+"""Length of a CUDA event handle; torch reads this many bytes whatever it is given."""
 
 COUNTERS = 10_000
-"""That torch has in one file. It counts wherever it is told to, outside of the file too."""
+"""Number of reference counters in one of torch's files. torch does not check the index against
+it."""
 
 _MALLOC = ord("c")
-"""Other memory is passed by numbers of files, which torch would take from the process named."""
+"""Handles of other memory contain file descriptors, which torch would fetch from the process that
+they name."""
 
 _COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-"""How torch names the memory with its reference counters. It opens what it is told and counts in
-it, so no other memory of this user must be named."""
+"""Pattern of torch's names for the shared memory of reference counters. torch opens and writes to
+whatever is named, so other memory of this user must not be named."""
 
 _NO_EVENT = bytes(EVENT_BYTES)
 
 
 class Gpu(Protocol):
-    """One device, of one process."""
+    """One GPU, as seen by one process."""
 
     @property
     def uuid(self) -> str:
-        """By which two processes know that they mean the same device."""
+        """UUID that identifies the device across processes."""
         ...
 
     @property
     def total_bytes(self) -> int:
-        """There is no more memory than that."""
+        """Total memory of the device, in bytes."""
         ...
 
     def room(self, nbytes: int) -> "torch.Tensor":
-        """[nbytes] uint8, of its own allocation as far as torch has such.
+        """Allocate [nbytes] uint8, in an allocation of its own as far as torch allows.
 
         Raises:
-            WeightsRefused: there is not enough.
+            WeightsRefused: there is not enough memory.
         """
         ...
 
     def has(self, tensor: "torch.Tensor") -> bool:
-        """Whether it lies on this device."""
+        """Return whether the tensor is on this device."""
         ...
 
     def settle(self) -> None:
-        """Return once all is done that this process has launched there."""
+        """Block until all work that this process has launched on the device is done."""
         ...
 
     def share(self, room: "torch.Tensor") -> SharedMemory:
-        """What another process opens it by. To be taken back with :meth:`unshare`.
+        """Return a handle by which another process opens the memory; release it with
+        :meth:`unshare`.
 
         Raises:
-            WeightsRefused: it can't be shared.
+            WeightsRefused: the memory cannot be shared.
         """
         ...
 
     def unshare(self, memory: SharedMemory) -> None:
-        """It is free once nothing here refers to it, whoever opened it or didn't."""
+        """Release a handle: the memory is freed once this process drops it, even if others opened
+        it."""
         ...
 
     def open(self, memory: SharedMemory) -> "torch.Tensor":
-        """[nbytes] uint8, another process's. Closed when the last tensor of it is gone.
+        """Open another process's memory as [nbytes] uint8. It is closed when its last tensor is
+        dropped.
 
         Raises:
             WeightsRefused: there is no such memory.
@@ -85,7 +91,7 @@ class Gpu(Protocol):
 
 
 def flaw_of_counter(name: bytes, offset: int) -> str | None:
-    """Why torch must not be told of this reference counter, if so: it would write elsewhere."""
+    """Return why a reference counter is invalid, or None. torch would write to arbitrary memory."""
     if not _COUNTER_NAME.fullmatch(name):
         return f"{name[:80]!r} is no name that torch gives its reference counters"
     if not 0 <= offset < COUNTERS:
@@ -94,10 +100,10 @@ def flaw_of_counter(name: bytes, offset: int) -> str | None:
 
 
 def check_memory(memory: SharedMemory, gpu: Gpu) -> None:
-    """Hold what a peer says against what can be, before any of it is opened.
+    """Check a handle from a peer before it is opened.
 
     Raises:
-        WeightsRefused: it is no handle, or leads elsewhere.
+        WeightsRefused: the handle is malformed, or names another device or out-of-range memory.
     """
     if memory.gpu != gpu.uuid:
         raise WeightsRefused(
@@ -120,9 +126,9 @@ def check_memory(memory: SharedMemory, gpu: Gpu) -> None:
 
 
 def host_name() -> str:
-    """The same for all processes of this host until it starts anew, whatever container they are in.
+    """Return the boot id: equal for all processes of this host until reboot, across containers.
 
-    Empty where the system doesn't tell.
+    Empty if the system does not provide one.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -131,10 +137,10 @@ def host_name() -> str:
 
 
 class CudaGpu:
-    """A device of CUDA's, by torch's calls for it."""
+    """A CUDA device, by torch's calls."""
 
     def __init__(self, device: "torch.device") -> None:
-        """``device`` has an index."""
+        """``device`` must have an index."""
         import torch
 
         found = torch.cuda.get_device_properties(device)
@@ -144,16 +150,16 @@ class CudaGpu:
 
     @property
     def uuid(self) -> str:
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         return self._uuid
 
     @property
     def total_bytes(self) -> int:
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         return self._total_bytes
 
     def room(self, nbytes: int) -> "torch.Tensor":
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         import torch
 
         try:
@@ -166,17 +172,17 @@ class CudaGpu:
             ) from error
 
     def has(self, tensor: "torch.Tensor") -> bool:
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         return tensor.device == self._device
 
     def settle(self) -> None:
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         import torch
 
         torch.cuda.synchronize(self._device)
 
     def share(self, room: "torch.Tensor") -> SharedMemory:
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         try:
             told = room.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -197,17 +203,18 @@ class CudaGpu:
         return memory
 
     def unshare(self, memory: SharedMemory) -> None:
-        """As :class:`Gpu` says.
+        """See :class:`Gpu`.
 
-        torch waits for one reader of each share to count it down, and would wait forever for one
-        that never came. There may be any number of them; who still reads is known without it.
+        torch expects exactly one reader to decrement each share's counter, and would keep the
+        memory forever if none came. There may be any number of readers, and the run tracks them
+        itself.
         """
         import torch
 
         torch.UntypedStorage._release_ipc_counter_cuda(memory.counter, memory.counter_offset)
 
     def open(self, memory: SharedMemory) -> "torch.Tensor":
-        """As :class:`Gpu` says."""
+        """See :class:`Gpu`."""
         import torch
 
         try:
@@ -227,14 +234,14 @@ class CudaGpu:
                 f"alive, on this host, and in this container?"
             ) from error
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-        return empty.set_(storage, 0, (memory.nbytes,), (1,))  # as torch's own reader does
+        return empty.set_(storage, 0, (memory.nbytes,), (1,))  # as torch's own IPC reader does
 
 
 def find_gpu(name: str) -> CudaGpu:
-    """The device that a process calls ``cuda`` or ``cuda:N``.
+    """Return the device that this process calls ``cuda`` or ``cuda:N``.
 
     Raises:
-        WeightsRefused: it has none such.
+        WeightsRefused: there is no such device.
     """
     import torch
 

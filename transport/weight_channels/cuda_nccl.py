@@ -1,8 +1,9 @@
-"""How are tensors broadcast by NCCL, in a communicator that torch did not make? By its C calls.
+"""NCCL broadcasts through its C API, in a communicator that torch did not create.
 
-torch.distributed meets its peers in a way of its own, and can't join what vLLM's PyNcclCommunicator
-has begun, or waits for; NCCL itself can, given the same id. Rank 0 sends. It knows no trainer, no
-engine and no tensor's name. **NCCL does not encrypt**, so the network must be trusted.
+torch.distributed has its own rendezvous, and cannot join the communicator of vLLM's
+PyNcclCommunicator; NCCL itself can, given the same unique id. The vLLM-compatible server and the
+external-engine adapters use it; rank 0 sends. **NCCL does not encrypt**, so the network must be
+trusted.
 """
 
 import contextlib
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARY = "libnccl.so.2"
-"""As torch's builds for CUDA have loaded it."""
+"""Name of the library that torch's CUDA builds load."""
 
 UNIQUE_ID_BYTES = 128
 """NCCL's NCCL_UNIQUE_ID_BYTES."""
 
 POLL_S = 0.0005
-"""How often is looked whether a broadcast is done: nothing beside models of gigabytes."""
+"""Polling interval for the end of a broadcast, negligible beside models of gigabytes."""
 
 _TYPES = {
     "int8": 0,
@@ -38,16 +39,16 @@ _TYPES = {
     "bfloat16": 9,
     "float8_e4m3fn": 10,
 }
-"""ncclDataType_t, by torch's names."""
+"""ncclDataType_t values by torch's dtype names."""
 
 _SUM = 0
-"""ncclRedOp_t."""
+"""ncclSum of ncclRedOp_t."""
 
 One = TypeVar("One")
 
 
 class NcclFailed(TidegateError):
-    """NCCL isn't there, or one of its calls went wrong; its communicator is of no use then."""
+    """NCCL is missing, or one of its calls failed; the communicator is unusable then."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -55,10 +56,10 @@ class _UniqueId(ctypes.Structure):
 
 
 def nccl_library() -> ctypes.CDLL:
-    """NCCL, as this process has it.
+    """Load NCCL.
 
     Raises:
-        NcclFailed: it has none.
+        NcclFailed: it is not installed.
     """
     for name in (LIBRARY, *_installed()):
         with contextlib.suppress(OSError):
@@ -71,14 +72,14 @@ def _installed() -> list[str]:
 
     try:
         found = importlib.util.find_spec("nvidia.nccl")
-    except ImportError:  # no package of that family
+    except ImportError:  # no package of the nvidia family
         return []
     folders = list(found.submodule_search_locations or ()) if found is not None else []
     return [str(Path(folder) / "lib" / LIBRARY) for folder in folders]
 
 
 def own_device() -> "torch.device | None":
-    """The process' own GPU; None if it sees none."""
+    """Return the process's current GPU; None if it sees none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -87,10 +88,10 @@ def own_device() -> "torch.device | None":
 
 
 def new_unique_id(library: ctypes.CDLL) -> bytes:
-    """What all ranks of a new communicator must know; made by rank 0.
+    """Create the id that all ranks of a new communicator need; called on rank 0.
 
     Raises:
-        NcclFailed: NCCL finds no network to be reached by.
+        NcclFailed: NCCL finds no usable network.
     """
     identity = _UniqueId()
     _check(library, library.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId")
@@ -100,9 +101,10 @@ def new_unique_id(library: ctypes.CDLL) -> bytes:
 def packs(
     items: Iterable[One], num_bytes: Callable[[One], int], buffer_bytes: int
 ) -> Iterator[list[One]]:
-    """What is sent together when tensors are packed: as many as it takes to exceed a buffer's size.
+    """Group tensors for packed transfer: each group is the fewest items that exceed
+    ``buffer_bytes``.
 
-    Source: vLLM's packed_tensor.py, whose sender and receiver count like this apart.
+    Source: vLLM's packed_tensor.py, whose sender and receiver compute the groups independently.
     """
     together: list[One] = []
     size_bytes = 0
@@ -117,7 +119,7 @@ def packs(
 
 
 class Communicator:
-    """This process's place in one. Used by one thread at a time, but for :meth:`close`."""
+    """This process's rank in a communicator. Used by one thread at a time, except :meth:`close`."""
 
     def __init__(
         self,
@@ -128,10 +130,10 @@ class Communicator:
         ranks: int,
         device: "torch.device",
     ) -> None:
-        """Join; blocks until all ranks have come, however long that takes.
+        """Join the communicator; blocks without a timeout until all ranks have joined.
 
         Raises:
-            NcclFailed: NCCL says no: two ranks on one GPU, say.
+            NcclFailed: NCCL refuses, for example because two ranks share a GPU.
         """
         self._library, self._device, self._rank = library, device, rank
         self._comm = ctypes.c_void_p()
@@ -152,7 +154,7 @@ class Communicator:
             raise
 
     def _greet(self) -> None:
-        """All ranks sum one number first: vLLM's communicators do, to be warm."""
+        """All-reduce one number, because vLLM's communicators do so as a warm-up."""
         import torch
 
         number = torch.zeros(1, device=self._device)
@@ -172,10 +174,11 @@ class Communicator:
             torch.cuda.current_stream(self._device).synchronize()
 
     def broadcast(self, tensor: "torch.Tensor", *, patience_s: float) -> None:
-        """Send a contiguous tensor of the communicator's device, as rank 0; or have it filled.
+        """Broadcast a contiguous tensor on the communicator's device from rank 0; other ranks are
+        overwritten.
 
         Raises:
-            NcclFailed: it was not done in time, or NCCL failed.
+            NcclFailed: it did not complete within ``patience_s``, or NCCL failed.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _TYPES:
@@ -205,7 +208,7 @@ class Communicator:
         deadline_s = time.monotonic() + patience_s
         while not stream.query():
             failed = ctypes.c_int()
-            with self._closing:  # of a communicator that is closed, 0 is left in it
+            with self._closing:  # a closed communicator is null here
                 self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(failed))
             _check(self._library, failed.value, "a broadcast")
             if time.monotonic() > deadline_s:
@@ -216,7 +219,7 @@ class Communicator:
             raise NcclFailed("its communicator was closed in the midst of a broadcast")
 
     def close(self) -> None:
-        """Leave, in the midst of a broadcast too. Harmless when repeated."""
+        """Abort the communicator, even during a broadcast. Idempotent."""
         with self._closing:
             comm, self._comm = self._comm, ctypes.c_void_p()
         if comm.value is not None:

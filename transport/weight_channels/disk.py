@@ -1,8 +1,8 @@
-"""How do weights reach engines that share only a directory? As safetensors files anyone can read.
+"""Weight channel by files: safetensors in a shared directory.
 
-A file appears under its name when it is complete, and never changes then. The format is written
-here, not by its library, whose calls want all tensors as copies or as raw pointers; reading such
-files with the library is what the tests do.
+A file is renamed to its final name once complete, and never changes then. The format is written
+here, because the safetensors library wants all tensors as copies or raw pointers; tests read the
+files with the library.
 """
 
 import json
@@ -25,13 +25,14 @@ from tidegate.transport.weight_channels.base import (
 NAME = "disk"
 
 VERSIONS_KEPT = 2
-"""The newest, and the one before, which an engine may still be reading."""
+"""Number of versions kept: the newest, and the one before, which an engine may still be reading."""
 
 FILES = "weights-????????.safetensors"
-"""What they are called, as a pattern; the number is the version."""
+"""Glob pattern of the weight files; the number is the version."""
 
 HEADER_ALIGNMENT_BYTES = 8
-"""The header is padded with spaces to it, so that the data is aligned; the format's own custom."""
+"""The header is padded with spaces to a multiple of this, to align the data, as is customary in the
+format."""
 
 _SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -50,13 +51,13 @@ _SAFETENSORS_DTYPES = {
 
 
 class DiskSender:
-    """Owns the files it wrote, and the directory if nobody named one."""
+    """Owns the files it wrote, and the directory if none was given."""
 
     def __init__(self, directory: Path | None) -> None:
-        """Write into ``directory``, made if need be, or into a fresh one if it is None.
+        """Write into ``directory``, created if needed, or into a private one if None.
 
         Raises:
-            ConfigError: the directory can't be made.
+            ConfigError: the directory cannot be created.
         """
         try:
             self._private = PrivateDirectory("weights") if directory is None else None
@@ -67,12 +68,12 @@ class DiskSender:
         except OSError as error:
             raise ConfigError(f"can't make the directory for weights: {error}") from error
         self._directory = directory.resolve()
-        # What a killed process has left goes the way of our own.
+        # Files that a killed process has left are removed like our own.
         self._files = deque(sorted(self._directory.glob(FILES)))
-        """Oldest first, each once."""
+        """Weight files in the directory, oldest first."""
 
     def init(self) -> InitWeights:
-        """Phase 1: the directory, outside of which nothing is to be read."""
+        """Return the phase-1 message: the directory, outside of which receivers read nothing."""
         return InitWeights(channel=NAME, info={"directory": str(self._directory)})
 
     def write(
@@ -80,7 +81,8 @@ class DiskSender:
     ) -> list[UpdateWeights]:
         """Write one file, and remove all but the newest two and those to keep."""
         check_buffers(tensors)
-        ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # keeps alignment
+        # largest dtype first keeps all tensors aligned
+        ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
         header, specs = _header(version, ordered)
         path = self._path(version)
         partial = path.with_suffix(".partial")
@@ -97,7 +99,7 @@ class DiskSender:
         return [UpdateWeights(version=version, location=str(path), tensors=specs)]
 
     def close(self) -> None:
-        """Remove the files that are left."""
+        """Remove the remaining files, and the private directory."""
         while self._files:
             self._files.popleft().unlink(missing_ok=True)
         if self._private is not None:
@@ -116,7 +118,8 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """Copies one tensor at a time: a mapped file that is truncated would end the engine."""
+    """Copies one tensor at a time, because a mapped file that is truncated would kill the
+    engine."""
 
     def __init__(self, init: InitWeights) -> None:
         """Read from the directory that ``init`` names.
@@ -134,22 +137,22 @@ class DiskReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Copies of the file's tensors."""
+        """Yield copies of the file's tensors."""
         path = Path(update.location)
         if path.parent != self._directory:
             raise WeightsRefused(
                 f"an update lies at {update.location!r}, outside of the directory agreed on at "
                 f"init, {str(self._directory)!r}"
             )
-        os.close(_opened(path, update))  # so that what is wrong is told now, and not at the first
+        os.close(_opened(path, update))  # so that errors are raised now, not at the first tensor
         return _read(path, update)
 
     def close(self) -> None:
-        """Nothing to let go of: a file is closed once its tensors were read."""
+        """No-op: a file is closed once its tensors were read."""
 
 
 def _opened(path: Path, update: UpdateWeights) -> int:
-    """The descriptor of a file that can hold the tensors of an update."""
+    """Open a file, checked to be large enough for the tensors of an update."""
     try:
         fd = open_regular(path)
     except OSError as error:
@@ -181,10 +184,10 @@ def _read(path: Path, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memor
 
 
 def _header(version: int, tensors: Sequence[NamedBuffer]) -> tuple[bytes, list[TensorSpec]]:
-    """The bytes before the data, and where each tensor lies in the whole file.
+    """Return the bytes before the data, and the location of each tensor in the whole file.
 
-    u64 length of the JSON that follows, the JSON, the data. Offsets within the JSON count from the
-    start of the data and leave no holes.
+    The safetensors layout: u64 length of the JSON, the JSON, the data. Offsets in the JSON count
+    from the start of the data and leave no gaps.
     """
     entries: dict[str, object] = {"__metadata__": {"weight_version": str(version)}}
     end = 0

@@ -1,9 +1,9 @@
-"""How do engines of one host share what one of them fetches? Memory passed over a local socket.
+"""Shared memory for the engines of one host: memfds passed over an abstract Unix socket.
 
-It knows descriptors, and which process has a name; not what the bytes are, nor where they come
-from. The socket's name is abstract: it belongs to whoever has bound it until that process ends,
-however it does, and then to the next. Names are seen by processes of one network namespace, which
-is therefore what "host" means here. Containers with networks of their own are hosts of their own.
+The ``relay`` channel uses it. The process that has bound the abstract socket name is the host's
+relay; the kernel frees the name when that process ends, however it ends. Names are per network
+namespace, so a "host" here is a network namespace: containers with their own networks count as
+separate hosts.
 """
 
 import errno
@@ -17,13 +17,14 @@ import time
 from tidegate.errors import WeightsRefused
 
 MESSAGE_BYTES_MAX = 4096
-"""Far more than a location and its reason for not being there take."""
+"""Maximum size of a message, far more than a location and a refusal take."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""A name that is taken, but by nobody who listens, is so for the instant of a death or a birth."""
+"""How long to retry if the name is bound but not listening, which lasts only while a relay starts
+or ends."""
 
 CLOSED = -1
-"""In place of a descriptor; the system has none by that number."""
+"""Value of ``fd`` after closing; never a valid descriptor."""
 
 _RETRY_S = 0.01
 
@@ -32,10 +33,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class HostMemory:
-    """A version's bytes, in memory without a name; whoever has the descriptor shares them."""
+    """Writable memory of one version (memfd); any process with the descriptor shares it."""
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
-        """Make it, or map what ``fd`` leads to, which is taken over."""
+        """Create the memory, or map and take ownership of ``fd``."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         if fd is None:
             fd = os.memfd_create("tidegate-relay", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -46,38 +47,38 @@ class HostMemory:
         self._mapping = mmap.mmap(fd, self.nbytes)
 
     def view(self, nbytes: int) -> memoryview:
-        """The first so many bytes, to be written to by one process only."""
+        """Return the first ``nbytes`` bytes; only one process may write to them."""
         return memoryview(self._mapping)[:nbytes]
 
     def close(self) -> None:
-        """Forget it here; the system does once nobody maps it. Harmless if repeated."""
+        """Close the descriptor; the system frees the memory once no process maps it. Idempotent."""
         self.fd = _closed(self.fd)
 
 
 class ReadMemory:
-    """The same in a process that reads it. What it writes there, nobody else sees."""
+    """Read-only counterpart of :class:`HostMemory`, mapped copy-on-write."""
 
     def __init__(self, fd: int) -> None:
-        """Takes ``fd`` over."""
+        """Map the memory, taking ownership of ``fd``."""
         self.fd = fd
         self.inode = os.fstat(fd).st_ino
         self.nbytes = os.fstat(fd).st_size
         self.buffer = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
     def close(self) -> None:
-        """Let go of it; it stays mapped as long as a view of it lives. Harmless if repeated."""
+        """Close the descriptor; the mapping lives as long as a view of it. Idempotent."""
         self.fd = _closed(self.fd)
 
 
 def _closed(fd: int) -> int:
-    """Close it unless that was done: by then its number may be another file's."""
+    """Close once only: later the number may be another file's."""
     if fd != CLOSED:
         os.close(fd)
     return CLOSED
 
 
 def listen(name: str) -> socket.socket | None:
-    """Become the process that ``name`` stands for; None if another one is."""
+    """Bind ``name`` and listen; None if another process has it."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         made.bind("\0" + name)
@@ -91,10 +92,10 @@ def listen(name: str) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket | None:
-    """Reach that process; None if there is none.
+    """Connect to the process that has bound ``name``; None if there is none.
 
     Raises:
-        WeightsRefused: it is another user's.
+        WeightsRefused: the process belongs to another user.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -112,12 +113,12 @@ def connect(name: str) -> socket.socket | None:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether the other end runs as this process does."""
+    """Return whether the peer runs as this process's user (SO_PEERCRED)."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
 
 
 def retry_until(deadline_s: float) -> bool:
-    """Wait a little; False if it is too late."""
+    """Sleep briefly; return False if the deadline has passed."""
     time.sleep(_RETRY_S)
     return time.monotonic() < deadline_s

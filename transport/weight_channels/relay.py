@@ -1,14 +1,14 @@
-"""How do weights reach many hosts, each over the network once? From host to host, in a chain.
+"""Messages of the ``relay`` weight channel: hosts forward weights in a chain, once per host.
 
-The channel is ``zmq``'s, with one fetcher per host: the first engine there to ask becomes the
+It extends the ``zmq`` channel with one fetcher per host: the first engine that asks becomes its
 host's relay (:mod:`relay_node`), which fetches into memory that the host's other engines map, and
-hands chunks on to the next host as they come. The orchestrator sends each version once. Who fetches
-from whom is settled for each version anew, by the order in which relays ask the sender: so a host
-that is gone is asked by nobody, and one that comes late is told of whoever has it all.
+forwards chunks to the next host as they arrive. The orchestrator sends each version once. The
+sender assigns parents anew for each version, in the order in which relays ask: so no relay is sent
+to a dead host, and a late one is sent to a relay that has everything.
 
 Why a chain and not a tree: with S bytes, chunks of c, a link of B bytes/s and n hosts, a chain
-takes S/B + (n - 1)·c/B, whatever fans out by f takes f·S/B. For 125 hosts and 2 MiB chunks the
-second term is 0.25 GB of time: a tree wins for models that are smaller than that.
+takes S/B + (n - 1)·c/B, and a tree with fan-out f takes f·S/B. For 125 hosts and 2 MiB chunks the
+second term equals the time of 0.25 GB: a tree is faster for models smaller than that.
 """
 
 from typing import Annotated, TypeVar
@@ -22,48 +22,49 @@ from tidegate.transport.weight_channels.zmq import Chunk
 NAME = "relay"
 
 SILENT_S = 3.0
-"""Whom one fetches from is taken for dead after so long without a word."""
+"""A parent silent for this long counts as dead."""
 
 SIGN_OF_LIFE_S = 1.0
-"""How often a relay says to those who wait that it waits itself."""
+"""Interval of keep-alive messages from a relay that is itself waiting."""
 
 STALL_TIMEOUT_S = 30.0
-"""Without a single chunk, whoever is asked."""
+"""Timeout without a single chunk, from any parent."""
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True, tag="where"):
-    """Relay -> sender: from whom do I fetch what is at ``location``?"""
+    """Relay -> sender: asks which node to fetch ``location`` from."""
 
     location: Text
     here: Text
-    """Where this relay hands it on to others."""
+    """Address at which this relay serves other relays."""
     avoid: Text = ""
-    """Whom it was told of before, and who is silent."""
+    """Address of the parent assigned before, if it is silent."""
 
 
 class Parent(msgspec.Struct, frozen=True, array_like=True, tag="parent"):
-    """Sender -> relay: from there."""
+    """Sender -> relay: assigns the node to fetch from."""
 
     location: str
     address: str = ""
-    """Empty: from the sender itself."""
+    """Address of the parent; empty: the sender itself."""
     nbytes: Count = 0
-    """Of all that is there."""
+    """Total size of the location, in bytes."""
     kept: list[str] = []
-    """Locations that may be asked for still; of all others nothing need be kept."""
+    """Locations that may still be requested; the relay may drop all others."""
     refusal: str = ""
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Engine -> its host's relay: tell me how much of ``location`` there is."""
+    """Engine -> its host's relay: asks for ``location`` and for progress reports."""
 
     location: Text
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Relay -> engine: so many bytes from the beginning on. The first comes with the memory."""
+    """Relay -> engine: number of leading bytes available. The first one carries the memory's
+    descriptor."""
 
     location: str
     nbytes: Count = 0
@@ -80,12 +81,12 @@ _ready = msgspec.msgpack.Decoder(Ready)
 
 
 def encode(message: Where | Parent | Want | Ready) -> bytes:
-    """Turn a message into one frame."""
+    """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_where(frame: bytes) -> Where | None:
-    """Read a question; None if it is something else."""
+    """Decode a parent request; None if the frame is something else."""
     try:
         return _where.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -93,34 +94,34 @@ def decode_where(frame: bytes) -> Where | None:
 
 
 def decode_parent(frame: bytes) -> Parent:
-    """Read the answer.
+    """Decode the sender's assignment.
 
     Raises:
-        BadFrame: it is none.
+        BadFrame: the frame is not a ``Parent``.
     """
     return _read(_parent, frame)
 
 
 def decode_want(frame: bytes) -> Want:
-    """Read what an engine of this host wants.
+    """Decode a request of an engine of this host.
 
     Raises:
-        BadFrame: it is no such thing.
+        BadFrame: the frame is not a ``Want``.
     """
     return _read(_want, frame)
 
 
 def decode_ready(frame: bytes) -> Ready:
-    """Read what this host's relay says.
+    """Decode a message of this host's relay.
 
     Raises:
-        BadFrame: it is no such thing.
+        BadFrame: the frame is not a ``Ready``.
     """
     return _read(_ready, frame)
 
 
 def sign_of_life(location: str) -> Chunk:
-    """A chunk's header without a chunk: it is not here yet, but it will come."""
+    """Return a keep-alive: a chunk header without a chunk."""
     return Chunk(location, 0)
 
 

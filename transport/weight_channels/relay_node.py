@@ -1,7 +1,8 @@
 """Node of the weight relay: one process per host, which fetches each version once and forwards it.
 
-Below it are engines of its own host, which map its memory, and relays of other hosts, which ask it
-for chunks as they would ask the sender. One thread with sockets and timers, no locks.
+:class:`RelayReceiver` starts one. Its clients are the engines of its host, which map its memory,
+and relays of other hosts, which request chunks as from the sender. One thread with sockets and
+timers, no locks.
 """
 
 import os
@@ -50,13 +51,13 @@ from tidegate.transport.zeromq import Socket
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """An engine of this host."""
+    """Connection of an engine of this host."""
 
     link: socket.socket
     location: str = ""
-    """What it wants."""
+    """Location that the engine waits for."""
     told_bytes: int = -1
-    """What it was told there is; -1: it hasn't got the memory yet."""
+    """Number of bytes last reported to the engine; -1: it has not got the memory yet."""
 
 
 class Clients:
@@ -70,30 +71,31 @@ class Clients:
         unwatch: Callable[[int], None],
         slot: Callable[[str], Slot | None],
     ) -> None:
-        """``slot`` is asked for what an engine wants; None is too much to ask."""
+        """``slot`` looks up the slot of a location; it returns None if there are too many."""
         self._listener = listener
         self._watch = watch
         self._unwatch = unwatch
         self._slot = slot
         self._all: dict[int, Client] = {}
-        """By file descriptor."""
+        """Clients by file descriptor."""
         watch(listener.fileno(), self._admit)
 
     def tell(self, slot: Slot, *, again: bool = False) -> None:
-        """Say how much there is to those who want it; ``again``: even if it is no more."""
+        """Report progress to the engines that wait for a slot; ``again`` reports even without
+        progress."""
         for client in list(self._all.values()):
             if client.location == slot.location:
                 self._tell(client, slot, again=again)
 
     def refuse(self, location: str, why: str) -> None:
-        """Say that it won't come."""
+        """Tell the engines that wait for a location that it cannot be fetched."""
         for client in list(self._all.values()):
             if client.location == location:
                 client.location = ""
                 self._send(client, Ready(location, refusal=why))
 
     def close(self) -> None:
-        """The name first: so it is free for the first who hears that this relay is gone."""
+        """Close the listener first, so that the name is free for the first engine that notices."""
         self._listener.close()
         for client in self._all.values():
             client.link.close()
@@ -129,7 +131,7 @@ class Clients:
     def _tell(self, client: Client, slot: Slot, *, again: bool = False) -> None:
         if slot.memory is None:
             if again:
-                self._send(client, Ready(""))  # of no location: a sign of life
+                self._send(client, Ready(""))  # empty location: keep-alive
             return
         there = slot.complete_bytes
         if client.told_bytes == there and (slot.is_complete or not again):
@@ -142,7 +144,7 @@ class Clients:
         try:
             socket.send_fds(client.link, [encode(ready)], fds or [])
         except BlockingIOError:
-            return False  # it has a lot to read yet; it is told at the next tick
+            return False  # its socket buffer is full; the next tick reports again
         except OSError:
             self._drop(client)
             return False
@@ -156,26 +158,28 @@ class Clients:
 
 
 TICK_S = 0.5
-"""How often is looked for who has been silent for too long."""
+"""Polling interval for silent parents and due keep-alives."""
 
 CHUNKS_PER_TURN = 8
-"""Read of one source before others are looked at."""
+"""Maximum chunks read from one source before others are served."""
 
 SLOTS_MAX = 16
-"""Locations; a run keeps a few. Whoever asks for more asks for what isn't there."""
+"""Maximum number of locations. A run keeps a few; requests for more are invalid."""
 
 JOIN_TIMEOUT_S = 5.0
 """How long closing waits for the thread."""
 
 
 class RelayNode:
-    """A thread that is its host's relay as long as it has the host's name."""
+    """The relay of a host, as a thread; it serves as long as it holds the host's socket name."""
 
     def __init__(self, upstream: Upstream, listener: socket.socket, seed: Seed | None) -> None:
-        """``listener`` has the name; it is closed, and the name free again, when all is over.
+        """Take over ``listener``, which has the name; closing the node closes it and frees the
+        name.
 
         Raises:
-            ConfigError: this host knows no way to the sender. What was given is closed then.
+            ConfigError: this host has no route to the sender. ``listener`` and ``seed`` are closed
+                then.
         """
         self._upstream = upstream
         self._seed = seed
@@ -203,7 +207,7 @@ class RelayNode:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and give up the name. Harmless if repeated."""
+        """Stop, and free the name. Idempotent."""
         if not self._is_closing:
             self._is_closing = True
             self._wakeup.wake()
@@ -226,14 +230,14 @@ class RelayNode:
             while not self._is_closing:
                 for ready, _ in self._poller.poll(round(TICK_S * 1000)):
                     handler = self._handlers.get(ready)
-                    if handler is not None:  # gone since, with who was heard before
+                    if handler is not None:  # a handler called before may have removed it
                         handler()
                 self._look_after(time.monotonic())
         finally:
             self._end()
 
     def _end(self) -> None:
-        with ExitStack() as ending:  # last first, and all of it whatever becomes of one
+        with ExitStack() as ending:  # last first; every callback runs, even if one raises
             ending.callback(self._wakeup.close)
             if self._seed is not None:
                 ending.callback(os.close, self._seed.fd)
@@ -242,7 +246,7 @@ class RelayNode:
             for slot in self._slots.values():
                 ending.callback(slot.close)
             ending.callback(self._sockets.close)
-            # Before those, which may wait for others: the name is free, and engines hear of it.
+            # Run before the sockets' close, which may block: the name is free, and engines notice.
             ending.callback(self._clients.close)
             for slot in self._slots.values():
                 ending.callback(slot.stop_fetching)
@@ -268,10 +272,10 @@ class RelayNode:
                 for peer in slot.waiting:
                     self._door.send_multipart([peer, encode_chunk(sign_of_life(slot.location))])
 
-    # ------------------------------------------------------------ above: where it comes from
+    # ------------------------------------------------------------ upstream: the parent
 
     def _slot(self, location: str) -> Slot | None:
-        """What there is of a location, or will be; None if that is too much to ask."""
+        """Return the slot of a location, created if needed; None if there are too many."""
         slot = self._slots.get(location)
         if slot is None and len(self._slots) < SLOTS_MAX:
             now_s = time.monotonic()
@@ -288,7 +292,7 @@ class RelayNode:
     def _hear_sender(self) -> None:
         guide = self._sockets.guide
         while is_readable(guide):
-            with suppress(BadFrame):  # it will be asked again
+            with suppress(BadFrame):  # the request is repeated
                 self._follow(decode_parent(guide.recv_multipart()[0]))
 
     def _follow(self, parent: Parent) -> None:
@@ -302,7 +306,7 @@ class RelayNode:
             self._forget_all_but({*parent.kept, parent.location})
             self._open(slot, parent.nbytes)
         self._stop_fetching(slot)
-        if slot.is_complete:  # by its seed
+        if slot.is_complete:  # from its seed
             self._moved(slot)
             return
         slot.parent, slot.heard_s = parent.address, time.monotonic()
@@ -323,7 +327,7 @@ class RelayNode:
         slot.open(memory, nbytes, start)
 
     def _room(self, nbytes: int) -> HostMemory:
-        """Memory used before where there is enough of it: first touches of pages are dear."""
+        """Reuse spare memory that is large enough, because first touches of pages are expensive."""
         found = min(
             (m for m in self._spare if m.nbytes >= nbytes), key=lambda m: m.nbytes, default=None
         )
@@ -353,7 +357,7 @@ class RelayNode:
                 slot.source.send(encode_chunk(request))
 
     def _fetch(self, slot: Slot) -> None:
-        """Take what has come from the parent, and pass it on."""
+        """Receive chunks from the parent, and forward them."""
         if slot.source is None or slot.transfer is None:
             return
         slot.heard_s = time.monotonic()
@@ -379,7 +383,7 @@ class RelayNode:
             self._fail(slot, why)
 
     def _fail(self, slot: Slot, why: str) -> None:
-        """It won't come; whoever asks again has it tried again."""
+        """Drop a location and report the failure; a later request tries again."""
         del self._slots[slot.location]
         self._stop_fetching(slot)
         self._clients.refuse(slot.location, cut(why))
@@ -388,7 +392,7 @@ class RelayNode:
             self._door.send_multipart([peer, encode_chunk(refusal)])
         slot.close()
 
-    # ------------------------------------------------------------ below: relays of other hosts
+    # ------------------------------------------------------------ downstream: other relays
 
     def _serve_relays(self) -> None:
         while is_readable(self._door):
@@ -396,7 +400,7 @@ class RelayNode:
             try:
                 fetch = decode_fetch(frames)
             except BadFrame:
-                continue  # its sender has bigger worries than an answer
+                continue  # a broken peer gets no answer
             self._serve(peer, fetch)
 
     def _serve(self, peer: bytes, fetch: Fetch) -> None:
@@ -423,7 +427,7 @@ class RelayNode:
             self._send_chunk(slot, peer, start)
 
     def _moved(self, slot: Slot) -> None:
-        """Tell engines how much there is now; and waiting relays, where a seed brought it."""
+        """Report progress to engines, and to waiting relays if a seed completed the slot."""
         if slot.is_complete:
             self._stop_fetching(slot)
             for start in list(slot.held):

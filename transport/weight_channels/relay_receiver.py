@@ -1,7 +1,7 @@
-"""How does an engine get weights that its host fetches once? It maps what the host's relay has.
+"""Engine's end of the ``relay`` weight channel: maps the weights that its host's relay fetches.
 
-The first engine of a host to ask becomes that relay, in a thread (:mod:`relay_node`), and asks it
-as the others do. When the relay's process dies, another engine takes over what it holds itself.
+The first engine of a host to ask becomes that relay, in a thread (:mod:`relay_node`), and is its
+own client. When the relay's process dies, another engine takes over with what it has mapped.
 """
 
 import os
@@ -34,20 +34,20 @@ from tidegate.transport.weight_channels.relay_slot import Seed
 from tidegate.transport.weight_channels.relay_sockets import Upstream
 
 POLL_S = 0.1
-"""How long it goes unnoticed that nobody wants the weights any more."""
+"""Polling interval for whether the weights are still wanted."""
 
 SILENT_MAX_S = 2 * STALL_TIMEOUT_S
-"""Without a word from this host's relay, which itself gives up after half of it."""
+"""Timeout without a message from this host's relay, which itself gives up after half of it."""
 
 
 class RelayReceiver:
     """A connection to this host's relay, and the memory it shares; for one thread."""
 
     def __init__(self, init: InitWeights, home: Home) -> None:
-        """Find the host's relay, or become it.
+        """Connect to the host's relay, or become it.
 
         Raises:
-            WeightsRefused: the sender is nowhere to connect to, or the relay is another user's.
+            WeightsRefused: the sender's address is invalid, or the relay belongs to another user.
         """
         address = at_host_of(home.address, str(init.info.get("address")))
         try:
@@ -59,25 +59,26 @@ class RelayReceiver:
         self._node: RelayNode | None = None
         self._memory: ReadMemory | None = None
         self._location = ""
-        """Of what is in that memory, or will be."""
+        """Location that the memory holds, or will hold."""
         self._nbytes = 0
-        """Of all that is to come."""
+        """Total size of the location, in bytes."""
         self._ready_bytes = 0
-        """So many have, from the beginning on."""
+        """Number of leading bytes that have arrived."""
         self._is_shown = False
-        """Whether the memory is that of the location wanted."""
+        """Whether the mapped memory is that of the wanted location."""
         self._link = self._found_relay()
 
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Views of the host's memory, each as soon as it is complete."""
+        """Yield views of the host's memory, each as soon as it is complete."""
         nbytes = max((spec.offset + spec.nbytes for spec in update.tensors), default=0)
         check_specs(update.tensors, nbytes)
         return self._fetched(update, nbytes, is_wanted)
 
     def close(self) -> None:
-        """Leave; if this is the host's relay, another engine becomes it. Harmless if repeated."""
+        """Disconnect; if this process is the host's relay, another engine takes over.
+        Idempotent."""
         self._link.close()
         if self._node is not None:
             self._node.close()
@@ -109,7 +110,7 @@ class RelayReceiver:
             self._go_on_elsewhere()
 
     def _hear(self, is_wanted: Callable[[], bool]) -> bool:
-        """Wait for one word of the relay; False if nobody wants the weights any more."""
+        """Wait for one message of the relay; False if the weights are no longer wanted."""
         give_up_s = time.monotonic() + SILENT_MAX_S
         while is_wanted():
             if select.select([self._link], [], [], POLL_S)[0]:
@@ -148,7 +149,7 @@ class RelayReceiver:
         self._ready_bytes = ready.nbytes
 
     def _map(self, fd: int) -> None:
-        """Take the memory that the location is in; a mapping of it may be there from before."""
+        """Map the memory of the location, unless it is mapped already."""
         old = self._memory
         if old is not None and old.inode == os.fstat(fd).st_ino and old.nbytes >= self._nbytes:
             os.close(fd)
@@ -164,7 +165,7 @@ class RelayReceiver:
         self._is_shown = True
 
     def _go_on_elsewhere(self) -> None:
-        """The relay is gone: find the next, or be it, with what is in memory here."""
+        """Fail over: connect to the next relay, or become it, seeded with the mapped memory."""
         self._link.close()
         self._link = self._found_relay()
         self._link.send(encode(Want(self._location)))
@@ -186,7 +187,7 @@ class RelayReceiver:
                 )
 
     def _seed(self) -> Seed | None:
-        """What a new relay can begin with."""
+        """Return what a new relay can start with."""
         if self._memory is None or not self._is_shown:
             return None
         return Seed(self._location, os.dup(self._memory.fd), self._ready_bytes)

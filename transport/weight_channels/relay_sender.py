@@ -1,7 +1,7 @@
-"""Who fetches weights from whom? The sender of ``relay`` tells each relay that asks.
+"""Orchestrator's end of the ``relay`` weight channel: assigns each relay the node to fetch from.
 
-It serves chunks as the sender of ``zmq`` does, to the first relay of each version and to those whom
-nobody else can serve.
+It serves chunks as the ``zmq`` sender does, to the first relay of each version and to relays that
+no other can serve.
 """
 
 from dataclasses import dataclass, field
@@ -16,21 +16,21 @@ from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
 @dataclass(slots=True)
 class Line:
-    """The relays that have asked for one location, in that order. Whoever is served by one before
-    it in line is in no circle."""
+    """The relays that have asked for one location, in that order. A relay fetches only from earlier
+    ones, so there are no cycles."""
 
     relays: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
-    """Those that somebody waited for in vain."""
+    """Relays that a child has reported as silent."""
 
     def parent(self, where: Where, *, fan_out: int = 1) -> str:
-        """Whom the asker fetches from; nobody's address stands for the sender.
+        """Return the address of the asker's parent; empty for the sender.
 
         The sender is node 0 and the asker node n + 1 of a tree in which each serves ``fan_out``.
         """
         if where.avoid:
             self.silent.add(where.avoid)
-        self.silent.discard(where.here)  # it speaks
+        self.silent.discard(where.here)  # it has just sent a message
         if where.here not in self.relays:
             self.relays.append(where.here)
         before = self.relays[: self.relays.index(where.here)]
@@ -40,31 +40,31 @@ class Line:
 
 
 class RelaySender(ZmqSender):
-    """A ZmqSender that has others do most of the sending."""
+    """A ZmqSender that delegates most of the sending to relays."""
 
     def __init__(
         self, address: str | None = None, *, keys: OrchestratorKeys | None = None, fan_out: int = 1
     ) -> None:
-        """As :class:`ZmqSender`; ``fan_out`` is how many hosts each host serves.
+        """Listen as :class:`ZmqSender` does; ``fan_out`` is how many hosts each host serves.
 
         Raises:
-            ConfigError: the address can't be bound.
+            ConfigError: the address cannot be bound.
         """
         self._lines: dict[str, Line] = {}
-        """The thread's: one for each location that was asked for."""
+        """One line per requested location; accessed by the serving thread only."""
         self._fan_out = fan_out
         self._relay_keys = None if keys is None else passing_keys()[1]
-        """Of all relays together: engines get them with the first message, which is encrypted.
-        Whoever has them may serve the run's weights, and fetch them."""
+        """Keys shared by all relays. Engines get them with the first message, which is encrypted.
+        Any process that has them can serve and fetch the run's weights."""
         super().__init__(address, keys=keys)
 
     @property
     def silent_relays(self) -> int:
-        """Of the version asked for last: relays that another waited for in vain."""
+        """Number of relays reported silent for the most recently requested version."""
         return sum(len(line.silent) for line in list(self._lines.values())[-1:])
 
     def init(self) -> InitWeights:
-        """Phase 1: where to ask, and as whom relays talk to each other."""
+        """Return the phase-1 message: the address to ask, and the relays' shared keys."""
         info = {"address": self.address, "sender": self._id}
         if self._relay_keys is not None:
             info["public"] = self._relay_keys.public.decode()

@@ -1,6 +1,6 @@
-"""What does a relay have of one location, from whom does it come, and who waits for it?
+"""State of one location in a relay: received chunks, the parent, and the peers that wait.
 
-It knows chunks, and names of those who wait; it sends nothing.
+:class:`RelayNode` drives it; it sends nothing itself.
 """
 
 import os
@@ -15,7 +15,7 @@ from tidegate.transport.zeromq import Socket
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """What an engine held that becomes its host's relay."""
+    """Memory that an engine had mapped before it became its host's relay."""
 
     location: str
     fd: int
@@ -24,50 +24,50 @@ class Seed:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One location."""
+    """One location in a relay."""
 
     location: str
     asked_s: float
-    """When the sender was asked last whom to fetch from."""
+    """Monotonic time of the last parent request to the sender."""
     moved_s: float
-    """When the last chunk came."""
+    """Monotonic time of the last received chunk."""
     heard_s: float = 0.0
-    """When the last word came from whom it is fetched from."""
+    """Monotonic time of the last message from the parent."""
     seed: Seed | None = None
     memory: HostMemory | None = None
     nbytes: int = 0
     transfer: Transfer | None = None
-    """None until the sender has said how much there is."""
+    """Progress of the transfer; None until the sender has reported the size."""
     parent: str = ""
-    """Empty: the sender itself."""
+    """Address of the parent; empty: the sender itself."""
     source: Socket | None = None
-    """To the parent; None while nobody is asked."""
+    """Socket to the parent; None while nothing is being fetched."""
     held: dict[int, list[bytes]] = field(default_factory=dict)
-    """Start of a chunk that isn't there yet -> relays that asked for it."""
+    """Relays waiting for a chunk that has not arrived, by the chunk's start."""
 
     @property
     def complete_bytes(self) -> int:
-        """So many are there from the beginning on; -1 if not even the memory is."""
+        """Number of leading bytes that have arrived; -1 if no memory is allocated yet."""
         return -1 if self.transfer is None else min(self.transfer.complete_bytes, self.nbytes)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether all bytes have arrived."""
         return self.transfer is not None and self.complete_bytes == self.nbytes
 
     def open(self, memory: HostMemory, nbytes: int, start: int) -> None:
-        """There is room for it now, in which all before ``start`` is right."""
+        """Assign memory whose bytes before ``start`` are valid already."""
         self.memory, self.nbytes = memory, nbytes
         self.transfer = Transfer(self.location, memory.view(nbytes), start=start)
 
     def chunk(self, start: int) -> memoryview | None:
-        """The chunk that begins there; None if it isn't there yet."""
+        """Return the chunk at ``start``; None if it has not arrived."""
         if self.memory is None or self.transfer is None or not self.transfer.has_chunk(start):
             return None
         return self.memory.view(self.nbytes)[start : start + CHUNK_BYTES]
 
     def hold(self, peer: bytes, starts: Iterator[int] | range) -> None:
-        """Somebody waits for these chunks."""
+        """Register a peer that waits for these chunks."""
         for start in starts:
             waiting = self.held.setdefault(start, [])
             if peer not in waiting:
@@ -75,17 +75,17 @@ class Slot:
 
     @property
     def waiting(self) -> set[bytes]:
-        """Who waits for anything."""
+        """Peers that wait for any chunk."""
         return {peer for peers in self.held.values() for peer in peers}
 
     def stop_fetching(self) -> None:
-        """Listen to the parent no more; what has come stays."""
+        """Close the socket to the parent; received chunks stay."""
         if self.source is not None:
             self.source.close(linger=0)
             self.source = None
 
     def close(self) -> None:
-        """Forget it all."""
+        """Release the memory and the seed."""
         memory, self.memory = self.memory, None
         seed, self.seed = self.seed, None
         if memory is not None:

@@ -1,6 +1,6 @@
-"""As whom does a relay speak, to the sender and to other relays? Its sockets, with keys or without.
+"""ZeroMQ sockets of a relay, towards the sender and other relays, with or without CURVE keys.
 
-It knows addresses and keys, and nothing of what is said.
+:class:`RelayNode` uses them.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,13 @@ from tidegate.transport.weight_channels.zmq_sender import QUEUED_MAX, REQUEST_BY
 from tidegate.transport.zeromq import Context, Socket, expect_life, outlive_links
 
 GUIDE_SILENT_S = 10.0
-"""What the sender says there fits a packet, and sockets to parents are made anew anyway."""
+"""Silence after which the connection to the sender is renewed. Its messages fit a packet, and
+sockets to parents are renewed anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The sender, and who this process is to it and to other relays."""
+    """Address of the sender, and this process's keys towards it and towards other relays."""
 
     address: str
     keys: EngineKeys | None
@@ -35,38 +36,38 @@ class Upstream:
 
     @classmethod
     def of(cls, address: str, init: InitWeights, keys: EngineKeys | None) -> "Upstream":
-        """As the sender's first message says."""
+        """Read the relay keys from the sender's phase-1 message."""
         public, secret = (str(init.info.get(key, "")).encode() for key in ("public", "secret"))
         relay_keys = EngineKeys(public, secret, public) if public else None
         return cls(address, keys, relay_keys)
 
 
 class RelaySockets:
-    """A context of its own, for its doorkeeper, and what is in it."""
+    """A relay's sockets, in a context of their own because of its ZAP authenticator."""
 
     def __init__(self, upstream: Upstream) -> None:
         """Connect to the sender, which need not answer yet, and listen for other relays.
 
         Raises:
-            ConfigError: this host knows no way to the sender.
+            ConfigError: this host has no route to the sender.
         """
         self._upstream = upstream
         self._context: Context = zmq.Context()
         self._private: PrivateDirectory | None = None
         try:
             self.guide = self.to_parent("", silent_s=GUIDE_SILENT_S)
-            """To the sender, which says whom to fetch from."""
+            """DEALER to the sender, which assigns parents."""
             self.door = self._bound()
-            """For relays of other hosts."""
+            """ROUTER for relays of other hosts."""
             self.here = self.door.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         except BaseException:
             self._context.destroy(linger=0)
             raise
 
     def to_parent(self, address: str, *, silent_s: float | None = None) -> Socket:
-        """A socket to another relay; to the sender itself if ``address`` is empty.
+        """Open a socket to another relay, or to the sender if ``address`` is empty.
 
-        ``silent_s``: after so long a connection is made anew.
+        The connection is renewed after ``silent_s`` without a message from the peer.
         """
         keys = self._upstream.relay_keys if address else self._upstream.keys
         address = address or self._upstream.address
@@ -82,10 +83,10 @@ class RelaySockets:
         return made
 
     def close(self) -> None:
-        """Once all sockets to parents are closed."""
+        """Close the sockets; all sockets to parents must be closed before."""
         self.guide.close()
         self.door.close()
-        self._context.term()  # which the doorkeeper notices, and closes its own
+        self._context.term()  # the authenticator thread notices, and closes its sockets
         if self._private is not None:
             self._private.remove()
 
@@ -113,5 +114,5 @@ class RelaySockets:
 
 
 def is_readable(socket: Socket) -> bool:
-    """Whether something has come."""
+    """Return whether a message can be read."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

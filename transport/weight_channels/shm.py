@@ -1,11 +1,10 @@
-"""How do weights reach engines on this host without a file or a socket? Through shared memory.
+"""Weight channel by shared memory: an anonymous segment (memfd) that engines of this host map.
 
-One anonymous segment (memfd) per sender, which receivers open as ``/proc/PID/fd/N``. It has no name
-in /dev/shm: so nobody has to unlink it, it is gone with the last process that uses it however that
-one dies, no resource tracker second-guesses who owns it, and a container's small /dev/shm does not
-limit it. It only ever grows and its pages are used again, since the first touch of a fresh page
-costs ten times a copy into an old one. Receivers that don't share the sender's /proc or user need
-another channel.
+Receivers open it as ``/proc/PID/fd/N``. It has no name in /dev/shm: so it needs no unlinking, is
+freed with the last process that uses it however that process dies, no resource tracker interferes,
+and a container's small /dev/shm does not limit it. It only grows and its pages are reused, because
+the first touch of a fresh page costs ten times a copy into an old one. Receivers that do not share
+the sender's /proc or user need another channel.
 """
 
 import fcntl
@@ -29,21 +28,22 @@ NAME = "shm"
 
 
 class ShmSender:
-    """Owns the segment, and one mapping of it to write through."""
+    """Owns the segment, and a writable mapping of it."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("tidegate-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Who maps the segment may rely on its size: touching what was cut off would be a SIGBUS.
+        # Receivers rely on the size: touching a truncated mapping raises SIGBUS.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         os.ftruncate(self._fd, mmap.PAGESIZE)
         self._mapping = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self._places: dict[int, range] = {}
-        """Version -> its bytes in the segment: the newest, and those kept beside it."""
+        """Byte range of each version in the segment: the newest, and the kept ones."""
         self._is_closed = False
 
     def init(self) -> InitWeights:
-        """Phase 1: where the segment is, and its inode, for a path may be used again."""
+        """Return the phase-1 message: the segment's path, and its inode, because a path may be
+        reused."""
         return InitWeights(
             channel=NAME, info={"path": self._path, "inode": os.fstat(self._fd).st_ino}
         )
@@ -51,7 +51,7 @@ class ShmSender:
     def write(
         self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Copy the tensors in, beside the versions kept, over all others."""
+        """Copy the tensors into the segment beside the kept versions, over all others."""
         check_buffers(tensors)
         kept = {v: place for v, place in self._places.items() if v in keep}
         start = _first_gap(kept.values(), layout(tensors)[1])
@@ -61,13 +61,13 @@ class ShmSender:
         self._places = {**kept, version: range(start, end)}
         target = np.frombuffer(self._mapping, dtype=np.uint8)
         for spec, tensor in zip(specs, tensors, strict=True):
-            if spec.nbytes:  # numpy refuses to look at an empty buffer
+            if spec.nbytes:  # numpy rejects empty buffers
                 source = np.frombuffer(tensor.data.cast("B"), dtype=np.uint8)
                 np.copyto(target[spec.offset : spec.offset + spec.nbytes], source)
         return [UpdateWeights(version=version, location=self._path, tensors=specs)]
 
     def close(self) -> None:
-        """Let go of the segment; the system frees it once no receiver maps it."""
+        """Close the segment; the system frees it once no receiver maps it. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._mapping.close()
@@ -81,7 +81,7 @@ class ShmSender:
 
 
 def _first_gap(taken: Iterable[range], nbytes: int) -> int:
-    """Where so many bytes fit first. Aligned as places are, which begin at 0 or in such a gap."""
+    """Return the first offset where ``nbytes`` fit, aligned as all places are."""
     start = 0
     for place in sorted(taken, key=lambda place: place.start):
         if start + nbytes <= place.start:
@@ -91,13 +91,13 @@ def _first_gap(taken: Iterable[range], nbytes: int) -> int:
 
 
 class ShmReceiver:
-    """Maps a sender's segment, anew whenever it has grown."""
+    """Maps a sender's segment, again whenever it has grown."""
 
     def __init__(self, init: InitWeights) -> None:
         """Open the segment that ``init`` names.
 
         Raises:
-            WeightsRefused: it isn't there, or can't be reached from this process.
+            WeightsRefused: the segment is gone, or not accessible from this process.
         """
         self._path = str(init.info.get("path"))
         try:
@@ -117,19 +117,19 @@ class ShmReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Views of the segment."""
+        """Yield views of the segment."""
         if update.location != self._path:
             raise WeightsRefused(
                 f"an update lies at {update.location!r}, but the segment agreed on at init is "
                 f"{self._path!r}"
             )
         if os.fstat(self._fd).st_size > len(self._buffer):
-            # Private, so that a stray write here can't change what other engines read.
+            # Copy-on-write, so that a stray write here cannot change what other engines read.
             self._buffer = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
         return views(update.tensors, self._buffer)
 
     def close(self) -> None:
-        """Let go of the segment; it stays mapped as long as a view of it lives."""
+        """Close the segment; it stays mapped as long as a view of it lives. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._buffer = memoryview(b"")

@@ -1,6 +1,6 @@
-"""How far has a transfer of weights come, chunk by chunk, and what is to be asked for next?
+"""Progress of a chunked transfer of weights: which chunks have arrived, and what to request next.
 
-It knows one buffer and the chunks of it; not who sends them, and of sockets only how to read one.
+The ``zmq`` receiver and the relay node use it; it does not know who sends the chunks.
 """
 
 import numpy as np
@@ -19,38 +19,41 @@ from tidegate.transport.zeromq import Socket, skip_frames
 
 
 class Transfer:
-    """Which chunks of one buffer are there, on their way, and still to be asked for."""
+    """Tracks which chunks of one buffer have arrived, are requested, or are still to be
+    requested."""
 
     def __init__(self, location: str, buffer: memoryview, *, start: int = 0) -> None:
-        """Bytes before ``start``, the beginning of a chunk, are there already."""
+        """Bytes before ``start``, a chunk boundary, are valid already."""
         self._location = location
         self._buffer = buffer
         self._unasked = start
-        """From where on nothing was asked for."""
+        """Offset from which nothing has been requested yet."""
         self._asked: dict[int, memoryview] = {}
-        """Start of each chunk that is on its way, in order -> its place."""
+        """Requested chunks that have not arrived, by start in ascending order, with their buffer
+        slices."""
 
     @property
     def missing_bytes(self) -> int:
-        """That have not arrived."""
+        """Number of bytes that have not arrived."""
         on_their_way = sum(place.nbytes for place in self._asked.values())
         return self._buffer.nbytes - self._unasked + on_their_way
 
     def has(self, end: int) -> bool:
-        """Whether all before ``end`` is there."""
+        """Return whether all bytes before ``end`` have arrived."""
         return self.complete_bytes >= end
 
     @property
     def complete_bytes(self) -> int:
-        """How many there are from the beginning on without a gap."""
+        """Number of leading bytes that have arrived without a gap."""
         return min(self._asked, default=self._unasked)
 
     def has_chunk(self, start: int) -> bool:
-        """Whether the chunk that begins there has come."""
+        """Return whether the chunk at ``start`` has arrived."""
         return start < self._unasked and start not in self._asked
 
     def next_requests(self) -> list[Fetch]:
-        """What to ask for now: several chunks at once, when there is room for them."""
+        """Return the requests to send now; each asks for several chunks, once that many fit the
+        window."""
         requests = []
         while (
             self._unasked < self._buffer.nbytes
@@ -65,33 +68,34 @@ class Transfer:
         return requests
 
     def outstanding(self) -> list[Fetch]:
-        """What was asked for and has not come."""
+        """Return requests for all chunks that were requested and have not arrived."""
         return [
             Fetch(self._location, start, start + place.nbytes)
             for start, place in self._asked.items()
         ]
 
     def place_of(self, chunk: Chunk) -> memoryview | None:
-        """Where a chunk belongs; None if it is not of this transfer, or there already.
+        """Return the buffer slice for a chunk; None if it belongs to another transfer or is a
+        duplicate.
 
         Raises:
-            WeightsRefused: the sender doesn't have it.
+            WeightsRefused: the sender does not have it.
         """
         if chunk.refusal and chunk.location in ("", self._location):
             raise WeightsRefused(f"weights can't be fetched: {chunk.refusal}")
         return self._asked.get(chunk.start) if chunk.location == self._location else None
 
     def got(self, chunk: Chunk) -> None:
-        """It is in its place."""
+        """Mark a chunk as arrived."""
         del self._asked[chunk.start]
 
 
 def keep_freed_chunks() -> None:
-    """Have the C library keep memory that chunks came in, where it is glibc with its own settings.
+    """Make glibc's malloc keep the memory of freed chunks, if it has its default settings.
 
-    By its rules several that are freed at once go back to the system, and a page's first touch
-    costs ten times a copy. When a larger block is freed it takes such sizes for usual: this one,
-    which is never touched, is as large as all that can be on its way.
+    By default glibc returns several freed blocks of this size to the system, and a page's first
+    touch costs ten times a copy. Freeing a larger block raises its dynamic mmap threshold: this
+    block, which is never touched, is as large as all chunks that can be in flight.
     """
     np.empty(CHUNKS_AHEAD * CHUNK_BYTES, np.uint8)
 
@@ -99,13 +103,13 @@ def keep_freed_chunks() -> None:
 def take_chunk(
     socket: Socket, transfer: Transfer, address: str, *, flags: int = zmq.NOBLOCK
 ) -> int | None:
-    """Read one answer; where the chunk begins, if it was one that this transfer waits for.
+    """Read one answer; return the chunk's start, or None if this transfer does not wait for it.
 
-    By ``flags`` of 0 it waits as long as the socket may, else not at all.
+    With ``flags=0`` it blocks up to the socket's receive timeout, otherwise not at all.
 
     Raises:
-        zmq.Again: none has come.
-        WeightsRefused: the sender at ``address`` hasn't got it, or sent something else.
+        zmq.Again: nothing has arrived.
+        WeightsRefused: the sender at ``address`` does not have the chunk, or sent something else.
     """
     header = socket.recv(flags, copy=False)
     try:

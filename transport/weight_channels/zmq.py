@@ -1,8 +1,8 @@
-"""What do the two ends of the ZeroMQ channel say to each other? They ask for bytes, and get them.
+"""Messages of the ``zmq`` weight channel, in which engines on other hosts pull chunks of a buffer.
 
-The channel is for engines on other hosts. It has sockets of its own, so that weights never stand
-before other messages. An engine asks for the chunks it wants, a few ahead: so it gets no more than
-it has room for, a slow one slows nobody else, and after a lost connection it asks for the rest.
+The channel has sockets of its own, so weights never delay other messages. An engine requests the
+chunks it wants, a few ahead: so it gets no more than it has room for, a slow engine slows no other,
+and after a lost connection it requests the rest.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ from tidegate.transport.limits import Count
 NAME = "zmq"
 
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Where the price per byte is lowest: in smaller ones each chunk costs, larger ones leave the
-processor's cache before they are copied to their place."""
+"""Chunk size with the lowest cost per byte: smaller chunks cost per-chunk overhead, larger ones
+leave the CPU cache before they are copied."""
 
 CHUNKS_PER_REQUEST_MAX = 4
-"""A request costs two wakeups at either end."""
+"""Chunks per request, because a request costs two wakeups at either end."""
 
 CHUNKS_AHEAD = 8
-"""Asked for and not there yet: enough to keep a fast network busy while more are asked for."""
+"""Maximum number of requested chunks in flight: enough to keep a fast network busy."""
 
 SEND_BUFFER_BYTES = 512 * 1024
-"""Of the system, per TCP connection. It takes twice as many before they are read: a megabyte per
-round trip, and no more than a core's own cache holds. With twice that, or by the system's choice,
-both ends of one host took half as much time again."""
+"""TCP send buffer. The system holds twice as many bytes before they are read: a megabyte per round
+trip, and no more than a core's own cache. Twice that, or the system's default, took half as much
+time again between two processes of one host."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
-    """Engine -> sender: give me the bytes ``[start, end)`` of what is at ``location``.
+    """Engine -> sender: requests the bytes ``[start, end)`` of ``location``.
 
-    They come in chunks of :data:`CHUNK_BYTES`, of which the last may be shorter.
+    They arrive in chunks of :data:`CHUNK_BYTES`, of which the last may be shorter.
     """
 
     location: str
@@ -42,12 +42,12 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Sender -> engine: the bytes from ``start`` on are in the frame behind this one."""
+    """Sender -> engine: header of the chunk at ``start``, whose bytes are in the next frame."""
 
     location: str
     start: Count
     refusal: str = ""
-    """Or they are not, for this reason, and no frame follows."""
+    """Reason why the chunk cannot be sent; no frame follows then. Empty: it is sent."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,15 +56,15 @@ _chunk = msgspec.msgpack.Decoder(Chunk)
 
 
 def encode(message: Fetch | Chunk) -> bytes:
-    """Turn a message into one frame."""
+    """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_fetch(frames: Sequence[bytes]) -> Fetch:
-    """Read what an engine sent.
+    """Decode an engine's request.
 
     Raises:
-        BadFrame: it is no request.
+        BadFrame: the frames are not a request.
     """
     if len(frames) != 1:
         raise BadFrame(f"a request for weights is one frame, but yours had {len(frames)}")
@@ -75,10 +75,10 @@ def decode_fetch(frames: Sequence[bytes]) -> Fetch:
 
 
 def decode_chunk(frame: bytes) -> Chunk:
-    """Read the first frame of what a sender sent.
+    """Decode the first frame of a sender's answer.
 
     Raises:
-        BadFrame: it announces no chunk.
+        BadFrame: the frame is not a chunk header.
     """
     try:
         return _chunk.decode(frame)

@@ -1,7 +1,8 @@
-"""How do weights get from another host into this process? Chunk by chunk, a few asked for ahead.
+"""Engine's end of the ``zmq`` weight channel: requests chunks ahead and receives them into a
+buffer.
 
-They go straight into one buffer, which is used again for each version. Every wait has an end: what
-a lost connection swallowed is asked for again, and a sender that stays silent is an error.
+The buffer is reused for each version. Every wait is bounded: chunks lost with a connection are
+requested again, and a sender that stays silent is an error.
 """
 
 import time
@@ -26,22 +27,22 @@ from tidegate.transport.weight_channels.zmq import Fetch, encode
 from tidegate.transport.zeromq import new_socket
 
 STALL_TIMEOUT_S = 30.0
-"""Without a single chunk; 2 MiB take so long at half a megabit per second."""
+"""Timeout without a single chunk; 2 MiB take this long at half a megabit per second."""
 
 POLL_S = 0.1
-"""How long it goes unnoticed that nobody wants the weights any more."""
+"""Polling interval for whether the weights are still wanted."""
 
 _NOT_LET_IN = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class ZmqReceiver:
-    """A socket to one sender, and the buffer; for one thread."""
+    """A DEALER to one sender, and the buffer; for one thread."""
 
     def __init__(self, init: InitWeights, home: Home) -> None:
-        """Connect to where ``init`` says, which need not answer yet.
+        """Connect to the address in ``init``, which need not answer yet.
 
         Raises:
-            WeightsRefused: that is no place to connect to.
+            WeightsRefused: the address is invalid.
         """
         self._address = at_host_of(home.address, str(init.info.get("address")))
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -62,7 +63,7 @@ class ZmqReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Views of the buffer, each as soon as it is complete."""
+        """Yield views of the buffer, each as soon as it is complete."""
         nbytes = max((spec.offset + spec.nbytes for spec in update.tensors), default=0)
         if nbytes > len(self._buffer):
             self._buffer = np.empty(nbytes, np.uint8)
@@ -71,7 +72,7 @@ class ZmqReceiver:
         return self._fetched(shown, Transfer(update.location, buffer), is_wanted)
 
     def close(self) -> None:
-        """Disconnect. Harmless if repeated."""
+        """Disconnect. Idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()
@@ -98,7 +99,7 @@ class ZmqReceiver:
             self._socket.send(encode(request))
 
     def _receive(self, transfer: Transfer, is_wanted: Callable[[], bool]) -> bool:
-        """Wait for one chunk of this transfer; False if nobody wants it any more."""
+        """Wait for one chunk of this transfer; False if the weights are no longer wanted."""
         give_up_s = time.monotonic() + STALL_TIMEOUT_S
         while is_wanted():
             try:
@@ -115,7 +116,7 @@ class ZmqReceiver:
         return False
 
     def _ask_again_if_reconnected(self, transfer: Transfer) -> None:
-        """What was asked for or on its way when a connection broke will not come by itself."""
+        """Repeat the outstanding requests, which a broken connection has lost."""
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]
             if event & _NOT_LET_IN:

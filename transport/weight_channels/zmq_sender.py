@@ -1,7 +1,7 @@
-"""Sender of the ZeroMQ weight channel: a thread serves chunks of a buffer to whoever asks.
+"""Orchestrator's end of the ``zmq`` weight channel: a thread serves chunks of a buffer on request.
 
-The buffer is used again for each version, because the first touch of a fresh page costs ten times a
-copy into an old one. ZeroMQ sends its memory without a copy, by frames that are made once.
+The buffer is reused for each version, because the first touch of a fresh page costs ten times a
+copy into an old one. ZeroMQ sends its memory without a copy, from frames that are created once.
 """
 
 import threading
@@ -34,20 +34,20 @@ from tidegate.transport.zeromq import Context, Socket, outlive_links
 
 
 class SendableMemory:
-    """Some bytes, for one thread to write and one to send."""
+    """A buffer that one thread writes and another sends."""
 
     def __init__(self, nbytes: int) -> None:
-        """Not touched yet."""
+        """Allocate without touching the pages."""
         self.bytes = np.empty(nbytes, np.uint8)
         self._frames: dict[int, zmq.Frame] = {}
-        """By their start: those of whole chunks, at multiples of their size."""
+        """Zero-copy frames of whole chunks, by start offset."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the size in bytes."""
         return len(self.bytes)
 
     def frame(self, start: int, end: int) -> zmq.Frame:
-        """Shows the bytes ``[start, end)``, whatever is written there until they are sent."""
+        """Return a zero-copy frame of ``[start, end)``; it shows later writes until it is sent."""
         if start % CHUNK_BYTES or end - start != CHUNK_BYTES:
             return self._made(start, end)
         frame = self._frames.get(start)
@@ -60,11 +60,11 @@ class SendableMemory:
 
 
 REQUEST_BYTES_MAX = 1024
-"""A request is 60 bytes; larger frames are refused unread."""
+"""Maximum request size; a request is 60 bytes, and larger frames are refused unread."""
 
 QUEUED_MAX = 64
-"""Requests of one engine, and chunks on their way to it. Honest ones have a few; what a flood asks
-for beyond them is dropped."""
+"""High-water marks: requests of one engine, and chunks queued to it. Legitimate engines have a few;
+a flood's excess is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +78,26 @@ class Place:
 
 
 class ZmqSender:
-    """Owns the memory, a socket, and the thread that serves it."""
+    """Owns the memory, a ROUTER socket, and the thread that serves it."""
 
     def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
-        """Listen on a free port beside ``address``, the orchestrator's own; privately for ipc.
+        """Listen on a free port of the interface of ``address``; on a private path if that is ipc
+        or None.
 
         Raises:
-            ConfigError: the address can't be bound.
+            ConfigError: the address cannot be bound.
         """
         self._private: PrivateDirectory | None = None
         self._id = uuid.uuid4().hex
         self._writes = 0
         self._places: list[Place] = []
-        """What is being served: the newest version, and those kept beside it."""
+        """Versions being served: the newest, and the kept ones."""
         self._spare = SendableMemory(0)
-        """Memory that may be written over."""
+        """Memory that may be overwritten."""
         self._lock = threading.Lock()
         self.malformed_requests = 0
         self.sent_bytes = 0
-        """Of weights, to all who asked."""
+        """Total bytes of weights sent to all engines."""
         self._context: Context = zmq.Context()
         try:
             self._socket = self._bound(address, keys)
@@ -107,44 +108,46 @@ class ZmqSender:
         threading.Thread(target=self._serve, name="weights", daemon=True).start()
 
     def init(self) -> InitWeights:
-        """Phase 1: where to ask. ``*`` stands for the host that the engine reached us at."""
+        """Return the phase-1 message: the address, with ``*`` for the host at which the engine
+        reached us."""
         return InitWeights(channel=NAME, info={"address": self.address})
 
     def write(
         self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Copy the tensors, and serve them beside the versions kept; of others nothing is left."""
+        """Copy the tensors, and serve them beside the kept versions; all others are dropped."""
         check_buffers(tensors)
         specs, nbytes = layout(tensors)
         with self._lock:
-            # Of a version written twice, the later one.
+            # If a version was written twice, keep the later one.
             kept = {place.version: place for place in self._places if place.version in keep}
             dropped = [p for p in self._places if kept.get(p.version) is not p]
             self._places = list(kept.values())
         target = self._room(nbytes, [self._spare, *(place.memory for place in dropped)])
         for spec, tensor in zip(specs, tensors, strict=True):
-            if spec.nbytes:  # numpy refuses to look at an empty buffer
+            if spec.nbytes:  # numpy rejects empty buffers
                 source = np.frombuffer(tensor.data.cast("B"), np.uint8)
                 np.copyto(target.bytes[spec.offset : spec.offset + spec.nbytes], source)
         self._writes += 1
-        # The same version may be written twice, and must not be taken for what it was.
+        # Unique per write, because the same version may be written twice.
         location = f"{self._id}/{self._writes}"
         with self._lock:
             self._places = [*kept.values(), Place(version, location, target, nbytes)]
         return [UpdateWeights(version=version, location=location, tensors=specs)]
 
     def close(self) -> None:
-        """Stop serving. Harmless if repeated."""
-        self._context.term()  # which the thread notices, and closes its socket
+        """Stop serving. Idempotent."""
+        self._context.term()  # the thread notices, and closes its socket
         self._remove_directory()
 
     def _room(self, nbytes: int, free: list[SendableMemory]) -> SendableMemory:
-        """The smallest that is large enough, or a new one; the largest left is the spare."""
+        """Return the smallest free buffer that is large enough, or a new one; keep the largest
+        other."""
         found = min((m for m in free if len(m) >= nbytes), key=len, default=None)
         left = [memory for memory in free if memory is not found]
         if found is None:
-            # It takes the place of one that is too small; but part of a set is no reason to let
-            # go of the room that the next whole set needs.
+            # Drop buffers that are too small, but keep larger ones: after a partial update, the
+            # next full set needs that room.
             left = [memory for memory in left if len(memory) > nbytes]
             found = SendableMemory(nbytes)
         self._spare = max(left, key=len, default=SendableMemory(0))
@@ -215,7 +218,7 @@ class ZmqSender:
 
 
 def _objection(fetch: Fetch, place: Place | None) -> str | None:
-    """Why what is asked for can't be had."""
+    """Return why a request cannot be served, or None."""
     if place is None:
         return f"{fetch.location!r} is not here, or not any more"
     most = CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES
