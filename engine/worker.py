@@ -1,5 +1,4 @@
-"""Command line and start-up of an engine process: ``python -m tidegate.engine.worker
---connect ADDRESS``.
+"""Command line and start-up of an engine process: ``python -m tidegate.engine.worker``.
 
 Started by the orchestrator or by hand; opens the model, builds the engine's parts and runs
 ``EngineLoop``. Exit status: 0 ended on request or because the orchestrator is gone, 1 a defect, 2 a
