@@ -42,7 +42,7 @@ class StopStrings:
             self.completes(token_id)
 
     def completes(self, token_id: int) -> bool:
-        """Take in a sampled token; return whether a stop string ends in what it adds."""
+        """Add a sampled token; return whether a stop string ends within the text that it adds."""
         text = self._text_of(token_id)
         if not text:
             return False
@@ -51,7 +51,7 @@ class StopStrings:
         return any(said.find(s, max(0, known - len(s) + 1)) >= 0 for s in self._strings)
 
     def _text_of(self, token_id: int) -> str:
-        """What the token adds to the text; nothing as long as a character is broken."""
+        """Return the text that the token adds; empty while a character is incomplete."""
         self._ids.append(token_id)
         told = self._decode(self._ids[: self._told])
         text = self._decode(self._ids)[len(told) :]
