@@ -67,7 +67,7 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     )
     assert isinstance(model, OwnModel)  # other models are refused
     runner = model.make_runner(num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens)
-    assert isinstance(runner, ModelRunner)  # as Tidegate's own models have
+    assert isinstance(runner, ModelRunner)  # Tidegate's own models have one
     connection.send_bytes(rank.encode(rank.RankLoaded()))
     told = rank.decode_to_rank(connection.recv_bytes())
     if not isinstance(told, rank.Connect):
