@@ -1,9 +1,10 @@
-"""What of an engine's talk survives a lost connection, or an orchestrator that is started again?
+"""An engine's connection to the orchestrator: handshake, acknowledged step stream and heartbeats.
 
-A conversation begins with a hello, which says what the engine holds, and its welcome; then comes
-again whatever steps were not acknowledged. What arrives between hello and welcome was sent by one
-that had not heard the hello: it counts for nothing, and will be said again if it is still meant.
-It knows nothing of turns but their handles, nor of weights but their version.
+Used by the engine loop, over a DEALER socket; it survives a lost connection or a restarted
+orchestrator. A session begins with a hello, which says what the engine holds, and the welcome that
+answers it; then all unacknowledged step messages are sent again. A message between hello and
+welcome was sent before the hello was read, so it is dropped; it is repeated if still valid. Of
+turns the link knows only handles, and of weights only the version.
 """
 
 import time
@@ -34,50 +35,52 @@ from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
 
 WELCOME_TIMEOUT_S = 60.0
-"""An orchestrator that has answered no hello for so long isn't there. Once it has, it says itself
-how long the engine is to wait for it."""
+"""Seconds without an answer to any hello after which the engine gives up. A welcome then says how
+long to wait for the orchestrator."""
 
 HELLO_INTERVAL_S = 5.0
-"""A hello without an answer is said again: it may have been what was damaged. Saying it too often
-does no harm, but makes the orchestrator go through its turns each time."""
+"""Seconds after which an unanswered hello is repeated, in case it was damaged. Repeating is
+harmless, but makes the orchestrator go through its turns each time."""
 
 REFUSALS_MAX = 3
-"""Complaints without one step acknowledged in between. The first two may be accidents, which a
-replay mends; the third is about bytes that are wrong each time they are sent."""
+"""Complaints about the same unacknowledged step before the engine gives up. The first two may be
+transient, and a replay repairs them; the third means that the bytes are wrong whenever sent."""
 
 
 class Link:
-    """An engine's end of the wire, from one conversation to the next. Used by one thread."""
+    """An engine's end of the wire, across reconnections. Used by one thread."""
 
     def __init__(self, socket: DealerSocket, hello: Hello) -> None:
-        """``hello`` says what never changes in this process."""
+        """``hello`` holds the fields that never change in this process."""
         self._socket = socket
         self._hello = hello
         self._window = SendWindow(1)  # the welcome says how many
         self._welcome: Welcome | None = None
-        """The newest; None before the first."""
+        """The newest welcome; None before the first."""
         self._connection: int | None = None
-        """As of the last look."""
+        """Connection number seen by the last ``receive``."""
         self._greeted: int | None = None
-        """The connection on which a hello was said, if nothing has made that void."""
+        """Connection on which the hello was sent; None if there was none, or it has
+        been invalidated."""
         self._is_welcome = False
-        """Whether the hello has been answered: a conversation is on."""
+        """Whether the hello has been answered, so that a session is on."""
         self._greeted_at_s = self._heard_at_s = self._heartbeat_due_s = time.monotonic()
         self._listened_at_s = self._heard_at_s
-        """Of the last look. What came after it was not missed, however long ago that was."""
+        """Time of the last ``receive``. Silence is counted up to it, because later
+        messages are unread."""
         self._refused: deque[int] = deque(maxlen=REFUSALS_MAX)
-        """The oldest unacknowledged step at each of the last complaints."""
+        """First unacknowledged step at each of the last complaints."""
 
     # ------------------------------------------------------------ hello
 
     @property
     def is_on(self) -> bool:
-        """Whether what is sent now reaches somebody who knows this engine."""
+        """Whether a session is on, so that sent messages reach the orchestrator."""
         return self._is_welcome
 
     @property
     def hello_due(self) -> bool:
-        """Whether :meth:`say_hello` is the next thing to do."""
+        """Whether :meth:`say_hello` must be called next."""
         if self._connection is None or self._is_welcome:
             return False
         if self._greeted != self._connection:
@@ -92,7 +95,8 @@ class Link:
         asleep: Sequence[MemoryTag] = (),
         lacks_weights: bool = False,
     ) -> None:
-        """Begin a conversation: who we are, what we hold, and which steps come again."""
+        """Send a hello: the engine's identity, its turns and weights, and the steps that
+        will be repeated."""
         self._greeted, self._greeted_at_s = self._connection, time.monotonic()
         hello = msgspec.structs.replace(
             self._hello,
@@ -114,19 +118,20 @@ class Link:
             self._socket.send_again(frame)
 
     def _break_off(self) -> None:
-        """Whatever is said from now on, either way, belongs to no conversation."""
+        """End the session: messages in either direction are void until the next
+        hello is answered."""
         self._is_welcome = False
         self._greeted = None
 
     # ------------------------------------------------------------ in
 
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
-        """What has arrived and counts; if nothing has, wait up to ``timeout_s`` for it.
+        """Return the valid messages that have arrived; wait up to ``timeout_s`` if there are none.
 
         Raises:
-            NotUnderstood: the orchestrator has refused the same step again and again.
+            NotUnderstood: the orchestrator has refused the same step ``REFUSALS_MAX`` times.
         """
-        # Looked at first: all that an earlier connection brought is then read before a hello.
+        # Read first, so that all messages of an earlier connection are read before the hello.
         self._connection = self._socket.connection()
         if self._greeted != self._connection:
             self._break_off()
@@ -135,7 +140,7 @@ class Link:
         return messages
 
     def _counts(self, message: FromOrchestrator) -> bool:
-        """Whether the engine has to do with this message; what is the link's own is done here."""
+        """Handle the link's own messages; return whether the message is for the engine loop."""
         match message:
             case Shutdown() | Refused():
                 return True
@@ -163,7 +168,8 @@ class Link:
             self.send(Complaint(message=str(error)))
 
     def _take_complaint(self, why: str) -> None:
-        """Something we said was dropped, and every step after it is: say hello, and all of it."""
+        """Reconnect with a hello and a replay, because the orchestrator drops steps
+        after a bad one."""
         say(f"orchestrator complained: {why}")
         first_seq = self._window.first_seq
         self._refused.append(first_seq)
@@ -172,29 +178,30 @@ class Link:
         self._break_off()
 
     def fileno(self) -> int:
-        """What an event loop can wait for, as :meth:`DealerSocket.fileno` says."""
+        """Return a file descriptor to poll, see :meth:`DealerSocket.fileno`."""
         return self._socket.fileno()
 
     # ------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:
-        """Say something that is told by the next hello, or asked for again, if nobody hears it."""
+        """Send a message that may be lost: the next hello repeats its content, or it is
+        requested again."""
         if self._is_welcome:
             self._socket.send(message)
 
     def leave(self, reason: str, *, has_failed: bool = False) -> None:
-        """Say goodbye, if there is anybody who may have heard of this engine."""
+        """Send a goodbye, if a hello was sent."""
         if self._greeted is not None:
             self._socket.send(Goodbye(reason=reason, has_failed=has_failed))
 
     @property
     def has_credit(self) -> bool:
-        """Whether there is room to keep another step message."""
+        """Whether the window has room for another unacknowledged step message."""
         return self._window.is_open
 
     @property
     def next_seq(self) -> int:
-        """What the next step message carries."""
+        """Sequence number of the next step message."""
         return self._window.next_seq()
 
     def send_step(self, step: Step) -> None:
@@ -205,7 +212,7 @@ class Link:
     # ------------------------------------------------------------ time
 
     def take_heartbeat_due(self) -> bool:
-        """Whether it is time for a heartbeat; asking counts as having sent it."""
+        """Whether a heartbeat is due; asking counts as sending it."""
         now_s = time.monotonic()
         if self._welcome is None or not self._is_welcome or now_s < self._heartbeat_due_s:
             return False
@@ -213,15 +220,15 @@ class Link:
         return True
 
     def heartbeat_due_in_s(self) -> float:
-        """How long until the next one."""
+        """Return the seconds until the next heartbeat."""
         return max(0.0, self._heartbeat_due_s - time.monotonic())
 
     def shut_out(self) -> str | None:
-        """Why no connection will be let in, for want of the right keys; None if one may."""
+        """Return why the keys are refused by the orchestrator; None if they are not."""
         return self._socket.refusal()
 
     def given_up(self) -> str | None:
-        """Why the orchestrator must be gone for good; None while it may come back."""
+        """Return why the orchestrator is considered gone for good; None while it may come back."""
         silent_s = self._listened_at_s - self._heard_at_s
         if self._welcome is None:
             return "not welcomed" if silent_s > WELCOME_TIMEOUT_S else None

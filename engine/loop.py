@@ -1,11 +1,11 @@
-"""What does an engine do all day? It reads its messages, moves weights, steps, and sends.
+"""Main loop of an engine process: receives messages, stages and swaps weights, steps, and sends.
 
-All of the waiting and none of the deciding: which turns run is the scheduler's business, what they
-say is the runner's, when weights are complete is staging's, and who hears it is the link's. While
-nobody does, it goes on decoding until there is no credit left for steps.
+Run by the worker, on one thread. It waits and decides nothing: the scheduler decides which turns
+run, the runner computes, staging knows when weights are complete, and the link delivers. Without an
+orchestrator it continues to decode until the link has no credit for steps.
 
-Order matters in two places. Turns ended by a pause are told before the pause is said to be in
-effect. And new weights are announced before the first step that used them.
+Two orders matter. Turns that a pause ended are reported before the pause is. New weights are
+announced before the first step that used them.
 """
 
 import time
@@ -48,20 +48,20 @@ from tidegate.transport.printable import say
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 STAGING_POLL_S = 0.002
-"""How long an idle engine leaves staged weights, or a compiled grammar, unnoticed."""
+"""Seconds between checks for staged weights or a compiled grammar while the engine is idle."""
 
 CONNECTION_POLL_S = 0.02
-"""How long one that nobody hears leaves a new connection unnoticed."""
+"""Seconds between checks for a new connection while there is none."""
 
 SIGNAL_POLL_S = 0.1
-"""How long an idle engine leaves a signal unnoticed; ten wake-ups a second cost nothing."""
+"""Seconds after which an idle engine notices a signal; ten wake-ups a second cost nothing."""
 
 LESS_PER_STEP = "lower max_running_turns or num_blocks, or leave the machine more"
-"""What helps where a step has no memory."""
+"""Advice in the error for a step that ran out of memory."""
 
 
 class EngineLoop:
-    """One engine's life, on one thread."""
+    """The main loop of one engine, and its parts."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class EngineLoop:
         self._sleeper = sleeper
         sleeper.beat = self._beat
         self._answers: list[Message] = []
-        """Due, in order, once the turns that ended before them have been told."""
+        """Answers to send, in order, after the turns that ended before them have been reported."""
         self._out_of_memory_steps = 0
-        """Steps that failed, and were tried again with less."""
+        """Number of steps that ran out of memory and were retried smaller."""
         self.refusal: str | None = None
-        """Why the orchestrator doesn't want this engine, if it said so."""
+        """Why the orchestrator refused this engine; None if it has not."""
         self.ending: str | None = None
-        """Why it ends; None while it goes on."""
+        """Why the loop ends; None while it runs."""
 
     def run(self) -> str:
-        """Serve until told to end; return why.
+        """Serve until asked to end; return the reason.
 
         Raises:
-            NotUnderstood: the orchestrator refuses what is said, again and again.
-            OutOfMemory: there is none for the next step.
+            NotUnderstood: the orchestrator refuses the same step repeatedly.
+            OutOfMemory: there is no memory for the smallest step.
             Exception: the model's code fails, whatever turns it computes.
         """
         stepped = False
@@ -110,14 +110,14 @@ class EngineLoop:
         return self.ending
 
     def end(self, why: str) -> None:
-        """Have ``run`` return soon; safe to call from a signal handler."""
+        """Make ``run`` return soon; safe to call from a signal handler."""
         self.ending = why
 
     def _introduce(self) -> None:
-        """Begin a conversation. Turns and live weights outlast the one before, and nothing else.
+        """Send a hello. Turns and live weights survive the previous session, and nothing else.
 
-        The next orchestrator may be another process, which knows neither of pauses nor of weights
-        on their way; and the numbers of those weights it may use again, for others.
+        The next orchestrator may be another process, which knows neither pauses nor staged weights,
+        and may reuse the numbers of those weights for others.
         """
         self._scheduler.start_over()
         self._staging.abandon()
@@ -158,7 +158,7 @@ class EngineLoop:
             case InitWeights():
                 self._staging.init(message)
             case StartWeightUpdate():
-                self._scheduler.drop_swap()  # its weights make place for these
+                self._scheduler.drop_swap()  # its staged weights are overwritten by these
                 live = Live(self._scheduler.version, self._runner.weights)
                 self._staging.start(message, live if self._sleeper.has_weights else None)
             case UpdateWeights():
@@ -185,7 +185,7 @@ class EngineLoop:
             self._link.send(scoring.ScoreRefused(request=message.request, message=why))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
-        self._answers += self._staging.take_answers()  # the last copy may be done, and untold
+        self._answers += self._staging.take_answers()  # the last copy may be done, but unreported
         if self._staging.is_staged(message.version):
             self._scheduler.ask_swap(message)
             return
@@ -195,7 +195,7 @@ class EngineLoop:
     # ------------------------------------------------------------ between steps
 
     def _settle(self) -> None:
-        """Say what is due, and swap weights that are."""
+        """Send due answers, and swap weights if a swap is due."""
         self._answers += self._staging.take_answers()
         self._answers += self._scheduler.take_answers()
         if slept := self._sleeper.settle():  # which may have given up what was staged
@@ -207,7 +207,7 @@ class EngineLoop:
             self._swap(update)
 
     def _tell(self) -> bool:
-        """Send ended turns, then answers; False if there is no credit for the former."""
+        """Send ended turns, then answers; False if there is no credit for the ended turns."""
         if self._scheduler.has_ended:
             if not self._link.has_credit:
                 return False
@@ -239,7 +239,7 @@ class EngineLoop:
     # ------------------------------------------------------------ steps
 
     def _step(self) -> bool:
-        """Run one step if there is one to run, and credit to tell of it."""
+        """Run one step if turns can run and the link has credit; return whether one ran."""
         if not self._link.has_credit:
             return False
         started_ns = time.monotonic_ns()
@@ -248,7 +248,7 @@ class EngineLoop:
             return False
         output = self._compute(rows)
         if output is None:
-            trim_heap()  # only here is what the failed step held let go of
+            trim_heap()  # only here has the failed step's memory been freed
             return True
         self._pace(started_ns)
         columns = self._scheduler.complete(output)
@@ -267,13 +267,13 @@ class EngineLoop:
             time.sleep(rest_s)
 
     def _compute(self, rows: list[Row]) -> StepOutput | None:
-        """What the rows sample; None if the step failed, and another is to be planned.
+        """Return the rows' output; None if the step failed and another must be planned.
 
-        Of a step that fails nothing is told, and so nothing is lost: whoever takes over its turns
-        goes on from the tokens told before.
+        A failed step is not reported, so nothing is lost: its turns continue from the tokens that
+        were reported before.
 
         Raises:
-            OutOfMemory: there is none for the smallest step.
+            OutOfMemory: there is no memory for the smallest step.
             Exception: the model's code fails, whatever turns it computes.
         """
         try:
@@ -321,7 +321,7 @@ class EngineLoop:
         self._scheduler.refuse_planned(failed)
 
     def _survive(self, lack: str) -> None:
-        """Tell of a step that failed, and is tried again with less."""
+        """Report an out-of-memory step that is retried smaller."""
         self._out_of_memory_steps += 1
         less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
         say(f"warning: {lack}; {less}")
@@ -350,7 +350,7 @@ class EngineLoop:
     # ------------------------------------------------------------ time
 
     def _idle_s(self) -> float:
-        """How long to wait for messages when there may be nothing to do."""
+        """Return how long to wait for messages: 0 if a step can run."""
         if self._scheduler.can_step and self._link.has_credit:
             return 0.0
         if self._staging.is_busy or self._scheduler.is_preparing:

@@ -1,7 +1,8 @@
-"""How does an engine process begin and end? ``python -m tidegate.engine.worker --connect ADDRESS``.
+"""Command line and start-up of an engine process: ``python -m tidegate.engine.worker``.
 
-Nothing here decides about turns. Exit status: 0 ended on request or because the orchestrator is
-gone, 1 a defect, 2 a model or setting that can't work, 3 refused by the orchestrator.
+Started by the orchestrator or by hand; opens the model, builds the engine's parts and runs
+``EngineLoop``. Exit status: 0 ended on request or because the orchestrator is gone, 1 a defect, 2 a
+model or setting that cannot work, 3 refused by the orchestrator.
 """
 
 import argparse
@@ -49,28 +50,28 @@ ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
 
 KV_BYTES_DEFAULT = 256 * 1024 * 1024
-"""What the KV cache may take where --num-blocks is left out: 262,144 tokens of a float32 model with
-2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which wants more."""
+"""Bytes of the KV cache without --num-blocks: 262,144 tokens of a float32 model with 2 layers of 2
+KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which needs more."""
 
 STEP_TIME_MIN_S_MAX = 1.0
-"""Upper limit of --step-time-min. An engine reads no message and heeds no signal during a step, and
-runs take engines for lost that have been silent for some seconds."""
+"""Upper limit of --step-time-min. An engine reads no message and handles no signal during a step,
+and runs take engines for lost that have been silent for some seconds."""
 
 PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>: which signal to get when the parent dies."""
+"""From <linux/prctl.h>: sets the signal that the process gets when its parent dies."""
 
 
 def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:
     """Run one engine until it ends; return the process's exit status.
 
-    ``keys`` are for those who have them, and on no disk.
+    ``keys`` are for callers that hold them in memory, not on disk.
     """
     arguments = _parse(argv)
     if arguments.die_with_parent is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != arguments.die_with_parent:
             remove_abandoned()
-            return ENDED  # it died while this process was importing, and nothing told of it
+            return ENDED  # the parent died during imports, before the signal was set
     ranks = None
     try:
         if arguments.keys is not None:
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         return UNUSABLE
     if model.warning is not None:
         say(f"warning: {model.warning}")
-    # All that lives by now lives to the end: the collector need not look at it again.
+    # All objects so far live to the end, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
     link = Link(socket, _hello(arguments, model, limits))
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         socket.close()
         options.close()
         ranks.close()
-        remove_abandoned()  # if the run was killed, nobody else sees to what it left
+        remove_abandoned()  # if the run was killed, nobody else removes its files
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,7 +222,7 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
 
 
 def _refuse_irregular(directory: Path) -> None:
-    """Refuse a model directory with a FIFO or a device in it, which would be waited for."""
+    """Refuse a model directory with a FIFO or device file in it, on which reads would block."""
     try:
         if directory.is_dir():
             check_all_regular(directory)
@@ -251,7 +252,7 @@ def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
 
 
 def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list[str]:
-    """What the other ranks must know, on the command line."""
+    """Return the command line of the other tensor-parallel ranks."""
     given: dict[str, object] = {
         "rank-0": os.getpid(),
         "home": arguments.connect,
@@ -285,7 +286,8 @@ def _drafts(
 
 
 def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:
-    """What fits the default memory, but no more than all turns can ever use; one at least."""
+    """Return the blocks that fit ``KV_BYTES_DEFAULT``, at most what all turns can use,
+    and at least one."""
     block_tokens = max(1, arguments.block_tokens)
     affordable = KV_BYTES_DEFAULT // (model.kv_token_bytes() * block_tokens)
     usable = arguments.max_running_turns * -(-model.context_tokens_max // block_tokens)
@@ -293,7 +295,7 @@ def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:
 
 
 def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
-    """The weights and the KV cache: nearly all of the memory that an engine takes."""
+    """Allocate the weights and the KV cache, nearly all of an engine's memory."""
     blocks, block_tokens = limits.num_blocks, limits.block_tokens
     kv_bytes = blocks * block_tokens * model.kv_token_bytes()
     cache = f"{blocks} blocks of {block_tokens} tokens, {kv_bytes / 2**30:.1f} GiB"
@@ -302,19 +304,19 @@ def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
 
 
 def _serve(link: Link, loop: EngineLoop, staging: Staging) -> int:
-    """Live until the end, whatever it is, and tell the orchestrator of it."""
+    """Run the loop to its end, and report the reason to the orchestrator."""
     _end_on_signals(loop)
     try:
         reason, status = loop.run(), ENDED
     except TidegateError as error:
         reason, status = str(error), DEFECT
         say(f"error: {reason}")
-    except Exception as error:  # noqa: BLE001  (whatever it was, the orchestrator must hear of it)
+    except Exception as error:  # noqa: BLE001  (the orchestrator must be told of any failure)
         traceback.print_exc()
         reason, status = f"failed: {type(error).__name__}: {error}", DEFECT
     finally:
         staging.close()
-    if loop.refusal is not None:  # then nobody there wants to hear a goodbye
+    if loop.refusal is not None:  # a refused engine sends no goodbye
         say(f"error: the orchestrator refused this engine: {loop.refusal}")
         return REFUSED
     link.leave(reason, has_failed=status == DEFECT)
@@ -327,7 +329,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
     return Hello(
         protocol=PROTOCOL,
         engine=arguments.engine,
-        epoch=time.time_ns(),  # later starts have later epochs, which is what replaces them
+        epoch=time.time_ns(),  # a later start has a later epoch, and replaces this one
         weight_version=0,
         architecture=model.architecture,
         vocab_size=limits.vocab_size,
@@ -359,7 +361,7 @@ def _end_on_signals(loop: EngineLoop) -> None:
     def end(number: int, frame: FrameType | None) -> None:
         loop.end(f"got {signal.Signals(number).name}")
 
-    if threading.current_thread() is threading.main_thread():  # else they are somebody else's
+    if threading.current_thread() is threading.main_thread():  # else signals are the host's
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
 

@@ -1,9 +1,9 @@
-// How does the last token of each turn attend to its context? A decode step's attention.
+// Decode attention over a paged KV cache: the last token of each turn attends to its context.
 //
-// It reads keys and values where they lie, block after block, all heads of one together, for those
-// lie side by side; and asks for the next block meanwhile, for that lies elsewhere. A row's sums are
-// in the order of its positions, whatever else is in the batch. kernels/native.py says what the
-// arguments are; kernels/compiled.py builds this file.
+// Reads keys and values in place, block after block, all heads of a block together because they are
+// adjacent, and prefetches the next block, which is elsewhere. A row is summed in the order of its
+// positions, whatever the batch. kernels/native.py documents the arguments; kernels/compiled.py
+// builds this file.
 //
 // Letters in shapes: R rows (turns), A query heads, K KV heads, D head_dim, B blocks per row.
 
@@ -33,7 +33,7 @@ template <typename V> inline V load(const float* from) {
 #if defined(__AVX2__)
 inline Eight fma(Eight a, Eight b, Eight c) { return (Eight)_mm256_fmadd_ps(a, b, c); }
 
-// The sum of each of eight vectors: one alone takes as many instructions as all.
+// The sums of eight vectors, for as many instructions as one sum would take.
 inline Eight sums_of(const Eight* v) {
     const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
@@ -60,7 +60,7 @@ typedef float Sixteen __attribute__((vector_size(64)));
 
 inline Sixteen fma(Sixteen a, Sixteen b, Sixteen c) { return (Sixteen)_mm512_fmadd_ps(a, b, c); }
 
-// The sum of each of sixteen vectors: pairs are added crosswise, and each time half as many remain.
+// The sums of sixteen vectors: pairs are added crosswise, halving their number each time.
 inline Sixteen sums_of(const Sixteen* v) {
     __m512 four[4];
     for (int i = 0; i < 4; i++) {
@@ -95,7 +95,7 @@ template <int D, typename Key> inline Vector<D> scores_of(const float* query, Ke
     return sums_of(sums);
 }
 
-// Scores of one query for ``count`` keys; the last ones are repeated to fill a vector up.
+// Scores of one query for ``count`` keys; the last key is repeated to fill a vector.
 template <int D>
 inline void score(const float* query, const float* keys, int64_t count, float* scores) {
     int64_t i = 0;
@@ -109,7 +109,7 @@ inline void score(const float* query, const float* keys, int64_t count, float* s
     std::memcpy(scores + i, &found, (count - i) * sizeof(float));
 }
 
-// The scores of one query head over a context, and the shares that they come to; unnormalised.
+// The scores of one query head over a context, and their softmax weights, unnormalised.
 inline float softmax_shares(float* scores, int64_t n, float scale, float soft_cap) {
     if (soft_cap > 0.0f)
         for (int64_t i = 0; i < n; i++)
@@ -129,7 +129,7 @@ inline float softmax_shares(float* scores, int64_t n, float scale, float soft_ca
     return total;
 }
 
-// Memory that is used again for every row.
+// Scratch memory, reused for every row.
 struct Room {
     std::vector<float> scores, totals, queries, sums, block;
 };
@@ -145,8 +145,8 @@ inline const float* widened(const bfloat16* from, int64_t n, float* to) {
     return to;
 }
 
-// Add ``count`` values to a sum that stays in registers meanwhile, each with its share. Small heads
-// have several sums, of every n-th value: one would wait for each of its additions.
+// Add ``count`` weighted values to a sum that stays in registers. Small heads use several sums, of
+// every n-th value, because a single one would wait for each of its additions.
 template <int D>
 inline void add_shares(const float* values, const float* shares, int64_t count, float* sum) {
     using V = Vector<D>;
@@ -170,13 +170,13 @@ inline void add_shares(const float* values, const float* shares, int64_t count, 
 
 constexpr int64_t LINE_BYTES = 64;
 
-// Have memory brought near that is read soon: the processor foresees no more than a page of it.
+// Prefetch memory: the hardware prefetcher does not cross a page.
 template <typename T> inline void ask_for(const T* from, int64_t n) {
     for (int64_t i = 0; i < n; i += LINE_BYTES / sizeof(T)) __builtin_prefetch(from + i);
 }
 
-// The keys or the values of one row's positions [first, length), block after block: ``use`` gets
-// those of each head, [count, D], and which positions they are of. ``ahead`` is read next.
+// Walk one row's keys or values at positions [first, length), block after block: ``use`` gets each
+// head's [count, D] and their positions. ``ahead`` is prefetched.
 template <typename T, int D, typename Use>
 inline void walk(const T* cache, const int64_t* table, const Paging& paging, int64_t first,
                  int64_t length, const T* ahead, Room& room, Use use) {
@@ -196,7 +196,7 @@ inline void walk(const T* cache, const int64_t* table, const Paging& paging, int
     }
 }
 
-// One row's query, over the positions [first, length); ``ahead`` are the keys to be read after it.
+// Attention of one row's query over the positions [first, length); ``ahead`` are the next keys.
 template <typename T, int D>
 void attend_row(const T* query, const T* cache, const int64_t* table, const Paging& paging,
                 int64_t shared, int64_t first, int64_t length, float scale, float soft_cap,
@@ -256,7 +256,7 @@ void attend_last(const T* query, const T* cache, const int64_t* tables, const in
     case D:                                                                                        \
         return attend_rows<T, D>(query, cache, tables, lengths, out, rows, heads, paging, scale,   \
                                  window, soft_cap)
-    switch (head_dim) {  // HEAD_DIMS in native.py: known to the compiler, a head stays in registers
+    switch (head_dim) {  // HEAD_DIMS in native.py: as constants, so that a head stays in registers
         WITH_HEADS_OF(8);
         WITH_HEADS_OF(16);
         WITH_HEADS_OF(32);

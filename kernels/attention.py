@@ -1,8 +1,9 @@
-"""What does each token attend to? Attention over a paged KV cache.
+"""Attention over a paged KV cache on the CPU, with torch: KV writes, index plans, masked attention.
 
-It knows blocks and positions, not turns. A layer's cache is one tensor [blocks, 2, KV heads,
-block_tokens, head_dim], keys at 0 and values at 1: a block of one head is contiguous, so gathering
-a context needs one call and no transposition after it.
+Used by ``engine/models/model.py`` where compiled code does not apply; the GPU's counterpart is
+``paged_attention.py``. A layer's cache is one tensor [blocks, 2, K, block_tokens, D], keys at 0 and
+values at 1. A block of one head is contiguous, so a context is gathered in one call without a
+transposition.
 
 Letters in shapes: T tokens of a step, R rows (turns), Q query tokens per row, A query heads, K KV
 heads, D head_dim, B blocks per row, C context positions (B x block_tokens).
@@ -21,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What of a layer's cache indices depend on."""
+    """The sizes of a layer's cache that indices depend on."""
 
     num_kv_heads: int
     block_tokens: int
@@ -29,33 +30,35 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Successive rows of a step that are attended to together, padded to a rectangle.
+    """Successive rows of a step that attend in one call, padded to a rectangle.
 
     Computed once per step and used in every layer.
     """
 
     first_token: int
     end_token: int
-    """The group's tokens are ``[first_token, end_token)`` of the step's."""
+    """The group's tokens are ``[first_token, end_token)`` of the step."""
     rows: int
     pad: torch.Tensor | None
-    """[R * Q] places in the group's tokens, the last repeated; None if rows are equally long."""
+    """[R * Q], index of each padded query in the group's tokens, the last repeated; None if all
+    rows have the same length."""
     unpad: torch.Tensor | None
-    """[end_token - first_token] places in the padded rectangle; None like ``pad``."""
+    """[end_token - first_token], index of each token in the padded rectangle; None like ``pad``."""
     gather: torch.Tensor
-    """[2 * R * K * B] rows of the cache seen as [blocks * 2 * K, block_tokens * D]."""
+    """[2 * R * K * B], rows of the cache viewed as [blocks * 2 * K, block_tokens * D]."""
     mask: torch.Tensor
-    """[R, 1, Q, C]: 0 where a query sees a position, -inf elsewhere."""
+    """[R, 1, Q, C]: 0 where a query attends to a position, -inf elsewhere."""
     unseen: torch.Tensor | None
-    """Rows of what is gathered, seen as [2 * R * K * C, D], that no query sees; None if there are
-    none. Whoever had their blocks before, or has them now, may have left NaN there, and a masked
-    NaN is still one."""
+    """Rows of the gathered context, viewed as [2 * R * K * C, D], that no query attends to; None
+    if there are none. They are zeroed, because another turn may have left NaN there, which a
+    mask does not hide."""
 
 
 def write_index(block: Ints, offset: Ints, shape: CacheShape) -> torch.Tensor:
-    """Where tokens' keys and values go: [T * 2K] rows of the cache seen as [-1, D].
+    """Return where tokens' keys and values are written: [T * 2K] rows of the cache
+    viewed as [-1, D].
 
-    ``block`` and ``offset`` [T] say in which block a token lies, and where in it.
+    ``block`` and ``offset`` [T] are each token's block and its position in the block.
     """
     heads = 2 * shape.num_kv_heads
     rows = block[:, None] * heads + np.arange(heads)
@@ -78,7 +81,7 @@ def plan_group(
     dtype: torch.dtype,
     window_tokens: int | None = None,
 ) -> RowGroup:
-    """Work out a group's indices.
+    """Compute a group's indices and mask.
 
     Args:
         starts: [R], context position of each row's first query token.
@@ -87,7 +90,7 @@ def plan_group(
         shape: of the cache.
         first_token: where in the step the group's tokens begin.
         dtype: of the model, for the mask.
-        window_tokens: how many positions a token sees, its own among them; None: all up to it.
+        window_tokens: positions that a token attends to, itself included; None: all up to it.
     """
     context_starts = np.zeros_like(starts)
     if window_tokens is not None:
@@ -119,7 +122,8 @@ def plan_group(
 
 
 def _mask(places: Ints, context_tokens: int, window_tokens: int | None) -> torch.Tensor:
-    """What queries at ``places`` [R, Q] of a context see of it: 0, or -inf. [R, Q, C], float32"""
+    """Return the mask of queries at ``places`` [R, Q] of a context: 0 or -inf.
+    [R, Q, C], float32"""
     places = places[:, :, None]
     context = np.arange(context_tokens)
     sees = context <= places
@@ -129,8 +133,8 @@ def _mask(places: Ints, context_tokens: int, window_tokens: int | None) -> torch
 
 
 def _unseen(first: Ints, last: Ints, context_tokens: int, kv_heads: int) -> torch.Tensor | None:
-    """Where the gathered context [2, R, K, C] of rows that see from ``first`` to ``last``, both
-    [R, 1], is seen by nobody."""
+    """Return the indices in the gathered context [2, R, K, C] that no query attends to, for rows
+    that attend from ``first`` to ``last``, both [R, 1]."""
     context = np.arange(context_tokens)
     unseen = (context < first) | (context > last)
     if not unseen.any():
@@ -142,10 +146,10 @@ def _unseen(first: Ints, last: Ints, context_tokens: int, kv_heads: int) -> torc
 def _within_window(
     starts: Ints, counts: Ints, tables: Ints, shape: CacheShape, window_tokens: int
 ) -> tuple[Ints, Ints]:
-    """Leave out of each row's blocks those before its first query's window.
+    """Drop the blocks before each row's first query's window.
 
     Returns:
-        [R, B], fewer blocks; [R], the context position that each row's now begin with.
+        [R, B], fewer blocks; [R], the context position of each row's first remaining block.
     """
     firsts = np.maximum(0, starts + 1 - window_tokens) // shape.block_tokens
     ends = -(-(starts + counts) // shape.block_tokens)
@@ -155,7 +159,7 @@ def _within_window(
 
 
 def scratch_elements(groups: Sequence[RowGroup], cache: torch.Tensor) -> int:
-    """How large the scratch memory must be for every one of ``groups``, used in turn."""
+    """Return the size of the scratch memory that suffices for each of ``groups`` in turn."""
     block_tokens, head_dim = cache.shape[-2:]
     most = max((group.gather.numel() for group in groups), default=0)
     return most * block_tokens * head_dim
@@ -170,7 +174,7 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Let one group's tokens attend to their contexts, which :func:`write_kv` has completed.
+    """Compute the attention of one group's tokens to their contexts, after :func:`write_kv`.
 
     Args:
         query: [T, A, D], the group's own tokens, rotated.
@@ -178,7 +182,7 @@ def attend(
         group: of :func:`plan_group`.
         scratch: at least :func:`scratch_elements` of the cache's dtype, overwritten. A parameter
             because fresh memory for a long context costs more than gathering into it.
-        scale: of the products of queries and keys; None: 1 / sqrt(D).
+        scale: factor of the products of queries and keys; None: 1 / sqrt(D).
         soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
 
     Returns:
@@ -194,7 +198,7 @@ def attend(
     keys, values = contexts.view(2, group.rows, kv_heads, -1, head_dim)
     if group.pad is not None:
         query = query.index_select(0, group.pad)
-    if query.shape[0] == group.rows:  # one query each: heads that share a KV head take its place
+    if query.shape[0] == group.rows:  # one query each: the heads of a KV head act as queries
         shared = query.view(group.rows, kv_heads, heads // kv_heads, head_dim)
         out = _mix(shared, keys, values, group.mask, scale, soft_cap)
         return out.reshape(group.rows, heads * head_dim)
@@ -212,9 +216,9 @@ def _mix(
     scale: float | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """Softmax attention of A query heads to K others, A / K to each. [R, A, Q, D]
+    """Softmax attention of A query heads to K KV heads, A / K to each. [R, A, Q, D]
 
-    torch has no soft cap, so where there is one we compute all that it fuses.
+    torch's fused attention has no soft cap, so with one its steps are computed here.
     """
     if soft_cap is None:
         shares = query.shape[1] != keys.shape[1]

@@ -1,7 +1,8 @@
-"""How does the C++ beside these files become functions? It is compiled where it runs, once.
+"""Builds and loads the C++ kernels beside these files, once per machine, on first use.
 
-That happens for this machine's processor when an engine first wants it, and takes some seconds, a
-C++ compiler and no headers of torch's. Knows nothing of what the functions compute.
+Used by the modules that wrap compiled functions. Building targets this machine's processor, takes
+some seconds and a C++ compiler, and needs no torch headers. The library is cached under
+``$XDG_CACHE_HOME/tidegate``; without a compiler callers fall back to torch.
 """
 
 import ctypes
@@ -43,7 +44,7 @@ FLAGS = (
     "-fPIC",
     "-shared",
     "-pthread",
-    # Vectors of std::floor and comparisons need these; results stay what the source says.
+    # Needed to vectorise std::floor and comparisons; results do not change.
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
@@ -52,22 +53,22 @@ FLAGS = (
 BUILD_TIMEOUT_S = 300.0
 
 STDERR_BYTES_SHOWN = 500
-"""Of a compiler that fails; the first error says it."""
+"""Length to which a failed compiler's stderr is cut; the first error is usually enough."""
 
 PROCESSOR_LINES = ("flags", "Features", "CPU part")
-"""Of /proc/cpuinfo: what a processor can, as x86 and as ARM say it."""
+"""Lines of /proc/cpuinfo that name the processor's capabilities, on x86 and ARM."""
 
 log = logging.getLogger("tidegate")
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""What functions come for, and how their names end."""
+"""Dtypes that functions are compiled for, with the suffixes of their names."""
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where nothing can be compiled."""
+    """Return the compiled library; None if it cannot be built."""
     try:
         directory = _cache_directory()
         name = f"native-{_fingerprint()}.so"
@@ -85,9 +86,9 @@ def library() -> ctypes.CDLL | None:
 def function(
     functions: ctypes.CDLL, name: str, arguments: Sequence[Any], dtype: torch.dtype | None = None
 ) -> Callable[..., int]:
-    """One of the compiled functions, the one for ``dtype`` where there are two.
+    """Return a compiled function, for ``dtype`` if there is one per dtype.
 
-    It raises MemoryError where there was no memory for what it needs.
+    It raises MemoryError if it cannot allocate its working memory.
     """
     found = functions[name if dtype is None else f"{name}_{DTYPES[dtype]}"]
     found.argtypes, found.restype = arguments, INT
@@ -103,24 +104,25 @@ def _raise_lack(lacks_memory: int, called: object, arguments: object) -> int:
 
 @functools.cache
 def processor() -> str:
-    """What the processor can, as its flags say."""
+    """Return the processor's capability flags."""
     with Path("/proc/cpuinfo").open() as lines:
         return "".join(line for line in lines if line.startswith(PROCESSOR_LINES))[:4096]
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load what is compiled, which is done first where that isn't there yet, or doesn't load."""
+    """Load the library, building it if it is missing or does not load."""
     if path.exists() and _is_ours_alone(path):
         try:
             return ctypes.CDLL(str(path))
-        except OSError:  # damaged; or of a machine with other system libraries and the same home
+        except OSError:  # damaged, or the home is shared with a machine with other system libraries
             log.warning("compiled code: %s can't be loaded, and is compiled again", path)
     _build(path)
     return ctypes.CDLL(str(path))
 
 
 def _build(path: Path) -> None:
-    """Compile beside ``path`` and rename: engines that start together don't see half a file."""
+    """Compile beside ``path`` and rename, so that engines that start together never
+    see half a file."""
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
         command = [*shlex.split(COMPILER), *FLAGS, *map(str, SOURCES), "-o", str(built)]
@@ -130,7 +132,7 @@ def _build(path: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Changes with the sources, the flags, the compiler and the processor."""
+    """Return a hash of the sources, flags, compiler and processor."""
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
     machine = platform.processor() + platform.machine() + processor()
     parts = (*texts, " ".join(FLAGS), COMPILER, machine)
@@ -138,8 +140,8 @@ def _fingerprint() -> str:
 
 
 def _cache_directory() -> Path | None:
-    """Where it is kept. None where there can be no such place, or others could leave theirs there,
-    which would run as this user; then every engine compiles for itself."""
+    """Return the cache directory. None if there is none, or if other users could write to it, whose
+    code would run as this user; then every engine compiles for itself."""
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         path = Path(home) / "tidegate"
@@ -155,7 +157,7 @@ def _cache_directory() -> Path | None:
 
 
 def _is_ours_alone(path: Path) -> bool:
-    """Whether nobody but this user can have written there."""
+    """Whether only this user can have written there."""
     found = path.stat()
     others_write = stat.S_IWGRP | stat.S_IWOTH
     return found.st_uid == os.geteuid() and not found.st_mode & others_write

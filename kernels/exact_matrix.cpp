@@ -1,10 +1,9 @@
-// A matrix of float32 times activations in bfloat16, as exact as if these were widened.
+// Product of a float32 matrix with bfloat16 activations, as exact as with widened activations.
 //
-// Each panel lies in a place of its own. If all of its weights are numbers of bfloat16, which is so
-// where they were published in it, it lies there as those: half the bytes to read, and the
-// processor's own instructions for them; products are exact either way, and sums are float32, though
-// such instructions take what is below 1.2e-38 for 0. Behind the places stands of each panel whether
-// it is such a one: 1, or 0.
+// Each panel has a slot of its own. If all of its weights are representable in bfloat16, as they are
+// if published in it, they are stored as bfloat16: half the bytes to read, and the processor's own
+// instructions. Products are exact either way and sums are float32, except that such instructions
+// flush values below 1.2e-38 to 0. After the slots there is one flag per panel: 1 for bfloat16.
 //
 // Letters in shapes: T tokens, N outputs, K inputs.
 
@@ -13,7 +12,7 @@
 
 namespace {
 
-// Where the panels of a matrix are.
+// Locations of a matrix's panels.
 struct Places {
     float* packed;
     Matrix matrix;
@@ -43,7 +42,7 @@ inline void take_row(const Places& places, int64_t row, float* out) {
         out[k] = widen(((const bfloat16*)from)[Arithmetic<bfloat16>::place(row % PANEL, k)]);
 }
 
-// Put a whole panel there, as it is smallest.
+// Store a whole panel, in bfloat16 if that is exact.
 inline void put(const Places& places, const float* from, int64_t panel,
                 std::vector<bfloat16>& room) {
     const int64_t inputs = places.matrix.inputs;

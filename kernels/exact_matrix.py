@@ -1,8 +1,9 @@
-"""How are activations in bfloat16 multiplied by a matrix that must not be rounded, such as a head?
+"""Product of bfloat16 activations with a float32 matrix that must not be rounded,
+such as the LM head.
 
-As float32 would be, by exact_matrix.cpp: panels whose weights are all numbers of bfloat16, as they
-are where they were published in it, are kept and multiplied as those. What it is for is not known
-here.
+Used by ``Weights`` for the head; implemented by exact_matrix.cpp. A panel whose weights are all
+representable in bfloat16, as they are if published in it, is stored and multiplied in bfloat16. The
+result equals that of float32 activations.
 
 Letters in shapes: T tokens, N outputs, K inputs.
 """
@@ -20,7 +21,7 @@ TAKE = [POINTER] * 3 + [INT] * 3
 
 
 class ExactMatrix(PackedMatrix):
-    """One in float32, for activations in bfloat16. All tensors are contiguous, on the CPU."""
+    """A float32 matrix for bfloat16 activations. All tensors are contiguous, on the CPU."""
 
     def __init__(self, outputs: int, inputs: int, functions: ctypes.CDLL) -> None:
         super().__init__(outputs, inputs, torch.float32, functions)
@@ -32,15 +33,16 @@ class ExactMatrix(PackedMatrix):
         panel = functions["tg_panel_outputs"]()
         panels, stored = -(-outputs // panel), inputs + inputs % 2
         self.storage = torch.empty(panels * (panel * stored + 1), dtype=torch.float32)
-        # What fills the last panel up is multiplied as well; behind it stands how each panel lies.
+        # Padding of the last panel is multiplied too; one flag per panel follows, with its format.
         self.storage[outputs // panel * panel * stored :] = 0.0
 
     @property
     def panels(self) -> None:
-        """They are not all of one type."""
+        """None, because panels differ in type."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs [T, N], float32, of ``x`` [T, K], bfloat16, with ``bias`` [N], float32."""
+        """Return the outputs [T, N], float32, of ``x`` [T, K], bfloat16, with
+        ``bias`` [N], float32."""
         out = self.storage.new_empty((x.shape[0], self.shape[0]))
         self._multiply(x, out, bias, adds=False)
         return out
@@ -49,10 +51,10 @@ class ExactMatrix(PackedMatrix):
 def make_exact_matrix(
     outputs: int, inputs: int, dtype: torch.dtype, *, is_packed: bool | None = None
 ) -> Matrix:
-    """Make room for a matrix of float32 that activations of ``dtype`` are multiplied by.
+    """Allocate a float32 matrix for activations of ``dtype``.
 
-    Where it is no :class:`ExactMatrix`, they are to be widened first. ``is_packed`` as in
-    :func:`~tidegate.kernels.weight_matrix.make_matrix`.
+    If the result is not an :class:`ExactMatrix`, callers must widen the activations. ``is_packed``
+    as in :func:`~tidegate.kernels.weight_matrix.make_matrix`.
     """
     functions = library() if dtype == torch.bfloat16 and is_packed is not False else None
     if functions is not None:

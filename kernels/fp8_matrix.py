@@ -1,11 +1,13 @@
-"""How is a weight matrix kept in 8-bit floats, and how is a step multiplied by it?
+"""Weight matrix quantized to 8-bit floats (e4m3), with a scale per output.
 
-Each output's weights are e4m3 numbers (three bits of mantissa, 448 the largest) of a step of its
-own: the largest of them by 448. So small weights of an output lose no more of themselves than large
-ones do, as they would in int8. Where processors multiply such numbers is not known here: a product
-widens some outputs' weights at a time, and is torch's, in float32. That saves memory, no time.
+Implements ``Matrix`` for ``quantize="fp8"``. Each output's weights are e4m3 numbers (three mantissa
+bits, largest 448) times the output's step, which is its largest weight / 448. Relative precision is
+the same for small and large weights, unlike int8. A product widens some outputs' weights at a time
+and is torch's, in float32, so this saves memory but no time.
 
-Micikevicius et al. 2022, arXiv:2209.05433, section 3. Letters: T tokens, N outputs, K inputs.
+Micikevicius et al. 2022, arXiv:2209.05433, section 3.
+
+Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """
 
 import torch
@@ -15,22 +17,23 @@ from tidegate.kernels.int8_matrix import RoundedRows, rows_beside, steps_of
 from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Rows
 
 LARGEST = 448.0
-"""Of e4m3 without infinities."""
+"""Largest number of e4m3 without infinities."""
 
 
 def rounded(
     weights: torch.Tensor, whole: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round ``weights`` [N, K] to e4m3; the numbers [N, K], and each output's step [N].
+    """Round ``weights`` [N, K] to e4m3; return the numbers [N, K], and each output's step [N].
 
-    Where they are some columns of ``whole`` [N, *], steps are those of all of it.
+    If they are columns of ``whole`` [N, *], the steps are those of all its columns.
     """
     steps = steps_of(weights if whole is None else whole, LARGEST)
     return (weights.float() / steps[:, None]).to(torch.float8_e4m3fn), steps
 
 
 class Fp8Matrix:
-    """One that is multiplied by activations of ``dtype``, and told of in it."""
+    """An e4m3 matrix for activations of ``dtype``, also the dtype in which its
+    weights are returned."""
 
     panels = None
 
@@ -43,50 +46,50 @@ class Fp8Matrix:
         self._steps = self.storage[weight_bytes:].view(torch.float32)
 
     def rows(self, first: int, count: int) -> Rows:
-        """Where the rows ``[first, first + count)`` go."""
+        """Return the copy target of rows ``[first, first + count)``."""
         return RoundedRows(self, first, count)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
         return self._product(x, bias).to(x.dtype)
 
     def add_linear_(
         self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N]."""
+        """Add :meth:`linear` to ``total`` [T, N] in place."""
         total.copy_(self._product(x, bias).add_(total))
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows [R, K] by their numbers [R], in range, as they were rounded."""
+        """Return the rounded rows [R, K] with these indices [R], which must be in range."""
         numbers = rows.long()
         wide = self._bytes[numbers].view(torch.float8_e4m3fn).float()
         return wide.mul_(self._steps[numbers][:, None]).to(self.dtype)
 
     def unpacked(self) -> torch.Tensor:
-        """As published, but for the rounding: [N, K]."""
+        """Return the rounded weights in their published layout: [N, K]."""
         return self.take(torch.arange(self.shape[0]))
 
     def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on.
+        """Round ``source`` [R, K], of any dtype, into the rows from ``first`` on.
 
-        Where it is some columns of ``whole`` [R, *], it is rounded as those were with all of it.
+        If it is columns of ``whole`` [R, *], it is rounded with the steps of all columns.
         """
         for part, outputs in rows_beside(source, whole):
             self.put_rounded(first, *rounded(part, outputs))
             first += part.shape[0]
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
-        """Put ``numbers`` [R, K], e4m3, of ``steps`` [R], into the rows from ``first`` on."""
+        """Copy ``numbers`` [R, K], e4m3, with ``steps`` [R] into the rows from ``first`` on."""
         places = slice(first, first + numbers.shape[0])
         self._bytes[places], self._steps[places] = numbers.view(torch.uint8), steps
 
     def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers [R, K] and steps [R] of some rows [R], int64."""
+        """Return the numbers [R, K] and steps [R] of the rows with these indices [R], int64."""
         return self._bytes[rows].view(torch.float8_e4m3fn), self._steps[rows]
 
     @property
     def _rows_at_once(self) -> int:
-        """As many as are widened to what stays in the processor's caches."""
+        """Rows widened at a time, so that they stay in the processor's caches."""
         return max(1, COPY_ELEMENTS // self.shape[1])
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,5 +100,5 @@ class Fp8Matrix:
 
 
 def make_fp8_matrix(outputs: int, inputs: int, dtype: torch.dtype) -> Fp8Matrix:
-    """Make room for a matrix that activations of ``dtype`` are multiplied by."""
+    """Allocate an e4m3 matrix for activations of ``dtype``."""
     return Fp8Matrix(outputs, inputs, dtype)

@@ -1,7 +1,7 @@
-// Which compiled functions does tg_layers call, one after another? Those of the other files.
+// Declarations of the compiled functions that tg_layers calls.
 //
-// They are declared here for both ends, so that the compiler sees that these agree.
-// kernels/native.py, weight_matrix.py and int8_matrix.py say what the arguments are.
+// Included by both caller and definitions, so that the compiler checks that they agree.
+// kernels/native.py, weight_matrix.py and int8_matrix.py document the arguments.
 
 #pragma once
 

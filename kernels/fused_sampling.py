@@ -1,18 +1,21 @@
-"""Which token comes next, on a GPU? All of :mod:`tidegate.kernels.sampling` in one launch.
+"""Sampling on a GPU in one launch: temperature, min-p, top-k, top-p and the draw.
 
-It knows nothing of turns or seeds. It sorts nothing: a limit is a threshold, found a bit at a time.
-Floats are mapped to integers of the same order; how many tokens (top-k), or how much probability
-(top-p), lies at or above a candidate decides one bit of the threshold, in a pass over a row that
-the GPU's cache holds. Without limits two passes and a tile are all.
+Used by ``engine/device/sampling.py``; the CPU's counterpart is :mod:`tidegate.kernels.sampling`.
+Nothing is sorted. A limit is a threshold on the logits, found bit by bit: floats are mapped to
+integers of the same order, and the count (top-k) or probability (top-p) at or above a candidate
+decides one bit, in one pass over a row that stays in the GPU's cache. Without limits two passes and
+a tile suffice.
 
-A draw inverts the cumulative distribution, with the same uniform number that a CPU would take, so
-both draw the same token but where rounding decides. Adding Gumbel noise and taking the largest
-needs no cumulative sum, but a number per token of the vocabulary and not per row, and its draws
-would not be those of a CPU: a turn that moves between the two would be sampled by another rule. A
-row is one program's, summed in one order: a draw does not depend on the batch.
+A draw inverts the cumulative distribution with the same uniform number as on a CPU, so both draw
+the same token except where rounding decides. Gumbel noise would need no cumulative sum, but one
+random number per token of the vocabulary, and would draw other tokens than a CPU: a turn that moves
+between the two would be sampled by another rule. One program sums a row in a fixed order, so a draw
+does not depend on the batch.
 
 Sources: radix selection, Alabi et al. 2012, doi:10.1145/2133803.2345676; the draw, Devroye 1986,
-section III.2. Letters in shapes: S rows to sample, V vocabulary.
+section III.2.
+
+Letters in shapes: S rows to sample, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -22,12 +25,12 @@ import torch
 from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
 
 VOCAB_TILE = 4096
-"""Logits of one step: 16 for each of 256 threads. 38 tiles for V = 151,936."""
+"""Logits per loop step: 16 for each of 256 threads; 38 tiles for V = 151,936."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """How each row is drawn, on the logits' device; the meaning is that of ``SamplingParams``."""
+    """Sampling parameters per row, on the logits' device; as in ``SamplingParams``."""
 
     temperature: torch.Tensor
     """[S], float32; 0 takes the most likely token."""
@@ -40,13 +43,14 @@ class SamplingColumns:
     uniforms: torch.Tensor
     """[S], float64, in [0, 1)."""
     allowed: torch.Tensor | None = None
-    """[S, ceil(V / 32)], int32: bit ``v % 32`` of word ``v // 32`` says whether token v may be."""
+    """[S, ceil(V / 32)], int32: bit ``v % 32`` of word ``v // 32`` says whether
+    token v is allowed."""
 
 
 def fused_sample_reference(
     logits: torch.Tensor, columns: SamplingColumns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`fused_sample` computes, row by row in float64. Slow and obviously right."""
+    """Reference of :func:`fused_sample`, row by row in float64. Slow and obviously right."""
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     logprobs = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     for row, uniform in enumerate(columns.uniforms.tolist()):
@@ -61,7 +65,7 @@ def fused_sample_reference(
 
 
 def _processed(logits: torch.Tensor, columns: SamplingColumns, row: int) -> torch.Tensor:
-    """One row's log-probabilities after all options, -inf where a token can't be drawn. [V]"""
+    """Return one row's log-probabilities after all options, -inf for excluded tokens. [V]"""
     logits, vocab = logits.double(), len(logits)
     if columns.allowed is not None:
         words = columns.allowed[row].repeat_interleave(32)[:vocab]
@@ -84,17 +88,17 @@ def fused_sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    The order is temperature, min-p, top-k, top-p; each limits what the ones before have left, and
-    tokens that tie with the last one kept are kept too. Bias and penalties touch few logits: add
-    them before.
+    Applies temperature, min-p, top-k and top-p in this order, each to what the ones before have
+    kept; tokens that tie with the last one kept are kept too. Bias and penalties touch few logits:
+    add them before.
 
     Args:
         logits: [S, V], float32, each row contiguous.
         columns: of the same S rows.
 
     Returns:
-        Token ids [S], int64, and their log-probabilities [S], float32, under the distribution
-        drawn from; at temperature 0, under the plain one.
+        Token ids [S], int64, and their log-probabilities [S], float32, under the distribution drawn
+            from; at temperature 0, under the plain one.
     """
     if logits.is_cuda:
         return fused_sample_triton(logits, columns)
@@ -104,7 +108,7 @@ def fused_sample(
 def fused_sample_triton(
     logits: torch.Tensor, columns: SamplingColumns
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fused_sample` as a kernel; on a CPU in Triton's interpreter only."""
+    """Run :func:`fused_sample` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse_shapes(logits, columns)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -122,7 +126,7 @@ def fused_sample_triton(
 
 
 def _refuse_shapes(logits: torch.Tensor, columns: SamplingColumns) -> None:
-    """Insist on what the kernel takes for granted: a wrong address is no error on a GPU."""
+    """Check the kernel's assumptions, because a wrong address raises no error on a GPU."""
     if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(
             f"expected logits [S, V], float32, with contiguous rows; "
@@ -151,7 +155,7 @@ def _refuse_shapes(logits: torch.Tensor, columns: SamplingColumns) -> None:
 
 @jit
 def _read(row, first, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The logits of a tile of tokens, -inf for those that may not be or are none."""
+    """Load the logits of a tile of tokens, -inf for disallowed tokens and past the vocabulary."""
     logits_ptr, allowed_ptr, vocab = row
     v = first + tl.arange(0, TILE)
     x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"))
@@ -163,14 +167,14 @@ def _read(row, first, TILE: tl.constexpr, MASKED: tl.constexpr):
 
 @jit
 def _key(x):
-    """Integers in the order of the floats x: with the sign bit flipped, or all bits if negative."""
+    """Map floats x to integers of the same order: flip the sign bit, or all bits if negative."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)  # + 0.0: the two zeros are one
     return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
 
 
 @jit
 def _weigh(row, rule, threshold, first, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile's scaled logits, which of them are kept, and the weights of these in a draw."""
+    """Return a tile's scaled logits, which of them are kept, and their weights in a draw."""
     peak, divisor, floor = rule
     x = _read(row, first, TILE, MASKED)
     scaled = (x - peak) / divisor
@@ -180,7 +184,7 @@ def _weigh(row, rule, threshold, first, TILE: tl.constexpr, MASKED: tl.constexpr
 
 @jit
 def _peak(row, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The largest logit, and the first token that has it."""
+    """Return the largest logit, and the first token that has it."""
     peak = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), 0, tl.int32)
     for first in range(0, row[2], TILE):
@@ -192,9 +196,10 @@ def _peak(row, TILE: tl.constexpr, MASKED: tl.constexpr):
 
 @jit
 def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The largest key such that tokens at or above it, and the floor, reach the target together.
+    """Return the largest key such that tokens at or above it, and the floor, reach the
+    target together.
 
-    With COUNTS each weighs 1, else exp(its scaled logit). 0, below all keys, if nothing does.
+    With COUNTS each token weighs 1, else exp(its scaled logit). 0, below all keys, if nothing does.
     """
     threshold = tl.full((), 0, tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
@@ -213,9 +218,9 @@ def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASK
 
 @jit
 def _mass(row, rule, threshold, top_k, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """What the tokens that top-k leaves weigh together.
+    """Return the total weight of the tokens that top-k keeps.
 
-    Of those that tie for the last of the k, only as many as make up k have a share.
+    Of those that tie for the last of the k, only as many as make up k are counted.
     """
     count = tl.full((), 0, tl.int32)
     lowest = tl.full((), 0.0, tl.float32)
@@ -239,7 +244,7 @@ def _draw(
     TILES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The token whose interval holds the uniform number, and the sum of all weights."""
+    """Return the token whose interval holds the uniform number, and the sum of all weights."""
     tiles = tl.arange(0, TILES)
     sums = tl.zeros([TILES], tl.float64)
     for first in range(0, row[2], TILE):

@@ -1,17 +1,17 @@
-"""How likely was each given token? From hidden states, without keeping the logits in between.
+"""Log-probability and entropy of given tokens from hidden states, without storing the logits.
 
-It knows no model. What scoring needs: a trainer's or reference model's log-probabilities of tokens
-known already. At T = 8192 and V = 151,936 the float32 logits alone are 5 GB, for 32 KB of answer.
+Used by ``engine/device/runner.py`` to score tokens. Why a kernel: at T = 8192 and V = 151,936 the
+float32 logits are 5 GB, for 32 KB of results.
 
-The vocabulary is cut into parts, which are merged after: of each, per token, the maximum and sums.
-A GPU's program takes a part for a tile of tokens, a tile of the part at a time. A part begins where
-it does whatever T is, so there a token's sum has one order in any company. Products of bfloat16
-numbers are exact in float32, in which they are summed: a bfloat16 head on bfloat16 hidden states
-gives what both, widened to float32, would.
+The vocabulary is cut into parts that are merged at the end: per token and part, the maximum and
+sums. One GPU program computes a part for a tile of tokens. Parts do not depend on T, so a token's
+sum has one order in every batch. Products of bfloat16 numbers are exact in float32, in which they
+are summed: a bfloat16 head on bfloat16 hidden states equals both widened to float32.
 
-Sources: online softmax, Milakov & Gimelshein, arXiv:1805.02867; not keeping the logits, Wijmans et
-al., arXiv:2411.09009 (there for a loss). Letters in shapes: T tokens, H hidden, V vocabulary, Z
-parts of the vocabulary.
+Sources: online softmax, Milakov & Gimelshein, arXiv:1805.02867; not storing the logits, Wijmans et
+al., arXiv:2411.09009 (there for a loss).
+
+Letters in shapes: T tokens, H hidden size, V vocabulary, Z parts of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ from tidegate.kernels.optional_triton import jit, tl
 from tidegate.kernels.triton_math import capped, product
 
 VOCAB_PART = 4096
-"""Of one program: 38 for V = 151,936, enough to fill a GPU from 256 tokens on."""
+"""Vocabulary of one program: 38 parts for V = 151,936, which fill a GPU from 256 tokens on."""
 
 CHUNK_TOKENS = 256
-"""Of a CPU's products: with VOCAB_PART 4 MB of logits, which its caches hold for the sums."""
+"""Tokens per product on a CPU: with VOCAB_PART 4 MB of logits, which its caches
+hold for the sums."""
 
 TOKEN_TILE = 64
 VOCAB_TILE = 128
@@ -37,12 +38,12 @@ HIDDEN_TILE_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What is told of each given token."""
+    """Results per given token."""
 
     logprobs: torch.Tensor
     """[T], float32, natural log."""
     entropies: torch.Tensor
-    """[T], float32, nats: of the distribution that the token's log-probability is from."""
+    """[T], float32, nats: entropy of the distribution that the token's log-probability is from."""
 
 
 def head_logprobs_reference(
@@ -53,7 +54,7 @@ def head_logprobs_reference(
     temperature: float = 1.0,
     soft_cap: float | None = None,
 ) -> TokenLogprobs:
-    """What :func:`head_logprobs` computes, in a few lines of torch. Slow and obviously right."""
+    """Reference of :func:`head_logprobs` in torch. Slow and obviously right."""
     logits = hidden.float() @ head.float().t()
     if soft_cap is not None:
         logits = soft_cap * torch.tanh(logits / soft_cap)
@@ -95,7 +96,7 @@ def head_logprobs_chunked(
     temperature: float = 1.0,
     soft_cap: float | None = None,
 ) -> TokenLogprobs:
-    """:func:`head_logprobs` a part of the vocabulary at a time: what a CPU does."""
+    """Compute :func:`head_logprobs` a part of the vocabulary at a time, for a CPU."""
     _refuse(hidden, head, token_ids, temperature)
     starts = range(0, head.shape[0], VOCAB_PART)
     sums = hidden.new_empty((4, len(starts), len(hidden)), dtype=torch.float32)
@@ -127,7 +128,7 @@ def head_logprobs_triton(
     temperature: float = 1.0,
     soft_cap: float | None = None,
 ) -> TokenLogprobs:
-    """:func:`head_logprobs` as a kernel; on a CPU in Triton's interpreter only."""
+    """Run :func:`head_logprobs` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse(hidden, head, token_ids, temperature)
     if hidden.dtype != head.dtype or not (hidden.is_contiguous() and head.is_contiguous()):
         raise ValueError(
@@ -149,7 +150,7 @@ def head_logprobs_triton(
 
 
 def _merged(sums: torch.Tensor) -> TokenLogprobs:
-    """Put the parts together: peaks, totals, weighted logits and chosen logits. [4, Z, T]"""
+    """Merge the parts' peaks, totals, weighted logits and chosen logits. [4, Z, T]"""
     peaks, totals, weighted, chosen = sums
     peak = peaks.amax(0)
     shares = torch.exp(peaks - peak)

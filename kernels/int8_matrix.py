@@ -1,13 +1,12 @@
-"""How is a weight matrix kept in a byte per weight, and how is a step multiplied by it?
+"""Weight matrix quantized to int8, with a scale per output.
 
-Each output's weights are multiples, -127 to 127, of a step of its own: the largest of them by 127.
-Activations stay as they are, and sums are in float32, so all that is lost is the weights' rounding.
-weight_matrix.cpp widens weights in registers: a quarter of the bytes of float32 is read. Where
-nothing can be compiled torch computes the same, over a widened copy.
+Implements ``Matrix`` for ``quantize="int8"``. Each output's weights are multiples, -127 to 127, of
+the output's step, which is its largest weight / 127. Activations are not quantized and sums are
+float32, so only the weights' rounding is lost. weight_matrix.cpp widens weights in registers and
+reads a quarter of float32's bytes; without a compiler torch computes the same over a widened copy.
+Each output is summed in one order, so rows have the same bits in every batch.
 
-Each output is one chain of additions whatever tokens are beside, as in a packed matrix.
-
-Letters in shapes: T tokens, N outputs, K inputs.
+Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """
 
 import ctypes
@@ -21,45 +20,47 @@ from tidegate.kernels.compiled import INT, POINTER, function, library
 from tidegate.kernels.weight_matrix import COPY_ELEMENTS, Panels, Rows
 
 LEVELS = 127
-"""On each side of zero: with -128 the range would not be symmetric."""
+"""Levels on each side of zero; -128 is unused, so that the range is symmetric."""
 
 SMALLEST_STEP = 1e-30
-"""Of outputs all of whose weights are zero: what they are divided by must not be."""
+"""Step of outputs whose weights are all zero, to avoid dividing by 0."""
 
 
 def quantized(
     weights: torch.Tensor, whole: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round ``weights`` [N, K] to a byte each; the bytes [N, K], and each output's step [N].
+    """Round ``weights`` [N, K] to int8; return the numbers [N, K], and each output's step [N].
 
-    Where they are some columns of ``whole`` [N, *], steps are those of all of it.
+    If they are columns of ``whole`` [N, *], the steps are those of all its columns.
     """
     steps = steps_of(weights if whole is None else whole, LEVELS)
     return (weights.float() / steps[:, None]).round_().to(torch.int8), steps
 
 
 def steps_of(weights: torch.Tensor, levels: float) -> torch.Tensor:
-    """Each output's step [N]: the largest of its ``weights`` [N, K], by ``levels``."""
+    """Return each output's step [N]: its largest absolute weight of ``weights`` [N,
+    K] / ``levels``."""
     return (weights.float().abs().amax(-1) / levels).clamp_min(SMALLEST_STEP)
 
 
 def rows_beside(
     source: torch.Tensor, whole: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The rows of ``source`` [R, K], each beside that of ``whole`` [R, *], or else itself; so many
-    at a time as stay in the processor's caches while they are rounded."""
+    """Yield rows of ``source`` [R, K] with those of ``whole`` [R, *] (default: ``source``), in
+    parts that stay in the processor's caches while they are rounded."""
     source, whole = source.detach(), (source if whole is None else whole).detach()
     at_once = max(1, COPY_ELEMENTS // whole.shape[1])
     return zip(torch.split(source, at_once), torch.split(whole, at_once), strict=True)
 
 
 class Int8Matrix:
-    """One that is multiplied by activations of ``dtype``, and told of in it."""
+    """An int8 matrix for activations of ``dtype``, also the dtype in which its
+    weights are returned."""
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL | None
     ) -> None:
-        """``functions`` are the compiled ones; None: torch computes."""
+        """``functions`` is the compiled library; None computes with torch."""
         self.shape = (outputs, inputs)
         self.dtype = dtype
         panel = 1 if functions is None else int(functions["tg_panel_outputs"]())
@@ -72,15 +73,15 @@ class Int8Matrix:
 
     @property
     def panels(self) -> Panels | None:
-        """Where its weights are; None where torch multiplies by them."""
+        """The packed weights and steps; None without compiled code."""
         return None if self._functions is None else Panels(self._weights, self._steps)
 
     def rows(self, first: int, count: int) -> Rows:
-        """Where the rows ``[first, first + count)`` go."""
+        """Return the copy target of rows ``[first, first + count)``."""
         return RoundedRows(self, first, count)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
         out = x.new_empty((x.shape[0], self.shape[0]))
         self._multiply(x, out, bias, adds=False)
         return out
@@ -88,29 +89,29 @@ class Int8Matrix:
     def add_linear_(
         self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N]."""
+        """Add :meth:`linear` to ``total`` [T, N] in place."""
         self._multiply(x, total, bias, adds=True)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows [R, K] by their numbers [R], in range, as they were rounded."""
+        """Return the rounded rows [R, K] with these indices [R], which must be in range."""
         numbers = rows.long().contiguous()
         return (self._bytes(numbers).float() * self._steps[numbers][:, None]).to(self.dtype)
 
     def unpacked(self) -> torch.Tensor:
-        """As published, but for the rounding: [N, K]."""
+        """Return the rounded weights in their published layout: [N, K]."""
         return self.take(torch.arange(self.shape[0]))
 
     def put(self, first: int, source: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on.
+        """Round ``source`` [R, K], of any dtype, into the rows from ``first`` on.
 
-        Where it is some columns of ``whole`` [R, *], it is rounded as those were with all of it.
+        If it is columns of ``whole`` [R, *], it is rounded with the steps of all columns.
         """
         for part, outputs in rows_beside(source, whole):
             self.put_rounded(first, *quantized(part, outputs))
             first += part.shape[0]
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
-        """Put ``numbers`` [R, K], int8, of ``steps`` [R], into the rows from ``first`` on."""
+        """Copy ``numbers`` [R, K], int8, with ``steps`` [R] into the rows from ``first`` on."""
         count, inputs = numbers.shape
         self._steps[first : first + count] = steps
         if self._functions is None:
@@ -120,7 +121,7 @@ class Int8Matrix:
             self._functions.pack(numbers.data_ptr(), to, first, count, inputs)
 
     def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers [R, K] and steps [R] of some rows [R], int64."""
+        """Return the numbers [R, K] and steps [R] of the rows with these indices [R], int64."""
         return self._bytes(rows), self._steps[rows]
 
     def _bytes(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -139,7 +140,7 @@ class Int8Matrix:
             self._multiply_by_torch(x, out, bias, adds=adds)
             return
         outputs, inputs = self.shape
-        x = x.contiguous()  # held while it is read: its address alone holds nothing
+        x = x.contiguous()  # a local reference, because the call gets only its address
         self._functions.multiply(
             x.data_ptr(),
             self._weights.data_ptr(),
@@ -163,7 +164,7 @@ class Int8Matrix:
 
 
 class _Functions:
-    """The compiled ones, for activations of one dtype."""
+    """Compiled functions for activations of one dtype."""
 
     def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.multiply = function(functions, "tg_multiply_int8", [POINTER] * 5 + [INT] * 5, dtype)
@@ -185,30 +186,30 @@ class _Rounded(Protocol):
 
 
 class RoundedRows:
-    """Some rows of a matrix whose weights are rounded as they come."""
+    """Copy target for some rows of a matrix that rounds its weights."""
 
     def __init__(self, matrix: _Rounded, first: int, count: int) -> None:
         self._matrix, self._first, self._count = matrix, first, count
 
     def copy_(self, source: torch.Tensor, /, whole: torch.Tensor | None = None) -> None:
-        """Round ``source``, and put it there; where it is some columns of ``whole``, to the bit
-        what they are of that when it is rounded."""
+        """Round and store ``source``; if it is columns of ``whole``, with the bits that they get
+        when all of ``whole`` is rounded."""
         if tuple(source.shape) != (self._count, self._matrix.shape[1]):
             raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
         self._matrix.put(self._first, source, whole)
 
     def take_over(self, other: "RoundedRows", /) -> None:
-        """Put what ``other`` holds there, as it is: told in bfloat16 and rounded again, an output
-        would have another step, and the model be another than when all of it was published."""
+        """Copy the rounded rows of ``other`` unchanged. Rounding them again from bfloat16 would
+        give other steps, and other weights than a full update."""
         numbers, steps = other._matrix.take_rounded(other._numbers())
         self._matrix.put_rounded(self._first, numbers, steps)
 
     def unpacked(self) -> torch.Tensor:
-        """A copy, as it was rounded."""
+        """Return a copy of the rounded rows."""
         return self._matrix.take(self._numbers())
 
     def storages(self) -> list[torch.Tensor]:
-        """All the memory that they lie in, with others."""
+        """Return the storage tensor that contains these rows and others."""
         return [self._matrix.storage]
 
     def _numbers(self) -> torch.Tensor:
@@ -216,5 +217,5 @@ class RoundedRows:
 
 
 def make_int8_matrix(outputs: int, inputs: int, dtype: torch.dtype) -> Int8Matrix:
-    """Make room for a matrix that activations of ``dtype`` are multiplied by."""
+    """Allocate an int8 matrix for activations of ``dtype``."""
     return Int8Matrix(outputs, inputs, dtype, library())

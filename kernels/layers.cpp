@@ -1,9 +1,8 @@
-// How does a step go through all of a model's dense layers in one call?
+// Runs a step through all of a model's dense layers in one call.
 //
-// By the functions of the other files, called in the order and with the arguments in which
-// engine/models/model.py calls them one by one: so its numbers are theirs to the bit. What is saved
-// is a way through Python for each of them, nine a layer. kernels/layers.py says what the arguments
-// are; kernels/compiled.py builds this file.
+// Calls the functions of the other files in the order and with the arguments of
+// engine/models/model.py, so the results have the same bits; it saves nine Python calls per layer.
+// kernels/layers.py documents the arguments; kernels/compiled.py builds this file.
 //
 // Letters in shapes: T tokens, H hidden, A query heads, K KV heads, D head_dim, I inner size.
 
@@ -19,7 +18,7 @@
 namespace {
 
 struct Product {
-    const void *weights, *scales, *bias;  // scales of weights in int8 only
+    const void *weights, *scales, *bias;  // scales: of int8 weights only
     int64_t outputs, inputs;
 };
 
@@ -40,7 +39,7 @@ struct Step {
     int64_t tokens, row_blocks, threads_max;
 };
 
-// Which block of the caches a token's keys and values go to, where in it, and how much it sees.
+// A token's KV block, its offset in the block, and the length of its context.
 struct Places {
     std::vector<int64_t> blocks, offsets, lengths;
 
@@ -85,8 +84,8 @@ void multiply(const T* x, const Product& by, T* out, bool adds, const Step& step
                          step.threads_max));
 }
 
-// What lies between products, in memory that every layer uses again. It is let go of after each
-// step: kept, it would lie above what prompts leave free, and keep the system from having that back.
+// Intermediate values, in memory that every layer reuses. Freed after each step, because it would
+// lie above memory freed by prompts, and keep the allocator from returning that to the system.
 template <typename T> class Room {
   public:
     T *narrow, *wide, *inner;

@@ -1,12 +1,12 @@
-"""How is a step sent through all dense layers of a model in one call of compiled code?
+"""Runs a step through all dense layers of a model in one call of compiled code (layers.cpp).
 
-layers.cpp calls the functions of :mod:`~tidegate.kernels.native` and
-:mod:`~tidegate.kernels.weight_matrix` in the order in which a model would, so the numbers are
-theirs to the bit; what is saved is nine ways through Python a layer. It computes steps in which
-every token attends by itself, as where all rows decode. Which models are such, it doesn't know.
+Used by ``ModelRunner`` through ``engine/models/layer_kinds.py``. layers.cpp calls the functions of
+:mod:`~tidegate.kernels.native` and :mod:`~tidegate.kernels.weight_matrix` in the model's order, so
+the results have the same bits; it saves nine Python calls per layer. Every token of the step must
+attend on its own, as when all rows decode.
 
-Letters in shapes: T tokens, H hidden, A query heads, K KV heads, D head_dim, I inner size, P
-positions, B blocks of a context.
+Letters in shapes: T tokens, H hidden size, A query heads, K KV heads, D head_dim, I intermediate
+size, P positions, B blocks of a context.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from tidegate.kernels.weight_matrix import Matrix
 
 
 class Projection(NamedTuple):
-    """A matrix [N, K] that has panels, and its bias [N]."""
+    """A matrix [N, K] with panels, and its bias [N]."""
 
     matrix: Matrix
     bias: torch.Tensor | None
@@ -30,7 +30,8 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """All that one layer computes with. Tensors are contiguous, on the CPU, of one dtype."""
+    """Weights, KV cache and tables of one layer. Tensors are contiguous, on the
+    CPU, of one dtype."""
 
     input_norm: torch.Tensor
     """[H]"""
@@ -43,7 +44,7 @@ class DenseLayer:
     cache: torch.Tensor
     """[blocks, 2, K, block_tokens, D]"""
     window_tokens: int | None
-    """So many positions are seen; None: all."""
+    """Number of positions that a token attends to, itself included; None: all."""
     output: Projection
     """[H, A * D]"""
     mlp_norm: torch.Tensor
@@ -56,13 +57,13 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What all layers have in common."""
+    """Parameters that all layers share."""
 
     num_heads: int
     """A"""
     norm_epsilon: float
     attention_scale: float
-    """Of the products of queries and keys."""
+    """Factor of the products of queries and keys."""
     attention_soft_cap: float | None
 
 
@@ -107,10 +108,10 @@ class _Sizes(ctypes.Structure):
 
 
 class Layers:
-    """Where everything is that some layers, one after another, compute with.
+    """Addresses of the tensors that a sequence of layers computes with.
 
-    Tensors are held, for what compiled code has of them are addresses. What is written to them is
-    computed with from the next step on.
+    The tensors are referenced, because compiled code holds only their addresses. Values written to
+    them take effect in the next step.
     """
 
     def __init__(self, layers: Sequence[DenseLayer], traits: Traits) -> None:
@@ -135,13 +136,14 @@ class Layers:
         self._add = _add_layers(first.input_norm.dtype)
 
     def add_(self, hidden: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> None:
-        """Add to ``hidden`` [T, H] what the layers make of it, and write keys and values.
+        """Run all layers on ``hidden`` [T, H] in place, and write keys and values.
 
         Args:
-            hidden: contiguous, embedded.
-            positions: [T], int64, of the tokens in their contexts. Each sees all up to its own, or
-                what a layer's window leaves of it.
-            tables: [T, B], int64: the blocks of each token's context. Rows may lie apart.
+            hidden: contiguous, the token embeddings.
+            positions: [T], int64, context position of each token; it attends to all up to its own,
+                within a layer's window.
+            tables: [T, B], int64: the blocks of each token's context. Rows need not be adjacent in
+                memory.
         """
         self._add(
             self._at_layers,
@@ -157,9 +159,9 @@ class Layers:
 
 @functools.cache
 def _add_layers(dtype: torch.dtype) -> Callable[..., int]:
-    """The compiled function, which is the same for every version's layers."""
+    """Return the compiled function, shared by the layers of all weight versions."""
     functions = library()
-    assert functions is not None  # or no matrix had panels
+    assert functions is not None  # otherwise no matrix has panels
     return function(functions, "tg_layers", [POINTER] * 5 + [INT] * 3, dtype)
 
 
@@ -180,7 +182,7 @@ def _layer(layer: DenseLayer) -> _Layer:
 
 def _product(projection: Projection) -> _Product:
     panels = projection.matrix.panels
-    assert panels is not None  # whoever makes layers of it
+    assert panels is not None  # a precondition of ``DenseLayer``
     at = panels.weights.data_ptr(), _at(panels.scales), _at(projection.bias)
     return _Product(*at, *projection.matrix.shape)
 

@@ -1,9 +1,9 @@
-// What a decode step computes beside its matrix products, each in one pass over its data.
+// Functions of a decode step besides its matrix products, each in one pass over its data.
 //
-// Plain C++ behind a C interface, so that building it takes a compiler and some seconds, and no
-// headers of torch's. Every function works on one thread, allocates little or nothing, and computes
-// a row from that row alone, in the same order of additions whatever else is in the batch.
-// kernels/native.py says what the arguments are; kernels/compiled.py builds and loads this file.
+// Plain C++ behind a C interface, so that building needs a compiler and some seconds, and no torch
+// headers. Every function runs on one thread, allocates little or nothing, and computes a row from
+// that row alone, in the same order of additions whatever the batch. kernels/native.py documents
+// the arguments; kernels/compiled.py builds and loads this file.
 //
 // Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, I inner size,
 // S rows to sample, V vocabulary.
@@ -58,11 +58,11 @@ template <typename T> void gate(const T* gate_up, T* out, int64_t rows, int64_t 
     }
 }
 
-// A head of x turned by its token's angles: the halves are the two coordinates of D/2 points.
+// Rotate a head of x by its token's angles: the halves are the two coordinates of D/2 points.
 template <typename T>
 void turn(const T* __restrict x, const T* __restrict cosines, const T* __restrict sines,
           T* __restrict out, int64_t half) {
-    T* __restrict out_b = out + half;  // the compiler doesn't see by itself that halves are apart
+    T* __restrict out_b = out + half;  // tells the compiler that the halves do not overlap
     for (int64_t i = 0; i < half; i++) {
         const float a = widen(x[i]), b = widen(x[i + half]);
         const float ac = rounded<T>(a * widen(cosines[i]));
@@ -106,7 +106,7 @@ uint64_t scrambled(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// The index-th number of a seed, in [0, 1): that of uniforms.py, which says why it is drawn so.
+// The index-th number of a seed, in [0, 1), as in uniforms.py.
 double uniform(uint64_t seed, uint64_t index) {
     constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15u;
     const uint64_t state = scrambled(seed + GOLDEN_GAMMA) + (index + 1) * GOLDEN_GAMMA;
@@ -115,7 +115,7 @@ double uniform(uint64_t seed, uint64_t index) {
 
 constexpr int64_t DRAW_BLOCK = 512;
 
-// Temperature, then a draw by inverting the cumulative distribution: to a block, then within it.
+// Apply the temperature, then invert the cumulative distribution: to a block, then within it.
 void draw_row(const float* logits, int64_t vocab, float temperature, double uniform, int32_t* id,
               float* logprob, std::vector<float>& weights, std::vector<float>& blocks) {
     float lanes[8];
@@ -150,7 +150,7 @@ void draw_row(const float* logits, int64_t vocab, float temperature, double unif
         while (b < last && rest >= blocks[b]) rest -= blocks[b++];
         const int64_t to = std::min(vocab, (b + 1) * DRAW_BLOCK);
         chosen = b * DRAW_BLOCK;
-        int64_t possible = chosen;  // the last with a weight: rounding may leave some of the rest
+        int64_t possible = chosen;  // the last token with a weight: rounding may leave a remainder
         for (; chosen < to; chosen++) {
             if (weights[chosen] > 0.0f) possible = chosen;
             if (rest < weights[chosen]) break;

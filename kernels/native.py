@@ -1,11 +1,12 @@
-"""What does a decode step run faster in C++ than as torch calls? All but its matrix products.
+"""Compiled functions of a decode step besides its matrix products: norm, gate, rotary,
+attention, draw.
 
-They are in native.cpp and attend_last.cpp. Where these can't be compiled, the torch functions
-beside which each of these stands compute the same, and nothing else changes. Matrix products have
-a file of their own.
+Used by the CPU forward pass and the sampler; implemented in native.cpp and attend_last.cpp. If they
+cannot be compiled, the torch functions named in the docstrings compute the same. Matrix products
+are in ``weight_matrix.py``.
 
 Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per
-row, H hidden, I inner size, S rows to sample, V vocabulary.
+row, H hidden size, I intermediate size, S rows to sample, V vocabulary.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)
-"""What :meth:`Native.attend_last` is compiled for."""
+"""Head dims that :meth:`Native.attend_last` is compiled for."""
 
 ARGUMENTS: dict[str, list[Any]] = {
     "tg_norm": [POINTER] * 3 + [INT] * 2 + [FLOAT],
@@ -34,29 +35,29 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 
 class Places(NamedTuple):
-    """Where a step's tokens are; each [T], int64, on the CPU."""
+    """Positions and KV slots of a step's tokens; each [T], int64, on the CPU."""
 
     positions: torch.Tensor
-    """In their contexts."""
+    """Context position of each token."""
     blocks: torch.Tensor
-    """Of the KV cache."""
+    """KV block of each token."""
     offsets: torch.Tensor
-    """In these."""
+    """Position of each token in its block."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Successive rows of a step with one token each, the last of its context: decoding ones."""
+    """Successive rows of a step with one token each, the last of its context: decode rows."""
 
     first_token: int
     end_token: int
-    """The group's tokens are ``[first_token, end_token)`` of the step's."""
+    """The group's tokens are ``[first_token, end_token)`` of the step."""
     tables: torch.Tensor
-    """[R, B], int64: the blocks of each row's context. Rows may lie apart."""
+    """[R, B], int64: the blocks of each row's context. Rows need not be adjacent in memory."""
     lengths: torch.Tensor
-    """[R], int64: positions of it, the token's own included."""
+    """[R], int64: context length of each row, its own token included."""
     window_tokens: int | None
-    """So many positions are seen; None: all."""
+    """Number of positions that a token attends to, itself included; None: all."""
 
 
 class Native:
@@ -80,7 +81,7 @@ class Native:
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up`` of ``gate_up`` [T, 2I], its halves: [T, I]."""
+        """Return ``silu(gate) * up`` [T, I] of the halves of ``gate_up`` [T, 2I]."""
         rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, inner))
         self._gate(gate_up.data_ptr(), out.data_ptr(), rows, inner)
@@ -95,7 +96,7 @@ class Native:
         cache: torch.Tensor,
         epsilon: float,
     ) -> torch.Tensor:
-        """Norm and turn a step's queries and keys, and write its keys and values to the cache.
+        """Norm and rotate a step's queries and keys, and write its keys and values to the cache.
 
         Args:
             qkv: [T, A + 2K, D].
@@ -139,13 +140,13 @@ class Native:
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
-        """Let each row's last token attend to its context: a decode step's attention.
+        """Compute the attention of each row's last token to its context: decode attention.
 
         Args:
             query: [R, A, D], one token per row, with D one of :data:`HEAD_DIMS`.
             cache: one layer's, [blocks, 2, K, block_tokens, D], the tokens' own KV included.
             group: the rows.
-            scale: of the products of queries and keys; None: 1 / sqrt(D).
+            scale: factor of the products of queries and keys; None: 1 / sqrt(D).
             soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
 
         Returns:
@@ -174,14 +175,13 @@ class Native:
     def draw(
         self, logits: torch.Tensor, temperatures: Floats, seeds: Words, indices: Words
     ) -> tuple[npt.NDArray[np.int32], Floats]:
-        """:func:`tidegate.kernels.sampling.sample` for rows that ask for a temperature only.
+        """Run :func:`tidegate.kernels.sampling.sample` for rows whose only option is a temperature.
 
         Args:
             logits: [S, V], float32.
             temperatures: [S].
-            seeds: [S]; with ``indices`` they say which of the
-                :func:`tidegate.kernels.uniforms.uniforms` each row is drawn by.
-            indices: [S].
+            seeds: [S], RNG seed of each row, see :func:`tidegate.kernels.uniforms.uniforms`.
+            indices: [S], draw index of each row within its seed's stream.
 
         Returns:
             Token ids [S], and log-probs [S].
@@ -202,6 +202,6 @@ class Native:
 
 
 def native(dtype: torch.dtype) -> Native | None:
-    """The compiled functions for ``dtype``; None where nothing can be compiled."""
+    """Return the compiled functions for ``dtype``; None if they cannot be compiled."""
     found = library()
     return None if found is None or dtype not in DTYPES else Native(found, dtype)

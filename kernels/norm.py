@@ -1,4 +1,4 @@
-"""How are activations brought to unit size? Root-mean-square norm; knows nothing of layers.
+"""Root-mean-square norms with torch, for the CPU; the GPU's kernel is ``residual_norm.py``.
 
 Letters in shapes: D the normalised width.
 """

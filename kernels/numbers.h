@@ -1,5 +1,5 @@
-// What the compiled files share: bfloat16, which is the upper half of a float32; sums,
-// exponentials, and functions that come for both dtypes. Those return 0, or 1 if they got no memory.
+// Shared by the compiled files: bfloat16 (the upper half of a float32), sums, exponentials, and a
+// macro for functions in both dtypes, which return 0, or 1 if they could not allocate memory.
 
 #pragma once
 
@@ -28,7 +28,7 @@ inline float widen(bfloat16 x) {
 
 inline void narrow(float x, float* to) { *to = x; }
 
-inline void narrow(float x, bfloat16* to) {  // to the nearest, ties to even, as torch rounds
+inline void narrow(float x, bfloat16* to) {  // round to nearest, ties to even, as torch does
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     to->bits = std::isnan(x) ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
@@ -61,13 +61,13 @@ inline float exp_of_negative(float x) {
     return vanishes ? 0.0f : p * scale;
 }
 
-// Sums in eight lanes, so that the compiler may use vectors without being allowed to reorder.
+// Sums in eight lanes, so that the compiler can vectorise without permission to reorder.
 inline float sum_lanes(const float* lanes) {
     return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) +
            ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
 
-// Whether there was no memory for it: an exception would end the process, not the step.
+// Return whether allocation failed: an exception would end the process, not the step.
 template <typename F> inline int64_t lacks_memory(F compute) {
     try {
         compute();

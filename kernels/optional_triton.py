@@ -1,8 +1,9 @@
-"""Where do kernels get Triton from, and what if there is none? Its names, or stand-ins for them.
+"""Imports Triton if it is installed, else stand-ins with which kernel modules can
+still be imported.
 
-It knows no kernel. CUDA builds of torch bring Triton along and CPU builds do not, so a module with
-a kernel in it must import without: there a kernel can be defined, and launching it says what to
-install. Triton reads ``TRITON_INTERPRET`` when a kernel is defined: set it before that.
+Used by every module with a Triton kernel. CUDA builds of torch include Triton, CPU builds do not;
+without it kernels can be defined, and launching one raises ``TritonMissing``. Triton reads
+``TRITON_INTERPRET`` when a kernel is defined, so set it before the import.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ try:
 except ImportError:
 
     class _Unlaunchable:
-        """What a kernel is without Triton."""
+        """A kernel without Triton: raises ``TritonMissing`` on launch."""
 
         def __init__(self, kernel: Any) -> None:
             self._name = kernel.__name__
@@ -27,12 +28,12 @@ except ImportError:
             raise TritonMissing(self._name)
 
     class _Language:
-        """What signatures of kernels name; their bodies never run."""
+        """Names in kernel signatures; kernel bodies never run."""
 
         constexpr = object
 
     def _unlaunchable(kernel: Any = None, **options: Any) -> Any:
-        """What ``triton.jit`` is without Triton, with options or without."""
+        """Stand-in for ``triton.jit``, with or without options."""
         return _Unlaunchable if kernel is None else _Unlaunchable(kernel)
 
     jit = _unlaunchable
@@ -43,5 +44,6 @@ __all__ = ["INTERPRETED", "jit", "next_power_of_2", "tl"]
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least ``n`` >= 1: what a tile's side has to be."""
+    """Return the least power of two that is at least ``n`` >= 1; tile sizes must
+    be powers of two."""
     return 1 << (n - 1).bit_length()

@@ -1,6 +1,6 @@
-// How do rows of a matrix get into its panels, and back?
+// Copies rows of a matrix into its panels, and back.
 //
-// panels.h says how weights lie there.
+// panels.h has the panels' layout.
 //
 // Letters in shapes: K inputs.
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-// A whole panel of bfloat16, two weights at a time; true if that was done.
+// Pack a whole panel of bfloat16, two weights at a time; true if it did.
 inline bool pack_pairs(const bfloat16* from, bfloat16* to, int64_t inputs) {
     if (Arithmetic<bfloat16>::STEP == 2 && inputs % 2) return false;
     for (int64_t k = 0; k < inputs; k += Arithmetic<bfloat16>::STEP)

@@ -1,20 +1,19 @@
-"""What does a GPU compute where tokens attend to a paged KV cache? One kernel for all rows.
+"""GPU kernel for attention over a paged KV cache: decode and chunked prefill in one launch.
 
-It knows blocks and positions, not turns. Decode and chunked prefill differ only in how many query
-tokens a row has. The cache is that of :mod:`tidegate.kernels.attention`, which does this on a CPU.
+Used by ``engine/device/runner.py``; the CPU's counterpart is :mod:`tidegate.kernels.attention`,
+with the same cache layout. Decode and prefill differ only in the number of query tokens per row.
 
 A program takes one row, one KV head and a few query tokens, and folds the context into a running
-softmax a tile of keys at a time: scores are never stored. The query heads that share a KV head are
-rows of the same matrix product, so each key is read once for all of them. Where rows have few
-query tokens, the context is split besides, and the shares are merged by their log-sum-exps. Where a
-split or a tile begins depends on positions alone, not on the batch: the order in which a token's
-context is summed is the same in any company.
+softmax a tile of keys at a time, so scores are never stored. The query heads of one KV head are
+rows of one matrix product, so each key is read once for all of them. For rows with few query tokens
+the context is split too, and the splits are merged by their log-sum-exps. Splits and tiles start at
+fixed positions, so a token's context is summed in the same order in every batch.
 
 Sources: online softmax, Milakov & Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691,
 section 3.1; paging, arXiv:2309.06180; the split, "Flash-Decoding", Dao et al. 2023.
 
 Letters in shapes: T query tokens of all rows, R rows, B blocks per row, A query heads, K KV heads,
-G = A / K, D head_dim, Z splits of the context.
+G = A / K, D head_dim, Z splits of the context, C context positions, M query rows of a tile.
 """
 
 from dataclasses import dataclass
@@ -25,20 +24,21 @@ from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
 from tidegate.kernels.triton_math import capped, product
 
 TILE_BYTES = 128
-"""Keys of one step times the bytes of a number: 64 of bfloat16, 16 KB with D = 128, of which a
-GPU's core holds several. Also the score tile's rows at most, query tokens times G. float32, half
-as many, is multiplied without tensor cores, in registers: 64 would not fit."""
+"""Bytes of one number times the keys of a tile: 64 keys in bfloat16, 16 KB with D = 128, of which a
+streaming multiprocessor holds several. Also limits a tile's rows, query tokens times G. float32 is
+multiplied in registers, without tensor cores, where 64 would not fit; it gets half as many."""
 
 SPLIT_TOKENS = 1024
-"""Context positions of one split: whole tiles, 16 of bfloat16, beside which merging is little."""
+"""Context positions of one split: 16 tiles in bfloat16, beside which merging costs little."""
 
 SPLIT_QUERIES_MAX = 16
-"""Rows with more query tokens fill a GPU without splits, whose partial results would be large."""
+"""Rows with more query tokens are not split: they fill a GPU, and partial
+results would be large."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where each row's query tokens and context lie; tensors are int32, on the cache's device."""
+    """Each row's query tokens and context blocks; tensors are int32, on the cache's device."""
 
     token_offsets: torch.Tensor
     """[R + 1]: row r's query tokens are ``[token_offsets[r], token_offsets[r + 1])`` of the T."""
@@ -47,16 +47,16 @@ class PagedRows:
     tables: torch.Tensor
     """[R, B], the blocks of each row's context, padded with any valid block."""
     count_max: int
-    """Query tokens of the longest row: known on the host, so that a launch waits for nothing."""
+    """Query tokens of the longest row; on the host, so that a launch does not read the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a score is made of a query and a key, and which keys count."""
+    """Scale, soft cap and window of a layer's attention scores."""
 
     scale: float
     window_tokens: int | None = None
-    """A query sees this many positions, its own the last; None: all up to its own."""
+    """Number of positions that a query attends to, its own last; None: all up to its own."""
     soft_cap: float | None = None
     """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2, arXiv:2408.00118."""
 
@@ -64,7 +64,7 @@ class AttentionRule:
 def paged_attention_reference(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> torch.Tensor:
-    """What :func:`paged_attention` computes, token by token. Slow and obviously right."""
+    """Reference of :func:`paged_attention`, token by token. Slow and obviously right."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     offsets = rows.token_offsets.tolist()
     for row, start in enumerate(rows.starts.tolist()):
@@ -84,7 +84,7 @@ def paged_attention_reference(
 def paged_attention(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> torch.Tensor:
-    """Let every row's query tokens attend to its context, theirs included.
+    """Compute the attention of each row's query tokens to its context, themselves included.
 
     Args:
         query: [T, A, D], rotated, each token's heads contiguous.
@@ -104,7 +104,7 @@ def paged_attention(
 def paged_attention_triton(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> torch.Tensor:
-    """:func:`paged_attention` as a kernel; on a CPU in Triton's interpreter only."""
+    """Run :func:`paged_attention` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse_shapes(query, cache, rows, rule)
     tokens, heads, head_dim = query.shape
     _, _, kv_heads, block_tokens, _ = cache.shape
@@ -143,7 +143,7 @@ def paged_attention_triton(
 def _refuse_shapes(
     query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, rule: AttentionRule
 ) -> None:
-    """Insist on what the kernel takes for granted: a wrong address is no error on a GPU."""
+    """Check the kernel's assumptions, because a wrong address raises no error on a GPU."""
     if query.ndim != 3 or cache.ndim != 5 or query.shape[2] != cache.shape[4]:
         raise ValueError(
             f"expected query [T, A, D] and cache [blocks, 2, K, block_tokens, D], "
@@ -170,7 +170,8 @@ def _refuse_shapes(
 def _bounds(
     first, end, window, split, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """The positions that queries at [first, end) may see of a split, from a tile's first on."""
+    """Return the positions of a split that queries at [first, end) may attend to,
+    from a tile's start."""
     low = 0
     high = end
     if WINDOWED:
@@ -185,7 +186,7 @@ def _bounds(
 def _scores(
     query, key, behind, window, scale, soft_cap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr
 ):
-    """Scores of keys that lie so many positions behind each query; -inf if not seen. [M, KEYS]"""
+    """Return scores of keys ``behind`` positions before each query; -inf if masked. [M, KEYS]"""
     score = product(query, tl.trans(key)) * scale
     if CAPPED:
         score = capped(score, soft_cap)
@@ -199,14 +200,15 @@ def _scores(
 def _vectors(
     table_ptr, position, is_key, kv_head, KV_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):
-    """Where keys lie in the cache, in vectors of D; their values lie KV_HEADS blocks further."""
+    """Return the keys' indices in the cache, in vectors of D; values are
+    KV_HEADS blocks further."""
     block = tl.load(table_ptr + position // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
     return (block * 2 * KV_HEADS + kv_head) * BLOCK_TOKENS + position % BLOCK_TOKENS
 
 
 @jit
 def _cached(cache_ptr, vector, is_key, D: tl.constexpr, DIMS: tl.constexpr):
-    """The vectors of D numbers at these places of the cache, 0 for what is no key. [KEYS, DIMS]"""
+    """Load the vectors at these indices, 0 past the keys. [KEYS, DIMS]"""
     d = tl.arange(0, DIMS)
     inside = is_key[:, None] & (d < D)[None, :]
     return tl.load(cache_ptr + vector[:, None] * D + d[None, :], mask=inside, other=0.0)
@@ -214,10 +216,10 @@ def _cached(cache_ptr, vector, is_key, D: tl.constexpr, DIMS: tl.constexpr):
 
 @jit
 def _folded(state, score, value):
-    """The running softmax after another tile of keys: their scores [M, KEYS], -inf if not seen."""
+    """Return the running softmax after one more tile of keys with scores [M, KEYS]."""
     peak, total, summed = state
     new_peak = tl.maximum(peak, tl.max(score, axis=1))
-    # A query may see nothing of a tile: -inf minus -inf would be NaN.
+    # A tile may be fully masked for a query: -inf minus -inf would be NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weight = tl.exp(score - base[:, None])
     shrink = tl.exp(peak - base)
@@ -290,7 +292,7 @@ def _attend_kernel(
         behind = (start + place)[:, None] - position[None, :]
         score = _scores(query, key, behind, window, scale, soft_cap, WINDOWED, CAPPED)
         peak, total, summed = _folded((peak, total, summed), score, value)
-    # A split may hold nothing that a query sees; what is no number stays none, and shows.
+    # A split may be fully masked for a query; NaN stays NaN and is reported by the sampler.
     total = tl.where(total == 0, 1.0, total)
     vector = (split.to(tl.int64) * tokens + token) * (KV_HEADS * SHARE) + head
     out_at = out_ptr + vector[:, None] * D + d[None, :]
@@ -309,7 +311,7 @@ def _merge_kernel(
     D: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """One program per token and head: the mean of the splits, by their shares of the softmax."""
+    """One program per token and head: the splits' mean, weighted by their shares of the softmax."""
     vector = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DIMS)
     peak = float("-inf")

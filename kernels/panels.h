@@ -1,8 +1,8 @@
-// How much of a matrix [N, K] is multiplied at once, and how do its weights lie for that?
+// Panel layout of a matrix [N, K], and the tile product over some panels.
 //
-// A matrix is cut into panels of PANEL outputs. Within a panel the weights of an input lie side by
-// side, so the inner loop reads memory in order. Where the processor adds up pairs of products of
-// bfloat16, those of two inputs do: an even one's and the next.
+// A matrix is cut into panels of PANEL outputs. Within a panel the weights of an input are adjacent,
+// so the inner loop reads memory in order. If the processor adds pairs of bfloat16 products, the
+// weights of two inputs are interleaved: an even one's and the next.
 //
 // Letters in shapes: N outputs, K inputs.
 
@@ -45,9 +45,9 @@ inline Lanes spread(float x) { return x - Lanes{}; }
 #endif
 
 constexpr int PANEL = 2 * LANES;
-constexpr int64_t BLOCK_INPUTS = 512;  // of a panel 32 KB in float32: in a near cache
-constexpr int64_t CACHE_LINE = 64;     // bytes: a step's weights of a panel are two at the most
-constexpr int64_t BLOCK_TOKENS = 128;  // their activations stay in the L2 cache
+constexpr int64_t BLOCK_INPUTS = 512;  // of a panel: 32 KB in float32, fits a near cache
+constexpr int64_t CACHE_LINE = 64;     // bytes; a step's weights of a panel are at most two lines
+constexpr int64_t BLOCK_TOKENS = 128;  // whose activations stay in the L2 cache
 
 template <typename V, typename S> inline V load(const S* from) {
     V there;
@@ -55,11 +55,11 @@ template <typename V, typename S> inline V load(const S* from) {
     return there;
 }
 
-// How weights of type W are multiplied: STEP inputs at once, of type Input, in registers of Lanes.
-// ``place`` is where the weight of an input of an output of a panel lies in that.
+// Multiplication of weights of type W: STEP inputs at a time, of type Input, in registers of type
+// Lanes. ``place`` is the index of an output's weight of an input within a panel.
 template <typename W> struct Arithmetic;
 
-// In float32 weights lie in order.
+// float32 weights are in order.
 template <> struct Arithmetic<float> {
     using Input = float;
     static constexpr int STEP = 1;
@@ -73,8 +73,8 @@ template <> struct Arithmetic<float> {
 };
 
 #if defined(__AVX512BF16__)
-// In bfloat16 the weights of two inputs of an output lie side by side: their products are added up
-// by one instruction, twice as many as of float32, in float32.
+// bfloat16 weights of two inputs of an output are adjacent: one instruction adds their products in
+// float32, twice as many as for float32.
 template <> struct Arithmetic<bfloat16> {
     using Input = bfloat16;
     static constexpr int STEP = 2;
@@ -91,8 +91,8 @@ template <> struct Arithmetic<bfloat16> {
     }
 };
 #else
-// In bfloat16 they lie in pairs, 0 and LANES, 1 and LANES + 1, ...: a shift and a mask widen them,
-// in registers: half the bytes, and sums in float32.
+// bfloat16 weights are in pairs, 0 and LANES, 1 and LANES + 1, ...: a shift and a mask widen them in
+// registers. Half the bytes of float32; sums are in float32.
 template <> struct Arithmetic<bfloat16> {
     using Input = float;
     static constexpr int STEP = 1;
@@ -109,7 +109,7 @@ template <> struct Arithmetic<bfloat16> {
 };
 #endif
 
-// In int8 they lie in order; what they are multiples of is multiplied in at the end.
+// int8 weights are in order; the scales are applied at the end.
 template <> struct Arithmetic<int8_t> {
     using Input = float;
     static constexpr int STEP = 1;
@@ -134,13 +134,13 @@ template <> struct Arithmetic<int8_t> {
     }
 };
 
-// Inputs of a matrix in memory: whole steps of them. What fills the last one up is 0.
+// Stored inputs of a matrix: whole steps; padding of the last one is 0.
 template <typename W> inline int64_t stored_inputs(int64_t inputs) {
     return inputs + (Arithmetic<W>::STEP - inputs % Arithmetic<W>::STEP) % Arithmetic<W>::STEP;
 }
 
-// ROWS tokens times PANELS panels, over ``inputs`` inputs; ``sums`` are where they were left.
-// Meanwhile what is read next is asked for, ``ahead_step`` bytes further for each step.
+// Multiply ROWS tokens by PANELS panels, over ``inputs`` inputs, continuing from ``sums``. Prefetches
+// the next data meanwhile, ``ahead_step`` bytes further for each step.
 template <typename W, int ROWS, int PANELS>
 void add_tile(const typename Arithmetic<W>::Input* x, int64_t x_stride, const W* panels,
               int64_t panel_stride, int64_t inputs, const char* ahead, int64_t ahead_step,
@@ -166,7 +166,7 @@ void add_tile(const typename Arithmetic<W>::Input* x, int64_t x_stride, const W*
     std::memcpy(sums, total, sizeof total);
 }
 
-// Few tokens alone have too few sums to keep the multipliers busy; so they take several panels.
+// Few tokens have too few sums to keep the multipliers busy, so they take several panels at a time.
 inline int64_t panels_at_once(int64_t tokens, int64_t left) {
     if (tokens == 1 && left >= 4) return 4;
     return tokens <= TILE_ROWS / 2 && left >= 2 ? 2 : 1;

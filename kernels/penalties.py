@@ -1,6 +1,7 @@
-"""What do bias, bans and penalties make of logits? They touch few tokens of a row, and no others.
+"""Logit bias, bans, and repetition, frequency and presence penalties, applied in place.
 
-It knows nothing of turns: who counts tokens, and which are banned, are others' business.
+Used by ``engine/sampling/sampling.py``, which keeps the token counts. Only the listed tokens of a
+row are touched.
 
 Letters in shapes: S rows, V vocabulary, E entries: (row, token) pairs, of all rows together.
 """
@@ -12,16 +13,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """Tokens of the rows that are penalised, each once per row."""
+    """Tokens to penalise, each once per row."""
 
     places: torch.Tensor
     """[E], int64: ``row * V + token``."""
     output_counts: torch.Tensor
-    """[E], float32: how often it is in the output so far; 0 for tokens of the prompt alone."""
+    """[E], float32: occurrences in the output so far; 0 for tokens of the prompt alone."""
     repetition: torch.Tensor
-    """[E], float32, above 0; so are the next two, each its row's penalty."""
+    """[E], float32, above 0: the row's repetition penalty."""
     frequency: torch.Tensor
+    """[E], float32: the row's frequency penalty."""
     presence: torch.Tensor
+    """[E], float32: the row's presence penalty."""
 
 
 def penalize_(logits: torch.Tensor, seen: SeenTokens) -> None:
@@ -37,7 +40,7 @@ def penalize_(logits: torch.Tensor, seen: SeenTokens) -> None:
 
 
 def bias_(logits: torch.Tensor, places: torch.Tensor, biases: torch.Tensor) -> None:
-    """Add ``biases`` [E], float32, in place; ``places`` are those of :class:`SeenTokens`.
+    """Add ``biases`` [E], float32, in place; ``places`` [E] as in :class:`SeenTokens`.
 
     A place may occur twice: then both are added.
     """
@@ -45,5 +48,5 @@ def bias_(logits: torch.Tensor, places: torch.Tensor, biases: torch.Tensor) -> N
 
 
 def ban_(logits: torch.Tensor, places: torch.Tensor) -> None:
-    """Leave out the tokens at ``places`` [E], in place."""
+    """Set the logits at ``places`` [E] to -inf in place."""
     logits.view(-1)[places] = -torch.inf

@@ -1,9 +1,8 @@
-// How are the activations of a step multiplied by a matrix in panels?
+// Product of a step's activations with a matrix in panels.
 //
-// It is read in order, panel by panel (panels.h), from memory once for up to BLOCK_TOKENS tokens.
-//
-// Each output is one chain of additions in float32 over k = 0, 1, 2, ..., of products or of pairs of
-// them, whatever the number of tokens, of which it so is independent to the last bit.
+// The matrix is read in order, panel by panel (panels.h), once from memory for up to BLOCK_TOKENS
+// tokens. Each output is one chain of float32 additions over k = 0, 1, 2, ..., of products or of
+// pairs of them, so it has the same bits for any number of tokens.
 //
 // Letters in shapes: T tokens, N outputs, K inputs.
 
@@ -23,14 +22,14 @@ struct Matrix {
     int64_t outputs, inputs;
 };
 
-// Where its weights are. Panels may lie apart; only weights in int8 have ``scales``.
+// Addresses of the weights. Panels need not be adjacent; only int8 weights have ``scales``.
 template <typename W> struct Panels {
     const W* first;
     int64_t stride;
     const float* scales;
 };
 
-// What becomes of the sums [rows, panels * PANEL] of outputs from ``first`` on.
+// Store or add the sums [rows, panels * PANEL] of outputs from ``first`` on.
 template <typename T>
 void write_out(const float* sums, int64_t rows, int64_t panels, int64_t first, Matrix matrix,
                const T* bias, bool adds, T* out) {
@@ -58,14 +57,14 @@ inline void scale_sums(float* sums, int64_t rows, int64_t panels, int64_t first,
         for (int64_t n = 0; n < count; n++) sums[r * panels * PANEL + n] *= scales[first + n];
 }
 
-// At most BLOCK_TOKENS tokens, and some panels. Tiles are of about equal height: low ones are slow.
+// At most BLOCK_TOKENS tokens, and some panels. Tiles have about equal height, as low ones are slow.
 template <typename W, typename T>
 void multiply_block(const typename Arithmetic<W>::Input* x, Panels<W> all, Matrix matrix,
                     const T* bias, bool adds, T* out, int64_t tokens, int64_t panel,
                     int64_t end_panel) {
     const int64_t tiles = (tokens + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t stored = stored_inputs<W>(matrix.inputs);
-    // Each tile asks for its part of the next block.
+    // Each tile prefetches its part of the next block.
     const int64_t ahead_step = PANEL * Arithmetic<W>::STEP * int64_t(sizeof(W)) / tiles;
     alignas(64) float sums[BLOCK_TOKENS * PANEL];
     while (panel < end_panel) {
@@ -100,7 +99,7 @@ void multiply_panels(const typename Arithmetic<W>::Input* x, Panels<W> all, Matr
                        end_panel);
 }
 
-// Activations [tokens, inputs], as weights are multiplied by them: widened, or of even length.
+// Activations [tokens, inputs] in the form of the product: widened, or padded to even length.
 inline const float* as_inputs(const float* from, int64_t, int64_t, std::vector<float>&) {
     return from;
 }
@@ -121,10 +120,10 @@ inline const bfloat16* as_inputs(const bfloat16* from, int64_t tokens, int64_t i
     return room.data();
 }
 
-// Multiply-adds that are worth a thread: its start takes 15 us, and these about 100.
+// Multiply-adds per thread: starting a thread takes 15 us, and these take about 100.
 constexpr int64_t THREAD_PRODUCTS = 1 << 22;
 
-// Let threads, at most so many, share panels: ``multiply_some(panel, end_panel)``.
+// Split the panels over at most ``threads_max`` threads: ``multiply_some(panel, end_panel)``.
 template <typename F>
 void share_panels(int64_t tokens, Matrix matrix, int64_t threads_max, F multiply_some) {
     const int64_t panels = (matrix.outputs + PANEL - 1) / PANEL;
@@ -138,7 +137,7 @@ void share_panels(int64_t tokens, Matrix matrix, int64_t threads_max, F multiply
     try {
         others.reserve(threads);
         for (; part < threads; part++) others.emplace_back(multiply_part, part);
-    } catch (const std::exception&) {  // no more threads are to be had
+    } catch (const std::exception&) {  // no further thread can be started
     }
     for (; part < threads; part++) multiply_part(part);
     multiply_part(0);

@@ -1,9 +1,11 @@
-"""What does a GPU do between two layers? It adds one's output to the stream, and norms the sum.
+"""GPU kernel that adds a block's output to the residual stream and norms the sum (RMS norm).
 
-It knows nothing of layers. Both are one pass: apart, the sum would be read again for the norm. What
-a CPU does is :mod:`tidegate.kernels.norm`. Source of the norm: Zhang & Sennrich, arXiv:1910.07467.
+Used by ``engine/device/runner.py``; the CPU's counterpart is :mod:`tidegate.kernels.norm`. Both
+steps are one pass, so that the sum is not read again for the norm.
 
-Letters in shapes: D the normalised width, W heads that have weights of their own.
+Source of the norm: Zhang & Sennrich, arXiv:1910.07467.
+
+Letters in shapes: T tokens, D the normalised width, W heads with weights of their own.
 """
 
 import torch
@@ -11,10 +13,11 @@ import torch
 from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
 
 TILE_ELEMENTS = 2048
-"""Of one program where rows are short, as heads are: 16 elements for each of 128 threads."""
+"""Elements of one program for short rows, such as heads: 16 for each of 128 threads."""
 
 WIDTH_MAX = 32768
-"""A row stays in registers between its mean and its product: 128 KB of a core's 256 KB."""
+"""Largest D. A row stays in registers between its mean and its product: 128 KB of
+a core's 256 KB."""
 
 
 def residual_norm_reference(
@@ -25,7 +28,7 @@ def residual_norm_reference(
     *,
     gemma: bool = False,
 ) -> torch.Tensor:
-    """What :func:`residual_norm` does, in as many lines of torch. Slow and obviously right."""
+    """Reference of :func:`residual_norm` in torch. Slow and obviously right."""
     if update is not None:
         total.add_(update)
     wide = total.float()
@@ -70,7 +73,7 @@ def residual_norm_triton(
     *,
     gemma: bool = False,
 ) -> torch.Tensor:
-    """:func:`residual_norm` as a kernel; on a CPU in Triton's interpreter only."""
+    """Run :func:`residual_norm` as a kernel; on a CPU only with Triton's interpreter."""
     _refuse_shapes(total, update, weight)
     width = total.shape[-1]
     normed = torch.empty(total.shape, dtype=total.dtype, device=total.device)
@@ -89,7 +92,7 @@ def residual_norm_triton(
 
 
 def _refuse_shapes(total: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor) -> None:
-    """Insist on what the kernel takes for granted: a wrong address is no error on a GPU."""
+    """Check the kernel's assumptions, because a wrong address raises no error on a GPU."""
     width = total.shape[-1]
     if total.ndim not in (2, 3) or weight.shape not in (total.shape[-1:], total.shape[1:]):
         raise ValueError(

@@ -1,9 +1,11 @@
-"""How does attention know positions? Rotary embedding; knows nothing of where a position's KV is.
+"""Rotary position embedding with torch: the table of rotations, and their application.
 
-A head's halves are the two coordinates of D/2 points, each turned by position x its frequency.
+Used by the CPU forward pass, and as the reference of the compiled and Triton versions. A head's
+halves are the two coordinates of D/2 points, each rotated by position x its frequency.
 
-Source: RoFormer, Su et al., arXiv:2104.09864. Letters in shapes: T tokens, P positions, A heads,
-D head_dim.
+Source: RoFormer, Su et al., arXiv:2104.09864.
+
+Letters in shapes: T tokens, P positions, A heads, D head_dim.
 """
 
 import torch
@@ -20,9 +22,9 @@ def rope_table(
 
     Args:
         inverse_frequencies: [D/2], float32: radians per position.
-        positions: P, how many.
+        positions: P, the number of positions.
         dtype: of the table; the angles are computed in float32, as transformers does.
-        amplitude: what rotated heads are multiplied by.
+        amplitude: factor of rotated heads.
 
     Returns:
         [P, 2, D]: per position the cosines, and the sines signed for :func:`apply_rope`.
@@ -34,13 +36,13 @@ def rope_table(
 
 
 def apply_rope(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Turn each head of each token by its token's position.
+    """Rotate each head of each token by its token's position.
 
     Args:
         x: [T, A, D].
         cosines: [T, 1, D] of ``x``'s dtype, from :func:`rope_table`.
-        sines: like ``cosines``: negative in the first half, so that swapping the halves of ``x``
-            is all that is left of the rotation.
+        sines: like ``cosines``; negative in the first half, so that the rotation only has to swap
+            the halves of ``x``.
 
     Returns:
         [T, A, D], fresh memory.

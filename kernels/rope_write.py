@@ -1,11 +1,13 @@
-"""How do a step's queries and keys get their positions, and its keys and values into the cache?
+"""GPU kernel that applies rotary embeddings to queries and keys, and writes keys and values to the
+paged KV cache, in one pass.
 
-It knows nothing of what is attended to. All is one pass over the projection's output: apart, a GPU
-would read and write keys three times (turn, join with the values, store).
+Used by ``engine/device/runner.py``. In separate kernels a GPU would read and write keys three times
+(rotate, concatenate with the values, store). The rotation is :mod:`tidegate.kernels.rope`'s, but
+computed in float32 and rounded once.
 
-The rotation is :mod:`tidegate.kernels.rope`'s, but computed in float32 and rounded once. Source:
-RoFormer, arXiv:2104.09864. Letters in shapes: T tokens, A query heads, K KV heads, D head_dim,
-P positions.
+Source: RoFormer, arXiv:2104.09864.
+
+Letters in shapes: T tokens, A query heads, K KV heads, D head_dim, P positions.
 """
 
 import torch
@@ -14,7 +16,7 @@ from tidegate.kernels.optional_triton import jit, next_power_of_2, tl
 from tidegate.kernels.rope import apply_rope
 
 TILE_ELEMENTS = 1024
-"""Of one program: 8 heads with D = 128, which is 8 elements for each of 128 threads."""
+"""Elements of one program: 8 heads with D = 128, which is 8 elements for each of 128 threads."""
 
 
 def rope_write_reference(
@@ -25,7 +27,7 @@ def rope_write_reference(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """What :func:`rope_write` does, a step at a time. Slow and obviously right."""
+    """Reference of :func:`rope_write`, step by step. Slow and obviously right."""
     kv_heads, block_tokens = cache.shape[2:4]
     rotations = table[positions].float()  # [T, 2, D]
     turned = apply_rope(qkv[:, :-kv_heads].float(), rotations[:, :1], rotations[:, 1:])
@@ -44,7 +46,7 @@ def rope_write(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Turn queries and keys by their positions, and store keys and values in the cache.
+    """Rotate queries and keys by their positions, and store keys and values in the cache.
 
     Args:
         qkv: [T, A + 2K, D], contiguous: each token's query, key and value heads.
@@ -54,7 +56,7 @@ def rope_write(
         slots: [T], int64: ``block * block_tokens + offset`` of each token; no two alike.
 
     Returns:
-        The turned queries [T, A, D], fresh memory.
+        The rotated queries [T, A, D], fresh memory.
     """
     if qkv.is_cuda:
         return rope_write_triton(qkv, cache, table=table, positions=positions, slots=slots)
@@ -69,7 +71,7 @@ def rope_write_triton(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """:func:`rope_write` as a kernel; on a CPU in Triton's interpreter only."""
+    """Run :func:`rope_write` as a kernel; on a CPU only with Triton's interpreter."""
     tokens, all_heads, head_dim = qkv.shape
     _, _, kv_heads, block_tokens, cache_dim = cache.shape
     heads = all_heads - 2 * kv_heads

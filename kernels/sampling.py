@@ -1,9 +1,10 @@
-"""Which token comes next, and how likely was it? Temperature, min-p, top-k, top-p, then a draw.
+"""Sampling on the CPU with torch: temperature, min-p, top-k, top-p, the draw, and
+log-probabilities.
 
-It knows nothing of turns or seeds: the uniform numbers are arguments. The options are numpy
-columns because the host decides by them which work is done at all.
+Used by ``engine/sampling/sampling.py``. The uniform random numbers are arguments. Options are numpy
+columns, because the host decides by them which work can be skipped.
 
-Letters in shapes: S rows to sample, V vocabulary, N candidates of one draw.
+Letters in shapes: S rows to sample, V vocabulary, N block sums of a draw, R rows with limits.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ import numpy.typing as npt
 import torch
 
 DRAW_BLOCK = 512
-"""Probabilities summed into one: of 152 k tokens 297 blocks, so neither level is long."""
+"""Probabilities per block sum: 297 blocks for 152 k tokens, so neither level of
+the search is long."""
 
 RANKED_FIRST = 128
 """Tokens ranked for a top-p: trained models mostly reach theirs within a hundred."""
 
 RANKED_GROWTH = 16
-"""Where those are too few, so many times more: 2,048, then 32,768, then all."""
+"""Factor by which the ranked tokens grow if too few: 2,048, then 32,768, then all."""
 
 UNIFORM_MAX = 1.0 - 2.0**-53
 """The largest double below 1."""
@@ -52,23 +54,23 @@ def sample(
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Rows of logits, and what to draw by: no [S, V] of log-probabilities is ever made."""
+    """Rows of logits with their weights in a draw; no [S, V] of log-probabilities is made."""
 
     logits: torch.Tensor
     """[S, V], float32, divided by the temperature."""
     peaks: torch.Tensor
-    """[S, 1], float32: the largest of them."""
+    """[S, 1], float32: the largest logit of each row."""
     weights: torch.Tensor
-    """[S, V], float32: ``exp(logits - peaks)``, but 0 for tokens that are left out."""
+    """[S, V], float32: ``exp(logits - peaks)``, and 0 for excluded tokens."""
     sums: torch.Tensor
-    """[S, N], float32: of ``DRAW_BLOCK`` weights each."""
+    """[S, N], float32: sums of ``DRAW_BLOCK`` weights each."""
     floors: torch.Tensor | None = None
-    """[S, 1], float32: lower logits are left out; -inf in rows that keep all."""
+    """[S, 1], float32: lower logits are excluded; -inf in rows that keep all."""
 
     def draw(
         self, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]
     ) -> torch.Tensor:
-        """Take one token [S] per row: by weight, or at temperature 0 the likeliest."""
+        """Return one token [S] per row: drawn by weight, or the most likely at temperature 0."""
         greedy = temperature == 0
         if greedy.all():
             return self.logits.argmax(-1)
@@ -78,18 +80,20 @@ class Weighed:
         return chosen
 
     def logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [S, K], float32, of some tokens; -inf where they are left out."""
+        """Return log-probabilities [S, k], float32, of tokens ``token_ids`` [S, k];
+        -inf if excluded."""
         return self._logprobs(self.logits.gather(-1, token_ids), slice(None))
 
     def likeliest(self, count: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities [len(rows), count] of some rows' likeliest tokens, in order."""
+        """Return ids and log-probabilities [len(rows), count] of some rows' top
+        tokens, in order."""
         logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
         values, token_ids = logits.topk(count)
         return token_ids, self._logprobs(values, rows)
 
     def _logprobs(self, logits: torch.Tensor, rows: list[int] | slice) -> torch.Tensor:
-        """The peak goes first, and in float32: so they are the same bits whether or not it has been
-        subtracted before, as a temperature in another row makes happen."""
+        """Subtract the peak first and in float32, so that the bits do not depend on whether it has
+        been subtracted before, which happens if another row has a temperature."""
         log_sums = self.sums[rows].sum(-1, keepdim=True, dtype=torch.float64).log()
         found = ((logits - self.peaks[rows]).double() - log_sums).float()
         if self.floors is None:
@@ -97,7 +101,7 @@ class Weighed:
         return found.masked_fill(logits < self.floors[rows], -torch.inf)
 
     def without(self, floors: torch.Tensor) -> "Weighed":
-        """Leave out what is lower than ``floors``, too. The weights are changed in place."""
+        """Exclude logits lower than ``floors``, too. The weights are changed in place."""
         # Faster than masked_fill, and far faster than exp of -inf.
         kept = torch.ge(self.logits, floors, out=torch.empty_like(self.weights))
         weights = self.weights.mul_(kept)
@@ -113,19 +117,19 @@ def weigh(
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32] | None = None,
 ) -> Weighed:
-    """Make of logits [S, V] what is to be drawn by.
+    """Prepare the draw from logits [S, V].
 
     Temperature comes first, then min-p, then top-k, then top-p of what they left. Tokens that tie
-    with the last one kept are kept too. Rows of temperature 0 give those at temperature 1, without
-    limits. ``min_p`` [S] keeps tokens with at least that share of the likeliest one's probability;
-    0 keeps all. The other arguments are those of :func:`sample`.
+    with the last one kept are kept too. Rows of temperature 0 are weighed at temperature 1, without
+    limits. ``min_p`` [S] keeps tokens with at least that share of the most likely one's
+    probability; 0 keeps all. The other arguments are those of :func:`sample`.
     """
     greedy = temperature == 0
     divisors = np.where(greedy, np.float32(1), temperature)
     is_limited = (top_k > 0).any() or (top_p < 1).any() or min_p is not None
     if is_limited or (divisors != 1).any():
-        # Largest logit at 0, lest a tiny temperature make infinities. And wherever rounding decides
-        # what is kept, so that a row's set is the same whatever its companions ask for.
+        # Largest logit at 0, so that a tiny temperature makes no infinities. Also whenever rounding
+        # decides what is kept, so that a row's set does not depend on other rows' options.
         logits = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(divisors)[:, None]
     weighed = weights_of(logits)
     if min_p is not None and (min_p[~greedy] > 0).any():
@@ -139,10 +143,10 @@ def weigh(
 
 
 def weights_of(logits: torch.Tensor) -> Weighed:
-    """Of logits [S, V] as they are.
+    """Weigh logits [S, V] as they are.
 
-    Sums block by block: in float32 ``torch.log_softmax`` loses what is small beside the largest,
-    which of 152 k tokens was seen to make 1e-4.
+    Sums are blockwise, because a float32 ``torch.log_softmax`` loses terms that are small beside
+    the largest; an error of 1e-4 was seen with 152 k tokens.
     """
     peaks = logits.amax(-1, keepdim=True)
     weights = (logits - peaks).exp_()
@@ -156,9 +160,9 @@ def processed_logprobs(
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32] | None = None,
 ) -> torch.Tensor:
-    """Return the log-probabilities [S, V] really sampled from, renormalised after all options.
+    """Return the log-probabilities [S, V] of the distribution sampled from, after all options.
 
-    Arguments are those of :func:`weigh`. For whoever wants all of them; drawing needs none.
+    Arguments are those of :func:`weigh`. For callers that need all of them; sampling does not.
     """
     weighed = weigh(logits, temperature, top_k, top_p, min_p)
     return weighed.logprobs(torch.arange(logits.shape[-1]).expand(logits.shape))
@@ -170,11 +174,12 @@ def _floors(
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
 ) -> torch.Tensor:
-    """The last logit that top-k and top-p keep in the rows ``limited``; -inf in others. [S, 1]
+    """Return the last logit that top-k and top-p keep in the rows ``limited``; -inf
+    in others. [S, 1]
 
-    So nothing has to be scattered back, and ties are kept however ranking orders them. To rank all
-    of a large vocabulary takes thirty times what drawing from it does; so more of it are ranked
-    only in rows that don't reach their top-p before.
+    A threshold needs no scatter, and keeps ties whatever their order. Ranking a whole large
+    vocabulary takes thirty times as long as drawing from it, so more tokens are ranked only in rows
+    that do not reach their top-p.
     """
     vocab = weighed.logits.shape[-1]
     keep_most = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
@@ -196,9 +201,10 @@ def _floors_within(
     keep_most: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
 ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
-    """The last logit kept in each row ``sought`` [R, 1], and whether ``width`` ranks tell it [R].
+    """Return the last logit kept in each row ``sought`` [R, 1], and whether ``width``
+    ranks decide it [R].
 
-    Sums are in double and in the order of ranks, so they don't depend on ``width``, which depends
+    Sums are in double and in the order of ranks, so they do not depend on ``width``, which depends
     on the other rows.
     """
     rows, most = torch.from_numpy(sought), torch.from_numpy(keep_most)[:, None]
@@ -234,7 +240,7 @@ def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _draw(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """As :func:`draw`, given the weights' :func:`_block_sums`."""
+    """Run :func:`draw` with the weights' :func:`_block_sums` given."""
     vocab = weights.shape[-1]
     if vocab <= DRAW_BLOCK:
         return _pick(weights, uniforms)[0]
@@ -246,7 +252,7 @@ def _draw(weights: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> 
 
 
 def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums of ``DRAW_BLOCK`` weights each [S, N]: no sum depends on how many rows there are."""
+    """Return sums of ``DRAW_BLOCK`` weights each [S, N], independent of the number of rows."""
     vocab = weights.shape[-1]
     if vocab <= DRAW_BLOCK:
         return weights.sum(-1, keepdim=True)
@@ -258,12 +264,12 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pick an index [S] in proportion to ``weights`` [S, N], and return a uniform that is left.
+    """Pick an index [S] in proportion to ``weights`` [S, N]; return it with a new uniform number.
 
-    The first index whose cumulative weight exceeds the target has a weight above 0, for there the
-    sum grew. Where rounding puts the target at the total, the first index that reaches the total
-    is taken, which has one for the same reason. The rest of the target, as a share of the weight
-    picked, is uniform again: the next level's random number.
+    The first index whose cumulative weight exceeds the target has a positive weight, because the
+    sum grew there. If rounding puts the target at the total, the first index that reaches the total
+    is taken, which is positive for the same reason. The rest of the target, as a share of the
+    picked weight, is uniform again: the next level's random number.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()

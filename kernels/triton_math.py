@@ -1,14 +1,12 @@
-"""Which arithmetic do several kernels share? Products of tiles, and soft caps.
-
-It knows no kernel's data. These are Triton functions: kernels call them, nobody else.
-"""
+"""Triton helper functions that several kernels share: tile products and soft caps."""
 
 from tidegate.kernels.optional_triton import INTERPRETED, jit, tl
 
 
 @jit
 def product(a, b):
-    """``a @ b`` summed in float32, without rounding float32 operands to tf32 as is the default."""
+    """Return ``a @ b`` summed in float32, without Triton's default rounding of float32
+    operands to tf32."""
     if INTERPRETED:  # Triton 3.9's interpreter would multiply the bits of bfloat16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -17,7 +15,7 @@ def product(a, b):
 
 @jit
 def capped(x, soft_cap):
-    """``soft_cap * tanh(x / soft_cap)``, by exp: in this form it can't overflow."""
+    """Return ``soft_cap * tanh(x / soft_cap)``, in a form of exp that cannot overflow."""
     shrunk = tl.exp(-2.0 * tl.abs(x / soft_cap))
     size = soft_cap * (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(x < 0, -size, size)

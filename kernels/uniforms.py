@@ -1,7 +1,7 @@
-"""Which random number comes i-th? A counter-based generator: no state, so nobody has to carry it.
+"""Counter-based random numbers: the i-th uniform number of a seed, without state.
 
-What a turn samples must not depend on its companions in a batch, on chunking, nor on which engine
-goes on with it. So its i-th number is a pure function of its seed and i.
+Used by every sampler. What a turn samples must not depend on the batch, on chunking, or on which
+engine continues it, so its i-th number is a pure function of its seed and i.
 
 Source: SplitMix64, Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators".
 """
@@ -18,8 +18,8 @@ def uniforms(
 ) -> npt.NDArray[np.float64]:
     """Return the ``indices[s]``-th number of each ``seeds[s]``, uniform in [0, 1).
 
-    Both are [S]; so is the result: multiples of 2^-53. Seeds are scrambled first, or successive
-    seeds would give the same sequence shifted by one.
+    Arguments and result are [S]; results are multiples of 2^-53. Seeds are scrambled first, because
+    successive seeds would otherwise give the same sequence shifted by one.
     """
     with np.errstate(over="ignore"):
         states = _scramble(seeds + GOLDEN_GAMMA) + (indices + np.uint64(1)) * GOLDEN_GAMMA

@@ -1,7 +1,7 @@
-// A weight matrix times the activations of a step, of a matrix that lies as its reader wants it.
+// Product of a packed weight matrix with the activations of a step, and packing and unpacking.
 //
-// All of its weights are of one type; products.h says how they are multiplied, and
-// kernels/weight_matrix.py what the arguments are. kernels/compiled.py builds this file.
+// All weights have one type; products.h has the multiplication, and kernels/weight_matrix.py
+// documents the arguments. kernels/compiled.py builds this file.
 //
 // Letters in shapes: T tokens, N outputs, K inputs.
 
@@ -22,7 +22,7 @@ void multiply(const T* x, const W* packed, const float* scales, const T* bias, T
     });
 }
 
-// Copy ``rows`` rows of a matrix into its packed form, from output ``first`` on.
+// Pack ``rows`` rows of a matrix, from output ``first`` on.
 template <typename T>
 void pack(const T* from, T* packed, int64_t first, int64_t rows, int64_t inputs) {
     const int64_t stride = stored_inputs<T>(inputs) * PANEL;
@@ -32,7 +32,7 @@ void pack(const T* from, T* packed, int64_t first, int64_t rows, int64_t inputs)
                    });
 }
 
-// Copy some rows back.
+// Unpack some rows.
 template <typename T>
 void take(const T* packed, const int64_t* rows, T* out, int64_t count, int64_t inputs) {
     const int64_t stride = stored_inputs<T>(inputs) * PANEL;

@@ -1,14 +1,12 @@
-"""How does a weight matrix lie in memory, and how is a step multiplied by it?
+"""Weight matrices and their products: as published, for torch, or packed into panels, for C++.
 
-As published, for torch; or packed, for weight_matrix.cpp, which is faster than torch but where the
-processor multiplies tiles of bfloat16 (AMX): at a decode step's size two to five times in float32,
-and in bfloat16 1.4 to 3.4 times where it adds up pairs of products (AVX-512) and five to twenty
-where it has nothing for them. What it is for is not known here.
+Used by every layer on the CPU; other layouts are in ``exact_matrix.py``, ``int8_matrix.py`` and
+``fp8_matrix.py``. weight_matrix.cpp is faster than torch except where the processor multiplies
+tiles of bfloat16 (AMX): at a decode step's size two to five times in float32, and in bfloat16 1.4
+to 3.4 times with AVX-512's paired products, and five to twenty times without. A packed matrix sums
+each output in one order, so a row has the same bits in every batch; torch's products do not.
 
-A packed matrix computes each of its outputs in one order of additions, whatever tokens are beside:
-rows of a product are the same bits in every batch. torch's are not.
-
-Letters in shapes: T tokens, N outputs, K inputs.
+Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """
 
 import ctypes
@@ -21,10 +19,10 @@ import torch.nn.functional as F
 from tidegate.kernels.compiled import DTYPES, INT, POINTER, function, library, processor
 
 TILES = "amx_bf16"
-"""With these torch multiplies bfloat16 faster than vectors can."""
+"""Processor flag (AMX) with which torch multiplies bfloat16 faster than vector code can."""
 
 COPY_ELEMENTS = 1 << 18
-"""Converted at once while packing, about: 1 MB of float32 stays in the caches."""
+"""Elements converted at a time while packing: 1 MB of float32 stays in the caches."""
 
 ARGUMENTS: dict[str, list[Any]] = {
     "tg_multiply": [POINTER] * 4 + [INT] * 5,
@@ -34,32 +32,32 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 
 class HiddenRows(Protocol):
-    """Some rows of a matrix that lie in an order of its own."""
+    """Copy target for some rows of a matrix with a layout of its own."""
 
     def copy_(self, source: torch.Tensor, /) -> object:
-        """Put ``source`` there, cast to the matrix's dtype."""
+        """Store ``source``, cast to the matrix's dtype."""
 
     def take_over(self, other: Any, /) -> None:
-        """Put there what ``other`` holds, rows of a matrix made like theirs: to the bit."""
+        """Copy the rows of ``other``, of a matrix with the same layout, bit by bit."""
 
     def unpacked(self) -> torch.Tensor:
-        """A copy, as published."""
+        """Return a copy in the published layout."""
 
     def storages(self) -> list[torch.Tensor]:
-        """All the memory that they lie in, with others."""
+        """Return the storage tensors that contain these rows and others."""
 
 
 Rows = torch.Tensor | HiddenRows
-"""Where some rows of a matrix go; in a plain one, a view of it."""
+"""Copy target for some rows of a matrix; a view in a plain one."""
 
 
 def published(rows: Rows) -> torch.Tensor:
-    """What lies there, as it was published. Maybe a copy, not to be written to."""
+    """Return the rows in their published layout; possibly a copy, not to be written to."""
     return rows if isinstance(rows, torch.Tensor) else rows.unpacked()
 
 
 def take_over(target: Rows, source: Rows) -> None:
-    """Put into ``target`` what lies in ``source``, rows of a matrix made like its own."""
+    """Copy the rows ``source`` to ``target``, of matrices with the same layout."""
     if isinstance(target, torch.Tensor):
         target.copy_(published(source))
     else:
@@ -67,50 +65,52 @@ def take_over(target: Rows, source: Rows) -> None:
 
 
 def storages(rows: Rows) -> list[torch.Tensor]:
-    """All the memory that they lie in, with others: for whoever moves or saves that."""
+    """Return the storage tensors that contain these rows and others, to move or save them."""
     return [rows] if isinstance(rows, torch.Tensor) else rows.storages()
 
 
 class Panels(NamedTuple):
-    """Weights as weight_matrix.cpp multiplies activations of the matrix's dtype by them."""
+    """Packed weights, as weight_matrix.cpp reads them."""
 
     weights: torch.Tensor
     scales: torch.Tensor | None
-    """[N], float32, of weights in int8."""
+    """[N], float32, of int8 weights; else None."""
 
 
 class Matrix(Protocol):
-    """A weight matrix [N, K]. What it is multiplied by has its dtype."""
+    """A weight matrix [N, K] for activations of its dtype."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
     storage: torch.Tensor
-    """All of its memory, for whoever moves or saves that; what lies where is the matrix's own."""
+    """All of the matrix's memory, to move or save it; its layout is private."""
 
     @property
     def panels(self) -> Panels | None:
-        """Where they are, for as long as it lives; None where others multiply by it."""
+        """Packed weights, valid while the matrix lives; None if compiled code does
+        not multiply by it."""
 
     def rows(self, first: int, count: int) -> Rows:
-        """Where the rows ``[first, first + count)`` go."""
+        """Return the copy target of rows ``[first, first + count)``."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
 
     def add_linear_(
         self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N]."""
+        """Add :meth:`linear` to ``total`` [T, N] in place."""
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows [R, K] by their numbers [R], in range: what embeds tokens."""
+        """Return the rows [R, K] with these indices [R], which must be in range; embeds tokens."""
 
     def unpacked(self) -> torch.Tensor:
-        """As published: [N, K]. Maybe a copy, not to be written to."""
+        """Return the weights in their published layout, [N, K]; possibly a copy, not
+        to be written to."""
 
 
 class PlainMatrix:
-    """One that lies as published, and is multiplied by torch."""
+    """A matrix in its published layout, multiplied by torch."""
 
     panels = None
 
@@ -120,32 +120,33 @@ class PlainMatrix:
         self.storage = torch.empty(outputs, inputs, dtype=dtype)
 
     def rows(self, first: int, count: int) -> Rows:
-        """Where the rows ``[first, first + count)`` go."""
+        """Return a view of rows ``[first, first + count)``."""
         return self.storage[first : first + count]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
         return F.linear(x, self.storage, bias)
 
     def add_linear_(
         self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N]."""
+        """Add :meth:`linear` to ``total`` [T, N] in place."""
         total.addmm_(x, self.storage.t())  # one call and one buffer fewer
         if bias is not None:
             total.add_(bias)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows [R, K] by their numbers [R], in range."""
+        """Return the rows [R, K] with these indices [R], which must be in range."""
         return F.embedding(rows, self.storage)
 
     def unpacked(self) -> torch.Tensor:
-        """As published: [N, K]."""
+        """Return the weights [N, K]."""
         return self.storage
 
 
 class PackedMatrix:
-    """One in panels, multiplied by weight_matrix.cpp. All tensors are contiguous, on the CPU."""
+    """A matrix in panels, multiplied by weight_matrix.cpp. All tensors are
+    contiguous, on the CPU."""
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL
@@ -161,21 +162,21 @@ class PackedMatrix:
         panel = functions["tg_panel_outputs"]()
         stored = inputs + inputs % 2 if dtype == torch.bfloat16 else inputs
         self.storage = torch.empty(-(-outputs // panel) * panel * stored, dtype=dtype)
-        # What fills panels up is multiplied as well, and garbage may be slow numbers, or none.
+        # Padding is multiplied as well, and uninitialised memory may hold denormals or NaN.
         filled_rows = outputs // panel * panel if stored == inputs else 0
         self.storage[filled_rows * stored :] = 0.0
 
     @property
     def panels(self) -> Panels | None:
-        """Where its weights are."""
+        """The packed weights."""
         return Panels(self.storage, None)
 
     def rows(self, first: int, count: int) -> Rows:
-        """Where the rows ``[first, first + count)`` go."""
+        """Return the copy target of rows ``[first, first + count)``."""
         return _PackedRows(self, first, count)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
+        """Return the outputs [T, N] of ``x`` [T, K], with ``bias`` [N]."""
         out = x.new_empty((x.shape[0], self.shape[0]))
         self._multiply(x, out, bias, adds=False)
         return out
@@ -183,11 +184,11 @@ class PackedMatrix:
     def add_linear_(
         self, total: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """Add :meth:`linear` to ``total`` [T, N]."""
+        """Add :meth:`linear` to ``total`` [T, N] in place."""
         self._multiply(x, total, bias, adds=True)
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows [R, K] by their numbers [R], in range."""
+        """Return the rows [R, K] with these indices [R], which must be in range."""
         numbers, inputs = rows.long().contiguous(), self.shape[1]
         out = self.storage.new_empty((numbers.numel(), inputs))
         to, count = out.data_ptr(), numbers.numel()
@@ -195,11 +196,11 @@ class PackedMatrix:
         return out
 
     def unpacked(self) -> torch.Tensor:
-        """As published: [N, K]."""
+        """Return a copy of the weights in their published layout, [N, K]."""
         return self.take(torch.arange(self.shape[0]))
 
     def pack(self, first: int, source: torch.Tensor) -> None:
-        """Put ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
+        """Pack ``source`` [R, K], of any dtype, into the rows from ``first`` on."""
         inputs = self.shape[1]
         at_once = max(1, COPY_ELEMENTS // inputs // 64) * 64  # whole panels
         for part in torch.split(source.detach(), at_once):
@@ -211,7 +212,7 @@ class PackedMatrix:
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, adds: bool
     ) -> None:
         outputs, inputs = self.shape
-        x = x.contiguous()  # held while it is read: its address alone holds nothing
+        x = x.contiguous()  # a local reference, because the call gets only its address
         self._multiply_by(
             x.data_ptr(),
             self.storage.data_ptr(),
@@ -247,9 +248,9 @@ class _PackedRows:
 def make_matrix(
     outputs: int, inputs: int, dtype: torch.dtype, *, is_packed: bool | None = None
 ) -> Matrix:
-    """Make room for a matrix; packed where that is faster, unless it is told.
+    """Allocate a matrix; ``is_packed`` chooses the layout, None the faster one on this machine.
 
-    Also where ``is_packed`` is asked for there must be a compiler.
+    Without a compiler it is always plain.
     """
     functions = None if is_packed is False else library()
     is_packed = packs(dtype) if is_packed is None else is_packed
@@ -259,7 +260,7 @@ def make_matrix(
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether matrices of ``dtype`` had better be packed on this machine, for one that can."""
+    """Whether matrices of ``dtype`` are faster packed on this machine, given a compiler."""
     if dtype == torch.bfloat16:
         return TILES not in processor().split()
     return dtype in DTYPES

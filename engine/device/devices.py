@@ -1,6 +1,7 @@
-"""On which device does an engine compute? A name in, a device that is there out, or why not.
+"""Resolves a ``--device`` name to a CUDA device, or refuses it with the reason.
 
-It knows no models. ``cpu`` is no device in this sense: it has a runner of its own.
+Used by the worker and by everything in ``engine/device``. ``cpu`` resolves to None, because the CPU
+has its own runner.
 """
 
 import re
@@ -12,16 +13,16 @@ import torch
 from tidegate.errors import ConfigError
 
 CPU = "cpu"
-"""The name of what every machine has."""
+"""Name of the CPU, which every machine has."""
 
 NAMES = re.compile(r"cuda(:\d+)?")
 
 
 def find_device(name: str) -> torch.device | None:
-    """The device called ``cuda`` or ``cuda:N``; None for ``cpu``.
+    """Return the device called ``cuda`` or ``cuda:N``; None for ``cpu``.
 
     Raises:
-        ConfigError: there is none, or Triton is missing.
+        ConfigError: there is no such device, or Triton is missing.
     """
     if name == CPU:
         return None
@@ -52,7 +53,7 @@ def _refuse_without_triton(name: str) -> None:
 
 @contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Launch on ``device`` in here: Triton asks which one is current, not where tensors are."""
+    """Make ``device`` current: Triton launches on the current device, wherever the tensors are."""
     if device.type == CPU:  # with Triton's interpreter
         yield
         return
@@ -61,6 +62,6 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return once all that was launched on the current stream is done."""
+    """Synchronise with the current stream of ``device``."""
     if device.type != CPU:
         torch.cuda.current_stream(device).synchronize()

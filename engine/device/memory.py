@@ -1,8 +1,9 @@
-"""How does a device's memory sleep? Tensors let go of it, and have some again in the same tensors.
+"""GPU memory for sleep: releases the bytes of storages, and allocates them again for
+the same tensors.
 
-A storage without bytes is still what its views are views of: so nobody who holds one need be told.
-That torch has it again elsewhere is no matter, for no kernel keeps an address from step to step.
-It knows nothing of what the memory is for.
+Implements ``sleep.Memory`` with torch's caching allocator, for ``Sleeper``. A storage resized to 0
+keeps its identity, so tensors and views of it stay valid and nobody has to be notified. It may
+return at another address, which is safe because no kernel keeps an address between steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +22,14 @@ SLEEP_DEEPER = "sleep at level 2, which keeps none, or leave the machine more"
 
 @dataclass(frozen=True, slots=True)
 class DeviceRegion:
-    """A piece of a device's memory."""
+    """One storage on the device."""
 
     storage: torch.UntypedStorage
     nbytes: int
-    """What it has while it doesn't sleep."""
+    """Size of the storage while it is awake."""
 
     def wake(self) -> bool:
-        """Have the memory again if it is gone, with whatever is in it; whether it was gone."""
+        """Allocate the storage if it is released, uninitialised; return whether it was released."""
         was_gone = self.storage.nbytes() != self.nbytes
         if was_gone:
             with blame_memory(doing="to wake what slept on a device", remedy=FREE_FIRST):
@@ -36,21 +37,22 @@ class DeviceRegion:
         return was_gone
 
     def contents(self) -> torch.Tensor:
-        """All of its bytes."""
+        """Return the storage's bytes as a uint8 tensor."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return empty.set_(self.storage)
 
 
 class DeviceMemory:
-    """One device's memory, as :class:`~tidegate.engine.execution.sleep.Sleeper` uses it."""
+    """Memory of one device, for :class:`~tidegate.engine.execution.sleep.Sleeper`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sizes: dict[int, int] = {}
-        """What each storage has awake, by its identity; storages live as long as the engine."""
+        """Awake size of each storage in bytes, by the storage's identity; storages live as
+        long as the engine."""
 
     def regions_of(self, tensors: Iterable[torch.Tensor]) -> list[DeviceRegion]:
-        """The memory behind these tensors, each piece once, also while it is given back."""
+        """Return the regions behind these tensors, each once, also while they are released."""
         found: dict[int, DeviceRegion] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -59,14 +61,14 @@ class DeviceMemory:
         return list(found.values())
 
     def give_back(self, regions: Iterable[DeviceRegion]) -> None:
-        """Let the device have it."""
+        """Release the regions, and return the allocator's cached memory to the device."""
         for region in regions:
             region.storage.resize_(0)
         if self._device.type != CPU:
             torch.cuda.empty_cache()
 
     def take_again(self, regions: Iterable[DeviceRegion], beat: Callable[[], None]) -> None:
-        """Have what was given back, as zeros."""
+        """Allocate released regions again, filled with zeros."""
         for region in regions:
             if region.wake():
                 region.contents().zero_()
@@ -75,20 +77,24 @@ class DeviceMemory:
     def offload(
         self, regions: Sequence[DeviceRegion], beat: Callable[[], None]
     ) -> "OffloadedStorages":
-        """Copy it to the host."""
+        """Copy the regions' contents to the host."""
         return OffloadedStorages(regions, beat)
 
     def trim(self) -> None:
-        """Nothing else is kept: :meth:`give_back` has torch let go of it too."""
+        """Do nothing: :meth:`give_back` already empties the allocator's cache."""
 
     def used_bytes(self) -> int:
-        """What this process has of the device."""
+        """Return the device memory that torch's allocator has reserved in this process."""
         if self._device.type == CPU:
             return host.anonymous_bytes()
         return torch.cuda.memory_reserved(self._device)
 
     def available_bytes(self) -> int:
-        """What the device can still hand out."""
+        """Return the bytes that this process can still allocate on the device.
+
+        That is the device's free memory, which counts all processes, plus memory that torch's
+        caching allocator has reserved for this process and not allocated to tensors.
+        """
         if self._device.type == CPU:
             return host.available_bytes()
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -99,13 +105,13 @@ class DeviceMemory:
 
 
 class OffloadedStorages:
-    """What some regions held, in the host's memory."""
+    """Contents of some regions, copied to host memory."""
 
     def __init__(self, regions: Sequence[DeviceRegion], beat: Callable[[], None]) -> None:
-        """Copy them. ``beat`` is called now and then meanwhile.
+        """Copy the regions, calling ``beat`` after each.
 
         Raises:
-            OutOfMemory: the host has no room for them; they are where they were.
+            OutOfMemory: the host has no room for them; the regions are unchanged.
         """
         self._held: list[tuple[DeviceRegion, torch.Tensor]] = []
         for region in regions:
@@ -114,7 +120,7 @@ class OffloadedStorages:
             beat()
 
     def restore(self, beat: Callable[[], None]) -> None:
-        """Put all of it back where it was, and forget it."""
+        """Copy everything back, and discard the copy."""
         for region, held in self._held:
             region.wake()
             region.contents().copy_(held)
@@ -122,5 +128,5 @@ class OffloadedStorages:
         self.close()
 
     def close(self) -> None:
-        """Forget it. Harmless if repeated."""
+        """Discard the copy. Harmless if repeated."""
         self._held.clear()

@@ -1,7 +1,6 @@
-"""What does a device serve of a model directory? Our own models, or a refusal by name.
+"""Opens a model directory for a GPU, and refuses models and settings that have no GPU support yet.
 
-It knows nothing of turns or messages. What isn't computed on a device yet is refused here, before
-anything is loaded.
+Called by the worker with ``--device cuda``, before anything is loaded. Makes the ``DeviceRunner``.
 """
 
 from pathlib import Path
@@ -21,11 +20,11 @@ from tidegate.kernels.residual_norm import WIDTH_MAX
 
 
 def open_on_device(path: Path, dtype: DtypeChoice, device: torch.device) -> "DeviceModel":
-    """Find out whether ``device`` can compute the model in ``path``.
+    """Open the model in ``path`` for ``device``.
 
     Raises:
-        ModelError: nobody can serve it.
-        ConfigError: an engine without a device can.
+        ModelError: no implementation can compute it.
+        ConfigError: only an engine on the CPU can.
     """
     try:
         config = ModelConfig.from_directory(path)
@@ -55,10 +54,10 @@ def refuse_on_device(
     tensor_parallel: int,
     speculate: str | None,
 ) -> None:
-    """Refuse settings that engines on a device don't have yet.
+    """Refuse settings that have no GPU support yet.
 
     Raises:
-        ConfigError: one is set.
+        ConfigError: such a setting is on.
     """
     draft_model = speculate if speculate and speculate.startswith("draft:") else None
     settings = {
@@ -76,7 +75,7 @@ def refuse_on_device(
 
 
 class DeviceModel(OwnModel):
-    """A model that our own code computes, on a device."""
+    """A model with Tidegate's own implementation, on a GPU."""
 
     def __init__(
         self, path: Path, config: ModelConfig, dtype: DtypeChoice, device: torch.device
@@ -85,14 +84,14 @@ class DeviceModel(OwnModel):
         self._device = device
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Load the weights, and make room for the KV cache."""
+        """Load the weights, allocate the KV cache, and return the runner."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
             weights = self.allocate()
             fill_from_directory(weights, self._path)
         return DeviceRunner(self._config, weights, num_blocks=num_blocks, block_tokens=block_tokens)
 
     def allocate(self) -> DeviceWeights:
-        """Make room for a second version."""
+        """Allocate memory for a second weight version on the device."""
         return DeviceWeights.on_device(self._config, self._dtype, self._device)
 
     def _find_native(self) -> Native | None:

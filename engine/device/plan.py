@@ -1,8 +1,8 @@
-"""Where are a step's tokens, as kernels want to know it? From rows to arrays, on the host.
+"""Index arrays of one GPU step, built on the host: token ids, positions, KV slots and block tables.
 
-It computes nothing of the model's, and moves nothing: what it makes is sent in one transfer. Rows
-of one token are put before all others, for kernels launch them apart: they have so much more
-context than queries that it is split.
+Used by ``DeviceRunner``, which uploads them in one transfer. Rows of one token come before all
+others, because attention launches them separately: they have so much more context than queries that
+the context is split.
 
 Letters in shapes: R rows of a group, T tokens, B blocks of a row, S tokens asked for.
 """
@@ -22,16 +22,16 @@ from tidegate.kernels.optional_triton import next_power_of_2
 from tidegate.kernels.paged_attention import PagedRows
 
 TABLE_BLOCKS_MIN = 16
-"""A table's width is a power of two from here on: Triton compiles a kernel anew for a stride that
-is no multiple of 16."""
+"""Smallest width of a block table; widths are powers of two, because Triton specialises a kernel
+for strides that are multiples of 16 and compiles it anew for others."""
 
 SINGLE, SEVERAL = range(2)
-"""Kinds of rows: of one token, and of more."""
+"""Kinds of rows: of one token, and of several."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenGroup:
-    """Rows that one launch attends for."""
+    """Rows whose attention is one launch."""
 
     first_token: int
     end_token: int
@@ -40,24 +40,27 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The index tensors of one step, on the device."""
+    """Index tensors of one step, on the device."""
 
     token_ids: torch.Tensor
-    """[T], as are the next two; int64."""
+    """[T], int64."""
     positions: torch.Tensor
+    """[T], int64, context position of each token."""
     slots: torch.Tensor
-    """Where keys and values go: ``block * block_tokens + offset``."""
+    """[T], int64, where keys and values are written: ``block * block_tokens + offset``."""
     asked: torch.Tensor
     """[S], int64: the tokens to sample after, then those to score."""
     groups: Sequence[TokenGroup]
-    """In the order of their tokens, which together are all T."""
+    """Attention groups, in the order of their tokens; together they cover all T."""
 
 
 class HostPlan:
-    """The arrays of one step, and what is known of them without looking at the device."""
+    """Arrays of one step on the host, with sizes that kernel launches need without
+    reading the device."""
 
     def __init__(self, layout: StepLayout, rows: Sequence[Row], tables: Ints, block: int) -> None:
-        """``rows`` and ``tables`` are in the layout's order; a ``block`` has so many tokens."""
+        """``rows`` and ``tables`` are in the layout's order; ``block`` is the number of
+        tokens of a block."""
         starts = np.array([row.start for row in rows], np.int64)
         positions = starts[layout.row_of_token] + layout.places
         places, offsets = np.divmod(positions, block)
@@ -80,11 +83,11 @@ class HostPlan:
         table[:, :blocks] = tables[its, :blocks]
         offsets = np.concatenate([[0], np.cumsum(counts[its])])
         self.arrays += [offsets.astype(np.int32), starts[its].astype(np.int32), table]
-        # How many tiles a launch has is a specialisation too; those too many end at once.
+        # A power of two, because the grid size is a specialisation too; surplus tiles exit at once.
         self._counts_max.append(next_power_of_2(int(counts[its].max())))
 
     def on_device(self, sent: Sequence[torch.Tensor]) -> DevicePlan:
-        """The plan of ``arrays`` once they are sent."""
+        """Return the plan whose tensors are ``sent``, the uploaded ``arrays``."""
         groups = []
         for number, part in enumerate(self._ranges):
             offsets, starts, tables = sent[4 + 3 * number : 7 + 3 * number]
@@ -95,7 +98,7 @@ class HostPlan:
 
 
 class HostPlanner:
-    """Plans steps, and keeps what successive ones share."""
+    """Plans steps; reuses the layout and block tables of the step before."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -103,7 +106,7 @@ class HostPlanner:
         self._tables = BlockTables()
 
     def plan(self, rows: Sequence[Row]) -> HostPlan:
-        """Lay the rows' tokens out one after another."""
+        """Build the index arrays of a step with these rows."""
         sizes = sizes_of(rows, [SINGLE if len(row.token_ids) == 1 else SEVERAL for row in rows])
         if self._layout is None or self._layout.sizes != sizes:
             self._layout = StepLayout(sizes)

@@ -1,12 +1,14 @@
-"""Step runner of a GPU: the other implementation of ``Runner``, beside ``execution/runner.py``.
+"""Step runner of a GPU: the implementation of ``Runner`` beside the CPU's in
+``execution/runner.py``.
 
-Weights, KV and all results stay on the device. The host plans a step, uploads its numbers in one
-transfer, launches the forward pass, and waits once: for tokens and log-probs, and what else was
-asked for. Matrix products are torch's; attention, rotary embedding, cache writes and norms are
-Triton kernels. A layer's residual sum travels apart from its last term, because the next norm adds
-it.
+Called by the engine loop through ``Runner.step``. Weights, KV cache and hidden states stay on the
+device. The host plans a step, uploads its index arrays in one transfer, launches the forward pass,
+and synchronises once, for tokens, log-probs and scores. Matrix products are torch's; attention,
+rotary embedding, cache writes and norms are Triton kernels. A layer's residual sum and its last
+term are kept apart, because the next norm's kernel adds them.
 
-Letters in shapes: T tokens of a step, P positions reported, H hidden, D head width, V vocabulary.
+Letters in shapes: T tokens of a step, S tokens asked for, P positions scored, H hidden size, A
+query heads, K KV heads, D head width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +39,7 @@ from tidegate.kernels.residual_norm import residual_norm_triton
 from tidegate.kernels.rope_write import rope_write_triton
 
 ALIGNMENT_BYTES = 16
-"""Triton compiles a kernel anew for a pointer that is aligned to less."""
+"""Alignment of uploaded arrays; Triton compiles a kernel anew for pointers with less."""
 
 DTYPES: dict[Any, torch.dtype] = {
     np.dtype(np.int32): torch.int32,
@@ -48,14 +50,14 @@ DTYPES: dict[Any, torch.dtype] = {
 
 
 class Upload:
-    """A buffer here, pinned where there is something to pin it for, and one there."""
+    """A reused pair of buffers, pinned on the host and on the device, for one transfer per step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grow(1 << 16)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays on the device, good until the next call."""
+        """Copy the arrays to the device; the returned tensors are valid until the next call."""
         sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
         *starts, end = accumulate(sizes, initial=0)
         if end > self._here.numel():
@@ -77,13 +79,13 @@ class Upload:
 
 
 PendingScore = Callable[[], RowScore]
-"""Reads a score once the device is done."""
+"""Reads a score after the device has been synchronised."""
 
 
 def launch_scores(
     weights: Weights, hidden: torch.Tensor, rows: Sequence[RowScoring]
 ) -> list[PendingScore]:
-    """What rows say whose normed hidden states [all P, H] lie one after another."""
+    """Launch the scoring of rows whose normed hidden states ``hidden`` [P, H] are concatenated."""
     parts = hidden.split_with_sizes([row.positions for row in rows])
     return [_launch(weights, part, row) for part, row in zip(parts, rows, strict=True)]
 
@@ -105,19 +107,19 @@ def _launch(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> PendingS
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """What a layer has besides its weights; the same in every step."""
+    """A layer's KV cache and attention parameters, constant between steps."""
 
     cache: torch.Tensor
     """[blocks, 2, K, block_tokens, D]"""
     table: torch.Tensor
-    """[positions, 2, D]: its rotations."""
+    """[positions, 2, D], rotary table."""
     rule: AttentionRule
 
 
 def device_forward(
     weights: Weights, places: Sequence[LayerPlace], plan: DevicePlan
 ) -> torch.Tensor:
-    """Run a step; return the normed hidden states [S, H] of the tokens asked for."""
+    """Launch a forward pass; return the normed hidden states [S, H] of the tokens asked for."""
     config = weights.config
     total = weights.embedding.take(plan.token_ids)
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
@@ -140,7 +142,7 @@ def device_forward(
 
 
 def rule_of(config: ModelConfig, window_tokens: int | None) -> AttentionRule:
-    """How a layer with this window attends."""
+    """Return the attention parameters of a layer with this sliding window."""
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     return AttentionRule(scale, window_tokens, config.attention_soft_cap)
 
@@ -152,7 +154,7 @@ def _attention(
     place: LayerPlace,
     plan: DevicePlan,
 ) -> torch.Tensor:
-    """Write a layer's keys and values, and attend: [T, A * D]."""
+    """Write a layer's keys and values to the cache, and attend; return [T, A * D]."""
     qkv = layer.qkv.linear(normed, layer.qkv_bias)
     qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
     if layer.qk_norm is not None:
@@ -180,20 +182,20 @@ def _mlp(layer: LayerWeights, config: ModelConfig, normed: torch.Tensor) -> torc
 def _norm(
     total: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, config: ModelConfig
 ) -> torch.Tensor:
-    """Add ``update`` to ``total``, in place, and norm the sum."""
+    """Add ``update`` to ``total`` in place, and return the normed sum."""
     epsilon = config.norm_epsilon
     return residual_norm_triton(total, update, weight, epsilon, gemma=config.norm_adds_one)
 
 
 class DeviceRunner:
-    """Runs one model on one device; on a CPU in Triton's interpreter only."""
+    """Runs one model on one GPU; on a CPU only with Triton's interpreter."""
 
     def __init__(
         self, config: ModelConfig, weights: DeviceWeights, *, num_blocks: int, block_tokens: int
     ) -> None:
         self.config = config
         self.weights = weights
-        """May be replaced between two steps, by weights of the same config and dtype."""
+        """Replaced between two steps only, by weights of the same config and dtype."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._device = weights.device
@@ -203,21 +205,23 @@ class DeviceRunner:
         self._planner = HostPlanner(block_tokens)
 
     def swap(self, weights: WeightStore) -> None:
-        """Compute with others from the next step on: those of the same model."""
+        """Use other weights of the same model from the next step on."""
         if not isinstance(weights, DeviceWeights):
             raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
         self.weights = weights
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """All that the KV is kept in, and nothing that must outlast it."""
+        """Return the KV cache, one tensor per layer."""
         return [place.cache for place in self._places]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it; score others.
+        """Run each row's tokens in one batch, wait for the device, and return the
+        results on the host.
 
-        A row may attend to blocks that rows before it fill in this very step, for each layer
-        writes all keys and values before any row attends.
+        Samples one token after each row with ``sampling``, and scores the rows with ``scoring``. A
+        row may attend to blocks that earlier rows of the same step fill, because each layer writes
+        all keys and values before any row attends.
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
@@ -225,7 +229,7 @@ class DeviceRunner:
             try:
                 pending, scores = self._launch(rows)
             finally:
-                # If a launch failed, too: the next step writes where this one's numbers come from.
+                # Also after a failed launch, because the next step overwrites the upload buffer.
                 wait_for(self._device)
         output = StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
         if pending is not None:
@@ -233,7 +237,7 @@ class DeviceRunner:
         return replace(output, scores=[read() for read in scores]) if scores else output
 
     def _launch(self, rows: Sequence[Row]) -> tuple[PendingDraw | None, list[PendingScore]]:
-        """Everything that the device does in this step."""
+        """Upload the plan, and launch the step's kernels and copies without waiting."""
         host = self._planner.plan(rows)
         draw = HostDraw([row.sampling for row in rows if row.sampling is not None])
         sent = self._upload.send([*host.arrays, *draw.arrays])
@@ -260,7 +264,7 @@ class DeviceRunner:
 
         tables = {kind: table(kind) for kind in {layer.attention for layer in config.layers}}
         return [
-            # Zeros, not whatever memory holds: a masked position is still multiplied, by 0.
+            # Zeros, because masked positions are multiplied by 0, and NaN * 0 is NaN.
             LayerPlace(
                 torch.zeros(size, dtype=dtype, device=self._device),
                 tables[layer.attention],

@@ -1,8 +1,8 @@
-"""What does each row of a step sample, on a device? From logits there to tokens here.
+"""Samples a step's tokens on the GPU, and on the host for the few rows with unusual options.
 
-Temperature, top-k, top-p and min-p are one kernel's. What few turns ask for (penalties, bias,
-processors, told alternatives) is done on the host by the code of an engine without a device: their
-rows' logits come over, once, and nobody else's do.
+Used by ``DeviceRunner``. One fused kernel does temperature, top-k, top-p and min-p. Rows with
+penalties, bias, logit processors or top log-probs are copied to the host once, and sampled by the
+CPU engine's code; no other row's logits are copied.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
@@ -27,12 +27,12 @@ from tidegate.kernels.uniforms import uniforms
 
 
 class HostDraw:
-    """How a step's rows are drawn, as arrays on the host."""
+    """Sampling parameters of a step's rows, as arrays to upload."""
 
     def __init__(self, sampling: Sequence[RowSampling]) -> None:
         self.sampling = sampling
         self.apart = [row for row, one in enumerate(sampling) if is_drawn_on_host(one)]
-        """Rows whose logits come over."""
+        """Indices of the rows that are sampled on the host."""
         self.arrays: list[npt.NDArray[Any]] = [
             np.array([one.temperature for one in sampling], np.float32),
             np.array([one.top_k for one in sampling], np.int64),
@@ -43,7 +43,8 @@ class HostDraw:
         ]
 
     def launch(self, logits: torch.Tensor, sent: Sequence[torch.Tensor]) -> "PendingDraw":
-        """Draw from ``logits`` [S, V] with ``arrays`` once they are ``sent``; waits for nothing."""
+        """Launch sampling from ``logits`` [S, V]; ``sent`` are the uploaded
+        ``arrays``. Does not wait."""
         *columns, apart = sent
         token_ids, logprobs = fused_sample_triton(logits, SamplingColumns(*columns))
         over = coming(logits.index_select(0, apart)) if self.apart else None
@@ -52,16 +53,16 @@ class HostDraw:
 
 @dataclass(frozen=True, slots=True)
 class PendingDraw:
-    """What is on its way to the host; to be read once the device is done."""
+    """Samples on their way to the host; readable after the device has been synchronised."""
 
     draw: HostDraw
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     logits: torch.Tensor | None
-    """Of the rows apart."""
+    """Logits of the rows sampled on the host; None if there are none."""
 
     def read(self) -> StepOutput:
-        """What was drawn, and what is drawn here."""
+        """Return the samples, after sampling the remaining rows on the host."""
         token_ids = self.token_ids.numpy().astype(np.int32)
         logprobs = self.logprobs.numpy()
         if self.logits is None:
@@ -75,12 +76,12 @@ class PendingDraw:
 
 
 def coming(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` here, once the device is done: torch copies to pinned memory then."""
+    """Start copying ``tensor`` to the host, in pinned memory; valid after synchronisation."""
     return tensor.to("cpu", non_blocking=True)
 
 
 def is_drawn_on_host(one: RowSampling) -> bool:
-    """Whether a row asks for what the kernel doesn't do."""
+    """Whether a row uses options that the kernel does not support."""
     asked = one.options
     return asked is not None and bool(
         asked.edit_by_output

@@ -1,7 +1,7 @@
-"""Where do published tensors go on a device? The same places, filled beside the steps.
+"""One weight version on a GPU, filled by a staging thread while steps continue.
 
-It knows nothing of versions' numbers. Copies have a stream of their own, so that no step waits for
-them; the thread that copies waits, so that what it says is staged is there.
+Allocated by ``DeviceModel``, and filled by ``engine/weights/staging.py``. Copies use a CUDA stream
+of their own, so no step waits for them; ``load`` returns once the copy is complete.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from tidegate.errors import WeightsRefused
 
 
 class DeviceWeights(Weights):
-    """All tensors of one version, as published, on a device."""
+    """All tensors of one version in their published layout, on a device."""
 
     @classmethod
     def on_device(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device
     ) -> "DeviceWeights":
-        """Make room for one version there, to be filled."""
+        """Allocate memory for one version on ``device``."""
         with device:
             made = cls.allocate(config, dtype, is_packed=False)
         assert isinstance(made, DeviceWeights)
@@ -38,11 +38,11 @@ class DeviceWeights(Weights):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the tensors."""
         return self.final_norm.device
 
     def start(self) -> None:
-        """Begin a new version in the same memory, and have that again if it was given back."""
+        """Begin a new version in the same memory, allocating it again if it sleeps."""
         with self._copying():
             for region in self._regions:
                 region.wake()
@@ -58,12 +58,12 @@ class DeviceWeights(Weights):
             super().load(name, tensor)
 
     def complete_from(self, other: WeightStore) -> None:
-        """Copy what has not come from a whole set of the same model."""
+        """Copy the tensors that have not been loaded from a complete version of the same model."""
         with self._copying():
             super().complete_from(other)
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
-        """Refuse: no kernel adds adapters to a step's products yet."""
+        """Refuse: no GPU kernel applies LoRA adapters yet."""
         raise WeightsRefused(
             f"an engine on {self.device} serves no LoRA adapters yet; merge them into the weights, "
             f"and publish those, or set device to cpu"

@@ -1,1 +1,1 @@
-"""Guesses of the next tokens, for a step to verify several at once."""
+"""Sources of draft tokens for speculative decoding."""

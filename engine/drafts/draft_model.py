@@ -1,8 +1,9 @@
-"""What would a smaller model say? Guesses by one that has the same tokens and costs far less.
+"""Draft tokens from a smaller model with the same vocabulary.
 
-It draws by the random numbers that the turn itself will draw by, so that the two agree wherever
-their distributions nearly do. Its own KV cache goes along with the tokens that turns really have;
-its weights stay those of its directory. Knows no steps of the large model.
+The ``draft:DIRECTORY`` source of ``--speculate``, called by the scheduler through ``DraftSource``.
+The draft model samples with the random numbers that the turn itself will use, so the two agree
+wherever their distributions are close. It has its own KV cache, kept in step with the turns'
+tokens. Its weights stay those of its directory, whatever versions are published.
 """
 
 from collections.abc import Sequence
@@ -17,23 +18,25 @@ from tidegate.engine.scheduling.kv_cache import KvCache
 from tidegate.engine.scheduling.turns import TurnState
 
 CATCH_UP_TOKENS_MAX = 512
-"""Of context that the small model has not read yet, per step: no turn waits long for another's."""
+"""Context tokens that the draft model prefills per step, so that no turn waits
+long for another's."""
 
 
 @dataclass(slots=True)
 class _Drafted:
-    """One turn's KV in the small model."""
+    """One turn's KV in the draft model."""
 
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """Leading positions whose KV is there."""
+    """Number of leading positions whose KV is computed."""
     guess: Tokens = field(default_factory=lambda: NO_TOKENS)
-    """What was guessed last. Its KV is of use where the turn really said the same."""
+    """The last draft; its KV is reused as far as the draft was accepted."""
     guessed_at: int = 0
-    """The position of its first token."""
+    """Position of the last draft's first token."""
 
     def keep_what_was_right(self, turn: TurnState) -> None:
-        """Count as computed only KV of tokens that the turn really has, and not the last one's."""
+        """Lower ``computed`` to the positions that match the turn's tokens,
+        excluding the last token."""
         said = turn.tokens[self.guessed_at : turn.length][: len(self.guess)]
         wrong = np.flatnonzero(said != self.guess[: len(said)])
         if wrong.size:
@@ -44,12 +47,12 @@ class _Drafted:
 
 @dataclass(slots=True)
 class _Guess:
-    """What is guessed for one turn."""
+    """The draft under way for one turn."""
 
     turn: TurnState
     drafted: _Drafted
     tokens: Tokens
-    """[count]; those guessed so far come first."""
+    """[count asked for], int32; only the first ``count`` are filled."""
     count: int = 0
 
     @property
@@ -57,7 +60,7 @@ class _Guess:
         return self.count == len(self.tokens)
 
     def next_row(self) -> Row:
-        """What is not computed yet of the turn and the guess, sampled after."""
+        """Return the row of the tokens without KV yet, sampled after the last."""
         turn, drafted = self.turn, self.drafted
         if self.count:
             ids = self.tokens[self.count - 1 : self.count]
@@ -70,20 +73,20 @@ class _Guess:
         return row
 
     def add(self, token_id: int) -> None:
-        """The small model's next token."""
+        """Append a token that the draft model sampled."""
         self.tokens[self.count] = token_id
         self.count += 1
         if self.is_full:
             self.drafted.guess, self.drafted.guessed_at = self.tokens, self.turn.length
 
     def give_up(self) -> None:
-        """Guess nothing, and have what may not have been computed be computed again."""
+        """Discard the draft, and recompute the turn's KV next time."""
         self.tokens = NO_TOKENS
         self.drafted.guess, self.drafted.computed = NO_TOKENS, 0
 
 
 class ModelDrafts:
-    """Guesses by a model of one's own choice, run by ``runner``."""
+    """Draft tokens sampled from the model that ``runner`` runs."""
 
     def __init__(self, runner: Runner, context_tokens_max: int) -> None:
         self._runner = runner
@@ -92,7 +95,8 @@ class ModelDrafts:
         self._turns: dict[int, _Drafted] = {}
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
-        """For each turn, what the small model draws; nothing where it is behind, or has no room."""
+        """Return each turn's draft; empty if the draft model is still prefilling or has
+        no KV block free."""
         tokens_left = CATCH_UP_TOKENS_MAX
         guesses: list[_Guess] = []
         behind: list[Row] = []
@@ -113,12 +117,12 @@ class ModelDrafts:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            for guess in guesses:  # the model itself may still have enough to go on without
+            for guess in guesses:  # the large model may still have enough memory without drafts
                 guess.give_up()
         return [guess.tokens for guess in guesses]
 
     def _compute(self, guesses: Sequence[_Guess], behind: list[Row]) -> None:
-        """Read on where that is due, and guess token by token."""
+        """Prefill the rows ``behind``, and sample the drafts token by token."""
         while True:
             growing = [guess for guess in guesses if not guess.is_full]
             if not growing and not behind:
@@ -130,7 +134,7 @@ class ModelDrafts:
                 guess.add(token_id)
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """Give up the turn's KV."""
+        """Release the turn's KV."""
         drafted = self._turns.pop(turn.handle, None)
         if drafted is not None:
             self._cache.release(drafted.blocks)
@@ -144,7 +148,7 @@ class ModelDrafts:
         return blocks is not None
 
     def _catch_up(self, turn: TurnState, drafted: _Drafted, tokens_left: int) -> list[Row]:
-        """Read on in the turn's context, and sample nothing."""
+        """Return a prefill chunk of the turn's context, without sampling."""
         if not tokens_left:
             return []
         start, end = drafted.computed, drafted.computed + tokens_left

@@ -1,6 +1,6 @@
-"""Which source of guesses does a setting name? Makes it, and knows no turn.
+"""Creates the draft source that the ``--speculate`` setting names.
 
-Sources are told apart by a word, as it stands on a command line.
+Called by the worker: ``lookup``, ``rollouts`` or ``draft:DIRECTORY``.
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ from tidegate.errors import ConfigError
 def open_drafts(
     name: str, model: ServedModel, limits: EngineLimits, dtype: DtypeChoice
 ) -> DraftSource:
-    """Make the source that ``name`` names, for an engine that serves ``model``.
+    """Create the draft source ``name`` for an engine that serves ``model``.
 
     Raises:
-        ConfigError: there is no such source, or it is of no use to that model.
-        ModelError: its model can't be computed.
+        ConfigError: there is no such source, or it does not suit the model.
+        ModelError: the draft model cannot be computed.
     """
     if model.code != "tidegate":
         raise ConfigError(

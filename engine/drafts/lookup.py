@@ -1,7 +1,8 @@
-"""What followed when a turn's last tokens stood in its context before? Guesses by looking that up.
+"""Draft tokens by prompt lookup: the tokens that followed the last n-gram earlier in the context.
 
-Costs a dictionary look-up per token, and guesses well where outputs repeat what was given: code to
-edit, tables to copy, steps of a calculation. Knows one turn at a time.
+The ``lookup`` source of ``--speculate`` (n-gram speculation in vLLM), called by the scheduler.
+Costs one dictionary lookup per token; works well where outputs repeat their input, as in code
+edits, tables and calculations.
 """
 
 from collections.abc import Sequence
@@ -12,23 +13,24 @@ from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
 from tidegate.engine.scheduling.turns import TurnState
 
 NGRAM_TOKENS = 3
-"""Equal tokens that make the next ones likely to be, too. Two are often equal by chance."""
+"""Length of the n-gram to match. Two tokens would often match by chance."""
 
 Ngram = tuple[int, ...]
 
 
 class NgramIndex:
-    """Where each run of ``NGRAM_TOKENS`` tokens ended last, but for the very end."""
+    """Index of one turn's n-grams: where each ended last, excluding the end of the context."""
 
     __slots__ = ("_ends", "_indexed")
 
     def __init__(self) -> None:
         self._ends: dict[Ngram, int] = {}
         self._indexed = NGRAM_TOKENS - 1
-        """Runs that end by here are in it."""
+        """N-grams that end at or before this position are indexed."""
 
     def find(self, tokens: Tokens, length: int) -> int | None:
-        """Where, before the end of ``tokens[:length]``, its last run ended; it grew since."""
+        """Index the new tokens; return where the last n-gram of ``tokens[:length]`` ended
+        earlier, if it did."""
         start = self._indexed - NGRAM_TOKENS + 1
         if length - start <= NGRAM_TOKENS:
             return None
@@ -42,17 +44,17 @@ class NgramIndex:
 
 
 class LookupDrafts:
-    """Guesses out of turns' own contexts."""
+    """Draft tokens from each turn's own context."""
 
     def __init__(self) -> None:
         self._indices: dict[int, NgramIndex] = {}
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
-        """For each turn, what followed where its last tokens stood before."""
+        """Return, for each turn, the tokens that followed the last n-gram's earlier occurrence."""
         return [self._propose(turn, count) for turn, count in zip(turns, counts, strict=True)]
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """Forget the turn."""
+        """Drop the turn's index."""
         self._indices.pop(turn.handle, None)
 
     def _propose(self, turn: TurnState, count: int) -> Tokens:
@@ -62,6 +64,6 @@ class LookupDrafts:
         end = index.find(turn.tokens, turn.length)
         if end is None:
             return NO_TOKENS
-        # What repeats with a period goes on beyond the end of what is known.
+        # Past the known tokens, repeat with the period between the two occurrences.
         places = end + np.arange(count) % (turn.length - end)
         return turn.tokens[places]

@@ -1,8 +1,9 @@
-"""What did earlier samples of the same prompt say? Guesses from those that have ended.
+"""Draft tokens from earlier, finished samples of the same prompt.
 
-A trainer comes back to its prompts, and a group samples one many times: much of what is said is
-said again, under newer weights too (SPEC-RL, arXiv 2509.23232). A turn follows an earlier one while
-it says the same, and looks for where it may go on once they part. Knows no weights.
+The ``rollouts`` source of ``--speculate``, called by the scheduler. A group samples one prompt many
+times, and trainers return to prompts, so much text repeats, even under newer weights (SPEC-RL,
+arXiv:2509.23232). A turn follows an earlier sample while their tokens agree, and searches for
+another matching n-gram when they diverge.
 """
 
 from collections import OrderedDict
@@ -16,51 +17,51 @@ from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
 from tidegate.engine.scheduling.turns import TurnState
 
 KEPT_TOKENS_MAX = 4 * 1024 * 1024
-"""Of all prompts' samples, 16 MB; those of the prompts asked for longest ago are forgotten."""
+"""Tokens kept over all prompts' samples, 16 MB; the least recently used prompts are dropped."""
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 96, 32
-"""What the objects of each take beside its tokens, in tokens of four bytes."""
+"""Overhead of a prompt's and a sample's objects, counted in tokens of 4 bytes."""
 
 SAMPLES_MAX = 8
-"""Of one prompt, the latest. More are more work when a turn begins than they are help."""
+"""Samples kept per prompt, the latest. More cost more at a turn's start than they help."""
 
 
 class _Prompt:
-    """The samples of one prompt, each after the prompt's last tokens."""
+    """The samples of one prompt, each preceded by the prompt's last tokens."""
 
     __slots__ = ("ends", "forgotten", "samples", "turns")
 
     def __init__(self) -> None:
         self.samples: list[Tokens] = []
         self.turns = 0
-        """Those that follow them now."""
+        """Number of turns that follow these samples now."""
         self.ends: dict[Ngram, tuple[Tokens, int]] = {}
-        """Where each run of tokens ended last; empty while no turn needs it, for it takes fifty
-        times the room of the samples."""
+        """Where each n-gram ended last. Built on demand, and empty while no turn needs it, because
+        it takes fifty times the memory of the samples."""
         self.forgotten = 0
-        """Samples that are in ``ends`` still."""
+        """Number of dropped samples that ``ends`` still refers to."""
 
     def add(self, sample: Tokens) -> Tokens | None:
-        """Keep a sample; return the one that makes place for it, if any has to."""
+        """Keep a sample; return the oldest one if it is dropped for it."""
         self.samples.append(sample)
         if self.ends:
             self.index(sample)
         if len(self.samples) <= SAMPLES_MAX:
             return None
         self.forgotten += 1
-        if self.forgotten >= SAMPLES_MAX:  # where turns overlap, one always needs it
+        if self.forgotten >= SAMPLES_MAX:  # overlapping turns would otherwise keep it for ever
             self.ends, self.forgotten = {}, 0
         return self.samples.pop(0)
 
     def index(self, sample: Tokens) -> None:
-        """Have ``find`` find what followed in this sample."""
+        """Add a sample's n-grams to ``ends``."""
         known: list[int] = sample.tolist()
         runs = zip(*(known[first:] for first in range(NGRAM_TOKENS)), strict=False)
         ends = range(NGRAM_TOKENS, len(known))
         self.ends.update({run: (sample, end) for run, end in zip(runs, ends, strict=False)})
 
     def find(self, run: Ngram) -> tuple[Tokens, int] | None:
-        """The sample that had these tokens last, and where they ended."""
+        """Return the sample that contained this n-gram last, and where it ended."""
         if not self.ends:
             for sample in self.samples:
                 self.index(sample)
@@ -68,7 +69,7 @@ class _Prompt:
 
 
 class _Follower:
-    """A turn, and the sample that it says again."""
+    """A turn, and the sample that it currently repeats."""
 
     __slots__ = ("length", "place", "prompt", "sample")
 
@@ -76,11 +77,11 @@ class _Follower:
         self.prompt = prompt
         self.sample: Tokens | None = None
         self.place = 0
-        """In the sample, of what corresponds to position ``length`` of the turn."""
+        """Index in ``sample`` that corresponds to position ``length`` of the turn."""
         self.length = 0
 
     def propose(self, turn: TurnState, count: int) -> Tokens:
-        """What the sample says next, or another where the turn has parted from it."""
+        """Return the sample's next tokens; of another sample if the turn has diverged from it."""
         said = turn.tokens[self.length : turn.length]
         if self.sample is not None:
             end = self.place + len(said)
@@ -98,18 +99,19 @@ class _Follower:
 
 
 class RolloutDrafts:
-    """Guesses from earlier samples of turns' prompts; where there are none, from their contexts."""
+    """Draft tokens from earlier samples of the turns' prompts, else from the
+    turns' own contexts."""
 
     def __init__(self, kept_tokens_max: int = KEPT_TOKENS_MAX) -> None:
         self._kept_tokens_max = kept_tokens_max
         self._kept_tokens = 0
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
-        """By a hash of their tokens, asked for longest ago first."""
+        """Samples by a hash of the prompt's tokens, least recently used first."""
         self._followers: dict[int, _Follower] = {}
         self._contexts = LookupDrafts()
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
-        """For each turn, what an earlier sample of its prompt says where it is now."""
+        """Return, for each turn, the next tokens of an earlier sample of its prompt."""
         drafts: list[Tokens] = []
         for turn, count in zip(turns, counts, strict=True):
             draft = self._follower(turn).propose(turn, count)
@@ -117,7 +119,7 @@ class RolloutDrafts:
         return drafts
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """Keep what the turn has said, if that is all of it."""
+        """Keep the turn's output as a sample if it is complete."""
         self._contexts.ended(turn, is_whole=is_whole)
         follower = self._followers.pop(turn.handle, None)
         if follower is not None:

@@ -1,11 +1,12 @@
-"""What tokens come out of a step of a model that only transformers can compute? Slow, and right.
+"""Step runner for models that only transformers implements: correct, and slow.
 
-The same rows in and the same tokens out as
-:class:`~tidegate.engine.execution.runner.ModelRunner`, and the same blocks: before each row its
-keys and values are gathered into a cache of transformers, after it the new ones are put where its
-blocks are. One row at a time, for no two models pad alike.
+Implements ``Runner`` with the same block layout as
+:class:`~tidegate.engine.execution.runner.ModelRunner`; made by ``served_model.FallbackModel``. For
+each row, keys and values are gathered from its blocks into a transformers cache, and the new ones
+are scattered back afterwards. Rows run one at a time, because models differ in how they pad.
 
-Letters in shapes: P past positions, T a row's tokens, K KV heads, D their width, V vocabulary.
+Letters in shapes: P past positions, T a row's tokens, K KV heads, D head width, H hidden size, V
+vocabulary.
 """
 
 import inspect
@@ -37,48 +38,46 @@ PROBE_TOKENS = 12
 PROBE_CHUNKS = (7, 1, 4)
 
 PROBE_DIFFERENCE_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-"""Mean over the vocabulary of how far a log-prob may be off when a context is read in chunks. They
-add in another order, no more; a model that keeps a state of its own is off by nats."""
+"""Limit, by dtype, of the mean difference of log-probs over the vocabulary when a context is read
+in chunks. Chunks only add in another order; a model with other state is off by nats."""
 
 KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""Layers of transformers' caches that hold a context's keys and values, and nothing else."""
+"""Cache layers of transformers that hold keys and values only."""
 
 INSTEAD = (
     "Serve a model all of whose layers are attention over the whole context or a window of it, "
     "such as a Llama, Mistral, Qwen3 or Gemma"
 )
-"""What ends the refusal of a model that remembers a context in another way."""
+"""End of the refusal of a model with state other than keys and values."""
 
 Cache = tuple[torch.Tensor, torch.Tensor]
-"""A layer's keys [positions, K, D] and values, whose widths may differ."""
+"""One layer's keys [positions, K, D] and values; their widths D may differ."""
 
 
 class FallbackRunner:
-    """Runs one model of transformers on one thread."""
+    """Runs one transformers model on one thread."""
 
     def __init__(self, weights: FallbackWeights, *, num_blocks: int, block_tokens: int) -> None:
         self.weights = weights
-        """May be replaced between two steps, by weights of the same model and dtype."""
+        """Replaced between two steps only, by weights of the same model and dtype."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._caches = _allocate(weights.module, num_blocks * block_tokens)
 
     def swap(self, weights: WeightStore) -> None:
-        """Compute with others from the next step on: those of the same model."""
+        """Use other weights of the same model from the next step on."""
         if not isinstance(weights, FallbackWeights):
             raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
         self.weights = weights
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """All that the KV is kept in, and nothing that must outlast it."""
+        """Return the tensors of the KV cache."""
         return [part for cache in self._caches for part in cache]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it.
-
-        Rows to be scored sample nothing.
-        """
+        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
+        with ``scoring``."""
         scores: list[RowScore] = []
         logits: list[torch.Tensor] = []
         sampling: list[RowSampling] = []
@@ -97,7 +96,7 @@ class FallbackRunner:
         return replace(sample_rows(torch.stack(logits), sampling), scores=scores)
 
     def _score(self, row: Row, asked: RowScoring, slots: torch.Tensor) -> RowScore:
-        """Read a row and score its last tokens, in pieces whose logits are not too many."""
+        """Score a row's last positions in pieces, to bound the memory of their logits."""
         module, end = self.weights.module, len(row.token_ids)
         first = end - asked.positions
         if first:
@@ -117,16 +116,16 @@ class FallbackRunner:
 
 
 def kv_token_bytes(module: Any) -> int:
-    """What keys and values of one position take, in all layers."""
+    """Return the bytes of one position's keys and values in all layers."""
     return sum(part.nbytes for cache in _allocate(module, 1) for part in cache)
 
 
 @torch.inference_mode()
 def refuse_other_state(module: Any, vocab_size: int) -> None:
-    """Try whether keys and values are all that the model remembers of a context.
+    """Check that keys and values are the model's whole state, by reading one context in chunks.
 
     Raises:
-        ModelError: it goes on differently from them, or doesn't hand them out.
+        ModelError: chunks change the log-probs, or the model does not expose keys and values.
     """
     name = type(module).__name__
     _refuse_layers(module)
@@ -154,7 +153,7 @@ def refuse_other_state(module: Any, vocab_size: int) -> None:
 
 
 def _refuse_layers(module: Any) -> None:
-    """Refuse a model of which transformers says that some layers keep more than keys and values.
+    """Refuse a model for which transformers declares other cache layers than keys and values.
 
     Raises:
         ModelError: it has such layers.
@@ -183,9 +182,9 @@ def _refuse_layers(module: Any) -> None:
 def _read(
     module: Any, token_ids: npt.NDArray[np.int32], slots: torch.Tensor, caches: Sequence[Cache]
 ) -> torch.Tensor:
-    """Run tokens after what is cached, cache them too, and return the last one's logits [V].
+    """Run tokens after the cached ones, cache their keys and values, return the last logits [V].
 
-    ``slots`` [P + T] say where the context's positions are in ``caches``.
+    ``slots`` [P + T] are the context's positions in ``caches``.
     """
     return _read_all(module, token_ids, slots, caches, told=1)[0].float()
 
@@ -198,7 +197,7 @@ def _read_all(
     *,
     told: int,
 ) -> torch.Tensor:
-    """The same; return the logits [told, V] of the last tokens."""
+    """Like ``_read``, but return the logits [told, V] of the last ``told`` tokens."""
     past = len(slots) - len(token_ids)
     cache = transformers.DynamicCache()
     if past:
@@ -221,7 +220,7 @@ def _read_all(
 
 @contextmanager
 def _into_head(module: Any) -> Iterator[list[torch.Tensor]]:
-    """What the LM head is given meanwhile: the normed hidden states [T, H] of each pass."""
+    """Collect the inputs of the LM head, one tensor [T, H] per forward pass."""
     seen: list[torch.Tensor] = []
     head = module.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
@@ -232,7 +231,8 @@ def _into_head(module: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def _last_logits_only(module: Any, told: int) -> dict[str, int]:
-    """How to ask for that, where it can be: all of a long prompt's would take gigabytes."""
+    """Return the argument that limits the logits, if the model has one: all of a long prompt's
+    logits would take gigabytes."""
     known = inspect.signature(module.forward).parameters
     return {"logits_to_keep": told} if "logits_to_keep" in known else {}
 
@@ -240,13 +240,14 @@ def _last_logits_only(module: Any, told: int) -> dict[str, int]:
 def _slots(
     block_table: Sequence[int] | npt.NDArray[np.int64], end: int, block_tokens: int
 ) -> torch.Tensor:
-    """Where positions ``[0, end)`` of a row are."""
+    """Return the cache slots of a row's positions ``[0, end)``."""
     block, offset = np.divmod(np.arange(end), block_tokens)
     return torch.from_numpy(np.asarray(block_table, np.int64)[block] * block_tokens + offset)
 
 
 def _allocate(module: Any, positions: int) -> list[Cache]:
-    """Room for each layer's keys and values, of the shapes that a first token shows."""
+    """Allocate each layer's keys and values, with the shapes seen in a forward
+    pass of one token."""
     with torch.inference_mode():
         output = module(
             input_ids=torch.zeros(1, 1, dtype=torch.long),
@@ -265,10 +266,10 @@ def _room(example: torch.Tensor, positions: int) -> torch.Tensor:
 
 
 def _layers(module: Any, output: Any, positions: int) -> list[Cache]:
-    """What each layer has cached: [1, K, positions, D] twice.
+    """Return each layer's cached keys and values, [1, K, positions, D] each.
 
     Raises:
-        ModelError: some layer caches something else, or nothing.
+        ModelError: a layer caches something else, or nothing.
     """
     cache = getattr(output, "past_key_values", None)
     found = [(layer.keys, layer.values) for layer in getattr(cache, "layers", [])]

@@ -1,10 +1,11 @@
-"""What tokens come out of one engine step? Rows in, one sampled token per sampling row out.
+"""Step runner of the CPU: computes one continuous-batching step and samples its tokens.
 
-A step mixes rows that decode with rows that prefill a chunk of their context. The runner owns the
-memory of the KV cache; which blocks are whose is the scheduler's business, and so is everything a
-turn is apart from tokens, positions and sampling.
+Implements ``Runner``, which the engine loop calls with the scheduler's rows; the GPU's is
+``device/runner.py``. A step mixes decode rows and prefill chunks. The runner owns the KV cache's
+tensors; the scheduler assigns the blocks. It depends on the model's forward pass and on compiled
+kernels, and knows of a turn only its tokens, positions, sampling and adapter.
 
-Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row.
+Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -45,58 +46,61 @@ from tidegate.kernels.layers import Layers
 from tidegate.kernels.native import LastTokens, Native, Places
 
 ATTENDS_SINGLY = 0
-"""The kind of rows whose tokens compiled code computes one by one: first of all kinds."""
+"""Kind of the rows whose tokens compiled code attends one by one; sorts before all padded kinds."""
 
 
 @dataclass(slots=True)
 class Row:
-    """What one turn runs in a step."""
+    """One turn's part of a step: a prefill chunk, a decode or a draft token."""
 
     token_ids: npt.NDArray[np.int32]
-    """At least one."""
+    """[tokens of the row], int32, at least one."""
     start: int
-    """Context position of the first of them; the positions before it are in the cache. The last
-    must lie below ``config.context_tokens_max``."""
+    """Context position of the first token; earlier positions are in the KV cache. The last token's
+    position must be below ``config.context_tokens_max``."""
     block_table: list[int]
-    """The turn's blocks in the order of positions; enough for its last token, or more."""
+    """The turn's KV blocks in the order of positions; they must cover the row's last token."""
     sampling: RowSampling | None
-    """None in the middle of a prefill: nothing is sampled."""
+    """How to sample after the last token; None in a prefill chunk that is not the last."""
     scoring: RowScoring | None = None
-    """What is to be told of its tokens; then nothing is sampled."""
+    """What to score of the row's tokens; then nothing is sampled."""
     adapter: str = ""
-    """One of the weights', by name; empty: none."""
+    """Name of the LoRA adapter to apply; empty for none."""
 
 
 class Runner(Protocol):
-    """What computes steps: our own code, or that of transformers."""
+    """Computes steps and owns the KV cache: on a CPU, on a GPU, or by transformers."""
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the KV cache has."""
+        """Number of blocks of the KV cache."""
 
     @property
     def block_tokens(self) -> int:
-        """How many positions a block has."""
+        """Number of positions in a block."""
 
     @property
     def weights(self) -> WeightStore:
-        """Those that the next step computes with."""
+        """The live weights, used by the next step."""
 
     def swap(self, weights: WeightStore) -> None:
-        """Compute with others from the next step on: those of the same model."""
+        """Use other weights of the same model from the next step on."""
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """All that the KV is kept in, and nothing that must outlast it."""
+        """Return the tensors of the KV cache and scratch memory, whose contents may
+        be lost in sleep."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it; score others.
+        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
+        with ``scoring``.
 
-        A row may attend to blocks that rows before it fill in this very step.
+        A row may attend to blocks that earlier rows of the same step fill.
         """
 
 
 def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
-    """What the rows' layout follows from, if they are of these kinds."""
+    """Return the rows' sizes, of which their layout is a function; ``kinds`` has
+    one entry per row."""
     return RowSizes(
         kinds=kinds,
         tokens=[len(row.token_ids) for row in rows],
@@ -107,7 +111,7 @@ def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
 
 
 class ModelRunner:
-    """Runs one model on one thread, by our own code."""
+    """Runs one model with Tidegate's own forward pass, on one thread."""
 
     def __init__(
         self,
@@ -119,21 +123,21 @@ class ModelRunner:
         native: Native | None = None,
         is_deterministic: bool = False,
     ) -> None:
-        """``native`` is compiled code that suits the model, to decode by instead of by torch's.
+        """``native`` is compiled code for the model's decode steps; None uses torch.
 
-        With ``is_deterministic`` a row's outputs are the same bits whatever rows are beside it, and
-        however its context was cut into chunks. That takes compiled code, and packed weights.
+        With ``is_deterministic`` a row's outputs have the same bits in every batch and for every
+        chunking of its context. That needs compiled code and packed weights.
         """
         if is_deterministic and (native is None or not weights.is_packed):
             raise ValueError("only compiled code computes the same bits in every batch")
         self.config = config
         self.weights = weights
-        """May be replaced between two steps, by weights of the same config and dtype."""
+        """Replaced between two steps only, by weights of the same config and dtype."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._shape = CacheShape(config.num_kv_heads, block_tokens)
         size = (num_blocks, 2, config.num_kv_heads, block_tokens, config.head_dim)
-        # Zeros, not whatever memory holds: a masked position is still multiplied, by 0.
+        # Zeros, because masked positions are multiplied by 0, and NaN * 0 is NaN.
         self._caches = [torch.zeros(size, dtype=weights.dtype) for _ in range(config.num_layers)]
         self._scratch = torch.empty(0, dtype=weights.dtype)
         positions = min(config.context_tokens_max, num_blocks * block_tokens)
@@ -142,26 +146,27 @@ class ModelRunner:
         self._kinds = LayerKinds(config, positions, weights.dtype)
         self._dense: Layers | None = None
         self._dense_of: Weights | None = None
-        """Whose layers those are, if they are any's."""
+        """Weights that ``_dense`` was made from; None before the first dense step."""
         self._layout: StepLayout | None = None
         self._tables = BlockTables()
 
     def swap(self, weights: WeightStore) -> None:
-        """Compute with others from the next step on: those of the same model."""
+        """Use other weights of the same model from the next step on."""
         if not isinstance(weights, Weights):
             raise TypeError(f"weights of {type(self).__name__}, got {type(weights).__name__}")
         self.weights = weights
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """All that the KV is kept in, and nothing that must outlast it."""
+        """Return the tensors of the KV cache and the scratch memory."""
         return [*self._caches, self._scratch]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it; score others.
+        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
+        with ``scoring``.
 
-        A row may attend to blocks that rows before it fill in this very step. Here, because each
-        layer writes all keys and values before any row attends.
+        A row may attend to blocks that earlier rows of the same step fill, because each layer
+        writes all keys and values before any row attends.
         """
         if not rows:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
@@ -174,13 +179,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def assist(self, rows: Sequence[Row]) -> None:
-        """Do this rank's part of a step that another rank samples; for a part of a model only."""
+        """Compute this tensor-parallel rank's part of a step that rank 0 samples."""
         self._compute(rows, sum(row.sampling is not None for row in rows))
 
     def _compute(
         self, rows: Sequence[Row], sampled: int
     ) -> tuple[torch.Tensor | None, Sequence[RowScore]]:
-        """The logits [S, V] to sample so many rows from, if any, and what is scored."""
+        """Return the logits [S, V] of the ``sampled`` rows, None if there are
+        none, and the scores."""
         plan = self._plan(rows)
         hidden = forward(self.weights, self._caches, plan)
         scoring = [row.scoring for row in rows if row.scoring is not None]
@@ -194,7 +200,8 @@ class ModelRunner:
         return sample_rows(logits, sampling, self._native)
 
     def _plan(self, rows: Sequence[Row]) -> StepPlan:
-        """Lay the rows' tokens out one after another, rows of like size together."""
+        """Concatenate the rows' tokens, sorted by kind so that rows of similar
+        size are adjacent."""
         layout = self._layout_of(rows)
         ordered = [rows[n] for n in layout.order]
         starts = np.array([row.start for row in ordered], np.int64)
@@ -210,7 +217,8 @@ class ModelRunner:
         )
 
     def _dense_plan(self, layout: StepLayout, positions: Ints, tables: Ints) -> DensePlan | None:
-        """For a step all of whose tokens attend singly, in a model of dense layers."""
+        """Return the plan of a step in which compiled code runs all layers in one call;
+        None if it cannot."""
         kinds = {part.kind for part in layout.ranges}
         if self._native is None or layout.adapters or kinds != {ATTENDS_SINGLY}:
             return None
@@ -226,7 +234,7 @@ class ModelRunner:
     def _layer_plan(
         self, layout: StepLayout, starts: Ints, positions: Ints, tables: Ints
     ) -> LayerPlan:
-        """For any other."""
+        """Return the plan of a step that runs layer by layer."""
         block, offset = np.divmod(positions, self.block_tokens)
         block = tables[layout.row_of_token, block]
         groups = [
@@ -249,9 +257,9 @@ class ModelRunner:
         positions: torch.Tensor | None,
         groups: Sequence[Sequence[RowGroup | LastTokens]],
     ) -> list[AttentionPlan]:
-        """Each layer's plan for tokens at ``positions`` [T]; ``groups`` are those of each kind.
+        """Return each layer's attention plan; ``groups`` has one entry per kind of attention.
 
-        Without positions, with the rotations of all there are.
+        ``positions`` [T] selects rows of the rotary table; None keeps the whole table.
         """
         plans = [
             AttentionPlan(table if positions is None else table.index_select(0, positions), its)
@@ -260,14 +268,15 @@ class ModelRunner:
         return [plans[kind] for kind in self._kinds.of_layers]
 
     def _layout_of(self, rows: Sequence[Row]) -> StepLayout:
-        """That of the last step, if these rows have the sizes that those had."""
+        """Return the rows' layout: the last step's, if the sizes are equal."""
         sizes = sizes_of(rows, [self._kind(len(row.token_ids), row.start) for row in rows])
         if self._layout is None or self._layout.sizes != sizes:
             self._layout = StepLayout(sizes)
         return self._layout
 
     def _kind(self, tokens: int, start: int) -> int:
-        """Rows of one kind are computed together; compiled code pads nothing where it attends."""
+        """Return a row's kind: rows of one kind are padded to each other. Compiled attention
+        needs no padding."""
         if self._is_deterministic or (self._native is not None and tokens == 1):
             return ATTENDS_SINGLY
         return padding_kind(tokens, start + tokens)
@@ -280,7 +289,7 @@ class ModelRunner:
         tables: Ints,
         window_tokens: int | None,
     ) -> list[RowGroup | LastTokens]:
-        """Rows of each kind, for layers with one kind of window."""
+        """Return one attention group per kind of rows, for layers with this sliding window."""
         groups: list[RowGroup | LastTokens] = []
         for part in layout.ranges:
             rows = slice(part.first_row, part.end_row)
@@ -308,7 +317,7 @@ class ModelRunner:
         return groups
 
     def _scratch_for(self, groups: Sequence[RowGroup | LastTokens]) -> torch.Tensor:
-        """The scratch memory, kept from step to step, grown where this one needs more."""
+        """Return the scratch memory, kept between steps and grown if this step needs more."""
         gathered = [group for group in groups if isinstance(group, RowGroup)]
         needed = scratch_elements(gathered, self._caches[0])
         if self._scratch.numel() < needed:

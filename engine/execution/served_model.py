@@ -1,7 +1,8 @@
-"""Whose code computes the model in this directory? Ours where it can, transformers' where not.
+"""Opens a model directory: Tidegate's own implementation if there is one, transformers' otherwise.
 
-It knows nothing of turns or messages: it makes what runs steps, and what new weights go into. Both
-kinds keep one contract, so that nothing above them asks which it is.
+Called by the worker; makes the runner, allocates weights for updates, and reloads the directory
+after sleep. Both implementations satisfy ``ServedModel``, so the rest of the engine does not
+distinguish them. Depends on neither turns nor messages.
 """
 
 import sys
@@ -29,14 +30,14 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do
     from tidegate.engine.models.rank_group import RankGroup
 
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
-"""What to compute in; ``auto``: as the model directory says."""
+"""Dtype to compute in; ``auto`` takes the model directory's."""
 
 SMALLER_MODEL = "serve a smaller model, compute in bfloat16, or leave the machine more"
-"""What helps where the weights don't fit."""
+"""Advice in the error for weights that do not fit into memory."""
 
 
 NAMES_SHOWN_MAX = 3
-"""Tensors that a warning names; the kind of them shows in a few."""
+"""Number of tensor names in a warning."""
 
 
 class ServedModel(Protocol):
@@ -44,48 +45,46 @@ class ServedModel(Protocol):
 
     @property
     def architecture(self) -> str:
-        """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+        """Architecture as in config.json, e.g. ``Qwen3ForCausalLM``."""
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens in the vocabulary."""
 
     @property
     def dtype(self) -> str:
-        """What it is computed in, as torch spells it; the LM head is always float32."""
+        """Compute dtype in torch's spelling; the LM head is always float32."""
 
     @property
     def context_tokens_max(self) -> int:
-        """How long a context may be."""
+        """Longest context, in tokens."""
 
     @property
     def code(self) -> str:
-        """Whose code computes it: ``tidegate`` or ``transformers``."""
+        """Implementation: ``tidegate`` or ``transformers``."""
 
     @property
     def scoring(self) -> ScoringTraits:
-        """What it can tell of given tokens."""
+        """Kinds of scores that the model can compute for given tokens."""
 
     @property
     def warning(self) -> str | None:
-        """What whoever starts the engine should know of it."""
+        """Warning to print when the engine starts; None if there is none."""
 
     def kv_token_bytes(self) -> int:
-        """What keys and values of one position take, in all layers."""
+        """Return the bytes of one position's keys and values in all layers."""
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Load what isn't yet, and make room for the KV cache."""
+        """Load the weights if they are not loaded, allocate the KV cache, and return the runner."""
 
     def allocate(self) -> WeightStore:
-        """Make room for a second version beside the one that serves."""
+        """Allocate memory for a second weight version beside the live one."""
 
     def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
-        """Fill what was allocated, or loaded, from the model directory again.
-
-        ``beat`` is called now and then, as far as the model's code can.
+        """Fill ``weights`` from the model directory again, calling ``beat`` for heartbeats.
 
         Raises:
-            ModelError: it isn't there any more as it was.
+            ModelError: the directory is gone or has changed.
         """
 
 
@@ -98,12 +97,12 @@ def open_model(
     shard: Shard = WHOLE,
     group: "RankGroup | None" = None,
 ) -> ServedModel:
-    """Find out who can compute the model in ``path``; of a ``shard``, that part, with ``group``.
+    """Open the model in ``path``; of a tensor-parallel ``shard``, that part, with its ``group``.
 
     Raises:
-        ModelError: nobody can.
-        ConfigError: nobody can so that each turn gets the same bits in every batch, or by parts, or
-            in bytes.
+        ModelError: neither implementation can compute it.
+        ConfigError: only transformers can, and a setting needs Tidegate's implementation:
+            deterministic, tensor parallel or quantized.
     """
     try:
         config = ModelConfig.from_directory(path)
@@ -136,7 +135,7 @@ def open_model(
 
 
 class OwnModel:
-    """A model that our own code computes."""
+    """A model with Tidegate's own implementation, on the CPU."""
 
     code = "tidegate"
 
@@ -194,17 +193,17 @@ class OwnModel:
 
     @property
     def dtype(self) -> str:
-        """As :attr:`ServedModel.dtype`."""
+        """See :attr:`ServedModel.dtype`."""
         return str(self._dtype).removeprefix("torch.")
 
     def kv_token_bytes(self) -> int:
-        """What keys and values of one position take, in all layers; on each rank."""
+        """Return the bytes of one position's keys and values in all layers, on each rank."""
         config = self._local
         elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return elements * int(self._dtype.itemsize)
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Load the weights, and make room for the KV cache."""
+        """Load the weights, allocate the KV cache, and return the runner."""
         with blame_memory(doing=f"for the weights of {self._path}", remedy=SMALLER_MODEL):
             weights = self.allocate()
             fill_from_directory(weights, self._path)
@@ -218,7 +217,7 @@ class OwnModel:
         )
 
     def allocate(self) -> Weights:
-        """Make room for a second version."""
+        """Allocate memory for a second weight version."""
         return Weights.allocate(
             self._config,
             self._dtype,
@@ -229,21 +228,23 @@ class OwnModel:
         )
 
     def _find_native(self) -> Native | None:
-        """Compiled code for the model, if there is any."""
+        """Return compiled code for the model, if there is any."""
         return native_for(self._config, self._dtype)
 
     @property
     def _packs(self) -> bool | None:
-        """How matrices lie; None: as is fastest. Packed ones compute the same bits in any batch."""
+        """Whether matrices are packed; None chooses the fastest. Packed ones give the same
+        bits in any batch."""
         return True if self._is_deterministic else None
 
     def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
-        """Fill what was allocated, or loaded, from the model directory again."""
+        """Fill ``weights`` from the model directory again."""
         fill_from_directory(weights, self._path, beat)
 
 
 class FallbackModel:
-    """A model that transformers computes; its weights are loaded at once, to see whether it can."""
+    """A model that transformers implements; its weights are loaded at once, to see
+    whether it works."""
 
     code = "transformers"
 
@@ -287,23 +288,23 @@ class FallbackModel:
 
     @property
     def dtype(self) -> str:
-        """As :attr:`ServedModel.dtype`."""
+        """See :attr:`ServedModel.dtype`."""
         return str(self._dtype).removeprefix("torch.")
 
     def kv_token_bytes(self) -> int:
-        """What keys and values of one position take, in all layers."""
+        """Return the bytes of one position's keys and values in all layers."""
         return self._kv_token_bytes
 
     def make_runner(self, *, num_blocks: int, block_tokens: int) -> Runner:
-        """Make room for the KV cache."""
+        """Allocate the KV cache, and return the runner."""
         return self._runners(self._live, num_blocks=num_blocks, block_tokens=block_tokens)
 
     def allocate(self) -> "FallbackWeights":
-        """Make room for a second version."""
+        """Allocate memory for a second weight version."""
         return self._live.twin()
 
     def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
-        """Fill what was allocated, or loaded, from the model directory again."""
+        """Fill ``weights`` from the model directory again."""
         from tidegate.engine.models.fallback_weights import load_fallback
 
         weights.start()
@@ -313,14 +314,14 @@ class FallbackModel:
 
 
 def _dtype(asked: DtypeChoice, stored: str) -> torch.dtype:
-    """Return what to compute in. A float16 directory is computed in float32, which holds each of
-    its numbers exactly; bfloat16 would round them to 8 bits of 11."""
+    """Return the compute dtype. A float16 directory is computed in float32, which represents each
+    of its numbers exactly; bfloat16 would round their 11-bit significands to 8 bits."""
     name = stored if asked == "auto" else asked
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _widening(path: Path, asked: DtypeChoice, stored: str) -> list[str]:
-    """Say that a float16 directory takes twice its own size, if that was not asked for."""
+    """Return a warning that a float16 directory takes twice its size, unless a dtype was chosen."""
     if asked != "auto" or stored != "float16":
         return []
     return [
@@ -330,7 +331,7 @@ def _widening(path: Path, asked: DtypeChoice, stored: str) -> list[str]:
 
 
 def _passed_over(path: Path, names: frozenset[str]) -> list[str]:
-    """Name tensors of the directory that the model doesn't compute with."""
+    """Return a warning about tensors of the directory that the model does not use."""
     if not names:
         return []
     return [
@@ -340,5 +341,5 @@ def _passed_over(path: Path, names: frozenset[str]) -> list[str]:
 
 
 def dtype_name(dtype: object) -> str:
-    """A dtype as torch spells it, without its module."""
+    """Return a dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -1,10 +1,10 @@
-"""What of an engine's memory sleeps, and what does it take to have it again?
+"""Sleep and wake: releases the memory of weights and KV cache to other processes,
+and takes it back.
 
-Sleep is a matter of memory alone: a pause comes first, and decides what becomes of running turns.
-It knows nothing of steps, nor of who uses the memory meanwhile.
-
-Weights that come by an update wake what sleeps: the update fills the memory beside them, as ever,
-and the swap puts it in their place.
+Driven by the engine loop with ``Sleep`` and ``Wake`` messages; the levels are vLLM's: 1 offloads
+the weights to be restored, 2 discards them. Sleep needs a pause in effect, which decides what
+becomes of running turns. A weight update also wakes the weights: it fills the memory beside them,
+and the swap puts the new ones in their place.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,65 +34,65 @@ NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and
 
 
 class Turns(Protocol):
-    """What sleeping needs of those who hold turns."""
+    """The scheduler as the sleeper uses it."""
 
     @property
     def is_pause_asked(self) -> bool:
-        """Whether a pause is on, or will be."""
+        """Whether a pause is pending or in effect."""
 
     @property
     def is_pause_in_effect(self) -> bool:
-        """Whether a pause is on, and no turn runs."""
+        """Whether a pause is in effect and no turn runs."""
 
     @property
     def is_swap_asked(self) -> bool:
-        """Whether staged weights are to be swapped in."""
+        """Whether a swap to staged weights is pending."""
 
     def hold(self, is_held: bool) -> None:
-        """Run no turn whatever else allows it, until told otherwise."""
+        """Stop or allow all steps, whatever pauses say."""
 
     def forget_kv(self) -> None:
-        """The KV of all turns is gone: they are to be computed again."""
+        """Preempt all turns, because the KV memory is released."""
 
 
 class Offloaded(Protocol):
-    """What some memory held, elsewhere."""
+    """Copy of some memory's contents, elsewhere."""
 
     def restore(self, beat: Callable[[], None]) -> None:
-        """Put all of it back where it was, and forget it."""
+        """Copy everything back, and discard the copy."""
 
     def close(self) -> None:
-        """Forget it. Harmless if repeated."""
+        """Discard the copy. Harmless if repeated."""
 
 
 class Memory(Protocol):
-    """Where weights and KV are: the host, or a device. A region is a piece of it, with ``nbytes``;
-    what else a region is, is the memory's own business."""
+    """Memory of weights and KV cache: the host's or a device's. A region is a contiguous piece with
+    ``nbytes``, otherwise opaque."""
 
     def regions_of(self, tensors: Iterable[torch.Tensor]) -> Sequence[Any]:
-        """The memory behind these tensors, each piece once, also while it is given back."""
+        """Return the regions behind these tensors, each once, also while they are released."""
 
     def give_back(self, regions: Sequence[Any]) -> None:
-        """Let others have it."""
+        """Release the regions' memory to other processes."""
 
     def take_again(self, regions: Sequence[Any], beat: Callable[[], None]) -> None:
-        """Have what was given back, as zeros."""
+        """Allocate released regions again, filled with zeros."""
 
     def offload(self, regions: Sequence[Any], beat: Callable[[], None]) -> Offloaded:
-        """Copy what it holds to elsewhere."""
+        """Copy the regions' contents elsewhere."""
 
     def trim(self) -> None:
-        """Let others have what was freed, and is kept."""
+        """Release freed memory that the allocator keeps cached."""
 
     def used_bytes(self) -> int:
-        """What this process has of it."""
+        """Return the bytes of this memory that the process holds."""
 
     def available_bytes(self) -> int:
-        """What there is to be had."""
+        """Return the bytes that can still be allocated."""
 
 
 class HostMemory:
-    """This machine's."""
+    """The host's memory."""
 
     regions_of = staticmethod(returned_memory.regions_of)
     give_back = staticmethod(returned_memory.give_back)
@@ -104,7 +104,7 @@ class HostMemory:
 
 
 class Sleeper:
-    """The memory of one engine that can be given back."""
+    """Puts one engine's weights and KV cache to sleep and wakes them."""
 
     def __init__(
         self,
@@ -115,9 +115,10 @@ class Sleeper:
         reload: Callable[[WeightStore, Callable[[], None]], None],
         memory: Memory | None = None,
     ) -> None:
-        """``reload`` fills weights from the model directory, and calls back now and then.
+        """``reload`` fills weights from the model directory, and calls its second
+        argument for heartbeats.
 
-        ``memory`` is where weights and KV are; None: the host's.
+        ``memory`` holds weights and KV cache; None is the host's.
         """
         self._runner = runner
         self._staging = staging
@@ -126,36 +127,38 @@ class Sleeper:
         self._memory: Memory = HostMemory() if memory is None else memory
         self._asleep: set[MemoryTag] = set()
         self._offloaded: Offloaded | None = None
-        """What the weights were, if they sleep at level 1."""
+        """Offloaded weights while they sleep at level 1, else None."""
         self._are_the_directorys = True
-        """Whether the live weights are those of the model directory."""
+        """Whether the live weights are the model directory's, which can be reloaded."""
         self.lacks_weights = False
-        """Whether the live weights are gone, and nothing can bring them back but an update."""
+        """Whether the live weights are lost, so that only a weight update can restore them."""
         self._asked: Sleep | None = None
-        """What is to sleep as soon as it can."""
+        """Pending sleep request, done once a pause is in effect."""
         self._processes = 1
-        """That each need as much as this one, of the same machine's memory."""
+        """Number of processes on this machine that each need as much memory as this one."""
         self.beat: Callable[[], None] = lambda: None
-        """Called now and then in long copies, so that nobody takes the engine for hung."""
+        """Called between chunks of long copies to send heartbeats, so that the engine is
+        not taken for hung."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
-        """What sleeps now."""
+        """Tags of the memory that sleeps now."""
         return [tag for tag in MEMORY_TAGS if tag in self._asleep]
 
     @property
     def has_weights(self) -> bool:
-        """Whether the live weights are where they serve, or where others can be laid over them."""
+        """Whether the live weights are in memory."""
         return "weights" not in self.asleep and not self.lacks_weights
 
     # ------------------------------------------------------------ sleeping
 
     def ask(self, message: Sleep) -> None:
-        """Have memory given back as soon as :meth:`settle` finds that it can be."""
+        """Request sleep; :meth:`settle` does it once it is possible."""
         self._asked = message
 
     def settle(self) -> list[Message]:
-        """Do what was asked for, if it can be done by now; the answer to it."""
+        """Carry out the pending sleep request if a pause is in effect; return
+        its answer, if any."""
         asked = self._asked
         if asked is None:
             return []
@@ -170,7 +173,7 @@ class Sleeper:
         return [self._sleep(asked)]
 
     def _sleep(self, asked: Sleep) -> Message:
-        self._memory.trim()  # or what steps have freed, and is kept, would count as returned
+        self._memory.trim()  # otherwise memory that steps freed would count as returned
         before = self._memory.used_bytes()
         try:
             if "weights" in asked.tags:
@@ -208,7 +211,7 @@ class Sleeper:
     # ------------------------------------------------------------ waking
 
     def wake(self, message: Wake) -> Message:
-        """Take memory again."""
+        """Allocate the memory again and restore its contents; return the answer."""
         tags = [tag for tag in MEMORY_TAGS if tag in self._asleep and tag in message.tags]
         try:
             self._refuse_what_does_not_fit(tags)
@@ -232,10 +235,11 @@ class Sleeper:
             self.lacks_weights = True
 
     def _refuse_what_does_not_fit(self, tags: Sequence[MemoryTag]) -> None:
-        """Linux promises memory that it hasn't got, and kills who comes to use it: look before.
+        """Check that enough memory is available, because Linux overcommits and kills
+        a process later.
 
         Raises:
-            OutOfMemory: whoever had it meanwhile has it still.
+            OutOfMemory: too little memory is available.
         """
         regions: list[Any] = []
         regions += self._weight_regions() if "weights" in tags else []
@@ -250,19 +254,19 @@ class Sleeper:
             )
 
     def swapped(self) -> None:
-        """Other weights were swapped in: whatever slept in their place is not wanted any more."""
+        """Take note of a weight swap: it wakes the weights, and any offloaded copy is discarded."""
         self._forget_offloaded()
         self._asleep.discard("weights")
         self._are_the_directorys = self.lacks_weights = False
         self._hold()
 
     def start_over(self) -> None:
-        """Whoever asked for something to sleep is gone. What sleeps does so still."""
+        """Drop the pending request of a lost orchestrator. Sleeping memory stays asleep."""
         self._asked = None
         self._hold()
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Discard an offloaded copy."""
         self._forget_offloaded()
 
     # ------------------------------------------------------------ memory

@@ -1,7 +1,7 @@
-"""How do the rows of a step lie one after another? What their sizes alone say, and their blocks.
+"""Layout of a step's rows: their order, each token's row, and a padded array of block tables.
 
-Knows no tokens and computes nothing of the model's. Turns that decode, step after step, have the
-same sizes each time, and nearly the same blocks: what is made here is good for many steps.
+Used by both runners. A layout depends on the rows' sizes only, and block tables change slowly, so
+both are reused from step to step while turns decode.
 
 Letters in shapes: R rows, T tokens of all rows, B blocks of a row.
 """
@@ -19,35 +19,37 @@ from tidegate.kernels.attention import Ints
 
 CONTEXT_LEVELS = [128 * 4**n for n in range(10)]
 QUERY_LEVELS = [1, *(32 * 4**n for n in range(10))]
-"""Rows between two levels are padded to each other: beyond the first, at most by a factor of 4.
-Below it one more group would cost more in dispatch than the padding does; but rows of one query,
-which decode, are a group of their own."""
+"""Rows between two levels are padded to each other, beyond the first level by a factor of 4 at
+most. Below it one more group would cost more in dispatch than padding does. Decode rows, of one
+query, are a group of their own."""
 
 
 def padding_kind(tokens: int, end: int) -> int:
-    """Number a row so that those of one kind may be padded to each other; decode first."""
+    """Return a number that is equal for rows that may be padded to each other; decode
+    rows sort first."""
     return bisect_left(QUERY_LEVELS, tokens) * (len(CONTEXT_LEVELS) + 1) + bisect_left(
         CONTEXT_LEVELS, end
     )
 
 
 class RowSizes(NamedTuple):
-    """All that a layout follows from; each [R], in the order in which the rows are given."""
+    """The sizes that a layout depends on; each list is [R], in the order of the step's rows."""
 
     kinds: list[int]
-    """Rows of one kind are put together, in the order of kinds."""
+    """Kind of each row; the layout sorts rows by it."""
     tokens: list[int]
+    """Number of tokens of each row."""
     samples: list[bool]
-    """Whether a token is sampled after the last."""
+    """Whether a token is sampled after each row."""
     scored: list[int]
-    """So many of the last tokens are scored."""
+    """Number of last tokens to score of each row."""
     adapters: list[str]
-    """Each row's, by name; empty: none."""
+    """Name of each row's adapter; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Successive rows of one kind, once they are in order."""
+    """Successive rows of one kind, in the layout's order."""
 
     kind: int
     first_row: int
@@ -57,53 +59,54 @@ class Range:
 
     @property
     def has_single_tokens(self) -> bool:
-        """Whether each row has one."""
+        """Whether each row has exactly one token."""
         return self.end_token - self.first_token == self.end_row - self.first_row
 
 
 class StepLayout:
-    """Where each row's tokens are among a step's."""
+    """Order of a step's rows, and the place of each token in the step."""
 
     def __init__(self, sizes: RowSizes) -> None:
         self.sizes = sizes
         order = np.argsort(sizes.kinds, kind="stable")
         self.order: list[int] = order.tolist()
-        """The rows as they are given, by kind."""
+        """[R], index of each ordered row in the step's rows, sorted by kind."""
         self.counts: Ints = np.array(sizes.tokens)[order]
-        """[R], in order, as all below."""
+        """[R], tokens of each ordered row; the attributes below are in the same order."""
         firsts = np.cumsum(self.counts) - self.counts
         self.row_of_token: Ints = np.repeat(np.arange(order.size), self.counts)
-        """[T]"""
+        """[T], row of each token."""
         self.places: Ints = np.arange(self.counts.sum()) - firsts[self.row_of_token]
-        """[T], of each token among its row's."""
+        """[T], index of each token within its row."""
         self.ranges = _ranges(np.array(sizes.kinds)[order], firsts, self.row_of_token.size)
         lasts = np.empty_like(firsts)
         lasts[order] = firsts + self.counts - 1
         self.asked = torch.from_numpy(_asked(sizes, lasts))
-        """The tokens whose hidden states are asked for: to sample after, then those to score."""
+        """Indices of the tokens whose hidden states are needed: those to sample after,
+        then those to score."""
         self.asks_all = np.array_equal(self.asked, np.arange(self.row_of_token.size))
-        """Whether they are all, in order."""
+        """Whether ``asked`` is all tokens, in order."""
         self.adapters = _adapters([sizes.adapters[n] for n in self.order], self.row_of_token)
-        """Each adapter's tokens, by its name; None: all."""
+        """Name and token indices of each adapter in the step; None as indices means all tokens."""
 
 
 class BlockTables:
-    """The rows' blocks as one array, kept from step to step.
+    """The rows' block tables as one padded array, reused from step to step.
 
-    A row is written anew where its blocks are not those that were written last, whoever's they are.
+    A row of the array is rewritten only if its blocks differ from those written last.
     """
 
     def __init__(self) -> None:
         self._array: Ints = np.zeros((0, 0), np.int64)
         self._written: list[list[int]] = []
-        """What is in each row of it, before padding."""
+        """Blocks in each row of the array, without padding."""
 
     def of(self, tables: Sequence[list[int]]) -> Ints:
-        """All of them, [R, B], padded with block 0; good until the next call."""
+        """Return all tables, [R, B], padded with block 0; valid until the next call."""
         rows, blocks = self._array.shape
         widest = max(map(len, tables))
         if len(tables) > rows or widest > blocks:
-            # Twice as wide, for contexts grow in every step.
+            # Twice as wide, because contexts grow in every step.
             size = max(len(tables), rows), blocks if widest <= blocks else 2 * widest
             self._array = np.zeros(size, np.int64)
             self._written = [[] for _ in range(size[0])]
@@ -126,7 +129,7 @@ def _ranges(kinds: Ints, firsts: Ints, tokens: int) -> list[Range]:
 
 
 def _asked(sizes: RowSizes, lasts: Ints) -> Ints:
-    """``lasts`` [R] are the last tokens of the rows as they are given."""
+    """Return ``StepLayout.asked``; ``lasts`` [R] are the rows' last tokens, in the step's order."""
     scored = [
         np.arange(last + 1 - count, last + 1)
         for last, count in zip(lasts.tolist(), sizes.scored, strict=True)

@@ -1,9 +1,11 @@
-"""What must another engine be able to do, to serve turns of a run? The interface of its adapter.
+"""Interface of external-engine adapters: what vLLM, SGLang or another engine must
+do to serve a run.
 
-It knows nothing of the wire, of handles or of steps: all that is the worker's, once for every kind
-of engine (docs/engines.md). An adapter translates, and says what its engine can't do.
+Implemented by ``vllm.py`` and ``sglang.py``, called by ``Bridge`` and its parts. An adapter
+translates to the engine's API and declares what the engine cannot do; the wire protocol, handles
+and steps are the worker's, shared by all kinds (docs/engines.md).
 
-An adapter lives on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
+An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
 and ``preemptions``) are made one at a time.
 """
 
@@ -20,120 +22,123 @@ from tidegate.transport.scoring import Want
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 Ended = Literal["stop", "length", "abort"]
-"""Why a request has ended: it sampled a stop token; ``max_tokens``; its engine gave it back."""
+"""Why a request ended: it sampled a stop token; it reached ``max_tokens``; the
+engine aborted it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What one running engine is, and can do. What is left at its default it can't."""
+    """Properties of one running engine. The defaults mean that it lacks the capability."""
 
     engine: str
-    """Its kind and version, for people: ``vllm 0.32.0``."""
+    """Kind and version, for people: ``vllm 0.32.0``."""
     context_tokens_max: int
     running_turns_max: int
-    """Requests at once; more are kept waiting by the worker, which knows their priorities."""
+    """Limit of concurrent requests; the worker queues further turns by priority."""
     has_processed_logprobs: bool = False
-    """Whether log-probs are those of the distribution sampled from: after temperature, top-k, …
-    Without, only turns are served whose options leave raw ones as they are."""
+    """Whether log-probs are of the distribution sampled from, after temperature, top-k and so on.
+    If not, only turns whose options do not change raw log-probs are served."""
     freezes: bool = False
-    """Whether ``pause("keep")`` leaves requests where they are, KV and all. Without, the worker
-    aborts them, and asks for the rest once it goes on: the same, but the KV is computed again."""
+    """Whether ``pause("keep")`` keeps requests and their KV in place. If not, the worker aborts
+    them and requests the rest after the pause, so that the KV is recomputed."""
     keeps_kv: bool = False
-    """Whether frozen requests may go on with their old KV under new weights, *and* the engine then
-    says where versions change (``Chunk.labels``). Needs ``freezes``. It is what
-    ``kv_policy="keep"`` asks for."""
+    """Whether frozen requests can continue with their old KV under new weights *and* the engine
+    then reports where versions change (``Chunk.labels``). Needs ``freezes``; serves
+    ``kv_policy="keep"``."""
     sampling: frozenset[str] = frozenset()
-    """Fields of ``SamplingParams`` that it does exactly as described there, beyond ``max_tokens``
-    and ``temperature``. A turn that asks for another is refused, by name."""
+    """Fields of ``SamplingParams`` that the engine implements exactly as documented, beyond
+    ``max_tokens`` and ``temperature``. A turn that sets another field is refused, by name."""
     top_logprobs_max: int = 0
-    """So many of the likeliest tokens can be told with each; ``top_logprobs`` counts as a field."""
+    """Limit of top log-probs per token; ``top_logprobs`` counts as a field."""
     scores: frozenset[Want] = frozenset()
+    """Kinds of scores that ``score`` can answer."""
     dtype: str = ""
-    """What its model computes in: ``float32``, ``bfloat16``, ``float16``; empty: it doesn't say."""
+    """Compute dtype: ``float32``, ``bfloat16`` or ``float16``; empty if unknown."""
     num_blocks: int = 0
-    """Of its KV cache, for the statistics; 0: it doesn't say."""
+    """Number of KV blocks, for the statistics; 0 if unknown."""
     block_tokens: int = 0
     media: frozenset[MediaKind] = frozenset()
-    """What its model reads beside tokens."""
+    """Kinds of media that the model accepts beside tokens."""
     takes_tensors: bool = False
-    """Whether new weights come by ``load_tensors``, so that none are written to a disk."""
+    """Whether new weights are passed to ``load_tensors``, so that none are written to disk."""
     sleep_levels: frozenset[SleepLevel] = frozenset()
-    """At which its memory can be given back; see :mod:`tidegate.transport.sleep_messages`."""
+    """Supported sleep levels; see :mod:`tidegate.transport.sleep_messages`."""
     lora_rank_max: int = 0
-    """Of LoRA adapters, which it loads from files beside its weights; 0: it takes none."""
+    """Largest rank of LoRA adapters, which are loaded from files; 0 if LoRA is not supported."""
     lora_fills_matrices: bool = False
     """Whether an adapter of a query, key or value projection must have all three, and one of a gate
-    or up projection both: it has one matrix for them."""
+    or up projection both, because they are one matrix in the engine."""
     lora_lacks: str = ""
-    """Why it takes none, or how to start it so that it does."""
+    """Why LoRA is not supported, or how to start the engine so that it is."""
     lora_spoils_others: str = ""
-    """Why turns without an adapter can't be served beside those that have one; empty: they can."""
+    """Why turns without an adapter cannot run beside turns with one; empty if they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Generate from these tokens."""
+    """A request to generate tokens after ``token_ids``."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
-    """``max_tokens`` are left to sample, ``min_tokens`` too."""
+    """Sampling options; ``max_tokens`` and ``min_tokens`` are what remains of the turn's."""
     sampled_before: int = 0
-    """So many of ``token_ids``, at the end, are the turn's own output."""
+    """Number of the last ``token_ids`` that are the turn's own output."""
     salt: str
-    """KV computed under another salt must not be used: it may be of other weights."""
+    """Cache salt: KV computed under another salt may be of other weights, and must not be used."""
     lora: str = ""
-    """The adapter to compute with, as :meth:`EngineAdapter.load_lora` was told to call it."""
+    """Name under which :meth:`EngineAdapter.load_lora` loaded the adapter; empty for none."""
     media: Sequence[Media] = ()
-    """In the order in which their placeholders stand in ``token_ids``."""
+    """Media in the order of their placeholders in ``token_ids``."""
 
 
 LORA_NAMES = "tidegate-lora-"
-"""How the names of adapters begin that engines are given, so that those left behind are known."""
+"""Prefix of the adapter names given to engines, by which leftovers are recognised."""
 
 
 class VersionLabel(NamedTuple):
-    """What the engine itself says of output tokens ``[start, end)`` of a request."""
+    """The engine's own label of the weights that sampled output tokens ``[start,
+    end)`` of a request."""
 
     label: str
-    """As :meth:`EngineAdapter.load_weights` was told to call the weights."""
+    """Label that :meth:`EngineAdapter.load_weights` was given with the weights."""
     start: int
     end: int
 
 
 class TopLogprobs(NamedTuple):
-    """The likeliest tokens beside each token of a chunk: C tokens, k each."""
+    """Top log-probs of each token of a chunk: C tokens, k each."""
 
     token_ids: list[int]
-    """[C * k], likeliest first."""
+    """[C * k], most likely first."""
     logprobs: list[float]
 
 
 class Chunk(NamedTuple):
-    """Some more tokens of a request, as soon as the engine tells of them; maybe none."""
+    """Further tokens of a request, as they arrive; possibly none."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Natural log, one each."""
+    """Natural log, one per token."""
     ended: Ended | None = None
-    """In the last chunk, and in no other. One with ``stop`` contains the stop token."""
+    """Set in the last chunk only. With ``stop`` the chunk contains the stop token."""
     labels: Sequence[VersionLabel] | None = None
-    """In the last chunk, of all the request's tokens, if the engine says."""
+    """In the last chunk, labels of all the request's tokens; None if the engine reports none."""
     top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a model makes of given tokens; only what was asked for is there."""
+    """Scores of given tokens; fields that were not asked for are empty."""
 
     logprobs: Sequence[float] = ()
-    """[P]"""
+    """[P], one per position scored."""
     top: TopLogprobs | None = None
     values: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Say something of these tokens. Of what is cached under any salt nothing may be used."""
+    """A request to score given tokens. The engine must not use cached KV of any salt."""
 
     token_ids: Sequence[int]
     want: Want
@@ -143,127 +148,130 @@ class ScoreRequest:
 
 
 class EngineAdapter(Protocol):
-    """One engine, through its own API.
+    """One external engine, through its own API.
 
-    Any method may raise ``EngineGone``: nothing answers any more, and the worker ends, so that
-    turns go on elsewhere. Every call to the engine needs a deadline of its own.
+    Any method may raise ``EngineGone``: the engine no longer answers, and the worker ends, so that
+    its turns continue elsewhere. Every call to the engine needs its own deadline.
     """
 
     async def open(self, label: str) -> Capabilities:
-        """Find out what is there; leave it awake, unpaused, and with nobody's requests.
+        """Connect to the engine; leave it awake, unpaused and without requests.
 
-        It must then compute with the weights of the model's own directory, and call them ``label``.
-        An engine that may have been given others since its start loads those again.
+        It must then serve the model directory's weights under the name ``label``. An engine that
+        may have been given other weights since its start loads those again.
 
         Raises:
-            ConfigError: it can't be used at all; says why, and how to start it instead.
+            ConfigError: it cannot be used; the message says why, and how to start it instead.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of connections; the engine runs on. Called once, whatever happened before."""
+        """Close connections; the engine keeps running. Called once, whatever happened before."""
         ...
 
     async def load_weights(self, directory: Path, label: str) -> None:
-        """Compute with the weights of a Hugging Face directory, all of them, from now on.
+        """Load all weights of a Hugging Face directory, and verify the outcome.
 
-        Called while it is paused: requests under way, if any, are frozen, and new ones don't come
-        before it returns. The directory stays until the next one is loaded. Verify the outcome.
+        Called while the engine is paused: current requests, if any, are frozen, and no new ones are
+        made before it returns. The directory stays until the next one is loaded.
 
         Raises:
-            WeightsRefused: nothing has changed, or what had changed is as it was.
-            EngineGone: nobody knows what it computes with now.
+            WeightsRefused: nothing has changed, or the change has been undone.
+            EngineGone: the engine's weights are unknown.
         """
         ...
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """The same with tensors, by the names of the model directory's files.
+        """Load weights like ``load_weights``, from tensors named as in the model directory.
 
-        Only asked of engines that declare ``takes_tensors``, and then instead.
+        Called instead of it if the engine declares ``takes_tensors``.
 
         Raises:
             WeightsRefused: nothing has changed.
-            EngineGone: nobody knows what it computes with now.
+            EngineGone: the engine's weights are unknown.
         """
         ...
 
     async def rename_weights(self, label: str) -> None:
-        """Call the weights that it has so from now on: only adapters beside them are others.
+        """Give the current weights a new label, because a version changes adapters only.
 
-        Paused, as for ``load_weights``.
+        Called while the engine is paused, like ``load_weights``.
         """
         ...
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """Have an adapter ready, of a directory like PEFT's, which stays until it is unloaded.
+        """Load an adapter from a PEFT-style directory, which stays until the adapter is unloaded.
 
-        Only asked of engines that declare a ``lora_rank_max``; while requests are under way, and
-        also while it is paused. Nobody had this name before.
+        Called only if ``lora_rank_max`` is declared, with requests in flight, and also while
+        paused. The name has not been used before.
 
         Raises:
-            WeightsRefused: it can't be loaded, and nothing has changed.
+            WeightsRefused: it cannot be loaded, and nothing has changed.
         """
         ...
 
     async def unload_lora(self, name: str) -> None:
-        """Forget it. No request uses it, and it may be paused or not."""
+        """Unload an adapter that no request uses; the engine may be paused or not."""
         ...
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Sample. An async generator: closing it early aborts the request in the engine.
+        """Sample tokens. An async generator: closing it early aborts the request in the engine.
 
         Raises:
             TurnRefused: it can never be served as asked; says why.
-            EngineHeld: not now, for the engine is paused; the worker asks again.
+            EngineHeld: the engine is paused; the worker asks again.
         """
         ...
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """Let no token be sampled once this returns; verify it.
+        """Stop sampling, and verify that no token is sampled after this returns.
 
-        ``abort``: each request ends with a chunk ``abort`` and all of its tokens. ``keep``, if
-        ``Capabilities.freezes``: they stay where they are. There may be a pause already; ``abort``
-        after ``keep`` ends what is frozen. Draining (``wait``) is the worker's.
+        ``abort``: each request ends with a chunk ``abort`` that completes its tokens. ``keep``, if
+        ``Capabilities.freezes``: requests stay in place. The engine may be paused already;
+        ``abort`` after ``keep`` ends the frozen requests. Draining (``wait``) is done by the
+        worker.
         """
         ...
 
     async def resume(self) -> None:
-        """Sample again; verify it. Frozen requests go on with the KV they have."""
+        """Sample again, and verify it. Frozen requests continue with their KV."""
         ...
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Give this memory back. It is paused by ``abort``, and these are awake.
+        """Release this memory, which is awake; the engine is paused by ``abort``.
 
-        Only asked for levels that ``Capabilities.sleep_levels`` has.
+        Called only for levels in ``Capabilities.sleep_levels``.
 
         Raises:
-            EngineGone: nobody knows what sleeps.
+            EngineGone: it is unknown which memory sleeps.
         """
         ...
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Take this memory again, which sleeps; still paused, by ``abort``, once it returns.
+        """Allocate this memory again, which sleeps; the engine stays paused by ``abort``.
 
-        Weights that slept at level 2 are room for weights: new ones are loaded before it resumes.
+        Weights that slept at level 2 are uninitialised: new ones are loaded before the engine
+        resumes.
 
         Raises:
-            EngineGone: nobody knows what sleeps.
+            EngineGone: it is unknown which memory sleeps.
         """
         ...
 
     async def check(self) -> None:
-        """Raise ``EngineGone`` unless the engine lives; asked every few seconds."""
+        """Raise ``EngineGone`` unless the engine is alive; called every few seconds."""
         ...
 
     async def preemptions(self) -> int | None:
-        """How many times so far the engine has dropped a request's KV to compute it again.
+        """Return how often the engine has dropped a request's KV to recompute it; None if unknown.
 
-        Only asked of engines that keep KV; None: it doesn't say.
+        Called only if ``keeps_kv`` is declared.
         """
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Only asked for what ``Capabilities.scores`` has, and abandoned if weights change.
+        """Score given tokens. Called for kinds in ``Capabilities.scores``, cancelled
+        if weights change.
 
         Raises:
             ScoreRefused: it can never be answered as asked.
@@ -272,36 +280,36 @@ class EngineAdapter(Protocol):
 
 
 class Unable:
-    """What an adapter inherits to do without: methods that are never asked of its engine."""
+    """Base class of adapters with defaults for methods of undeclared capabilities."""
 
     async def preemptions(self) -> int | None:
-        """It doesn't say."""
+        """Return None: the count is unknown."""
         return None
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Not declared, so never asked for."""
+        """Never called, because ``takes_tensors`` is not declared."""
         raise NotImplementedError
 
     async def rename_weights(self, label: str) -> None:
-        """It takes no adapters, so other weights come with every version."""
+        """Never called, because every version of an engine without adapters brings weights."""
         raise NotImplementedError
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """Not declared, so never asked for."""
+        """Never called, because ``lora_rank_max`` is not declared."""
         raise NotImplementedError
 
     async def unload_lora(self, name: str) -> None:
-        """Nothing is loaded."""
+        """Never called, because no adapter is loaded."""
         raise NotImplementedError
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Not declared, so never asked for."""
+        """Never called, because ``sleep_levels`` is not declared."""
         raise NotImplementedError
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Nothing sleeps."""
+        """Never called, because nothing sleeps."""
         raise NotImplementedError
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Not declared, so never asked for."""
+        """Never called, because ``scores`` is not declared."""
         raise NotImplementedError

@@ -1,9 +1,8 @@
-"""What does an adapter's worker do all day? It hears what is wanted, and has it done in order.
+"""Main loop of an external engine's worker: applies the orchestrator's messages through an adapter.
 
-One asyncio loop. What messages ask for is noted at once; what must be done about it, one call to
-the engine after another, is done by one task, :meth:`Bridge._reconcile`, which compares how things
-are with how they should be. It knows no engine's API; turns are the desk's, and new weights the
-swapper's.
+Run by ``external/worker.py`` on one asyncio loop. Messages only record the desired state; one task,
+:meth:`Bridge._reconcile`, compares it with the actual state and calls the engine, one call after
+another. Turns are ``TurnDesk``'s, weights ``WeightSwapper``'s, memory ``Sleeper``'s.
 """
 
 import asyncio
@@ -48,18 +47,18 @@ from tidegate.transport.printable import say
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 TICK_S = 0.02
-"""How long a heartbeat, a new connection or staged weights are left unnoticed."""
+"""Seconds between checks for heartbeats, a new connection and staged weights."""
 
 CHECK_INTERVAL_S = 5.0
-"""How often an engine is asked whether it lives. A stream that breaks tells sooner."""
+"""Seconds between liveness checks of the engine. A broken stream is noticed sooner."""
 
 END_TIMEOUT_S = 4.0
-"""What an engine gets to be left unpaused and with nobody's requests. Whoever ends this process
-kills it after 5."""
+"""Seconds to unpause the engine and abort its requests at the end. The parent kills this
+process after 5."""
 
 
 class Bridge:
-    """One engine's life in a run, as long as this process lives."""
+    """Connects one external engine to a run, for the lifetime of this process."""
 
     def __init__(
         self,
@@ -74,8 +73,8 @@ class Bridge:
         label: str,
         label_of: Callable[[int], str],
     ) -> None:
-        """``label`` is the name of the weights it computes with; ``label_of`` a version makes a
-        name for others, another each time."""
+        """``label`` names the engine's current weights; ``label_of`` makes a new name for a
+        version at each call."""
         self._link = link
         self._adapter = adapter
         self._staging = staging
@@ -112,17 +111,17 @@ class Bridge:
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._answers: list[Message] = []
-        """Due, in order, once the tokens that came before them have been told."""
+        """Answers to send, in order, after the tokens that came before them."""
         self._ended = asyncio.Event()
         self.ending: str | None = None
         self.refusal: str | None = None
         self.failure: TidegateError | None = None
-        """What it ends of, if not on request."""
+        """The error that ended the loop; None if it ended on request."""
 
     # ------------------------------------------------------------ life
 
     async def run(self) -> str:
-        """Serve until told to end, or until the engine is gone; return why."""
+        """Serve until asked to end, or until the engine is gone; return the reason."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link.fileno(), self._pump)
         tasks = [
@@ -160,12 +159,12 @@ class Bridge:
             say(f"warning: the engine isn't left as it was: {error}")
 
     def end(self, why: str) -> None:
-        """Have ``run`` return soon."""
+        """Make ``run`` return soon."""
         self.ending = self.ending or why
         self._ended.set()
 
     async def _guard(self, work: Coroutine[None, None, None]) -> None:
-        """Whatever goes wrong in a task of ours, the orchestrator must hear of it."""
+        """Run a task; any error ends the bridge, so that the orchestrator is told."""
         try:
             await work
         except TidegateError as error:
@@ -191,12 +190,12 @@ class Bridge:
     # ------------------------------------------------------------ messages
 
     def _pump(self) -> None:
-        """Read what has arrived, and say what is due."""
+        """Read the messages that have arrived, and send what is due."""
         for message in self._link.receive(0.0):
             self._handle(message)
             self._changed.set()
         is_changing = self._swapper.is_swapping or self._sleeper.is_at_work
-        if self._link.hello_due and not is_changing:  # a hello says what serves, and what sleeps
+        if self._link.hello_due and not is_changing:  # a hello says what is live and what sleeps
             self._introduce()
         self._teller.note_credit()
         self._answers += self._staging.take_answers()
@@ -205,7 +204,7 @@ class Bridge:
         self._keep_time()
 
     def _introduce(self) -> None:
-        """Begin a conversation: turns and live weights outlast the one before, nothing else."""
+        """Send a hello. Turns and live weights survive the previous session, and nothing else."""
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._scores.clear()
@@ -277,7 +276,7 @@ class Bridge:
             await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """Pause or go on, swap weights, and start turns; then say so."""
+        """Pause or resume the engine, swap weights, and start turns; then send the answers."""
         await self._pause_or_resume()
         update = self._gate.swap_due(self._streams.running)
         if update is not None and not self._staging.is_busy:
@@ -285,7 +284,7 @@ class Bridge:
             self._changed.set()
         else:
             self._start_turns()
-        if self._streams.paused is None:  # a frozen request, let go of, may use its adapter still
+        if self._streams.paused is None:  # a cancelled frozen request may still use its adapter
             await self._swapper.loras.unload_unused(self._streams.loras_used)
         settled = await self._sleeper.settle(self._gate, self._streams, self._staging)
         if settled:
@@ -301,7 +300,8 @@ class Bridge:
                     self._link.send(answer)
 
     async def _is_ready(self, version: int) -> bool:
-        """Whether the engine has the adapters of a staged version: who says so can't refuse it."""
+        """Load a staged version's adapters before it is reported as staged, because
+        afterwards it cannot fail."""
         if self._sleeper.holds:
             return True  # it loads them when it has weights
         return await self._swapper.prepare(version)
@@ -321,7 +321,7 @@ class Bridge:
             self._resumes_unanswered = 0
 
     def _paused(self) -> list[Paused]:
-        """Answers to pauses; one that came a moment ago is none yet."""
+        """Return the ``Paused`` answers of pauses that the engine has carried out."""
         mode = self._gate.mode
         if mode == "wait" or mode == self._streams.paused or self._streams.paused == "abort":
             return self._gate.take_effective(self._streams.running)

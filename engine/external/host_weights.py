@@ -1,7 +1,8 @@
-"""How do published weights become files that another engine loads? A copy here, then a directory.
+"""Host copy of published weights, and the Hugging Face directories that external engines load.
 
-Knows nothing of engines. What is published may be part of a set, so the whole of the newest one is
-kept here beside the one being received: twice the model's size, of this host's memory.
+Used by ``WeightSwapper`` and, as the staging buffer, by ``Staging``. A published set may be
+partial, so the newest complete one is kept beside the one being received: twice the model's size in
+host memory.
 """
 
 import json
@@ -27,7 +28,7 @@ from tidegate.errors import ModelError, WeightsRefused
 
 
 class HostWeights(WeightStore):
-    """One version's tensors by the names, shapes and dtypes of the model directory."""
+    """One version's tensors, by the names, shapes and dtypes of the model directory."""
 
     adapters: Mapping[str, HostAdapter]
 
@@ -42,12 +43,12 @@ class HostWeights(WeightStore):
         super().__init__(model.name, places)
 
     def twin(self) -> "HostWeights":
-        """Room for another version."""
+        """Allocate another version."""
         tensors = {name: torch.empty_like(tensor) for name, tensor in self.by_name.items()}
         return HostWeights(self._path, tensors, self._able)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into its place, by the directory's name or that of the ``state_dict()``.
+        """Copy a tensor into its place, by the directory's name or the ``state_dict()``'s.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.
@@ -58,7 +59,7 @@ class HostWeights(WeightStore):
         super().load(name, tensor)
 
     def complete_from(self, other: WeightStore) -> None:
-        """Copy what has not come from a whole set of the same model.
+        """Copy the tensors that have not been loaded from a complete version of the same model.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.complete_from`.
@@ -68,7 +69,7 @@ class HostWeights(WeightStore):
         super().complete_from(other)
 
     def _learn_other_names(self) -> None:
-        """Have transformers tell how it converts the directory's tensors; takes seconds, once."""
+        """Find the ``state_dict()`` names with transformers; takes seconds, once."""
         from tidegate.engine.weights.converted_places import (
             converted_places,
             find_conversions,
@@ -91,16 +92,17 @@ class HostWeights(WeightStore):
                 self._loaded.update(place.covers)
 
     def is_redundant(self, name: str) -> bool:
-        """A head that the directory doesn't have is its embedding."""
+        """Whether it is a tied LM head."""
         return self.tied_to(name) is not None
 
     def tied_to(self, name: str) -> str | None:
-        """That embedding."""
+        """Return the embedding's name for an LM head that the directory does not have."""
         is_tied = name == HEAD and HEAD not in self.by_name and EMBEDDING in self.by_name
         return EMBEDDING if is_tied else None
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> HostAdapter:
-        """As it came, once it is known to fit: the engine is asked only when all have it."""
+        """Validate an adapter; the engine loads it only after all engines have
+        received the version."""
         adapter, able = HostAdapter(tensors, scale), self._able
         if not able.lora_rank_max:
             raise WeightsRefused(
@@ -116,7 +118,7 @@ class HostWeights(WeightStore):
         return HostAdapter(self._filled(tensors), scale) if able.lora_fills_matrices else adapter
 
     def _filled(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """With zeros for projections that lie in one matrix with those of the adapter."""
+        """Add zeros for projections that share a matrix with the adapter's."""
         filled = dict(tensors)
         for name, narrow in tensors.items():
             module, letter = name.removesuffix(".weight").split(".lora_")
@@ -132,10 +134,10 @@ class HostWeights(WeightStore):
 
 
 def read_host_weights(model: Path, able: Capabilities) -> HostWeights:
-    """The model directory's own weights.
+    """Read the model directory's own weights.
 
     Raises:
-        ModelError: files are missing or damaged, or hold an LM head that the engine passes over.
+        ModelError: files are missing or damaged, or have an LM head that the engine would ignore.
     """
     if is_tied(model) and has_other_head(model):
         raise ModelError(
@@ -152,19 +154,19 @@ def read_host_weights(model: Path, able: Capabilities) -> HostWeights:
 
 
 class PublishedDirectories:
-    """Hugging Face directories, one per version; the newest two are there."""
+    """Hugging Face directories of published versions; the newest two are kept."""
 
     def __init__(self, model: Path, parent: Path) -> None:
-        """Made in ``parent``, like ``model`` in all but the tensors."""
+        """Directories are made in ``parent``, like ``model`` except for the tensors."""
         self.model, self.parent = model, parent
         self._made: list[Path] = []
 
     def write(self, weights: HostWeights, label: str) -> Path:
-        """Write one, and remove all but it and the one before."""
+        """Write a version's directory, and remove all but it and the one before."""
         path = self.parent / label
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        self._made.append(path)  # at once: what is half written must go, too
+        self._made.append(path)  # before writing, so that a partial directory is removed too
         for file in self.model.iterdir():
             if file.is_file() and not _holds_tensors(file):
                 shutil.copy(file, path / file.name)
@@ -175,37 +177,37 @@ class PublishedDirectories:
         return path
 
     def forget(self, label: str) -> None:
-        """Remove one that the engine doesn't serve; it counts no more among the newest two."""
+        """Remove a directory that the engine does not serve, also from the newest two."""
         path = self.parent / label
         shutil.rmtree(path, ignore_errors=True)
         if path in self._made:
             self._made.remove(path)
 
     def close(self) -> None:
-        """Remove those that are left."""
+        """Remove all directories."""
         for path in self._made:
             shutil.rmtree(path, ignore_errors=True)
         self._made.clear()
 
 
 def _holds_tensors(file: Path) -> bool:
-    """Whether it holds weights, or says where they are."""
+    """Whether a file holds weights, or an index of them."""
     return file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(
         (".safetensors.index.json", ".bin.index.json")
     )
 
 
 def is_tied(model: Path) -> bool:
-    """Whether the model's head is its embedding."""
+    """Whether the model's LM head is its embedding."""
     config = json.loads((model / "config.json").read_text())
     said = config.get("tie_word_embeddings")
-    if said is None:  # the family's default, which the tensors show: a Gemma is tied
+    if said is None:  # the architecture's default, inferred from the tensors: Gemma is tied
         return HEAD not in tensor_names(model)
     return bool(said)
 
 
 def read_sizes(model: Path) -> tuple[str, int]:
-    """The architecture and the vocabulary's size, of config.json."""
+    """Return the architecture and the vocabulary size in config.json."""
     config = json.loads((model / "config.json").read_text())
     text = config.get("text_config", config)
     return config.get("architectures", ["unknown"])[0], int(text["vocab_size"])

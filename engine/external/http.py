@@ -1,7 +1,7 @@
-"""How is another engine's HTTP API called? With a deadline on every call, and errors that say why.
+"""HTTP client for external engines' APIs: deadlines on every call, and errors with reasons.
 
-It knows no engine: paths and bodies are the adapters'. A server that can't be reached, or is silent
-for too long, is gone; one that refuses says so in a ``Refusal``.
+Used by the vLLM and SGLang adapters, over aiohttp. A server that cannot be reached or does not
+answer in time raises ``EngineGone``; an error status raises ``Refusal``.
 """
 
 import asyncio
@@ -16,24 +16,24 @@ from tidegate.errors import ConfigError, EngineGone, TidegateError
 from tidegate.transport import server_keys
 
 CONTROL_TIMEOUT_S = 30.0
-"""Of a call that has nothing to wait for but the engine's own loop."""
+"""Seconds for a call that waits only for the engine's own loop."""
 
 CONNECT_TIMEOUT_S = 10.0
 
 START_PATIENCE_S = 100.0
-"""So long a server may take to answer for the first time: less than ``engine_start_timeout_s``, so
-that the error names the server."""
+"""Seconds for a server's first answer: less than ``engine_start_timeout_s``, so that the error
+names the server."""
 
 RETRY_INTERVAL_S = 0.5
 
 SHOWN_CHARACTERS = 300
-"""Of a refusal's body."""
+"""Length to which a refusal's body is cut."""
 
 UNAUTHORIZED = 401
 
 
 class Refusal(TidegateError):
-    """The server answered, with another status than 200."""
+    """The server answered with a status other than 200."""
 
     def __init__(self, path: str, status: int, message: str) -> None:
         self.status = status
@@ -45,10 +45,10 @@ class HttpEngine:
     """A server's address, and the connections to it."""
 
     def __init__(self, url: str) -> None:
-        """Connects when first used.
+        """Connect on first use.
 
         Raises:
-            ConfigError: the library is not installed, or it is no address.
+            ConfigError: aiohttp is not installed, or the URL is invalid.
         """
         try:
             import aiohttp
@@ -64,12 +64,12 @@ class HttpEngine:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._aiohttp = aiohttp
         self._sessions: dict[bool, Any] = {}
-        """By whether they keep connections for another request."""
+        """aiohttp sessions, by whether they keep connections alive."""
 
     def _open(self, *, keeps: bool) -> Any:
-        """A server ends a connection after an error of its own, or when it is idle, and says
-        nothing: the control call after would break on it, and a sound engine be given up. So
-        each of those has its own; streams, of which there are many, share theirs."""
+        """Return the session. Control calls use a new connection each: a server closes idle
+        connections silently, and reusing one would break the call and give up a sound engine.
+        Streams share theirs."""
         if keeps not in self._sessions:
             timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
             connector = self._aiohttp.TCPConnector(limit=0, force_close=not keeps)
@@ -79,7 +79,7 @@ class HttpEngine:
         return self._sessions[keeps]
 
     async def close(self) -> None:
-        """Close all connections; requests under way are aborted by it."""
+        """Close all connections, which aborts the requests in flight."""
         for session in self._sessions.values():
             await session.close()
 
@@ -92,10 +92,10 @@ class HttpEngine:
         query: Mapping[str, str] | Sequence[tuple[str, str]] | None = None,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> Any:
-        """The JSON that a call answers, or its text if it is none.
+        """Return a call's JSON answer, or its text if it is not JSON.
 
         Raises:
-            Refusal: another status than 200.
+            Refusal: the status is not 200.
             EngineGone: no answer in time, or no connection.
         """
         try:
@@ -118,10 +118,10 @@ class HttpEngine:
             return data.decode(errors="replace")
 
     async def events(self, path: str, body: object) -> AsyncGenerator[bytes, None]:
-        """The data of each server-sent event of an answer, until ``[DONE]`` or its end.
+        """Yield the data of each server-sent event, until ``[DONE]`` or the end.
 
         Raises:
-            Refusal: another status than 200.
+            Refusal: the status is not 200.
             EngineGone: the connection broke.
         """
         try:
@@ -140,10 +140,10 @@ class HttpEngine:
             raise self._gone(path, error) from error
 
     async def wait_for(self, path: str) -> dict[str, Any]:
-        """What ``path`` answers, once there is anybody to answer.
+        """Return the answer of ``path``, retrying until the server has started.
 
         Raises:
-            ConfigError: nobody was for too long, or it was somebody else.
+            ConfigError: no server answered in time, or another kind of server did.
         """
         begun_s = time.monotonic()
         while True:
@@ -199,7 +199,7 @@ class HttpEngine:
 
 
 def _message(data: bytes) -> str:
-    """What went wrong, of an error's body."""
+    """Return the error message in an error's body."""
     try:
         error = msgspec.json.decode(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:SHOWN_CHARACTERS]

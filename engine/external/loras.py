@@ -1,7 +1,8 @@
-"""Which LoRA adapters has another engine got, by what names, and which of them may go?
+"""LoRA adapters in an external engine: which are loaded, under which names, and
+when to unload them.
 
-It knows neither engines' APIs nor turns. An adapter's name in the engine is another each time that
-its tensors are, so KV and requests of the old one can't be taken for those of the new.
+Used by ``WeightSwapper``. An adapter gets a new name in the engine whenever its tensors change, so
+KV and requests of the old tensors are never mixed with those of the new.
 """
 
 import asyncio
@@ -18,28 +19,28 @@ from tidegate.engine.external.adapter import LORA_NAMES, EngineAdapter
 from tidegate.errors import WeightsRefused
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the model's own names."""
+"""PEFT's prefix of tensor names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostAdapter:
-    """An adapter's tensors, in this host's memory."""
+    """An adapter's tensors in host memory."""
 
     tensors: Mapping[str, torch.Tensor]
     """``model.layers.N.PROJECTION.lora_A.weight`` [r, in], ``….lora_B.weight`` [out, r]."""
     scale: float
-    """What the product of its matrices is multiplied by."""
+    """Factor of the product of the A and B matrices."""
 
     @property
     def rank(self) -> int:
-        """The largest; whoever publishes one sees to it that all are the same."""
+        """Largest rank; publishers make sure that all ranks are equal."""
         return max(self._ranks(), default=0)
 
     def _ranks(self) -> list[int]:
         return [tensor.shape[0] for name, tensor in self.tensors.items() if ".lora_A." in name]
 
     def is_as(self, other: "HostAdapter") -> bool:
-        """Whether it computes the same."""
+        """Whether the other adapter has equal tensors and scale."""
         mine, others = self.tensors, other.tensors
         return (
             self.scale == other.scale
@@ -48,7 +49,7 @@ class HostAdapter:
         )
 
     def write(self, directory: Path, model: Path) -> None:
-        """As PEFT's ``save_pretrained`` would."""
+        """Write the adapter as PEFT's ``save_pretrained`` would."""
         directory.mkdir(parents=True)
         config = {
             "peft_type": "LORA",
@@ -67,26 +68,27 @@ class HostAdapter:
 
 
 def _module(name: str) -> str:
-    """``q_proj``, of one of its tensors."""
+    """Return the projection of a tensor name, e.g. ``q_proj``."""
     return name.rpartition(".lora_")[0].rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One that the engine has."""
+    """An adapter that the engine has loaded."""
 
     adapter: HostAdapter
     name: str
-    """There."""
+    """Name in the engine."""
     directory: Path
-    """Engines may read it again at any time: when their cache is full, or weights were loaded."""
+    """Files of the adapter. Engines may read them again at any time: if their cache is full, or
+    weights were loaded."""
 
 
 class LoraShelf:
-    """Those that serve, and those of before that requests may still use."""
+    """Adapters of the live version, and older ones that requests may still use."""
 
     def __init__(self, engine: EngineAdapter, model: Path, parent: Path) -> None:
-        """Written in ``parent``."""
+        """Adapters are written to directories in ``parent``."""
         self._engine = engine
         self._model = model
         self._parent = parent.absolute()  # the engine has another working directory
@@ -96,18 +98,19 @@ class LoraShelf:
 
     @property
     def names(self) -> dict[str, str]:
-        """By the adapters' own names, those in the engine."""
+        """Names in the engine, by the run's adapter names."""
         return names_of(self._serving)
 
     def lose(self) -> None:
-        """The engine's memory of them is gone; whatever comes next is loaded anew."""
+        """Mark all adapters as lost by the engine, so that the next version loads
+        all of them again."""
         self._are_lost = True
 
     async def load(self, adapters: Mapping[str, object], label: str) -> dict[str, Loaded]:
-        """Have the engine load what is new in these, beside those that serve.
+        """Load the new ones of these adapters, beside those in use.
 
         Raises:
-            WeightsRefused: it took one of them not, or files couldn't be written; nothing changed.
+            WeightsRefused: the engine refused one, or files could not be written; nothing changed.
         """
         loaded: dict[str, Loaded] = {}
         for number, (name, adapter) in enumerate(adapters.items()):
@@ -129,34 +132,34 @@ class LoraShelf:
         return loaded
 
     def drop(self, loaded: Mapping[str, Loaded]) -> None:
-        """What was loaded doesn't come to serve after all."""
+        """Discard loaded adapters whose version will not become live."""
         serving = self._serving.values()
         self._old += [one for one in loaded.values() if one not in serving]
 
     def serve(self, loaded: dict[str, Loaded]) -> None:
-        """From now on these serve, and no others."""
+        """Make these the adapters of the live version."""
         kept = loaded.values()
         self._old += [one for one in self._serving.values() if one not in kept]
         self._serving, self._are_lost = loaded, False
 
     async def unload_unused(self, used: Collection[str]) -> None:
-        """Have the engine forget old ones, but those that requests use by these names."""
+        """Unload old adapters, except those whose names are in ``used`` by requests."""
         for one in [one for one in self._old if one.name not in used]:
             await self._engine.unload_lora(one.name)
-            self._old.remove(one)  # not before: whoever is cancelled in between leaves it to others
+            self._old.remove(one)  # last, so that a cancelled call can be repeated
             shutil.rmtree(one.directory, ignore_errors=True)
 
     async def close(self) -> None:
-        """Have the engine forget all of them."""
+        """Unload all adapters."""
         self.serve({})
         await self.unload_unused(())
 
     def remove_files(self) -> None:
-        """Whatever became of the engine."""
+        """Remove all files, whatever the engine's state."""
         for one in [*self._serving.values(), *self._old]:
             shutil.rmtree(one.directory, ignore_errors=True)
 
 
 def names_of(loaded: Mapping[str, Loaded]) -> dict[str, str]:
-    """Their names in the engine."""
+    """Return the names in the engine by the run's names."""
     return {name: one.name for name, one in loaded.items()}

@@ -1,6 +1,6 @@
-"""Which requests to score are there? Asked of the engine while it runs, begun again otherwise.
+"""Scoring requests to an external engine: asked while it runs, restarted after each pause.
 
-Knows nothing of turns; an answer is of one version of the weights, for none outlasts a pause.
+Used by ``Bridge``. An answer is of one weight version, because no request outlasts a pause.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tidegate.transport.scoring import PART_BYTES_MAX, Scored, ScoreTokens
 
 
 class ScoreDesk:
-    """Requests that have not been answered."""
+    """Scoring requests that have not been answered."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class ScoreDesk:
         *,
         on_gone: Callable[[TidegateError], None],
     ) -> None:
-        """``on_gone`` hears that the engine is gone; requests are then another engine's."""
+        """``on_gone`` is called if the engine is gone; another engine then gets the requests."""
         self._adapter = adapter
         self._on_gone = on_gone
         self._able = able
@@ -36,32 +36,32 @@ class ScoreDesk:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def ask(self, message: ScoreTokens) -> None:
-        """Take a request; it begins with the next :meth:`start`."""
+        """Add a request; the next :meth:`start` sends it."""
         if message.want in self._able.scores:
             self._asked[message.request] = message
             return
         self._refuse(message.request, f"{self._able.engine} can't tell {message.want}")
 
     def start(self, version: int) -> None:
-        """Ask the engine what it wasn't asked yet; it computes with ``version``."""
+        """Send the requests that are not in flight; the engine serves ``version``."""
         for request, message in self._asked.items():
             if request not in self._tasks:
                 self._tasks[request] = asyncio.create_task(self._score(message, version))
 
     def stop(self) -> None:
-        """Begin all of them anew at the next :meth:`start`."""
+        """Cancel requests in flight; the next :meth:`start` sends them again."""
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()
 
     def cancel(self, request: int) -> None:
-        """Nobody waits for this one any more."""
+        """Drop a request."""
         self._asked.pop(request, None)
         if (task := self._tasks.pop(request, None)) is not None:
             task.cancel()
 
     def clear(self) -> None:
-        """Nobody waits for any."""
+        """Drop all requests."""
         self.stop()
         self._asked.clear()
 

@@ -1,8 +1,8 @@
-"""How is SGLang driven as an engine of a run? Through its own routes: /generate, pauses, updates.
+"""Adapter of an SGLang server: generation, pauses, weight updates and sleep over its own routes.
 
-Which turn runs when, and what its tokens are worth, is the worker's; this translates, and keeps
-clear of what SGLang was seen to do: say that an update failed after the weights had changed, call
-weights by two names, and die of a token id that isn't the model's.
+Implements ``EngineAdapter``; made by ``external/worker.py``. It works around three observed faults
+of SGLang: an update reported as failed after the weights had changed, two names for one set of
+weights, and a crash on a token id outside the vocabulary.
 """
 
 import asyncio
@@ -36,62 +36,65 @@ from tidegate.transport.printable import say
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 UPDATED_ALL_THE_SAME = "Weights were updated"
-"""How SGLang begins to say that an update failed which did not: only its cache wasn't flushed."""
+"""Start of SGLang's error for an update that succeeded and only failed to flush its cache."""
 
 TOP_LOGPROBS_MAX = 20
 
 UPDATE_TIMEOUT_S = 900.0
-"""A model of a terabyte, from a shared disk."""
+"""Seconds for an update: a model of a terabyte, from a shared disk."""
 
 PAUSE_TIMEOUT_S = 60.0
-"""To abort, SGLang looks once a second whether anybody still reads."""
+"""Seconds for a pause: to abort, SGLang checks once a second whether clients still read."""
 
 CALL_TIMEOUT_S = 60.0
-"""Its control calls wait for the step that runs: seconds, of a long prompt on a slow machine."""
+"""Seconds for other control calls, which wait for the current step: a long prefill
+on a slow machine."""
 
 MEMORY_TIMEOUT_S = 300.0
-"""To copy a model to the host's memory, or back."""
+"""Seconds to copy a model to or from host memory."""
 
 SCORE_TIMEOUT_S = 600.0
-"""It queues behind the turns that run."""
+"""Seconds for a score, which queues behind the running turns."""
 
 
 def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "SglangAdapter":
-    """An adapter for the server at ``url``, which was started with the model in ``model``.
+    """Make the adapter of the server at ``url``, which was started with the model in ``model``.
 
-    ``weights`` is how new ones get there, one of ``sglang_weights.WAYS``.
+    ``weights`` is the transfer method, one of ``sglang_weights.WAYS``.
     """
     return SglangAdapter(HttpEngine(url), model, weights=weights)
 
 
 class SglangAdapter:
-    """One SGLang server."""
+    """Adapter of one SGLang server."""
 
     def __init__(self, http: HttpEngine, model: Path, *, weights: str = "disk") -> None:
         self._http = http
         self._weights = weights
         self._way: Way | None = None
-        """How tensors get there; None: as files."""
+        """Transfer method for tensors; None for files."""
         self._loras = SglangLoras(http)
         self._serves: Path = model
-        """The directory of the weights it computes with."""
+        """Directory of the weights that the server has loaded."""
         self._label = ""
         self._architecture, self._vocab_tokens = read_sizes(model)
         self._is_incremental = False
-        """Whether streams tell only what is new."""
+        """Whether stream messages contain new tokens only, rather than all so far."""
         self._is_frozen = False
-        """Whether requests are paused in place: nothing may flush the cache, or wait for them."""
+        """Whether requests are paused in place; then nothing may flush the cache or
+        wait for requests."""
         self._retractions = 0
         self._rids = itertools.count()
         self._run = uuid.uuid4().hex[:8]
-        """Part of every request's id: those of an adapter that died may still be there."""
+        """Part of every request id, because requests of a dead adapter may still
+        be in the server."""
         self._aborts: set[asyncio.Task[None]] = set()
-        """Calls that nobody waits for."""
+        """Abort calls in flight, which nothing awaits."""
 
     # ------------------------------------------------------------ from start to end
 
     async def open(self, label: str) -> Capabilities:
-        """Leave it with the model's own weights, awake, unpaused, and nobody's requests."""
+        """Load the model's own weights; leave the server awake, unpaused and without requests."""
         server = await look_at(self._http, self._architecture)
         self._is_incremental = server.streams_incrementally
         if server.samples_ahead:
@@ -99,7 +102,7 @@ class SglangAdapter:
                 f"SGLang at {self._http.url} samples ahead, so that kv_policy='keep' is refused: "
                 f"it would tell tokens of old weights as of new; --disable-overlap-schedule helps"
             )
-        await self.resume()  # whoever held it paused is gone
+        await self.resume()  # a dead adapter may have left it paused
         await self._abort({"abort_all": True})
         await self._pause("abort")
         if self._weights == "disk":
@@ -118,9 +121,9 @@ class SglangAdapter:
             has_processed_logprobs=await has_processed_logprobs(self._http),
             freezes=True,
             keeps_kv=not server.samples_ahead and await labels_tokens(self._http),
-            # top_k, top_p and min_p are drawn by, and are not in the log-probs told; penalties
-            # would count what a moved turn sampled elsewhere as its prompt; min_tokens would bar
-            # the model's own end, which Tidegate doesn't.
+            # top_k, top_p and min_p apply to sampling but not to the reported log-probs; penalties
+            # would count output sampled elsewhere as prompt; min_tokens would also ban the model's
+            # own EOS, which Tidegate does not.
             sampling=frozenset({"stop_token_ids", "top_logprobs"}),
             top_logprobs_max=TOP_LOGPROBS_MAX,
             scores=frozenset({"logprobs"}),
@@ -130,13 +133,13 @@ class SglangAdapter:
             takes_tensors=self._way is not None,
             sleep_levels=server.sleep_levels,
             lora_rank_max=0 if self._way is not None else server.lora_rank_max,
-            # One of an up projection alone is loaded, and ends the server at its first request.
+            # An adapter of an up projection alone is accepted, and crashes the server when used.
             lora_fills_matrices=True,
             lora_lacks=START_IT_SO,
         )
 
     async def close(self) -> None:
-        """Let go of connections, which aborts what is left."""
+        """Close connections, which aborts requests that are left."""
         for task in self._aborts:
             task.cancel()
         if self._way is not None:
@@ -144,13 +147,13 @@ class SglangAdapter:
         await self._http.close()
 
     async def check(self) -> None:
-        """See that it answers."""
+        """Check that the server answers."""
         await self._get("/health")
 
     # ------------------------------------------------------------ turns
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Sample; what SGLang streams is cumulative, what comes of it here is not."""
+        """Sample tokens; converts SGLang's cumulative messages to chunks of new tokens."""
         self._refuse_strangers(request.token_ids)
         rid = f"tidegate-{self._run}-{next(self._rids)}"
         stops = frozenset(request.sampling.stop_token_ids)
@@ -192,10 +195,10 @@ class SglangAdapter:
             raise TurnRefused(f"SGLang refuses this turn: {error.why}") from error
 
     def _abort_soon(self, rid: str) -> None:
-        """Without waiting: a task that is being cancelled can't."""
+        """Abort in a task of its own, because a task that is being cancelled cannot await."""
 
         async def abort() -> None:
-            with contextlib.suppress(EngineGone):  # whoever waits for the engine finds out
+            with contextlib.suppress(EngineGone):  # other calls report it
                 await self._abort({"rid": rid})
 
         task = asyncio.get_running_loop().create_task(abort(), name=f"abort {rid}")
@@ -206,7 +209,7 @@ class SglangAdapter:
         await self._post("/abort_request", whom)
 
     def _refuse_strangers(self, token_ids: Sequence[int]) -> None:
-        """SGLang doesn't look, and dies of an index that is out of its embedding's range."""
+        """Check token ids, because SGLang crashes on an index outside its embedding."""
         worst = max(token_ids, default=0)
         if worst >= self._vocab_tokens or min(token_ids, default=0) < 0:
             raise TurnRefused(
@@ -221,7 +224,7 @@ class SglangAdapter:
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
-                # It also has SGLang overlook stop_token_ids; read_chunk ends a turn at one of them.
+                # Makes SGLang ignore stop_token_ids too; read_chunk ends turns at those.
                 "ignore_eos": True,
             },
             "return_logprob": True,
@@ -233,7 +236,8 @@ class SglangAdapter:
     # ------------------------------------------------------------ pauses
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """Stop sampling. What is frozen is let go on to be aborted: until then it can't be."""
+        """Stop sampling. Frozen requests are resumed to be aborted, because SGLang cannot
+        abort them frozen."""
         if mode == "abort" and self._is_frozen:
             await self._abort({"abort_all": True})
             await self.resume()
@@ -244,19 +248,19 @@ class SglangAdapter:
         self._is_frozen = mode == "in_place"
 
     async def resume(self) -> None:
-        """Sample again. The body is not optional; emptying CUDA's cache would only take time."""
+        """Sample again. SGLang requires a body; emptying CUDA's cache would only take time."""
         await self._post("/continue_generation", {"torch_empty_cache": False})
         self._is_frozen = False
 
     async def preemptions(self) -> int | None:
-        """Retractions that running requests have told of."""
+        """Return the retractions that requests have reported."""
         return self._retractions
 
     # ------------------------------------------------------------ weights
 
     async def load_weights(self, directory: Path, label: str) -> None:
-        """From disk. If that fails, the weights before are loaded again: SGLang rolls back to the
-        path that failed."""
+        """Load weights from disk. After a failure the previous weights are loaded again, because
+        SGLang's own rollback reloads the path that failed."""
         before, before_label = self._serves, self._label
         try:
             await self._load(directory, label)
@@ -271,8 +275,8 @@ class SglangAdapter:
         body = {
             "model_path": str(directory),
             "weight_version": label,
-            # Refused, after the weights have changed, while requests are frozen. Each version's
-            # KV has its own extra_key, so nothing depends on it.
+            # While requests are frozen, SGLang would refuse it after changing the weights. Nothing
+            # depends on it, because each version's KV has its own extra_key.
             "flush_cache": not self._is_frozen,
             "abort_all_requests": False,
             "torch_empty_cache": False,
@@ -291,7 +295,7 @@ class SglangAdapter:
         self._serves, self._label = directory, label
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Without files. There is no way back: what fails halfway ends the adapter."""
+        """Load weights without files. A failure half way cannot be undone, and ends the adapter."""
         assert self._way is not None, "takes_tensors was not declared"
         flushes = not self._is_frozen  # as in _load
         try:
@@ -301,21 +305,21 @@ class SglangAdapter:
         await self._verify(label)
 
     async def rename_weights(self, label: str) -> None:
-        """Tokens are labelled by the new name, and /model_info says it too."""
+        """Relabel the weights, in token labels and /model_info."""
         await self._rename(label)
         await self._verify(label)
         self._label = label
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """From files."""
+        """Load an adapter from files."""
         await self._loras.load(name, directory)
 
     async def unload_lora(self, name: str) -> None:
-        """Once what is being aborted has gone."""
+        """Unload an adapter, after requests that are being aborted have ended."""
         await self._loras.unload(name)
 
     async def _rename(self, label: str) -> None:
-        """Weights and the labels of tokens are new, and only /model_info has the old name."""
+        """Set the weight version in /model_info; the weights and token labels already have it."""
         relabel = {"new_version": label, "abort_all_requests": False}
         await self._post("/update_weight_version", relabel)
 
@@ -334,7 +338,7 @@ class SglangAdapter:
             raise EngineGone(f"SGLang fails: {error}") from error
 
     async def _post(self, path: str, body: object, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Of calls that fail only where something is wrong with the server."""
+        """Post a control call that fails only if something is wrong with the server."""
         try:
             return await self._http.call("POST", path, body, timeout_s=timeout_s)
         except Refusal as error:
@@ -343,13 +347,14 @@ class SglangAdapter:
     # ------------------------------------------------------------ memory
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """It ends of memory that sleeps already, or doesn't; so whoever asks keeps count."""
+        """Release memory. SGLang crashes if it sleeps already, so the caller keeps track."""
         await self._post(
             "/release_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
         )
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Weights are those of before only if the server keeps a copy of them."""
+        """Allocate memory again. Weights are restored only if the server keeps a
+        CPU copy of them."""
         await self._post(
             "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
         )
@@ -357,7 +362,7 @@ class SglangAdapter:
     # ------------------------------------------------------------ scores
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Log-probs of given tokens, by a request that samples nothing."""
+        """Return log-probs of given tokens, by a request that samples nothing."""
         if request.temperature != 1.0:
             raise ScoreRefused(
                 f"SGLang tells a prompt's log-probs at temperature 1 only, not at "

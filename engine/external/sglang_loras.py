@@ -1,7 +1,8 @@
-"""How does SGLang get LoRA adapters, and forget them? By ``/load_lora_adapter``, from files.
+"""LoRA adapters of an SGLang server, loaded from files by ``/load_lora_adapter``.
 
-Knows nothing of turns or versions. SGLang may forget the one used least, and reads its files again
-then: so they stay until it is unloaded. To unload one it waits for the requests that use it.
+Used by ``SglangAdapter``. SGLang may evict the least recently used adapter and read its files
+again, so they must stay until it is unloaded. Unloading waits for the requests that use the
+adapter.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from tidegate.engine.weights.lora import RANK_MAX
 from tidegate.errors import EngineGone, WeightsRefused
 
 LORA_TIMEOUT_S = 120.0
-"""To read an adapter, or to have requests abort that use it."""
+"""Seconds to read an adapter, or to abort the requests that use it."""
 
 START_IT_SO = (
     "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all, and leave "
@@ -23,23 +24,23 @@ START_IT_SO = (
 
 
 def lora_rank_max(settings: Mapping[str, Any]) -> int:
-    """Of adapters that this server takes, by ``/server_info``; 0: none."""
+    """Return the largest rank that the server accepts, from ``/server_info``; 0 without LoRA."""
     if not settings.get("enable_lora"):
         return 0
     return int(settings.get("max_lora_rank") or RANK_MAX)
 
 
 class SglangLoras:
-    """One server's."""
+    """Loads and unloads adapters of one server."""
 
     def __init__(self, http: HttpEngine) -> None:
         self._http = http
 
     async def load(self, name: str, directory: Path) -> None:
-        """Have it read one.
+        """Load an adapter.
 
         Raises:
-            WeightsRefused: it says why.
+            WeightsRefused: SGLang refuses it; says why.
         """
         body = {"lora_name": name, "lora_path": str(directory)}
         try:
@@ -48,16 +49,16 @@ class SglangLoras:
             raise WeightsRefused(f"SGLang can't load it: {refusal.why}") from refusal
 
     async def unload(self, name: str) -> None:
-        """Have it forget one that no request uses, but those that abort."""
+        """Unload an adapter that only aborting requests use."""
         try:
             await self._call("/unload_lora_adapter", {"lora_name": name})
         except Refusal as refusal:
             if name not in await self._names():
-                return  # it was told before, and nobody heard its answer
+                return  # an earlier call unloaded it, and its answer was lost
             raise EngineGone(f"SGLang keeps an adapter: {refusal}") from refusal
 
     async def unload_left(self) -> None:
-        """Those of an adapter worker that died."""
+        """Unload the adapters that a dead worker left behind."""
         for name in await self._names():
             if name.startswith(LORA_NAMES):
                 await self.unload(name)

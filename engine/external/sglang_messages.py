@@ -1,6 +1,6 @@
-"""What does a message of SGLang's event stream say that is new?
+"""Parser of SGLang's stream messages, which are cumulative: each has all tokens so far.
 
-Messages are cumulative: each tells all tokens so far. Nothing here knows a route, or a request.
+Used by ``SglangAdapter``.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tidegate.errors import EngineGone
 def read_chunk(
     message: dict[str, Any], told: int, stops: frozenset[int], *, with_top: int
 ) -> Chunk:
-    """What is new in a cumulative message, up to a stop token."""
+    """Return the new tokens of a message, up to a stop token; ``told`` tokens are known."""
     meta = message["meta_info"]
     entries = meta["output_token_logprobs"][told:]
     ended = _ended(meta.get("finish_reason"))
@@ -23,7 +23,7 @@ def read_chunk(
     for place, (_, token_id, *_) in enumerate(entries):
         if token_id in stops:
             if labels is not None and place + 1 < len(entries):
-                labels = None  # they cover what is cut off
+                labels = None  # they cover tokens that are cut off
             entries, ended = entries[: place + 1], "stop"
             break
     top = None
@@ -39,7 +39,7 @@ def read_chunk(
 
 
 def _labels(spans: Sequence[dict[str, Any]]) -> list[VersionLabel]:
-    """Without the empty span that SGLang tells of a request which it aborts before any token."""
+    """Drop the empty span that SGLang reports for a request aborted before its first token."""
     labels = (VersionLabel(span["version"], span["start"], span["end"]) for span in spans)
     return [label for label in labels if label.end > label.start]
 
@@ -54,6 +54,6 @@ def _ended(reason: dict[str, Any] | None) -> Ended | None:
 
 
 def read_top(positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
-    """The likeliest tokens of some positions."""
+    """Return the top log-probs of some positions."""
     entries = [entry for position in positions for entry in position]
     return TopLogprobs([entry[1] for entry in entries], [entry[0] for entry in entries])

@@ -1,6 +1,6 @@
-"""What SGLang server is that? Its version, its sizes, and what it was started without.
+"""Inspects an SGLang server: version, sizes and flags; refuses one that cannot serve a run.
 
-It only looks. What it can't be used without is refused here, with the flag that helps.
+Called by ``SglangAdapter.open``; changes nothing in the server. Errors name the flag that helps.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from tidegate.errors import ConfigError
 from tidegate.transport.sleep_messages import SleepLevel
 
 RUNNING_TURNS_MAX = 256
-"""Where the server doesn't say: more only wait in its queue, where their priorities count less."""
+"""Limit of concurrent requests if the server states none; more would wait in its queue, where their
+priorities count less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What it says of itself."""
+    """Properties that the server reports."""
 
     version: str
     context_tokens_max: int
@@ -25,22 +26,21 @@ class Server:
     num_blocks: int
     block_tokens: int
     samples_ahead: bool
-    """One step is always under way while the one before is told of (the overlap scheduler). A pause
-    in place leaves it there, sampled by the weights of before; 0.5.23 labels it as of those that
-    come then."""
+    """Whether the overlap scheduler is on, which runs one step ahead of the reported one. A pause
+    in place leaves that step sampled by the old weights; 0.5.23 labels it with the new ones."""
     dtype: str
-    """What it computes in; empty: it was started with ``--dtype auto``, and doesn't say what that
-    came to."""
+    """Compute dtype; empty if started with ``--dtype auto``, whose result the server
+    does not report."""
     ranks: int
-    """Devices that each of its layers is on, all of which need weights."""
+    """Number of tensor-parallel ranks; each needs the weights."""
     stages: int
-    """Devices that layers are on one after another."""
+    """Number of pipeline-parallel stages."""
     sleep_levels: frozenset[SleepLevel]
-    """None without --enable-memory-saver; at 1 weights are kept by --enable-weights-cpu-backup."""
+    """Empty without --enable-memory-saver; level 1 needs --enable-weights-cpu-backup."""
     lora_rank_max: int
-    """Of adapters that it takes; 0: none. As large as can be if it doesn't say."""
+    """Largest LoRA rank; 0 without LoRA, the overall limit if the server states none."""
     streams_incrementally: bool
-    """Streams tell what is new (--incremental-streaming-output), not all there is."""
+    """Whether streams contain new tokens only (--incremental-streaming-output)."""
 
 
 _DTYPES = {
@@ -50,15 +50,15 @@ _DTYPES = {
     "float16": "float16",
     "half": "float16",
 }
-"""Values of ``--dtype`` that say what it computes in."""
+"""Compute dtype of each explicit value of ``--dtype``."""
 
 
 async def look_at(http: HttpEngine, architecture: str) -> Server:
-    """See who is there.
+    """Read a server's properties.
 
     Raises:
-        ConfigError: it can't serve a run; says how to start one that can.
-        EngineGone: nobody answers.
+        ConfigError: it cannot serve a run; says how to start one that can.
+        EngineGone: it does not answer.
     """
     info = await http.wait_for("/model_info")
     if not info.get("is_generation", True):
@@ -103,16 +103,16 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
 
 
 async def labels_tokens(http: HttpEngine) -> bool:
-    """Whether answers say which weights sampled which tokens (0.5.19).
+    """Return whether answers say which weights sampled which tokens (0.5.19).
 
-    Only to be asked once it samples: paused it would never answer.
+    Call it only while the server is unpaused: a paused one never answers.
     """
     probe = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     return "weight_versions" in (await http.call("POST", "/generate", probe))["meta_info"]
 
 
 async def has_processed_logprobs(http: HttpEngine) -> bool:
-    """Whether halving the temperature doubles the gap between two tokens' log-probs."""
+    """Return whether halving the temperature doubles the gap between two tokens' log-probs."""
     gaps = []
     for temperature in (1.0, 0.5):
         body = {
@@ -134,7 +134,7 @@ def _sleep_levels(settings: dict[str, Any]) -> frozenset[SleepLevel]:
 
 
 async def _refuse_old(http: HttpEngine) -> None:
-    """An unpaused server waits for a lock to be paused; one without modes knows no in_place."""
+    """Refuse servers before 0.5.21: older ones cannot be paused in place, or block on a lock."""
     paths = (await _get(http, "/openapi.json"))["paths"]
     missing = {"/pause_generation", "/update_weights_from_disk", "/v1/loads"} - paths.keys()
     if missing:

@@ -1,8 +1,8 @@
-"""How do weights get into SGLang without files? In its requests, or by a process group beside them.
+"""Sends weights to an SGLang server without files: in HTTP bodies, or by a gloo or NCCL broadcast.
 
-A session is begun, tensors come a bucket at a time, and it is ended; what the weights are called,
-and when, the adapter knows. Nothing here reads a pickle: SGLang wants tensors pickled, so they are
-written, and its own unpickler takes no more than tensors.
+Used by ``SglangAdapter.load_tensors``. One update is a session: begin, tensors in buckets, end.
+SGLang expects pickled tensors, so they are written as pickles; nothing is unpickled here, and
+SGLang's own unpickler accepts tensors only.
 """
 
 import asyncio
@@ -24,17 +24,18 @@ from tidegate.transport.addresses import listening_host, own_address_towards
 from tidegate.transport.weight_channels.collective import Group, Round, join_group, open_store
 
 WAYS = ("disk", "http", "gloo", "nccl")
-"""What may follow ``#weights=`` in its URL."""
+"""Values of ``#weights=`` in an engine URL."""
 
 BUCKET_BYTES = 64 * 1024 * 1024
-"""Sent at once: a body of 85 MiB by HTTP, which server and adapter hold a few copies of."""
+"""Bytes per call: a body of 85 MiB over HTTP, of which server and adapter hold a few copies."""
 
 BUCKET_TIMEOUT_S = 300.0
 
 GROUP_TIMEOUT_S = 60.0
 
 LEAVE_TIMEOUT_S = 5.0
-"""A thread that waits in a broadcast can't be woken from here; it gives up by itself in 30 s."""
+"""Seconds to leave a process group. A thread blocked in a broadcast cannot be interrupted; it gives
+up by itself after 30 s."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -42,25 +43,25 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 class Way(Protocol):
-    """How one bucket gets there."""
+    """Transfer method for one bucket of tensors."""
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
-        """Have it loaded; ``about`` is what every such request says beside.
+        """Load a bucket; ``about`` holds the fields common to all methods' requests.
 
         Raises:
-            Refusal: SGLang says no.
-            EngineGone: nobody knows what became of it.
+            Refusal: SGLang refuses it.
+            EngineGone: the outcome is unknown.
         """
 
     async def close(self) -> None:
-        """Let go of what was opened for it."""
+        """Close what the method has opened."""
 
 
 def make_way(http: HttpEngine, name: str, server: Server) -> Way:
-    """The way called ``name``.
+    """Make the transfer method ``name``.
 
     Raises:
-        ConfigError: there is none, or not here, or not to that server.
+        ConfigError: there is no such method, or it is not available here or for that server.
     """
     if server.stages > 1:
         raise ConfigError(
@@ -78,12 +79,12 @@ def make_way(http: HttpEngine, name: str, server: Server) -> Way:
 
 
 async def load(http: HttpEngine, way: Way, tensors: Tensors, label: str, *, flushes: bool) -> None:
-    """Have SGLang compute with these, and call them so.
+    """Load all tensors, and name the weights ``label``.
 
     Raises:
         WeightsRefused: nothing has changed.
-        Refusal: all are there, and something else was wrong; the session is over.
-        EngineGone: some may be there.
+        Refusal: all tensors are loaded, but something else failed; the session has ended.
+        EngineGone: some tensors may be loaded.
     """
     await _begin(http)
     buckets = list(_buckets(tensors.items()))
@@ -111,7 +112,7 @@ async def _begin(http: HttpEngine) -> None:
     try:
         try:
             await http.call("POST", "/begin_weight_update", {"selector": "all"})
-        except Refusal:  # one that an adapter left open which has died
+        except Refusal:  # a dead adapter has left a session open
             await http.call("POST", "/end_weight_update", {})
             await http.call("POST", "/begin_weight_update", {"selector": "all"})
     except Refusal as error:
@@ -138,35 +139,36 @@ def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
 
 
 class Requests:
-    """Tensors in the body, by value: wherever the server is, and with its key."""
+    """Sends tensors by value in HTTP bodies: works for any server, with its API key."""
 
     def __init__(self, http: HttpEngine, ranks: int) -> None:
         self._http = http
         self._ranks = ranks
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
-        """Each rank gets all of it, and takes its part."""
+        """Send the whole bucket to each rank, which takes its part."""
         payload = await asyncio.to_thread(pickled, bucket)
         body = about | {"serialized_named_tensors": [payload] * self._ranks}
         path = "/update_weights_from_tensor"
         await self._http.call("POST", path, body, timeout_s=BUCKET_TIMEOUT_S)
 
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: nothing is open."""
 
 
 def pickled(bucket: Bucket) -> str:
-    """As SGLang's MultiprocessingSerializer, but the bytes themselves for a handle to them."""
-    # Of a view torch would pickle all that it is a view of.
+    """Encode like SGLang's MultiprocessingSerializer, with the bytes themselves
+    instead of a handle."""
+    # Cloned, because torch pickles the whole storage of a view.
     whole = [(name, tensor.detach().clone()) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(whole)).decode()
 
 
 class Broadcasts:
-    """A process group of this process, as rank 0, and the server's. **Not encrypted.**"""
+    """Broadcasts from this process, as rank 0, to the server's ranks. **Not encrypted.**"""
 
     def __init__(self, http: HttpEngine, ranks: int, backend: str) -> None:
-        """With ``nccl`` this process needs a GPU that no rank of the server's has.
+        """With ``nccl`` this process needs a GPU that no rank of the server uses.
 
         Raises:
             ConfigError: it has none.
@@ -185,7 +187,8 @@ class Broadcasts:
         self._member: Group | None = None
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
-        """The request says what comes, and is answered when it is there."""
+        """Broadcast the tensors while a request announces them; it is answered once
+        they are loaded."""
         if self._member is None:
             self._member = await self._join()
         body = about | {
@@ -204,7 +207,7 @@ class Broadcasts:
         await self._both(asking, sending)
 
     async def _join(self) -> Group:
-        """A new group each time, for the name of one that failed is taken."""
+        """Make a new group, whose name must differ from that of a failed one."""
         parts = urlsplit(self._http.url)
         host = parts.hostname or ""
         shown = f"[{host}]" if ":" in host else host
@@ -232,7 +235,7 @@ class Broadcasts:
         return joining.result()
 
     async def _both(self, asking: "asyncio.Task[Any]", doing: "asyncio.Task[Any]") -> None:
-        """Wait for both; where one fails the other would wait for it for long."""
+        """Await both; if one fails, break off the other, which would wait for it for long."""
         try:
             await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_EXCEPTION)
             if doing.done() and (error := doing.exception()) is not None:
@@ -250,7 +253,7 @@ class Broadcasts:
             raise
 
     async def close(self) -> None:
-        """Have the server let go of its end, which also wakes whoever waits for it at this one."""
+        """Destroy the group in the server, which also wakes threads blocked at this end."""
         if self._group:
             with suppress(Refusal, EngineGone):
                 body, path = {"group_name": self._group}, "/destroy_weights_update_group"
@@ -262,7 +265,7 @@ class Broadcasts:
 
 
 def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Group:
-    """Where torch's own way of making a group looks for the others, by these prefixes."""
+    """Join the group with the key prefixes that torch's own constructor uses."""
     dist: Any = torch.distributed
     place = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
     device = "cpu/" if backend == "gloo" else "cuda/"

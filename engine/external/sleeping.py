@@ -1,7 +1,8 @@
-"""What of another engine's memory sleeps, and when may it? As the run asks, once a pause holds.
+"""Sleep and wake of an external engine, as requests from the run that need a pause in effect.
 
-It knows no engine's API. While anything sleeps, or weights are gone, the engine stays paused: who
-lets it go on asks :attr:`Sleeper.holds` first. What runs was ended by then, and is asked for again.
+Used by ``Bridge``. While memory sleeps, or weights are missing, the engine stays paused:
+:attr:`Sleeper.holds` forbids resuming it. Running requests have been ended before, and are made
+again afterwards.
 """
 
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,7 @@ NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and
 
 
 class Sleeper:
-    """One engine's memory, as far as it can be given back."""
+    """Puts one external engine's weights and KV cache to sleep and wakes them."""
 
     def __init__(
         self,
@@ -36,48 +37,49 @@ class Sleeper:
         reload: Callable[[], Awaitable[None]],
         are_the_directorys: Callable[[], bool],
     ) -> None:
-        """``reload`` loads the live weights again; ``are_the_directorys``: no others ever came."""
+        """``reload`` loads the live weights again; ``are_the_directorys``: no other weights
+        were ever loaded."""
         self._adapter = adapter
         self._able = able
         self._reload = reload
         self._are_the_directorys = are_the_directorys
         self._asleep: set[MemoryTag] = set()
         self._are_kept = True
-        """Whether sleeping weights are what they were once they wake."""
+        """Whether sleeping weights keep their contents."""
         self.lacks_weights = False
-        """Whether the live weights are gone, and only an update brings any."""
+        """Whether the live weights are lost, so that only a weight update can restore them."""
         self._asked: list[Sleep | Wake] = []
         self.is_at_work = False
-        """Whether the engine is being put to sleep or woken: what sleeps is about to change."""
+        """Whether a sleep or wake is in progress, so that ``asleep`` is about to change."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
-        """What sleeps now."""
+        """Tags of the memory that sleeps now."""
         return [tag for tag in MEMORY_TAGS if tag in self._asleep]
 
     @property
     def holds(self) -> bool:
-        """Whether the engine can't go on."""
+        """Whether the engine must stay paused."""
         return bool(self._asleep) or self.lacks_weights
 
     @property
     def is_asked(self) -> bool:
-        """Whether something is to be done, now or once staging has stopped."""
+        """Whether requests are pending."""
         return bool(self._asked)
 
     def ask(self, message: Sleep | Wake) -> None:
-        """Have it done by :meth:`settle`, in its turn."""
+        """Queue a request for :meth:`settle`."""
         self._asked.append(message)
 
     def start_over(self) -> None:
-        """Whoever asked is gone. What sleeps does so still."""
+        """Drop requests of a lost orchestrator. Sleeping memory stays asleep."""
         self._asked.clear()
 
     async def settle(self, gate: PauseGate, streams: Streams, staging: Staging) -> list[Message]:
-        """Do what was asked for, as far as it can be done by now; the answers.
+        """Carry out pending requests as far as possible now; return their answers.
 
         Raises:
-            EngineGone: nobody knows what sleeps.
+            EngineGone: it is unknown which memory sleeps.
         """
         answers: list[Message] = []
         while self._asked:
@@ -127,7 +129,7 @@ class Sleeper:
         return Awake(request=asked.request, tags=self.asleep, lacks_weights=self.lacks_weights)
 
     async def _bring_weights(self) -> None:
-        """Those of the directory; others may be about to come, and the run has them if not."""
+        """Reload the model directory's weights; other weights must come by an update."""
         if not self._are_the_directorys():
             self.lacks_weights = True
             return
@@ -137,18 +139,18 @@ class Sleeper:
             raise EngineGone(f"{self._able.engine} woke without weights: {error}") from error
 
     async def make_room(self) -> None:
-        """New weights come: there must be memory for them, whatever was in it."""
+        """Wake the weights' memory for a weight update."""
         if "weights" in self._asleep:
             await self._adapter.wake(["weights"])
             self._asleep.discard("weights")
             self.lacks_weights = self.lacks_weights or not self._are_kept
 
     def loaded(self) -> None:
-        """New weights came."""
+        """Take note that an update has loaded weights."""
         self.lacks_weights = False
 
     async def wake_all(self) -> None:
-        """Leave nothing asleep; weights that are gone are the next run's to bring."""
+        """Wake all memory at the end; the next run brings weights that are lost."""
         if self._asleep:
             await self._adapter.wake(self.asleep)
             self._asleep.clear()

@@ -1,7 +1,7 @@
-"""Which requests are under way in the engine, and what comes of them? One task for each.
+"""Requests in flight in an external engine, one asyncio task each.
 
-It pauses the engine and lets it go on, for it knows what must have come back by then. Which turns
-start, and what is told when, is for others; weights it knows by their label only.
+Used by ``TurnDesk`` and ``Bridge``. Also pauses and resumes the engine, because it knows which
+requests must have returned by then. Weights are known by their label only.
 """
 
 import asyncio
@@ -17,27 +17,27 @@ from tidegate.errors import EngineGone, EngineHeld, TidegateError, TurnRefused
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 
 GRACE_S = 0.25
-"""After a pause, so long for requests to come back by themselves; those that have given nothing are
-cut then. One that reached the engine after the pause did would wait in it for ever."""
+"""Seconds after a pause for requests to return by themselves; then those without a token are
+cancelled. A request that reached the engine after the pause would wait in it for ever."""
 
 ABORT_TIMEOUT_S = 30.0
-"""A request that has begun must have been handed back by then, or the engine doesn't mean what it
-says."""
+"""Seconds after a pause by which requests with tokens must have been returned; else the engine is
+treated as broken."""
 
 FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORT}
 
 
 class Over(Protocol):
-    """Who is told that a request has ended."""
+    """Callback for the end of a request."""
 
     def __call__(
         self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False
     ) -> None:
-        """With what went wrong, if anything did."""
+        """``error`` says what went wrong, if anything did."""
 
 
 class Streams:
-    """The requests of all turns that run."""
+    """The requests of all running turns."""
 
     def __init__(
         self,
@@ -48,37 +48,38 @@ class Streams:
         teller: Teller,
         on_over: Over,
     ) -> None:
-        """``label`` is what the engine calls its weights."""
+        """``label`` is the engine's name of its weights."""
         self._adapter = adapter
         self._able = able
         self._label = self._salt = label
         self._salts = itertools.count(1)
         self._loras: Mapping[str, str] = {}
-        """The engine's names of the version's adapters, by the run's."""
+        """Adapter names in the engine, by the run's names, of the live version."""
         self._teller = teller
         self._on_over = on_over
         self.paused: Literal["abort", "keep"] | None = None
-        """What the engine was told last."""
+        """Mode of the engine's last pause; None if resumed."""
         self._are_aborted_over = True
-        """Whether a turn has ended when its request is handed back; else it goes on later."""
+        """Whether a turn ends when its request is aborted, rather than being
+        requested again later."""
         self._running: dict[AskedTurn, asyncio.Task[None]] = {}
 
     @property
     def running(self) -> int:
-        """How many there are."""
+        """Number of requests in flight."""
         return len(self._running)
 
     @property
     def loras_used(self) -> Collection[str]:
-        """Names of adapters that the engine may not forget yet."""
+        """Names of adapters that requests in flight use."""
         return {turn.lora for turn in self._running}
 
     def new_salt(self) -> None:
-        """Whatever is cached is for no request that begins from now on."""
+        """Change the cache salt, so that later requests use no KV cached before."""
         self._salt = f"{self._label}.{next(self._salts)}"
 
     def start(self, turn: AskedTurn, version: int) -> None:
-        """Ask the engine for what is left of a turn."""
+        """Request the rest of a turn from the engine."""
         lora = self._loras[turn.adapter] if turn.adapter else ""
         request = turn.request(version, self._salt, lora)
         stream = self._adapter.generate(request)
@@ -109,7 +110,7 @@ class Streams:
                 self._on_over(turn, why)
 
     async def _take(self, turn: AskedTurn, chunk: Chunk) -> bool:
-        """Add a chunk to what is told; whether it was the last."""
+        """Add a chunk to the next step message; return whether it was the last."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise EngineGone(
                 f"{self._able.engine} told {len(chunk.token_ids)} tokens and "
@@ -117,7 +118,7 @@ class Streams:
             )
         if chunk.token_ids:
             if not turn.has_begun and self._teller.rows.holds_tokens_of(turn.handle):
-                await self._teller.all_told()  # a row can't have a prefill in its midst
+                await self._teller.all_told()  # a row's prefill must come before its tokens
             if turn.is_cut:
                 return True
         prefill = turn.take(chunk, self._label)
@@ -129,7 +130,7 @@ class Streams:
             )
             self._teller.tell()
         if chunk.ended is not None:
-            await self._check_kv(turn)  # weights may change meanwhile, so its tokens don't wait
+            await self._check_kv(turn)  # after adding the tokens, as weights may change here
             if turn.is_cut:
                 return True
         if chunk.ended is not None and (chunk.ended != "abort" or self._are_aborted_over):
@@ -139,7 +140,8 @@ class Streams:
         return chunk.ended is not None
 
     async def _check_kv(self, turn: AskedTurn) -> None:
-        """Refuse a turn that was kept over new weights, and whose KV may not be what was told."""
+        """Refuse a turn that was kept over new weights if preemptions may have
+        recomputed its KV since."""
         if turn.preemptions is None:
             return
         now = await self._adapter.preemptions()
@@ -153,9 +155,9 @@ class Streams:
     # ------------------------------------------------------------ all of them
 
     async def stop(self, *, are_over: bool) -> int:
-        """Pause with no request left; return how many turns are to be asked for again.
+        """Pause with no request left; return how many turns must be requested again.
 
-        With ``are_over`` turns that have begun end by it.
+        With ``are_over``, turns that have sampled tokens end.
         """
         self._are_aborted_over = are_over
         before = list(self._running)
@@ -176,9 +178,9 @@ class Streams:
         return sum(not turn.is_over for turn in before)
 
     async def freeze(self) -> None:
-        """Pause with all requests where they are, or else so that all are asked for again.
+        """Pause with all requests in place, or else abort them to be requested again.
 
-        Harmless if they are stopped already.
+        Harmless if the engine is paused already.
         """
         if self.paused is None and not self._able.freezes:
             await self.stop(are_over=False)
@@ -187,11 +189,11 @@ class Streams:
             self.paused = "keep"
 
     async def cut_unbegun(self) -> None:
-        """Let go of requests that have given no token; their turns are to be asked for again."""
+        """Cancel requests without a token; their turns are requested again."""
         await self._cut_all([turn for turn in self._running if not turn.has_begun])
 
     async def cut_changed(self, loras: Mapping[str, str]) -> int:
-        """Let go of requests whose adapter is to be another, or none; how many there were."""
+        """Cancel requests whose adapter changes; return how many there were."""
         changed = [
             turn for turn in self._running if turn.adapter and loras.get(turn.adapter) != turn.lora
         ]
@@ -206,14 +208,14 @@ class Streams:
             await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
 
     def cut(self, turn: AskedTurn) -> None:
-        """Abort a turn's request, if there is one; what still comes of it is nobody's."""
+        """Abort a turn's request, if there is one; later chunks of it are dropped."""
         task = self._running.get(turn)
         if task is not None:
             turn.is_cut = True
             task.cancel()
 
     async def new_weights(self, label: str, loras: Mapping[str, str]) -> None:
-        """From now on tokens come from other weights, with these adapters beside them."""
+        """Label later tokens with other weights, and use these adapters for later requests."""
         self._label = self._salt = label
         self._loras = loras
         if self._running:
@@ -222,12 +224,12 @@ class Streams:
                 turn.preemptions = preemptions
 
     async def resume(self) -> None:
-        """Let the engine go on."""
+        """Resume the engine."""
         await self._adapter.resume()
         self.paused = None
 
     async def close(self) -> None:
-        """Abort all that is left."""
+        """Abort all requests."""
         tasks = list(self._running.values())
         for turn in list(self._running):
             self.cut(turn)

@@ -1,7 +1,8 @@
-"""How do staged weights become what the engine computes with? A pause, and one call; maybe files.
+"""Swaps staged weights into an external engine: pause, one load call, and the report
+that they are live.
 
-Whose turn it is to swap, and what was staged, others know. Order is all: every token of the old
-version is told before the new one is said to be live, and no request is made in between.
+Used by ``Bridge``. Order matters: every token of the old version is sent before the new version is
+reported live, and no request is made in between.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from tidegate.transport.messages import FinishWeightUpdate, WeightsFailed, Weigh
 
 
 class WeightSwapper:
-    """The copy here of what the engine computes with, and the way to change it."""
+    """The host copy of the engine's weights, and the operation that replaces them."""
 
     def __init__(
         self,
@@ -37,33 +38,33 @@ class WeightSwapper:
         label: str,
         label_of: Callable[[int], str],
     ) -> None:
-        """``label`` is what the model directory's weights are called; ``label_of`` a version makes
-        a name for others, another each time."""
+        """``label`` names the model directory's weights; ``label_of`` makes a new name for a
+        version at each call."""
         self._adapter = adapter
         self._able = able
         self._link = link
         self._staging = staging
         self._weights = weights
         self._is_copy_right = True
-        """Whether ``_weights`` are those that the engine computes with."""
+        """Whether ``_weights`` equal the engine's."""
         self._directories = directories
         self._first_label = label
         self._label_of = label_of
         self.loras = LoraShelf(adapter, directories.model, directories.parent)
         self._ready: tuple[Mapping[str, object], dict[str, Loaded]] | None = None
-        """A staged version's adapters, and what the engine has loaded of them."""
+        """A staged version's adapters, and those of them that the engine has loaded."""
         self.is_swapping = False
         self.has_swapped = False
-        """Whether the engine was ever given others than the model directory's weights."""
+        """Whether the engine was ever given other weights than the model directory's."""
 
     def live(self, version: int) -> Live | None:
-        """What part of a set is laid over; None if nobody here knows what serves."""
+        """Return the base of partial sets; None if the engine's weights are unknown."""
         return Live(version, self._weights) if self._is_copy_right else None
 
     async def prepare(self, version: int) -> bool:
-        """Have the engine load a staged version's adapters beside those that serve.
+        """Load a staged version's adapters beside those in use.
 
-        False if that version isn't staged any more, be it that the engine refuses one of them.
+        False if the version is no longer staged, for example because the engine refuses an adapter.
         """
         adapters = self._staging.staged_adapters(version)
         if adapters is None:
@@ -92,10 +93,10 @@ class WeightSwapper:
         *,
         lacks_weights: bool,
     ) -> WeightsFailed | None:
-        """Bring staged weights to the engine; requests under way as the update says.
+        """Load staged weights into the engine, pausing requests as the update says.
 
-        Says itself that they are live, for nothing may come in between; a failure is to be told.
-        With ``lacks_weights`` the engine has none, so that adapters alone would not do.
+        Reports success itself, because nothing may be sent in between; returns a failure. With
+        ``lacks_weights`` the engine has no weights, so adapters alone do not suffice.
         """
         self.is_swapping = True
         label = self._label_of(update.version)
@@ -116,12 +117,12 @@ class WeightSwapper:
             except (WeightsRefused, OSError):
                 self.loras.drop(loaded)
                 raise
-            await teller.all_told()  # tokens that were sampled before came until now
+            await teller.all_told()  # the last tokens of the old weights
             teller.version, self._is_copy_right = update.version, True
             self.loras.serve(loaded)
             self._say_live(update.version, begun_ns, recomputed)
             await streams.new_weights(label, self.loras.names)
-        except EngineGone:  # an OSError, too; but no old weights are left to serve on
+        except EngineGone:  # also an OSError, but the old weights cannot be served any more
             raise
         except (WeightsRefused, OSError) as error:
             self._directories.forget(label)
@@ -144,7 +145,8 @@ class WeightSwapper:
         )
 
     async def _bringing(self, label: str, *, brings_weights: bool) -> Callable[[], Awaitable[None]]:
-        """What changes the weights once the engine is paused; files are written before that."""
+        """Return the call that changes the weights during the pause; files are
+        written before it."""
         if not brings_weights:
             return partial(self._adapter.rename_weights, label)
         if self._able.takes_tensors:
@@ -153,7 +155,7 @@ class WeightSwapper:
         return partial(self._adapter.load_weights, directory, label)
 
     async def reload(self) -> None:
-        """The model directory's weights once more, which the engine has forgotten."""
+        """Load the model directory's weights again after the engine has lost them."""
         assert not self.has_swapped, "the directory's weights are of the past"
         if self._able.takes_tensors:
             await self._adapter.load_tensors(self._weights.by_name, self._first_label)
@@ -163,7 +165,7 @@ class WeightSwapper:
     async def _quieten(
         self, update: FinishWeightUpdate, streams: Streams, loaded: Mapping[str, Loaded]
     ) -> int:
-        """Pause as the update says; how many turns are to be asked for again."""
+        """Pause as the update says; return how many turns must be requested again."""
         if update.kv_policy == "keep" and update.pause_mode != "abort" and self._able.keeps_kv:
             await streams.freeze()
             await streams.cut_unbegun()

@@ -1,7 +1,7 @@
 """Batches the tokens of an external engine into step messages, a few milliseconds at a time.
 
-Another engine's tokens arrive turn by turn; a step message has one row for each turn and one weight
-version for all of them. So whoever changes the version has all rows sent first.
+Used by ``Streams`` and ``Bridge``. Tokens arrive request by request; a step message has one row per
+turn and one weight version. So all rows must be sent before the version changes.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ class _Row:
 
 
 class Rows:
-    """One step message's rows."""
+    """Rows of the next step message."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is anything to send."""
         return bool(self._rows)
 
     @property
     def handles(self) -> list[int]:
-        """Whose they are."""
+        """Handles of the turns with rows."""
         return list(self._rows)
 
     def holds_tokens_of(self, handle: int) -> bool:
-        """Whether tokens of this turn are yet to be told."""
+        """Whether tokens of this turn have not been sent yet."""
         row = self._rows.get(handle)
         return row is not None and len(row.token_ids) > 0
 
@@ -56,7 +56,7 @@ class Rows:
         prefill: Prefill | None,
         top: TopLogprobs | None,
     ) -> None:
-        """More tokens of a turn; a prefill stands before all that are here of it."""
+        """Add tokens of a turn; ``prefill`` precedes all of the turn's unsent tokens."""
         row = self._rows.setdefault(handle, _Row())
         row.token_ids.extend(token_ids)
         row.logprobs.extend(logprobs)
@@ -66,15 +66,15 @@ class Rows:
             row.top_logprobs.extend(top.logprobs)
 
     def end(self, handle: int, finish: int) -> None:
-        """The turn has ended."""
+        """Set the turn's finish code."""
         self._rows.setdefault(handle, _Row()).finish = finish
 
     def drop(self, handle: int) -> None:
-        """Nothing of this turn is to be told any more."""
+        """Drop the turn's unsent row."""
         self._rows.pop(handle, None)
 
     def take(self, version: int) -> StepColumns:
-        """All of it, of one version; nothing is left."""
+        """Return all rows, of one version, and clear them."""
         rows, self._rows = self._rows, {}
         counts = [len(row.token_ids) for row in rows.values()]
         finish = bytes(row.finish for row in rows.values())
@@ -95,35 +95,34 @@ class Rows:
 
 
 GATHER_S = 0.002
-"""Tokens of one step of the engine come by as many streams as it has turns; so long is waited for
-the others before they are told."""
+"""Seconds to wait for the other turns' tokens of the same engine step before sending."""
 
 
 class Teller:
-    """Rows that are yet to be told, and the way out."""
+    """Unsent rows, and the link that they are sent over."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self.rows = Rows()
         self.version = 0
-        """What sampled all that comes in from now on."""
+        """Weight version of all tokens that are added from now on."""
         self.queued_turns = 0
-        """Submitted, and not asked of the engine yet."""
+        """Number of turns that have not been requested from the engine yet."""
         self._credit = asyncio.Event()
         self._flush: asyncio.TimerHandle | None = None
         self._told_ns = time.monotonic_ns()
 
     def note_credit(self) -> None:
-        """There may be credit again; go on telling if somebody waits for it."""
+        """Wake senders that wait for credit, if there is any."""
         if self._link.has_credit:
             self._credit.set()
 
     def note_idle(self) -> None:
-        """The engine has nothing to do: the time till the next step is none of its work."""
+        """Exclude idle time from the next step's busy time."""
         self._told_ns = time.monotonic_ns()
 
     def tell(self) -> None:
-        """Have rows told soon."""
+        """Send the rows within ``GATHER_S``."""
         if self._flush is None:
             self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._flushed)
 
@@ -132,12 +131,12 @@ class Teller:
         self.tell_now()
 
     async def all_told(self) -> None:
-        """Send the rows there are, as soon as there is credit for it."""
+        """Send all rows, waiting for credit."""
         while not self.tell_now():
             await self._credit.wait()
 
     def tell_now(self) -> bool:
-        """Send the rows there are; False for want of credit, and then it is tried again soon."""
+        """Send all rows now; without credit return False and retry soon."""
         if not self.rows:
             return True
         if not self._link.has_credit:

@@ -1,7 +1,6 @@
-"""Which turns wait to be asked of the engine, and which go on when their request ends?
+"""Turns submitted to an external engine's worker: queued by priority, then arrival, until they end.
 
-By priority, then in the order in which they came. Nothing here knows weights or pauses: whoever
-does says when turns may start.
+Used by ``Bridge``, which decides when turns may start; ``Streams`` makes their requests.
 """
 
 import asyncio
@@ -20,11 +19,11 @@ from tidegate.transport.limits import cut
 from tidegate.transport.messages import CANCELLED, SubmitTurn
 
 HELD_S = 0.2
-"""After an engine has turned a request away because it is paused, by others than us."""
+"""Seconds to wait after the engine refused a request because a third party paused it."""
 
 
 class TurnDesk:
-    """All turns that were submitted and are not over."""
+    """All turns that have been submitted and have not ended."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class TurnDesk:
         on_change: Callable[[], None],
         on_gone: Callable[[TidegateError], None],
     ) -> None:
-        """``on_change`` hears that there may be something to start, or nothing left that runs."""
+        """``on_change`` is called when turns may start, or a request has ended."""
         self._link = link
         self._able = able
         self._limits = limits
@@ -49,24 +48,25 @@ class TurnDesk:
         """LoRA adapters of the live version."""
         self._turns: dict[int, AskedTurn] = {}
         self._waiting: list[tuple[tuple[int, int], AskedTurn]] = []
-        """A heap. Turns that were cancelled meanwhile are still in it."""
+        """Heap by rank; may contain turns that have been cancelled."""
         self._arrivals = 0
         self._is_held = False
-        """Whether the engine has just turned a request away, so that none is made for a moment."""
+        """Whether no request is made for ``HELD_S``, because the engine has just refused one."""
         self.streams = Streams(adapter, able, label, teller=teller, on_over=self._over)
 
     @property
     def handles(self) -> list[int]:
-        """Whose they are."""
+        """Handles of all turns."""
         return list(self._turns)
 
     @property
     def waiting(self) -> int:
-        """How many have no request; one that was cut may run for a moment after its turn ended."""
+        """Number of turns without a request; a cancelled request may outlive its
+        turn for a moment."""
         return max(0, len(self._turns) - self.streams.running)
 
     def submit(self, message: SubmitTurn) -> None:
-        """Take a turn, or refuse it."""
+        """Queue a turn, or refuse it."""
         try:
             if message.turn in self._turns:
                 raise TurnRefused(f"turn handle {message.turn} is in use; use each handle once")
@@ -81,7 +81,7 @@ class TurnDesk:
         heapq.heappush(self._waiting, (turn.rank, turn))
 
     def new_adapters(self, names: Collection[str]) -> None:
-        """The live version has these now; turns with others are refused."""
+        """Set the live version's adapters; turns with others are refused."""
         self._adapters = names
         for turn in list(self._turns.values()):
             if why := self._why_not(turn.adapter):
@@ -90,7 +90,8 @@ class TurnDesk:
                 self._refuse(turn, TurnRefused(why))
 
     def _why_not(self, adapter: str) -> str:
-        """What keeps a turn with this adapter, or with none, from being served; empty: nothing."""
+        """Return why a turn with this adapter, or without one, cannot be served;
+        empty if it can."""
         if not adapter:
             return self._able.lora_spoils_others if self._adapters else ""
         if adapter in self._adapters:
@@ -101,15 +102,16 @@ class TurnDesk:
         )
 
     def cancel(self, handle: int) -> None:
-        """Nobody waits for this one any more."""
+        """Cancel a turn and its request."""
         turn = self._turns.pop(handle, None)
-        if turn is not None and not turn.is_over:  # its end may have been told, and comes once
+        if turn is not None and not turn.is_over:  # a turn's end is reported once
             self.streams.cut(turn)
             self._teller.rows.end(handle, CANCELLED)
             self._teller.tell()
 
     def start(self) -> bool:
-        """Ask for as many as the engine takes at once; False while it turns requests away."""
+        """Request waiting turns up to the engine's limit; False while the engine
+        refuses requests."""
         if self._is_held:
             return False
         self._teller.queued_turns = len(self._waiting)
@@ -120,7 +122,7 @@ class TurnDesk:
         return True
 
     def _over(self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False) -> None:
-        """A request has ended; the turn too, unless there is more to ask for."""
+        """Handle the end of a request; the turn is queued again unless it has ended, too."""
         self._on_change()
         if isinstance(error, TurnRefused):
             if self._turns.pop(turn.handle, None) is turn:
@@ -142,6 +144,6 @@ class TurnDesk:
         self._on_change()
 
     def _refuse(self, turn: AskedTurn, error: TurnRefused) -> None:
-        # Tokens told later, for want of credit, would be of a turn that nobody knows any more.
+        # Tokens that wait for credit would be sent for a turn that no longer exists.
         self._teller.rows.drop(turn.handle)
         self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))

@@ -1,6 +1,8 @@
-"""What does the worker know of a turn that another engine samples? Its tokens, and what was said.
+"""State of one turn that an external engine samples: its tokens, and their weight
+versions as reported.
 
-It knows neither the engine nor the wire; and nothing of other turns.
+Used by ``TurnDesk`` and ``Streams``. Also refuses turns whose options the engine does not
+implement.
 """
 
 from collections.abc import Sequence
@@ -14,9 +16,9 @@ from tidegate.errors import TurnRefused
 from tidegate.transport.messages import KvSpan, Prefill, SamplingParams, SubmitTurn
 
 ALWAYS_DONE = {"max_tokens", "temperature", "seed", "min_tokens", "cache_salt"}
-"""Options that are no reason to refuse a turn. A seed is not heard by other engines: what they draw
-can't be had again, and docs/engines.md says so. No tokens at least is everybody's default. Every
-request has a salt, of which the turn's is a part."""
+"""Options that are accepted for every engine. External engines ignore seeds, so their samples are
+not reproducible (docs/engines.md). ``min_tokens`` is checked apart, because 0 is every engine's
+default. The turn's cache salt is part of each request's salt."""
 
 LABELS_SHOWN_MAX = 4
 
@@ -25,56 +27,58 @@ _DEFAULTS = SamplingParams(max_tokens=0)
 
 @dataclass(slots=True, eq=False)
 class AskedTurn:
-    """One submission of a turn: asked of the engine by one request after another, if need be."""
+    """One submitted turn, served by one or more successive requests to the engine."""
 
     message: SubmitTurn
     tokens: list[int]
-    """The context submitted, and all that was sampled since."""
+    """The submitted context, and all tokens sampled since."""
     submitted: int
-    """Of these, so many came with the submission."""
+    """Number of leading ``tokens`` that were submitted."""
     arrival: int
     request_at: int = 0
     """Output tokens of this submission when the newest request was made."""
     lora: str = ""
-    """The engine's name of the adapter that the newest request computes with."""
+    """Engine's name of the newest request's adapter."""
     version: int = 0
-    """What computes the request's KV from its start."""
+    """Weight version that computes the newest request's KV from its start."""
     said: list[VersionLabel] = field(default_factory=list)
-    """Whom the request's tokens were said to be of, as the worker saw it."""
+    """Weight labels under which the worker has reported the newest request's tokens."""
     preemptions: int | None = None
-    """The engine's count when its KV was kept over new weights; None: it never was."""
+    """Engine's preemption count when this turn's KV was kept over new weights; None
+    if it never was."""
     is_cut: bool = False
-    """Whether the request counts no more: what comes of it is nobody's."""
+    """Whether the newest request has been cancelled, so that its chunks are dropped."""
     is_over: bool = False
-    """Whether the turn has ended, and not only its request."""
+    """Whether the turn has ended, not only its request."""
 
     @property
     def handle(self) -> int:
-        """Its name on the wire."""
+        """Handle of the turn on the wire."""
         return self.message.turn
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower runs first."""
+        """Priority, then arrival; lower runs first."""
         return self.message.priority, self.arrival
 
     @property
     def sampled(self) -> int:
-        """Output tokens of this submission."""
+        """Number of output tokens of this submission."""
         return len(self.tokens) - self.submitted
 
     @property
     def has_begun(self) -> bool:
-        """Whether the newest request has given a token."""
+        """Whether the newest request has returned a token."""
         return self.sampled > self.request_at
 
     @property
     def adapter(self) -> str:
-        """The run's name of its adapter; empty: none."""
+        """The run's name of the turn's adapter; empty for none."""
         return self.message.sampling.adapter
 
     def request(self, version: int, salt: str, lora: str = "") -> Request:
-        """Ask for what is left, of weights ``version`` and the adapter that is called ``lora``."""
+        """Make a request for the rest, from weights ``version`` and the engine's
+        adapter ``lora``."""
         self.request_at, self.version, self.lora = self.sampled, version, lora
         self.said, self.preemptions, self.is_cut = [], None, False
         asked, before = self.message.sampling, self.message.sampled_before + self.sampled
@@ -97,7 +101,7 @@ class AskedTurn:
         )
 
     def take(self, chunk: Chunk, label: str) -> Prefill | None:
-        """Add a chunk's tokens; its prefill, if they are the request's first."""
+        """Add a chunk's tokens; return the prefill record if they are the request's first."""
         if not chunk.token_ids:
             return None
         prefill = None
@@ -114,10 +118,10 @@ class AskedTurn:
         return prefill
 
     def check_labels(self, labels: Sequence[VersionLabel] | None) -> None:
-        """Hold what the engine says of the request against what was said of it.
+        """Compare the engine's labels of the request's tokens with those that were reported.
 
         Raises:
-            TurnRefused: they contradict each other.
+            TurnRefused: they differ.
         """
         if labels is None or list(labels) == self.said:
             return
@@ -131,7 +135,7 @@ class AskedTurn:
 def read_turn(
     message: SubmitTurn, arrival: int, *, limits: EngineLimits, able: Capabilities
 ) -> AskedTurn:
-    """Make a turn of a submission.
+    """Validate a submission and make its turn.
 
     Raises:
         TurnRefused: it can never be served as asked.

@@ -1,8 +1,8 @@
 """Adapter of a vLLM server: tokens in and out, media, sleep and pauses over its RL routes.
 
-`vllm_releases.py` has what its releases differ in, and docs/engines.md what the server was seen to
-do and what the adapter relies on. vLLM sleeps as a whole and wakes by parts: to have a part asleep,
-the others are woken again.
+Implements ``EngineAdapter``; made by ``external/worker.py``. `vllm_releases.py` has the differences
+between releases, docs/engines.md the server's observed behaviour that the adapter relies on. vLLM
+sleeps as a whole and wakes by parts: to put only a part to sleep, the others are woken again.
 """
 
 import json
@@ -50,7 +50,7 @@ from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 IMPOSSIBLE = -9999.0
-"""JSON has no infinity: so vLLM writes the log-prob of a token that could not be sampled."""
+"""vLLM's log-prob of a token that could not be sampled, because JSON has no infinity."""
 
 
 class _Top(msgspec.Struct):
@@ -83,7 +83,7 @@ class _Choice(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One of a stream's."""
+    """One event of a stream."""
 
     choices: list[_Choice] = []
     error: Any = None
@@ -93,19 +93,19 @@ _events = msgspec.json.Decoder(Event)
 
 
 def read_event(data: bytes) -> Event:
-    """Read the data of one event.
+    """Decode the data of one event.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        msgspec.DecodeError: the data is not an event.
     """
     return _events.decode(data)
 
 
 def to_chunk(choice: _Choice, top_logprobs: int) -> Chunk:
-    """A choice of an event, with the likeliest tokens that were asked for.
+    """Convert an event's choice to a chunk, with the top log-probs that were asked for.
 
     Raises:
-        TurnRefused: it ended in a way that no turn does.
+        TurnRefused: its finish reason is unknown.
     """
     token_ids = choice.token_ids or []
     told = (choice.logprobs.content if choice.logprobs is not None else None) or []
@@ -138,35 +138,34 @@ def _top(told: list[_Token], k: int) -> TopLogprobs:
 
 
 REQUEST = "GenerateRequest"
-"""The body's name in /openapi.json."""
+"""Name of the request body's schema in /openapi.json."""
 
 SIGNS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("vision_config", "image_token_id", "image_token_index"),
     "audio": ("audio_config", "audio_token_id", "audio_token_index"),
     "video": ("video_token_id", "video_token_index"),
 }
-"""Fields that config.json has, at its top, where the model reads such a thing. vLLM doesn't say;
-what it can't read after all, it refuses by turn."""
+"""Top-level fields of config.json that a model with this medium has. vLLM does not report its
+media; it refuses unsupported ones per request."""
 
 
 def takes_references(api: Mapping[str, Any]) -> bool:
-    """Whether the server of this /openapi.json reads ``content_parts``: one that does not passes
-    them over without a word."""
+    """Return whether the server reads ``content_parts``; older ones ignore them silently."""
     schema = api.get("components", {}).get("schemas", {}).get(REQUEST, {})
     return "content_parts" in schema.get("properties", {})
 
 
 def media_of(model: Path) -> frozenset[MediaKind]:
-    """What the model of a directory reads beside tokens."""
+    """Return the kinds of media that the model in a directory reads."""
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
-        return frozenset()  # it is refused elsewhere
+        return frozenset()  # other code refuses the directory
     return frozenset(kind for kind, signs in SIGNS.items() if any(sign in config for sign in signs))
 
 
 def content_part(media: Media) -> dict[str, str]:
-    """One medium as an entry of ``content_parts``; a path becomes a URL."""
+    """Convert a medium to an entry of ``content_parts``; a path becomes a URL."""
     url = media.url
     if url.startswith("/"):
         url = Path(url).as_uri()
@@ -174,13 +173,13 @@ def content_part(media: Media) -> dict[str, str]:
 
 
 MEMORY_TIMEOUT_S = 300.0
-"""To copy a model to the host's memory, or back."""
+"""Seconds to copy a model to or from host memory."""
 
 Query = Sequence[tuple[str, str]]
 
 
 class VllmMemory:
-    """One server's."""
+    """Sleep and wake of one server."""
 
     def __init__(self, post: Callable[[str, Query], Awaitable[Any]]) -> None:
         """``post`` calls a route with a query."""
@@ -189,13 +188,13 @@ class VllmMemory:
         self._level: SleepLevel = 1
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Have these asleep beside those that are."""
+        """Put these parts to sleep, beside those that sleep already."""
         wanted = self._asleep | set(tags)
         if "weights" in tags:
             self._level = level
         if self._asleep:
             await self.wake_all()
-        # Weights that are to stay must be what they were once they are woken.
+        # Weights that stay awake must keep their contents over the sleep and wake.
         depth = self._level if "weights" in wanted else 1
         await self._post("/sleep", [("level", str(depth)), ("mode", "abort")])
         self._asleep = set(MEMORY_TAGS)
@@ -203,11 +202,12 @@ class VllmMemory:
             await self.wake(stay)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """vLLM samples again once all is awake: whoever asks must pause it then."""
+        """Wake these parts. vLLM samples again once all are awake, so the caller
+        must pause it then."""
         answer = await self._post("/wake_up", [("tags", tag) for tag in tags])
         self._asleep.difference_update(tags)
         expected = "sleeping" if self._asleep else "awake"
-        # Older ones answer with nothing.
+        # Older releases answer with an empty body.
         told = answer.get("status", expected) if isinstance(answer, dict) else expected
         if told != expected:
             raise EngineGone(
@@ -216,20 +216,20 @@ class VllmMemory:
             )
 
     async def wake_all(self) -> None:
-        """Harmless if nothing sleeps."""
+        """Wake everything. Harmless if nothing sleeps."""
         await self._post("/wake_up", [])
         self._asleep.clear()
 
 
 PAUSE_TIMEOUT_S = 60.0
-"""A pause waits for the step under way: a long prefill, at worst."""
+"""Seconds for a pause, which waits for the current step: a long prefill at worst."""
 
 SAMPLING = frozenset(
     {"stop_token_ids", "top_k", "top_p", "min_p", "repetition_penalty", "top_logprobs"}
 )
-"""Left out: penalties on output tokens and stop strings, for of a turn that goes on vLLM takes the
-tokens so far for its prompt; ``min_tokens``, which also leaves out the model's own stop tokens; and
-what it has otherwise or not at all."""
+"""Sampling options that vLLM implements as Tidegate documents them. Left out: penalties on output
+tokens and stop strings, because vLLM takes a continued turn's output for its prompt; and
+``min_tokens``, which in vLLM also bans the model's own stop tokens."""
 
 
 _SPOILED = (
@@ -241,26 +241,26 @@ _NO_LORA = "they are read from files; leave #weights= out of the server's url"
 
 
 def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapter":
-    """The adapter for the server at ``url``, which serves what is in the directory ``model``.
+    """Make the adapter of the server at ``url``, which serves the model in the directory ``model``.
 
-    ``weights`` is how new ones get there, one of ``vllm_weights.WAYS``.
+    ``weights`` is the transfer method, one of ``vllm_weights.WAYS``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: ``weights`` is none of them.
     """
     return VllmAdapter(HttpEngine(url), model, weights=weights)
 
 
 class VllmAdapter(Unable):
-    """One vLLM server."""
+    """Adapter of one vLLM server."""
 
     def __init__(self, http: HttpEngine, model: Path, *, weights: str) -> None:
         self._http = http
         self._model = model.resolve()
         self._name = ""
-        """The model's, in requests."""
+        """The model's name in requests."""
         self._media: frozenset[MediaKind] = frozenset()
-        """What its model reads beside tokens."""
+        """Kinds of media that the model reads."""
         self._release: Release | None = None
         self._memory = VllmMemory(self._post_query)
         self._loras = VllmLoras(http)
@@ -274,7 +274,7 @@ class VllmAdapter(Unable):
     # ------------------------------------------------------------ start and end
 
     async def open(self, label: str) -> Capabilities:
-        """Find out what is there; leave it awake, unpaused, and with nobody's requests."""
+        """Load the model's own weights; leave the server awake, unpaused and without requests."""
         version = str((await self._http.wait_for("/version")).get("version"))
         try:
             api = await self._http.call("GET", "/openapi.json")
@@ -286,7 +286,7 @@ class VllmAdapter(Unable):
             self._name = models["data"][0]["id"]
             self._weights.refuse(self._release)
             self._media = media_of(self._model) if takes_references(api) else frozenset()
-            if self._release.can_sleep:  # an adapter before may have died while it slept
+            if self._release.can_sleep:  # an earlier adapter may have died while it slept
                 await self._memory.wake_all()
             await self.pause("abort")
             await self._loras.unload_left(models)
@@ -322,7 +322,7 @@ class VllmAdapter(Unable):
         )
 
     async def _probe(self, label: str) -> None:
-        """Have one token sampled, and look whether all is told that is relied on."""
+        """Sample one token, and check that the answer has all fields that are relied on."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = Request(token_ids=[0], sampling=sampling, salt=label)
         try:
@@ -338,14 +338,14 @@ class VllmAdapter(Unable):
             )
 
     async def close(self) -> None:
-        """Let go of connections; requests under way are aborted by it."""
+        """Close connections, which aborts the requests in flight."""
         await self._weights.close()
         await self._http.close()
 
     # ------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Sample; closing it early closes the connection, which aborts the request."""
+        """Sample tokens; closing the generator closes the connection, which aborts the request."""
         body = self._body(request) | {"stream": True}
         has_ended = False
         try:
@@ -372,7 +372,7 @@ class VllmAdapter(Unable):
             "model": request.lora or self._name,
             "token_ids": list(request.token_ids),
             "cache_salt": readable_salt(request.salt),
-            # All of them, or the model's generation_config.json might have a say.
+            # All are set, or the defaults of the model's generation_config.json would apply.
             "sampling_params": {
                 "max_tokens": asked.max_tokens,
                 "temperature": asked.temperature,
@@ -388,7 +388,7 @@ class VllmAdapter(Unable):
         }
 
     async def _refused(self, refusal: Refusal) -> Exception:
-        """What a request that was not taken means."""
+        """Convert the refusal of a request to Tidegate's error."""
         if refusal.status == 403:
             return ConfigError(f"{refusal.why} {START_IT_SO}")
         if refusal.status in (429, 503):
@@ -399,7 +399,8 @@ class VllmAdapter(Unable):
         return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Log-probs of given tokens, at temperature 1; vLLM reads no prefix cache for these."""
+        """Return log-probs of given tokens at temperature 1; vLLM uses no prefix
+        cache for these."""
         if request.temperature != 1.0:
             raise ScoreRefused("vLLM scores at temperature 1 only; leave temperature out")
         k = request.top_logprobs
@@ -431,16 +432,16 @@ class VllmAdapter(Unable):
     # ------------------------------------------------------------ control
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """In the query: vLLM ignores a body, and pauses by ``abort`` whatever that says.
+        """Pause with the mode in the query: vLLM ignores a body, and would use ``abort``.
 
-        Caches are left as they are, for no request with another salt sees what is in them.
+        Caches are kept, because no request with another salt uses them.
         """
         query = {"mode": mode, "clear_cache": "false"}
         await self._control("/pause", query=query, timeout_s=PAUSE_TIMEOUT_S)
         await self._expect_paused(True)
 
     async def resume(self) -> None:
-        """Let it sample again."""
+        """Sample again."""
         await self._control("/resume")
         await self._expect_paused(False)
 
@@ -453,32 +454,33 @@ class VllmAdapter(Unable):
             )
 
     async def load_weights(self, directory: Path, label: str) -> None:
-        """From files; if that fails, it has those of before."""
+        """Load weights from files; after a failure the previous ones are loaded again."""
         await self._weights.load(directory, label)
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Without files; what fails halfway ends the adapter."""
+        """Load weights without files; a failure half way ends the adapter."""
         await self._weights.load_tensors(tensors, label)
 
     async def rename_weights(self, label: str) -> None:
-        """Tokens are labelled by the new name."""
+        """Relabel the weights, and with them later tokens."""
         await self._weights.rename(label)
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """From files."""
+        """Load an adapter from files."""
         await self._loras.load(name, directory)
 
     async def unload_lora(self, name: str) -> None:
-        """Its name is nobody's at once."""
+        """Unload an adapter; its name is free at once."""
         await self._loras.unload(name)
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
-        """Give memory back."""
+        """Release memory."""
         await self._memory.sleep(level, tags)
         await self.pause("abort")
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """It goes on by itself once all is awake; nothing is under way that could."""
+        """Allocate memory again. vLLM unpauses itself once all is awake; no request
+        is in flight then."""
         await self._memory.wake(tags)
         await self.pause("abort")
 
@@ -486,14 +488,14 @@ class VllmAdapter(Unable):
         return await self._control(path, query=query, timeout_s=MEMORY_TIMEOUT_S)
 
     async def check(self) -> None:
-        """Ask whether the engine behind the server lives, too."""
+        """Check the server and the engine process behind it."""
         try:
             await self._http.call("GET", "/health")
         except Refusal as refusal:
             raise EngineGone(f"{self._http.url} is not healthy: {refusal}") from refusal
 
     async def preemptions(self) -> int | None:
-        """Of all its engines together."""
+        """Return the preemption count of all its engine processes together."""
         text = await self._control("/metrics", method="GET")
         counts = re.findall(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([\d.e+]+)$", text, re.M)
         return int(sum(map(float, counts))) if counts else None

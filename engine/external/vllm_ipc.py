@@ -1,8 +1,8 @@
-"""How do weights get from this process to a vLLM on the same GPU? By CUDA IPC: it maps a buffer.
+"""Sends weights to a vLLM server on the same GPU by CUDA IPC.
 
-The buffer lies on the GPU that both use; vLLM is told by HTTP how to open it, and what is in it.
-What it is told is a pickle, as its own trainers send one, of plain facts. It knows no versions, no
-labels, and not what else an update is made of.
+Used by ``VllmWeights`` for ``#weights=ipc``. Tensors are packed into a buffer on the shared GPU;
+vLLM is told over HTTP how to open it and what it contains. That message is a pickle of plain
+values, as vLLM's own trainers send it.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, Gpu
 from tidegate.transport.weight_channels.cuda_nccl import packs
 
 PACK_BYTES = 256 * 2**20
-"""The buffer has this size, and that of one tensor more."""
+"""Size of the buffer, which may exceed it by one tensor."""
 
 JOIN_TIMEOUT_S = 60.0
 
 SEND_TIMEOUT_S = 600.0
-"""For each buffer's content, which vLLM loads before it answers."""
+"""Seconds for each buffer, which vLLM loads before it answers."""
 
 
 class SharedBuffers:
-    """The sender's end, of one server with one worker."""
+    """Sender for one server with one worker."""
 
     def __init__(self, http: HttpEngine, *, workers: int, gpu: Gpu) -> None:
-        """``gpu`` is the one that the worker computes on, too.
+        """``gpu`` is the worker's own GPU.
 
         Raises:
-            ConfigError: there are several workers.
+            ConfigError: the server has several workers.
         """
         if workers != 1:
             raise ConfigError(
@@ -45,19 +45,19 @@ class SharedBuffers:
         self._http, self._gpu = http, gpu
 
     async def join(self) -> None:
-        """Say how weights will come.
+        """Announce the transfer method to the server.
 
         Raises:
-            Refusal: the server won't have them so.
+            Refusal: the server does not accept it.
         """
         info = {"init_info": {"packed": True}}
         await self._post("/init_weight_transfer_engine", info, JOIN_TIMEOUT_S)
 
     async def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have the worker load them, a bufferful a call, within an update that has begun.
+        """Load the tensors, one buffer per call, within an update that has begun.
 
         Raises:
-            EngineGone: nobody knows how many are there.
+            EngineGone: it is unknown how many were loaded.
         """
         parts = list(packs(tensors.items(), lambda named: named[1].nbytes, PACK_BYTES))
         try:
@@ -70,13 +70,13 @@ class SharedBuffers:
                     update = {"update_info": _facts(part) | {"ipc_handles_pickled": handles}}
                     await self._post("/update_weights", update, SEND_TIMEOUT_S)
             except BaseException:
-                self._gpu.unshare(memory)  # vLLM counts itself out when an update is finished
+                self._gpu.unshare(memory)  # on success vLLM drops its reference itself
                 raise
         except (
             Refusal,
             WeightsRefused,
             RuntimeError,
-        ) as error:  # torch's: of a GPU that fails, say
+        ) as error:  # RuntimeError: from torch, if the GPU fails
             raise EngineGone(
                 f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
                 f"what it computes with"
@@ -94,7 +94,7 @@ class SharedBuffers:
         await self._http.call("POST", path, body, timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """There is nothing that outlives a call."""
+        """Do nothing: nothing outlives a call."""
 
 
 def _facts(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
@@ -107,10 +107,10 @@ def _facts(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def _as_torch_tells(memory: SharedMemory) -> tuple[object, ...]:
-    """The arguments of torch's ``rebuild_cuda_tensor``, for the buffer as bytes.
+    """Return the arguments of torch's ``rebuild_cuda_tensor`` for the buffer as bytes.
 
-    Source: torch 2.13, torch/multiprocessing/reductions.py. There is no event to wait for: what is
-    to be read is there before anybody is told.
+    Source: torch 2.13, torch/multiprocessing/reductions.py. No event is needed, because the buffer
+    is complete before vLLM is told.
     """
     return (
         torch.Tensor,
@@ -119,7 +119,7 @@ def _as_torch_tells(memory: SharedMemory) -> tuple[object, ...]:
         0,
         torch.storage.TypedStorage,
         torch.uint8,
-        0,  # the device's number, which the reader replaces by its own
+        0,  # device index, which the reader replaces by its own
         memory.handle,
         memory.nbytes,
         memory.offset,

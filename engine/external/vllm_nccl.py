@@ -1,8 +1,8 @@
-"""How do weights get from this process' GPU to those of vLLM's? By NCCL, as its own trainers send.
+"""Sends weights from this process's GPU to vLLM's by NCCL broadcast. **NCCL does not encrypt.**
 
-This process is rank 0 of a communicator; each of the server's workers is another rank. They meet by
-an id that the server is told over HTTP. Tensors go packed into buffers, or one by one. It knows no
-versions, no labels, and not what else an update is made of. **NCCL does not encrypt.**
+Used by ``VllmWeights`` for ``#weights=nccl``; follows vLLM's own weight transfer. This process is
+rank 0 of a communicator, each of the server's workers another rank. The communicator's unique id is
+sent over HTTP. Tensors are packed into buffers, or sent one by one.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ PACK_BYTES = 256 * 2**20
 """Each worker holds two buffers of this size, or of its largest tensor, beside its model."""
 
 JOIN_TIMEOUT_S = 120.0
-"""NCCL's own handshake takes seconds, on many hosts tens of them."""
+"""Seconds for NCCL's handshake, which takes seconds, or tens of them with many hosts."""
 
 SEND_TIMEOUT_S = 600.0
-"""A model of a terabyte, at 2 GB/s."""
+"""Seconds for all tensors: a model of a terabyte, at 2 GB/s."""
 
 LEAVE_TIMEOUT_S = 5.0
 
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class Broadcasts:
-    """The sender's end of one server's communicator."""
+    """Rank 0 of one server's communicator."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Broadcasts:
         device: torch.device,
         is_packed: bool,
     ) -> None:
-        """``workers`` are all of the server's: tensor, pipeline and data parallel ranks."""
+        """``workers`` counts all of the server's: tensor, pipeline and data parallel ranks."""
         self._http = http
         self._ranks = 1 + workers
         self._library, self._device = library, device
@@ -59,12 +59,12 @@ class Broadcasts:
         self._communicator: Communicator | None = None
 
     async def join(self) -> None:
-        """Meet the server's workers, once.
+        """Make the communicator with the server's workers, once.
 
         Raises:
-            Refusal: the server won't.
-            ConfigError: NCCL won't.
-            EngineGone: somebody didn't come in time.
+            Refusal: the server does not accept it.
+            ConfigError: NCCL fails.
+            EngineGone: a rank did not join in time.
         """
         try:
             identity = new_unique_id(self._library)
@@ -77,17 +77,17 @@ class Broadcasts:
             }
             asking = self._ask("/init_weight_transfer_engine", {"init_info": info}, JOIN_TIMEOUT_S)
             self._communicator = await self._both(asking, partial(self._meet, identity))
-        except (NcclFailed, RuntimeError) as error:  # torch's: of a GPU without room, say
+        except (NcclFailed, RuntimeError) as error:  # RuntimeError: torch, without GPU memory
             raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
 
     def _meet(self, identity: bytes) -> Communicator:
         return Communicator(self._library, identity, rank=0, ranks=self._ranks, device=self._device)
 
     async def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Have the workers load them, all in one call, within an update that has begun.
+        """Load the tensors, all in one call, within an update that has begun.
 
         Raises:
-            EngineGone: nobody knows how many are there.
+            EngineGone: it is unknown how many were loaded.
         """
         communicator = self._communicator
         if communicator is None:
@@ -123,7 +123,8 @@ class Broadcasts:
         return asking
 
     async def _both(self, asking: "asyncio.Task[Any]", work: Callable[[], Result]) -> Result:
-        """Do both; where one fails the other would wait for it for long, or for ever."""
+        """Await both; if one fails, break off the other, which would wait for it for
+        long or for ever."""
         doing = in_daemon(work)
         try:
             await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +133,7 @@ class Broadcasts:
                 if not asking.done():
                     doing.result()
             await asking
-            # The server has all of it, so this end has, too.
+            # The server has received everything, so this end is done, too.
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 return await doing
         except TimeoutError:
@@ -148,7 +149,7 @@ class Broadcasts:
         await asyncio.wait({asking})
 
     async def close(self) -> None:
-        """Leave, and have the workers leave, which wait in a broadcast else."""
+        """Leave the communicator, and make the workers leave, which would wait in a broadcast."""
         communicator, self._communicator = self._communicator, None
         if communicator is None:
             return
@@ -163,19 +164,21 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _seen(done: "asyncio.Future[Any]") -> None:
-    """Of two that fail together only one error is told."""
+    """Retrieve the exception, so that asyncio does not warn when both tasks fail and
+    one is reported."""
     if not done.cancelled():
         done.exception()
 
 
 def in_daemon(work: Callable[[], Result]) -> "asyncio.Future[Result]":
-    """Do it in a thread that keeps no process from ending: NCCL's calls can't be woken."""
+    """Run ``work`` in a daemon thread, because NCCL's blocking calls cannot be
+    interrupted at exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
     future.add_done_callback(_seen)
 
     def tell(result: Result | None, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # cancelled
             return
         if error is not None:
             future.set_exception(error)
@@ -186,7 +189,7 @@ def in_daemon(work: Callable[[], Result]) -> "asyncio.Future[Result]":
         result, failed = None, None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised where the future is awaited
             failed = error
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(tell, result, failed)

@@ -1,6 +1,6 @@
-"""What can this vLLM do? By its version, the routes it has, and the settings it was started with.
+"""Capabilities of a vLLM server, from its version, routes and start-up settings.
 
-Knows nothing of requests. Versions as of what was read in the releases, and tried with 0.32.0.
+Used by ``VllmAdapter.open``. Version limits were read in the releases, and tried with 0.32.0.
 """
 
 import hashlib
@@ -13,22 +13,24 @@ from tidegate.engine.external.vllm_loras import lora_lacks, lora_rank_max
 from tidegate.errors import ConfigError
 
 OLDEST = (0, 21)
-"""Pauses that hold over several API servers, and updates that begin and end."""
+"""First release with pauses over several API servers, and updates that begin and end."""
 
 LABELS = (0, 27)
-"""``/weight_info`` and ``/update_weight_version``."""
+"""First release with ``/weight_info`` and ``/update_weight_version``."""
 
 SPANS = (0, 32)
-"""``weight_versions`` in the last event: whose weights sampled which tokens."""
+"""First release with ``weight_versions`` in the last event: whose weights sampled which tokens."""
 
 SCALE_OUT = (0, 30)
-"""``/inference/v1/generate`` must be switched on from here."""
+"""First release in which ``/inference/v1/generate`` must be switched on."""
 
 REJECTS_WHILE_PAUSED = (0, 33)
-"""New requests get a 503 during ``abort`` and ``wait``; before, they were queued."""
+"""First release that answers 503 to new requests during ``abort`` and ``wait`` instead
+of queuing them."""
 
 TRANSFER = (0, 32)
-"""A trainer is met by an id of NCCL's that ``init_info`` says, and may leave again."""
+"""First release in which a trainer passes an NCCL unique id in ``init_info``, and
+may leave again."""
 
 TRANSFER_ROUTES = (
     "/init_weight_transfer_engine",
@@ -50,19 +52,20 @@ START_IT_SO = (
 RUNNING_TURNS_UNSAID = 64
 
 SALT_CHARACTERS_MAX = 128
+"""Longest salt that 0.32.0 accepts."""
 SALT_CHARACTERS_REFUSED = frozenset("@/\\\0")
-"""As 0.32.0 says itself."""
+"""Characters that 0.32.0 refuses in a salt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """One running server."""
+    """Properties of one running server."""
 
     version: tuple[int, int]
     text: str
-    """As it says."""
+    """Version as the server reports it."""
     has_labels: bool
-    """Whether weights can be given a name, and asked for it."""
+    """Whether weights can be named, and their name read."""
     has_spans: bool
     has_processed_logprobs: bool
     running_turns_max: int
@@ -70,25 +73,25 @@ class Release:
     num_blocks: int
     block_tokens: int
     model: str
-    """The path or name that it was started with."""
+    """Path or name that the server was started with."""
     dtype: str
-    """What it computes in, after ``--dtype auto`` was resolved; empty: it doesn't say."""
+    """Compute dtype, with ``--dtype auto`` resolved; empty if unknown."""
     can_sleep: bool
     """Whether it was started with --enable-sleep-mode."""
     is_on_cpu: bool
     lora_rank_max: int
-    """Of adapters that it takes; 0: none, for :attr:`lora_lacks`."""
+    """Largest LoRA rank; 0 without LoRA, for the reason in :attr:`lora_lacks`."""
     lora_lacks: str
     has_transfer_routes: bool
     transfer_backend: str
-    """Of its --weight-transfer-config; empty: it was started without."""
+    """Backend of its --weight-transfer-config; empty without one."""
 
 
 def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> Release:
-    """Judge a server by ``/version``, the paths of ``/openapi.json``, and ``/server_info``.
+    """Evaluate ``/version``, the paths of ``/openapi.json``, and ``/server_info``.
 
     Raises:
-        ConfigError: it is too old, or lacks routes.
+        ConfigError: the server is too old, or lacks routes.
     """
     version = _version(text)
     if version < OLDEST:
@@ -130,10 +133,10 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
 
 
 def check_routes(text: str, paths: Collection[str]) -> None:
-    """Refuse a server that lacks what every run needs.
+    """Refuse a server without the routes that every run needs.
 
     Raises:
-        ConfigError: it does; says how to start it.
+        ConfigError: a route is missing; says how to start the server.
     """
     lacking = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
     if lacking:
@@ -141,10 +144,10 @@ def check_routes(text: str, paths: Collection[str]) -> None:
 
 
 def refuse_transfer(release: Release, url: str, backend: str) -> None:
-    """Refuse a server that takes no weights by ``backend``, ``nccl`` or ``ipc``.
+    """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``.
 
     Raises:
-        ConfigError: it doesn't; says why.
+        ConfigError: it does not; says why.
     """
     if release.version < TRANSFER or not release.has_transfer_routes:
         lacks = f"use {TRANSFER[0]}.{TRANSFER[1]} or newer"
@@ -164,7 +167,7 @@ def refuse_transfer(release: Release, url: str, backend: str) -> None:
 
 
 def readable_salt(salt: str) -> str:
-    """One that vLLM takes, another for each: it refuses long ones, and some characters."""
+    """Hash a salt that vLLM would refuse, because it is too long or has forbidden characters."""
     is_taken = len(salt) <= SALT_CHARACTERS_MAX and not SALT_CHARACTERS_REFUSED & set(salt)
     return salt if is_taken else hashlib.sha256(salt.encode()).hexdigest()
 

@@ -1,8 +1,7 @@
-"""What does vLLM compute with, what is that called, and how is it given others? Files, or tensors.
+"""Loads weights into a vLLM server, from files or as tensors, and names them.
 
-Called while it is paused: an update of a vLLM that samples ends it. What has become of the weights
-is always looked at afterwards. It knows no requests; what its versions differ in is in
-``vllm_releases``.
+Used by ``VllmAdapter``, only while the server is paused, because an update of a running vLLM
+crashes it. The outcome is always verified. Differences between releases are in ``vllm_releases``.
 """
 
 import asyncio
@@ -23,26 +22,26 @@ from tidegate.transport.weight_channels.cuda_memory import CudaGpu as gpu_of
 from tidegate.transport.weight_channels.cuda_nccl import NcclFailed, nccl_library, own_device
 
 WAYS = ("disk", "nccl", "nccl-unpacked", "ipc")
-"""What may follow ``#weights=`` in its URL."""
+"""Values of ``#weights=`` in an engine URL."""
 
 LOAD_TIMEOUT_S = 600.0
-"""To read a model from disk. An update that goes wrong inside of vLLM may never be answered."""
+"""Seconds to read a model from disk. vLLM may never answer an update that fails inside it."""
 
 PHASE_TIMEOUT_S = 120.0
-"""To take a model's layers apart, and to put them together."""
+"""Seconds to begin or finish an update, in which vLLM converts the model's layers."""
 
 NEVER_GIVEN_WEIGHTS = "default"
-"""What a server calls its weights until somebody names them."""
+"""Name of a server's weights until they are named."""
 
 
 class VllmWeights:
-    """One server's."""
+    """Weights of one server."""
 
     def __init__(self, http: HttpEngine, model: Path, way: str) -> None:
-        """``way`` is how new ones get there, one of :data:`WAYS`.
+        """``way`` is the transfer method, one of :data:`WAYS`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: it is none of them.
         """
         if way not in WAYS:
             raise ConfigError(
@@ -53,18 +52,18 @@ class VllmWeights:
         self._has_labels = False
         self._sender: Broadcasts | SharedBuffers | None = None
         self._serves: tuple[Path, str] | None = None
-        """The directory whose weights it has, and their label; of weights from files only."""
+        """Directory and label of the loaded weights; used with files only."""
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether new ones come as tensors, and never as files."""
+        """Whether new weights are sent as tensors, never as files."""
         return self._way != "disk"
 
     def refuse(self, release: Release) -> None:
-        """Before anything is done to the server.
+        """Check the server and this process before changing anything.
 
         Raises:
-            ConfigError: it, or this process, can't do what is wanted; says why.
+            ConfigError: the transfer method is not available; says why.
         """
         _refuse_tied(release, self._model)
         if not self.takes_tensors:
@@ -84,15 +83,15 @@ class VllmWeights:
 
     @property
     def _backend(self) -> str:
-        """As --weight-transfer-config names it."""
+        """Name of the transfer method in --weight-transfer-config."""
         return self._way.removesuffix("-unpacked")
 
     async def open(self, release: Release, label: str) -> None:
-        """Have it compute with the model directory's weights, called ``label``.
+        """Load the model directory's weights, and name them ``label``.
 
         Raises:
-            ConfigError: they can't get there that way.
-            WeightsRefused, Refusal, EngineGone: they didn't.
+            ConfigError: the transfer method does not work.
+            WeightsRefused, Refusal, EngineGone: loading failed.
         """
         self._has_labels = release.has_labels
         if self.takes_tensors:
@@ -110,14 +109,15 @@ class VllmWeights:
         self._serves = (self._model, label)
 
     async def close(self) -> None:
-        """Let go of what weights came by."""
+        """Close the sender."""
         if self._sender is not None:
             await self._sender.close()
 
     # ------------------------------------------------------------ files
 
     async def load(self, directory: Path, label: str) -> None:
-        """From files; if that fails, those of before again, for it may have got half way."""
+        """Load weights from files; after a failure reload the previous ones, because it
+        may be half done."""
         before = self._serves
         try:
             await self._read(directory, label)
@@ -163,10 +163,10 @@ class VllmWeights:
         )
 
     async def _settle(self) -> None:
-        """End the update that an adapter has left which died, and put half-loaded layers together.
+        """End an update that a dead adapter left open, and restore half-loaded layers.
 
-        A layer counts what it was given, so that all of it would be too much for one that has had
-        a part; an empty update counts from 0 again. What it computes with then is overwritten.
+        vLLM counts what each layer has received, so a full set after a partial one would exceed the
+        layer's size; an empty update resets the count. The weights are overwritten afterwards.
         """
         try:
             await self._phase("/start_weight_update")
@@ -176,7 +176,7 @@ class VllmWeights:
         await self._phase("/finish_weight_update")
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
-        """Without files. There is no way back: what fails halfway ends the adapter."""
+        """Load weights without files. A failure half way cannot be undone, and ends the adapter."""
         assert self._sender is not None, "takes_tensors was not declared"
         try:
             await self._phase("/start_weight_update")
@@ -195,7 +195,7 @@ class VllmWeights:
     # ------------------------------------------------------------ names
 
     async def rename(self, label: str) -> None:
-        """Releases without labels have nothing to name."""
+        """Relabel the weights; releases without labels need nothing."""
         if self._has_labels:
             await self._name(label)
         if self._serves is not None:
@@ -223,13 +223,13 @@ class VllmWeights:
 
 
 def _refuse_tied(release: Release, model: Path) -> None:
-    """Refuse a model of which vLLM would update all but the head.
+    """Refuse a tied model on a CPU, of which vLLM would update all but the LM head.
 
-    On a CPU it multiplies by a packed copy of the head, which loading the embedding that it is tied
-    to does not touch: the tokens after it are of neither the old weights nor the new.
+    On a CPU vLLM multiplies by a packed copy of the head, which loading the tied embedding does not
+    update: later tokens would be of neither the old weights nor the new.
 
     Raises:
-        ConfigError: it is such a model, on a CPU.
+        ConfigError: the model is tied, and the server runs on a CPU.
     """
     if release.is_on_cpu and is_tied(model):
         raise ConfigError(
@@ -240,5 +240,5 @@ def _refuse_tied(release: Release, model: Path) -> None:
 
 
 def _is_another(started_with: Path, model: Path) -> bool:
-    """Whether the server was started with another directory, as far as that can be seen here."""
+    """Whether the server was started with another directory, as far as this host can see."""
     return started_with.is_dir() and started_with.resolve() != model

@@ -1,7 +1,8 @@
-"""How does an adapter's process begin and end? ``python -m tidegate.engine.external.worker``.
+"""Process of an external engine's adapter: ``python -m tidegate.engine.external.worker``.
 
-Nothing here decides about turns, or knows an engine's API. Exit status as of
-:mod:`tidegate.engine.worker`; the engine itself runs on whatever becomes of this process.
+Started by the orchestrator for each of its ``engine_urls``, or by hand; opens the adapter and runs
+``Bridge``. Exit status as in :mod:`tidegate.engine.worker`. The engine itself keeps running when
+this process ends.
 """
 
 import argparse
@@ -43,17 +44,18 @@ KINDS = {
     "sglang": "tidegate.engine.external.sglang",
     "vllm": "tidegate.engine.external.vllm",
 }
-"""Each in a module of its own, with ``make_adapter(url, model)``."""
+"""Module of each kind of engine, with ``make_adapter(url, model)``."""
 
 WEIGHTS = "weights="
-"""In a URL, behind ``#``: how new weights get there, if not as files that both see."""
+"""Fragment of an engine URL, after ``#``, that names the transfer method of
+weights; default: files."""
 
 BLOCK_TOKENS = 16
-"""Of engines that don't say how their KV cache is cut."""
+"""Block size assumed for engines that do not report theirs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a run by one engine until either ends; return the process's exit status."""
+    """Connect one external engine to a run until either ends; return the process's exit status."""
     arguments = _parse(argv)
     if arguments.die_with_parent is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -91,12 +93,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def open_adapter(url: str, model: Path) -> EngineAdapter:
-    """The adapter for ``KIND+URL``.
+    """Make the adapter for ``KIND+URL``.
 
     Raises:
-        ConfigError: no such kind, or what it needs is not installed.
+        ConfigError: there is no such kind, or it needs a library that is not installed.
     """
-    refuse_secrets(url)  # before it is repeated
+    refuse_secrets(url)  # before an error message can contain the URL
     kind, _, rest = url.partition("+")
     address, _, fragment = rest.partition("#")
     if kind not in KINDS or not address:
@@ -117,7 +119,7 @@ def open_adapter(url: str, model: Path) -> EngineAdapter:
 async def _main(arguments: argparse.Namespace) -> int:
     keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
     adapter = open_adapter(arguments.url, arguments.model)
-    epoch = time.time_ns()  # later starts have later epochs, which is what replaces them
+    epoch = time.time_ns()  # a later start has a later epoch, and replaces this one
     labels = _Labels(epoch)
     try:
         able = await adapter.open(labels.first)
@@ -167,7 +169,7 @@ async def _serve(
         loop.add_signal_handler(number, bridge.end, f"got {number.name}")
     try:
         reason = await bridge.run()
-    except Exception as error:  # noqa: BLE001 - whatever it was, the orchestrator must hear of it
+    except Exception as error:  # noqa: BLE001 - the orchestrator must be told of any failure
         traceback.print_exc()
         link.leave(f"failed: {type(error).__name__}: {error}", has_failed=True)
         return DEFECT
@@ -190,16 +192,17 @@ def _end(link: Link, bridge: Bridge, reason: str) -> int:
 
 
 class _Labels:
-    """Names for weights that no other process, and no other update of this one, has given."""
+    """Names of weights that are unique across processes and updates."""
 
     def __init__(self, epoch: int) -> None:
         self._mine = f"{epoch:x}{secrets.token_hex(2)}"
         self._count = 0
         self.first = self.of(0)
-        """Of the model directory's weights."""
+        """Label of the model directory's weights."""
 
     def of(self, version: int) -> str:
-        """Another one each time, for a version may come again with other weights."""
+        """Return a new label for a version at each call, because a version may return
+        with other weights."""
         self._count += 1
         return f"v{version}.{self._count}.{self._mine}"
 

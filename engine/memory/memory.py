@@ -1,7 +1,7 @@
-"""Was it memory that ran out, and what would have needed less of it? Frees none itself.
+"""Recognises out-of-memory errors, and reports them with the operation and the remedy.
 
-Torch has no error of its own for a CPU without memory, only a text. An operating system that kills
-a process for its memory says nothing at all; that is for whoever started the process to report.
+Used wherever the engine allocates. Torch has no error class for the CPU, only a message text. The
+kernel's OOM killer leaves no error; the parent process reports that.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ _SAID_BY_TORCH = ("DefaultCPUAllocator", "not enough memory", "out of memory")
 
 @contextmanager
 def blame_memory(*, doing: str, remedy: str) -> Iterator[None]:
-    """Say what was being done, and what to do about it, where memory runs out in here.
+    """Convert out-of-memory errors in the block to ``OutOfMemory``, with ``doing`` and ``remedy``.
 
     Raises:
-        OutOfMemory: it did.
+        OutOfMemory: memory ran out.
     """
     try:
         yield
-    except OutOfMemory:  # somebody who knew more has said it
+    except OutOfMemory:  # already converted, with more detail
         raise
     except Exception as error:
         if is_out_of_memory(error):
@@ -32,14 +32,14 @@ def blame_memory(*, doing: str, remedy: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that memory could not be had."""
+    """Whether an error means that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_TORCH)
 
 
 def out_of_memory(error: Exception, *, doing: str, remedy: str) -> OutOfMemory:
-    """The same as our own error."""
+    """Convert an out-of-memory error to Tidegate's own."""
     # Torch may put a C++ stack trace below the line that says it.
     why = (str(error) or type(error).__name__).splitlines()[0]
     return OutOfMemory(doing=doing, remedy=remedy, why=why)

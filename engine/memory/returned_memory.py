@@ -1,9 +1,8 @@
-"""How is memory given back to the system, and had again in the same place?
+"""Host memory for sleep: releases pages to the system, and takes them back at the same address.
 
-``madvise(MADV_DONTNEED)`` takes the pages of a tensor away and leaves its address: whoever holds a
-view or a pointer holds it still, reads zeros, and has a page again by writing to it. Freeing and
-allocating anew would need everybody who holds one to be told. It knows nothing of what the memory
-is for. Pages are what is given back, so up to one stays at each end of a tensor.
+The functions behind ``sleep.HostMemory``. ``madvise(MADV_DONTNEED)`` drops a tensor's pages and
+keeps its addresses: views and pointers stay valid, read zeros, and get pages again when written.
+Only whole pages are released, so up to one stays at each end of a tensor.
 """
 
 import ctypes
@@ -22,40 +21,40 @@ MADV_DONTNEED = 4
 """From <sys/mman.h>."""
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Written or read between two looks at the time: a tenth of a second of a fast disk's."""
+"""Bytes copied between two heartbeats: a tenth of a second of a fast disk."""
 
 DISK = Path("/var/tmp")
-"""What a system keeps on disk: /tmp may be memory itself, from which nothing would be won."""
+"""Directory on disk for offloaded weights; /tmp may be tmpfs, which would free nothing."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A piece of this process's memory."""
+    """A contiguous piece of this process's memory."""
 
     address: int
     nbytes: int
 
     def chunks(self) -> Iterator[memoryview]:
-        """Its bytes, to be read or written, some at a time."""
+        """Yield the region's bytes in chunks, readable and writable."""
         for start in range(0, self.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.nbytes - start)
             yield memoryview((ctypes.c_char * size).from_address(self.address + start)).cast("B")
 
 
 def regions_of(tensors: Iterable[torch.Tensor]) -> list[Region]:
-    """The memory behind these tensors, each piece once; those that need views keep it alive."""
+    """Return the regions behind these tensors, each once; the tensors must outlive the regions."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return [Region(address, nbytes) for address, nbytes in found.items() if nbytes]
 
 
 def give_back(regions: Iterable[Region]) -> None:
-    """Let the system have these pages; zeros are read there from now on.
+    """Release the regions' pages to the system; they read as zeros afterwards.
 
     Raises:
-        OSError: the system doesn't take them, for they are locked, or huge ones set aside.
+        OSError: the pages are locked or reserved huge pages.
     """
     for region in regions:
         start = -(-region.address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -68,7 +67,7 @@ def give_back(regions: Iterable[Region]) -> None:
 
 
 def take_again(regions: Iterable[Region], beat: Callable[[], None]) -> None:
-    """Have all pages of what was given back, as zeros: now, and not in the midst of a step."""
+    """Write zeros to all released pages now, so that no step has to fault them in."""
     for region in regions:
         for chunk in region.chunks():
             np.frombuffer(chunk, np.uint8).fill(0)
@@ -76,19 +75,19 @@ def take_again(regions: Iterable[Region], beat: Callable[[], None]) -> None:
 
 
 def trim_heap() -> None:
-    """Let the system have what the C library keeps of memory that was freed."""
+    """Release freed memory that the C library keeps."""
     if hasattr(_libc, "malloc_trim"):  # glibc's; others keep less
         _libc.malloc_trim(0)
 
 
 def anonymous_bytes() -> int:
-    """What the system counts for this process: its resident pages but for those of files."""
+    """Return this process's resident memory without file-backed pages, in bytes."""
     fields = Path("/proc/self/statm").read_text().split()
     return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
 
 
 def available_bytes() -> int:
-    """What the machine can still hand out without swapping."""
+    """Return the machine's ``MemAvailable``: the bytes that can be allocated without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -96,13 +95,13 @@ def available_bytes() -> int:
 
 
 class OffloadedBytes:
-    """What some regions held, in a file without a name: it goes with the process."""
+    """Contents of some regions in an unlinked temporary file, which disappears with the process."""
 
     def __init__(self, regions: Sequence[Region], beat: Callable[[], None]) -> None:
-        """Copy them. ``beat`` is called now and then meanwhile.
+        """Copy the regions, calling ``beat`` after each chunk.
 
         Raises:
-            OSError: there is no room on the disk.
+            OSError: the disk is full.
         """
         self._regions = regions
         file = tempfile.TemporaryFile(dir=_directory(), prefix="tidegate-weights-")  # noqa: SIM115
@@ -118,10 +117,10 @@ class OffloadedBytes:
             raise
 
     def restore(self, beat: Callable[[], None]) -> None:
-        """Put all of it back where it was, and forget it.
+        """Copy everything back, and discard the file.
 
         Raises:
-            OSError: the disk does not give it back.
+            OSError: the file cannot be read.
         """
         self._file.seek(0)
         for region in self._regions:
@@ -132,12 +131,12 @@ class OffloadedBytes:
         self.close()
 
     def close(self) -> None:
-        """Forget it. Harmless if repeated."""
+        """Discard the file. Harmless if repeated."""
         self._file.close()
 
 
 def _directory() -> Path:
-    """$TMPDIR if it is set, for then somebody chose it."""
+    """Return ``DISK``, unless $TMPDIR is set or it is not writable."""
     if "TMPDIR" not in os.environ and os.access(DISK, os.W_OK):
         return DISK
     return Path(tempfile.gettempdir())

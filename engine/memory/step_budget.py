@@ -1,30 +1,31 @@
-"""How many tokens may a step have, after one for which there was no memory? Frees none itself.
+"""Token budget of a step, halved after an out-of-memory step and restored gradually.
 
-What others on the machine take comes and goes, so what failed once is tried again after a while.
+Used by the scheduler. Recovery is tried because other processes' memory use comes and goes.
 """
 
 RECOVERY_STEPS = 100
-"""Steps that work before twice as many tokens are tried. If that fails it costs one prefill of all
-running turns, a few steps' time: some percent of this many."""
+"""Successful steps before the budget is doubled. A failed doubling costs one prefill of all running
+turns, the time of a few steps: some percent of this many."""
 
 
 class StepBudget:
-    """Tokens per step, and as many turns at most: each has one at least."""
+    """Tokens per step; also the limit of turns per step, because each has at least one token."""
 
     def __init__(self, tokens_max: int) -> None:
         self._tokens_max = tokens_max
         self.tokens = tokens_max
         self._steps_done = 0
-        """Since it changed last."""
+        """Successful steps since the budget last changed."""
 
     def fail(self, tokens: int) -> bool:
-        """There was no memory for a step of ``tokens``; False if it had but one."""
+        """Halve the budget after a step of ``tokens`` ran out of memory; False if it
+        had only one token."""
         self.tokens = max(1, min(tokens, self.tokens) // 2)
         self._steps_done = 0
         return tokens > 1
 
     def succeed(self) -> None:
-        """There was, for a step."""
+        """Count a successful step; double the budget after ``RECOVERY_STEPS`` of them."""
         if self.tokens == self._tokens_max:
             return
         self._steps_done += 1

@@ -1,1 +1,1 @@
-"""What a model directory holds, and what the model in it computes."""
+"""Model directories: configs, tensors, and the forward pass."""

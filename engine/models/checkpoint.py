@@ -1,6 +1,6 @@
-"""Which tensors does a model directory hold? Reads safetensors, single or sharded.
+"""Reads a model directory's tensors from safetensors, single or sharded.
 
-It knows nothing of what the tensors mean; their names are Hugging Face's.
+Used to load weights and by ``served_model``. Tensor names are Hugging Face's.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""The two tensors that are one where ``tie_word_embeddings`` is set."""
+"""Names of the two tensors that are one if ``tie_word_embeddings`` is set."""
 
 
 class _Index(msgspec.Struct):
-    """The part of the index that we read."""
+    """The part of the index file that is read."""
 
     weight_map: dict[str, str]
 
@@ -31,8 +31,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     The tensors are views of the mapped file where the platform allows it: copy what you keep.
 
     Raises:
-        ModelError: there are no safetensors, one is missing or damaged, or lacks a tensor that
-            the index promises.
+        ModelError: there are no safetensors, a file is missing or damaged, or a tensor of the index
+            is missing.
     """
     for file, promised in _files(path).items():
         try:
@@ -50,7 +50,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Name the tensors that the directory ``path`` holds.
+    """Return the names of the directory's tensors.
 
     Raises:
         ModelError: as :func:`read_tensors`.
@@ -66,7 +66,7 @@ def tensor_names(path: Path) -> set[str]:
 
 
 def has_other_head(path: Path) -> bool:
-    """Tell whether the directory ``path`` holds an LM head that differs from its embedding.
+    """Return whether the directory has an LM head that differs from its embedding.
 
     Raises:
         ModelError: as :func:`read_tensors`.
@@ -83,7 +83,7 @@ def has_other_head(path: Path) -> bool:
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Each file to read, with the tensors that the index says are in it."""
+    """Return each file to read, with the tensors that the index says it has."""
     index = path / INDEX_FILE
     if index.exists():
         files: dict[Path, set[str]] = {}

@@ -1,7 +1,7 @@
-"""What does a config.json say, and what does it mean by saying nothing? Fields and their defaults.
+"""Fields of config.json, and their defaults for each supported architecture.
 
-It knows nothing of what is made of them. Fields that a config leaves out are what the config class
-of its architecture has there in transformers, and these differ: a Gemma ties its head, a Llama not.
+Read by ``model_config.py``. A field that a config omits has the default of the architecture's
+config class in transformers, and these differ: Gemma ties its head, Llama does not.
 """
 
 from dataclasses import dataclass
@@ -13,33 +13,34 @@ import msgspec
 from tidegate.errors import ModelError, ModelNotComputed
 
 Sliding = Literal["never", "always", "above", "pattern"]
-"""Which layers have a sliding window where ``layer_types`` says nothing: none, all, those from
+"""Layers with a sliding window if ``layer_types`` is absent: none, all, those from
 ``max_window_layers`` on, or all but each ``sliding_window_pattern``-th."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What an architecture computes whatever its config says."""
+    """Properties of an architecture that config.json does not state."""
 
     model_type: str
     defaults: dict[str, Any]
-    """Fields of config.json that mean something where they are left out."""
+    """Values of config.json's fields if they are absent."""
     sliding: Sliding
     window_has_switch: bool = False
-    """``sliding_window`` counts only with ``use_sliding_window``."""
+    """Whether ``sliding_window`` is ignored without ``use_sliding_window``."""
     reads_layer_types: bool = False
     qkv_bias: bool | None = None
-    """None: as ``attention_bias`` says."""
+    """Whether query, key and value have biases; None takes ``attention_bias``."""
     output_bias: bool | None = None
+    """Whether the output projection has a bias; None takes ``attention_bias``."""
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     has_experts: bool = False
     is_gemma: bool = False
-    """Norms scale by 1 + weight, blocks' outputs are normed too, embeddings are scaled, and queries
-    by ``query_pre_attn_scalar``."""
+    """Norms scale by 1 + weight, block outputs are normed too, embeddings are scaled, and queries
+    are scaled by ``query_pre_attn_scalar``."""
     caps_attention: bool = False
     has_local_rope: bool = False
-    """Layers with a window have a rotary embedding of their own."""
+    """Whether layers with a window have a rotary embedding of their own."""
 
 
 _GEMMA = {
@@ -121,17 +122,17 @@ FAMILIES = {
         has_local_rope=True,
     ),
 }
-"""The causal language models we compute, as config.json spells them."""
+"""Causal language models that Tidegate implements, by architecture."""
 
 CLASSIFIERS = {
     f"{name}ForSequenceClassification": FAMILIES[f"{name}ForCausalLM"]
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma2")
 }
-"""The same with a head that tells a few numbers of a sequence, such as its reward."""
+"""The same with a classification head, for example a reward model's."""
 
 
 class ConfigFields(msgspec.Struct):
-    """The fields of config.json that we read; the names are Hugging Face's."""
+    """The fields of config.json that are read; the names are Hugging Face's."""
 
     vocab_size: int
     hidden_size: int
@@ -178,23 +179,23 @@ class ConfigFields(msgspec.Struct):
 
 
 class _Naming(msgspec.Struct):
-    """What says which architecture it is."""
+    """Fields that name the architecture."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
 
 
 class _GenerationFields(msgspec.Struct):
-    """The one field of generation_config.json that we read."""
+    """The field of generation_config.json that is read."""
 
     eos_token_id: int | list[int] | None = None
 
 
 def read_architecture(file: Path) -> str:
-    """Find out which of our architectures this is; the model type decides where none is named.
+    """Return the supported architecture that config.json names, else the one of its model type.
 
     Raises:
-        ModelNotComputed: none of them.
+        ModelNotComputed: it names no supported architecture.
         ModelError: the file is missing or damaged.
     """
     naming = _convert(file, _read_json(file), _Naming)
@@ -210,7 +211,7 @@ def read_architecture(file: Path) -> str:
 
 
 def read_fields(file: Path, family: Family) -> ConfigFields:
-    """Read config.json as ``family`` means it.
+    """Read config.json with the defaults of ``family``.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -219,7 +220,8 @@ def read_fields(file: Path, family: Family) -> ConfigFields:
 
 
 def read_eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
-    """Tokens that end an answer: generation_config.json's if it names any, else config.json's."""
+    """Return the end-of-sequence tokens: generation_config.json's if it has any,
+    else config.json's."""
     file = directory / "generation_config.json"
     found = _convert(file, _read_json(file), _GenerationFields) if file.exists() else None
     ids = in_config if found is None or found.eos_token_id is None else found.eos_token_id

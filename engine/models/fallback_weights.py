@@ -1,7 +1,9 @@
-"""Where does each published tensor go in a model that transformers computes? Into its own modules.
+"""One weight version of a transformers model, and checks of models that only
+transformers implements.
 
-It knows nothing of steps or caches. One object is one version: a module, whose parameters are
-overwritten in place. The LM head computes in float32 whatever the rest does, as in our own code.
+Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
+parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own
+models.
 """
 
 import copy
@@ -28,7 +30,7 @@ from tidegate.engine.weights.weight_store import Place, WeightStore
 from tidegate.errors import ModelError
 
 CONTEXT_TOKENS_UNSAID = 32_768
-"""Of models whose positions have no end. The KV cache has one."""
+"""Context limit of models whose positions are unbounded; the KV cache is not."""
 
 POSITIONS = re.compile(r"(^|[._])(wpe|embed_positions|position_embeddings?)$")
 """Names of modules that embed positions."""
@@ -41,15 +43,15 @@ CONTEXT_FIELDS = (
     "max_target_positions",
     "seq_length",
 )
-"""Fields of configs that say how long a context may be; an MPT's is ``max_seq_len``, a Whisper's
+"""Config fields that hold the context limit; an MPT's is ``max_seq_len``, a Whisper's
 ``max_target_positions``."""
 
 
 class FallbackWeights(WeightStore):
-    """All tensors of one version, in a module of transformers.
+    """All tensors of one version, in a transformers module.
 
-    They are taken by the names of the module's ``state_dict()`` and by those of the directory,
-    which transformers converts where they differ.
+    Tensors are accepted by the module's ``state_dict()`` names and by the directory's, which
+    transformers converts where they differ.
     """
 
     def __init__(
@@ -62,12 +64,13 @@ class FallbackWeights(WeightStore):
     ) -> None:
         self.module = module
         self._aliases = aliases
-        """Names of tensors that are another one, tied; that one's name."""
+        """Names of tied tensors, each with the name of the tensor that it shares."""
         self._conversions = conversions
         self.passed_over = passed_over
-        """Tensors of the directory that transformers' model has no use for, to be warned of."""
+        """Tensors of the directory that the transformers model does not use; the
+        engine warns of them."""
         self._ignored_names = ignored
-        """Tensors of the directory that transformers ignores in every model of the kind, such as
+        """Tensors of the directory that transformers ignores in every such model, such as
         masks of old GPT-2s."""
         places, joint = converted_places(
             _places(module, aliases), conversions, stores_directory=False
@@ -76,12 +79,12 @@ class FallbackWeights(WeightStore):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What everything but the head is computed in."""
+        """Compute dtype of everything but the head."""
         dtype: torch.dtype = self.module.dtype
         return dtype
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into its place; its name may have or lack the prefix of the base model.
+        """Copy a tensor into its place; the base model's prefix in its name is optional.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.
@@ -94,17 +97,17 @@ class FallbackWeights(WeightStore):
         return any(name in names for names in (self._places, self._joint_places, self._aliases))
 
     def is_redundant(self, name: str) -> bool:
-        """Tell whether a tensor is another one, tied, or one that transformers passes over."""
+        """Whether a tensor is tied to another one, or ignored by transformers."""
         return any(
             name in names for names in (self._aliases, self.passed_over, self._ignored_names)
         )
 
     def tied_to(self, name: str) -> str | None:
-        """The name that it is taken by."""
+        """Return the name of the tensor that ``name`` is tied to."""
         return self._aliases.get(name)
 
     def twin(self) -> "FallbackWeights":
-        """A second set in memory of its own, to be filled."""
+        """Return a second version in memory of its own."""
         module = copy.deepcopy(self.module)
         return FallbackWeights(
             module, self._aliases, self._conversions, self.passed_over, self._ignored_names
@@ -112,10 +115,10 @@ class FallbackWeights(WeightStore):
 
 
 def read_config(path: Path) -> Any:
-    """Read what transformers makes of config.json.
+    """Read config.json with transformers.
 
     Raises:
-        ModelError: it knows no such model, or one that can't be sampled from as a rollout needs it.
+        ModelError: transformers does not know the model, or it cannot be sampled for rollouts.
     """
     auto: Any = transformers.AutoConfig
     try:
@@ -135,16 +138,16 @@ def read_config(path: Path) -> Any:
 
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How names of classes that have an LM head end; a few more are in transformers' own table."""
+"""Suffixes of class names with an LM head; transformers' own table has a few more."""
 
 
 def refuse_other_tasks(path: Path, config: Any) -> None:
-    """Refuse a directory whose weights belong to a class that has no LM head.
+    """Refuse a directory whose class has no LM head.
 
-    ``AutoModelForCausalLM`` loads it all the same, with the LM head left random or tied.
+    ``AutoModelForCausalLM`` would load it with a random or tied LM head.
 
     Raises:
-        ModelError: no class that ``architectures`` names is one that continues text.
+        ModelError: no class in ``architectures`` is a causal language model.
     """
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     named = list(config.architectures or ())
@@ -163,10 +166,10 @@ def refuse_other_tasks(path: Path, config: Any) -> None:
 
 
 def context_tokens_max(config: Any) -> int:
-    """Return how long contexts may be: as the config says, or 32,768 where it has no limit.
+    """Return the context limit in tokens: the config's, or 32,768 if it has none.
 
-    A ``longrope`` turns all positions otherwise once a context is longer than the original one, and
-    keys cached before would be wrong; so contexts end there.
+    A ``longrope`` changes the rotation of all positions once a context exceeds the original length,
+    which would invalidate cached keys; so contexts end there.
     """
     said = _said_context_tokens(config)
     limits = [CONTEXT_TOKENS_UNSAID if said is None else said]
@@ -174,10 +177,10 @@ def context_tokens_max(config: Any) -> int:
 
 
 def learned_positions(module: Any) -> list[int]:
-    """Return for how many positions each table of learned positions has an embedding.
+    """Return the number of positions in each table of learned position embeddings.
 
-    A longer context would end in an IndexError. Some tables begin with rows that no position has:
-    an ``offset`` of them (BART, OPT), or all up to that of the padding token (RoBERTa).
+    A longer context would raise IndexError. Some tables start with unused rows: an ``offset``
+    (BART, OPT), or all rows up to the padding token's (RoBERTa).
     """
     found = []
     for name, table in module.named_modules():
@@ -188,7 +191,7 @@ def learned_positions(module: Any) -> list[int]:
 
 
 def shortened_context(config: Any) -> list[str]:
-    """Say that contexts end before the model's own limit, if they do."""
+    """Return a warning if contexts are limited to less than the config allows."""
     said, limit = _said_context_tokens(config), context_tokens_max(config)
     if said is None or said <= limit:
         return []
@@ -216,11 +219,11 @@ def _longrope_limits(config: Any) -> list[int]:
 
 
 def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
-    """Load the weights of a Hugging Face directory into the module that transformers has for it.
+    """Load a Hugging Face directory into its transformers module.
 
     Raises:
-        ModelError: transformers can't make a causal language model of it from its own code, or
-            files are missing or damaged.
+        ModelError: transformers' own code has no causal language model for it, or files are missing
+            or damaged.
     """
     auto: Any = transformers.AutoModelForCausalLM
     try:
@@ -253,7 +256,7 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """An engine's stderr is for what went wrong."""
+    """Keep progress bars off the engine's stderr, which is for errors."""
     log: Any = transformers.utils.logging
     had_bars = log.is_progress_bar_enabled()
     log.disable_progress_bar()
@@ -265,7 +268,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 class _Float32Head(torch.nn.Module):
-    """A linear layer that computes in float32 whatever it is given."""
+    """Linear layer that computes in float32 for any input dtype."""
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
@@ -285,7 +288,7 @@ def _widen_head(module: Any) -> None:
 
 
 def _aliases(module: Any) -> dict[str, str]:
-    """Which names are of a tensor that an earlier name is of."""
+    """Return the names of tensors that share memory with an earlier name."""
     first: dict[tuple[int, torch.Size], str] = {}
     aliases = {}
     for name, tensor in module.state_dict().items():
@@ -296,7 +299,8 @@ def _aliases(module: Any) -> dict[str, str]:
 
 
 def _places(module: Any, aliases: dict[str, str]) -> dict[str, Place]:
-    """One for each tensor of the module; a head tied to the embedding is filled along with it."""
+    """Return a place per tensor of the module; a head tied to the embedding is
+    filled along with it."""
     tensors: dict[str, torch.Tensor] = module.state_dict()
     targets = {name: [tensor] for name, tensor in tensors.items() if name not in aliases}
     for alias, name in aliases.items():

@@ -1,6 +1,6 @@
-"""Which layers of a model attend alike, and which models' layers are one call of compiled code?
+"""Groups a model's layers by attention kind, and packs dense layers into one compiled call.
 
-Knows no steps: what is made here is good for all steps of a version, or of all.
+Used by ``ModelRunner``; valid for all steps of a weight version, or for all versions.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from tidegate.kernels.layers import DenseLayer, Layers, Projection, Traits
 
 
 class LayerKinds:
-    """The kinds of attention that a model's layers have; a step is planned once for each."""
+    """Distinct kinds of attention in a model; a step is planned once per kind."""
 
     def __init__(self, config: ModelConfig, positions: int, dtype: torch.dtype) -> None:
         kinds = list(dict.fromkeys(layer.attention for layer in config.layers))
         self.windows = [kind.window_tokens for kind in kinds]
-        """Of each kind."""
+        """Sliding window of each kind, in tokens; None for full attention."""
         self.rotations = [
             make_rope_table(kind.rope, head_dim=config.head_dim, positions=positions, dtype=dtype)
             for kind in kinds
         ]
-        """Of each kind, [P, 2, D] for all positions there are."""
+        """Rotary table of each kind, [positions, 2, head_dim]."""
         self.of_layers = [kinds.index(layer.attention) for layer in config.layers]
-        """Each layer's."""
+        """Index of each layer's kind."""
 
 
 def dense_layers(
     weights: Weights, caches: Sequence[torch.Tensor], kinds: LayerKinds
 ) -> Layers | None:
-    """All layers as one call, for a model that compiled code is there for.
+    """Return all layers as one compiled call; None if compiled code cannot run the whole model.
 
-    None where a layer has what is computed between those functions: experts, norms of what blocks
-    give, other ranks' sums, or products that are torch's.
+    That is the case with experts, norms of block outputs, tensor-parallel ranks, or matrices that
+    torch multiplies.
     """
     if weights.group is not None or not all(map(_is_dense, weights.layers)):
         return None

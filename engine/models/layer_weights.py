@@ -1,10 +1,10 @@
-"""Which tensors does one layer compute with, and what are their parts called where they come from?
+"""Weights of one decoder layer, and where each published tensor is stored in them.
 
-It knows nothing of how tensors travel. Query, key and value projections lie on top of each other in
-one matrix, so do gate and up. Matrices lie as :mod:`tidegate.kernels.weight_matrix` has them.
+Used by ``Weights``. Query, key and value projections are stacked in one matrix, and so are gate and
+up. Matrices have the layouts of :mod:`tidegate.kernels.weight_matrix`.
 
-Letters in shapes: H hidden, I intermediate (an expert's own in a layer of experts), E experts, Q
-query heads x head_dim, K the same for KV heads.
+Letters in shapes: H hidden size, I intermediate size (an expert's own in a layer of experts), E
+experts, Q query heads x head_dim, K KV heads x head_dim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +17,12 @@ from tidegate.engine.weights.weight_store import Part, Place
 from tidegate.kernels.weight_matrix import Matrix, take_over
 
 MakeMatrix = Callable[[int, int], Matrix]
-"""Makes room for a matrix of so many outputs and inputs."""
+"""Allocates a matrix with the given numbers of outputs and inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. None where the architecture has no such tensor."""
+    """Tensors of one decoder layer; None where the architecture has no such tensor."""
 
     input_norm: torch.Tensor
     """[H]"""
@@ -31,7 +31,7 @@ class LayerWeights:
     qkv_bias: torch.Tensor | None
     """[Q + 2K]"""
     qk_norm: torch.Tensor | None
-    """[query heads + KV heads, head_dim]: the norm's weight, repeated for each head."""
+    """[query heads + KV heads, head_dim]: the norms' weights, repeated for each head."""
     output: Matrix
     """[H, Q]"""
     output_bias: torch.Tensor | None
@@ -41,13 +41,13 @@ class LayerWeights:
     mlp_norm: torch.Tensor
     """[H]"""
     router: Matrix | None
-    """[E, H]; None in a layer without experts."""
+    """[E, H]; None without experts."""
     gate_up: tuple[Matrix, ...]
-    """[2I, H]: one, or each expert's."""
+    """[2I, H] each: one, or one per expert."""
     gate_up_bias: torch.Tensor | None
     """[2I]"""
     down: tuple[Matrix, ...]
-    """[H, I]: one, or each expert's."""
+    """[H, I] each: one, or one per expert."""
     down_bias: torch.Tensor | None
     """[H]"""
     mlp_post_norm: torch.Tensor | None
@@ -61,7 +61,7 @@ def allocate_layer(
     matrix: MakeMatrix,
     router: MakeMatrix,
 ) -> LayerWeights:
-    """Make room for a layer's tensors, to be filled."""
+    """Allocate a layer's tensors, uninitialised."""
 
     def room(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -94,7 +94,7 @@ def allocate_layer(
 
 
 def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, Place]]:
-    """Each tensor of a layer by Hugging Face's name, as a view of its shape into our layout."""
+    """Yield the place of each published tensor, as views with its published shape."""
     for name, norm in _norms(layer):
         yield f"{name}.weight", _one(norm)
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -119,7 +119,8 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
 def joint_places(
     layer: LayerWeights, prefix: str, experts: Experts | None
 ) -> Iterator[tuple[str, Place]]:
-    """What comes in one tensor from a state_dict of transformers and in many from a directory."""
+    """Yield the places of stacked expert tensors: one in transformers' ``state_dict()``,
+    many in a directory."""
     if layer.router is None or experts is None:
         return
     here = experts.here
@@ -138,7 +139,7 @@ def joint_places(
 
 
 class _Stack:
-    """The experts' matrices, on top of each other."""
+    """Copy target that stacks the experts' matrices."""
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         self._matrices = matrices
@@ -160,7 +161,7 @@ class _Stack:
 
 
 def _norms(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Where blocks' outputs are normed too, the norm before the MLP has another name."""
+    """Yield the norms; with post-norms, the norm before the MLP has another name."""
     yield "input_layernorm", layer.input_norm
     if layer.attention_post_norm is None or layer.mlp_post_norm is None:
         yield "post_attention_layernorm", layer.mlp_norm

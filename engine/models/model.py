@@ -1,9 +1,11 @@
-"""What does the model compute for a step? A decoder forward pass, from tokens to hidden states.
+"""Forward pass of a decoder-only transformer on the CPU, from token ids to hidden
+states and logits.
 
-It knows nothing of turns or sampling: a plan says which tokens are where, and weights are an
-argument, so that they can be others in the next step.
+Called by ``ModelRunner`` with a step's plan. Weights are an argument, so another version can be
+used in the next step. Depends on neither turns nor sampling.
 
-Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden, D head_dim.
+Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden size, A query
+heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,59 +39,59 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Where a step's tokens are, and what they see, in layers of one kind."""
+    """Rotations and attention groups of a step, for layers of one kind."""
 
     rotations: torch.Tensor
-    """[T, 2, D]; for compiled code, of all positions: [P, 2, D]."""
+    """[T, 2, D]; for compiled code [P, 2, D], all positions."""
     groups: Sequence[RowGroup | LastTokens]
-    """In the order of their tokens, which together are all T."""
+    """Attention groups in the order of their tokens; together they cover all T."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The index tensors of a step that goes through layer after layer; used in every one."""
+    """Index tensors of a step that runs layer by layer; shared by all layers."""
 
     attention: Sequence[AttentionPlan]
-    """Each layer's; layers of a kind share one."""
+    """Attention plan of each layer; layers of one kind share theirs."""
     places: Places
     write_index: torch.Tensor | None
-    """None for compiled code, which writes by ``places``."""
+    """KV slots to write; None for compiled code, which uses ``places``."""
     scratch: torch.Tensor
     """Memory for :func:`~tidegate.kernels.attention.attend`."""
     native: Native | None
-    """Compiled code for this model, or torch's."""
+    """Compiled code for this model; None uses torch."""
     adapters: Sequence[AdapterTokens] = ()
 
 
 class DensePlan(NamedTuple):
-    """All of a step that goes through all layers in one call."""
+    """Arguments of a step that runs all layers in one compiled call."""
 
     layers: Layers
-    """Those of the step's weights, with the caches that it writes to."""
+    """Layers of the live weights, with their KV caches."""
     positions: torch.Tensor
-    """[T]"""
+    """[T], context position of each token."""
     tables: torch.Tensor
-    """[T, B], the blocks of each token's context."""
+    """[T, B], blocks of each token's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step computes, and how."""
+    """Inputs of a forward pass."""
 
     token_ids: torch.Tensor
     """[T]"""
     sampled: torch.Tensor | None
-    """[S] the tokens whose hidden states are asked for: to sample after them, or to score. None:
-    all, in order."""
+    """[S], tokens whose hidden states are returned, to sample after or to score; None
+    for all, in order."""
     native: Native | None
-    """Compiled code for this model, or torch's."""
+    """Compiled code for this model; None uses torch."""
     layers: LayerPlan | DensePlan
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
     """Run a step; return the normed hidden states [S, H] of the tokens asked for.
 
-    ``caches`` holds one KV cache per layer; the step's own keys and values are written there.
+    ``caches`` holds one KV cache per layer; the step's keys and values are written there.
     """
     config = weights.config
     hidden = weights.embed(plan.token_ids)
@@ -105,16 +107,16 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
 
 
 def native_for(config: ModelConfig, dtype: torch.dtype) -> Native | None:
-    """Compiled code for a model that has nothing which it can't compute, on a machine that has it.
+    """Return compiled code for a model if it supports the model and the machine; else None.
 
-    Soft caps, windows, experts and norms after blocks are no matter: torch has a part in those.
+    Soft caps, windows, experts and post-norms are supported, because torch computes those parts.
     """
     plain = config.activation == "silu" and not config.norm_adds_one
     return native(dtype) if plain and config.head_dim in HEAD_DIMS else None
 
 
 def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    """The logits [S, V], in float32, of normed hidden states [S, H]."""
+    """Return the logits [S, V], float32, of normed hidden states [S, H]."""
     logits = weights.logits(hidden)
     cap = weights.config.logits_soft_cap
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -123,7 +125,7 @@ def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
 def _add_layers(
     hidden: torch.Tensor, weights: Weights, caches: Sequence[torch.Tensor], plan: LayerPlan
 ) -> None:
-    """Add to ``hidden`` [T, H] what layer after layer makes of it."""
+    """Run all layers, adding each block's output to ``hidden`` [T, H] in place."""
     config = weights.config
     activate = ACTIVATIONS[config.activation]
     group = weights.group
@@ -173,7 +175,7 @@ def _attention(
     attention: AttentionPlan,
     number: int,
 ) -> torch.Tensor:
-    """Write a layer's keys and values, and attend: [T, query heads * D]."""
+    """Write a layer's keys and values, and attend; return [T, A * D]."""
     normed = _norm(hidden, layer.input_norm, config, plan.native)
     qkv = layer.qkv.linear(normed, layer.qkv_bias)
     add_low_rank(plan.adapters, number, "qkv", normed, qkv)
@@ -194,12 +196,12 @@ def _place(
     plan: LayerPlan,
     attention: AttentionPlan,
 ) -> torch.Tensor:
-    """Turn queries and keys, and write keys and values; return the queries [T, A, D]."""
+    """Apply rotary embeddings, write keys and values; return the queries [T, A, D]."""
     if plan.native is not None:
         return plan.native.rotate_and_write(
             qkv, layer.qk_norm, attention.rotations, plan.places, cache, config.norm_epsilon
         )
-    assert plan.write_index is not None  # whoever has no compiled code
+    assert plan.write_index is not None  # set whenever there is no compiled code
     heads, turning = config.num_heads, config.num_heads + config.num_kv_heads
     turned = qkv[:, :turning]
     if layer.qk_norm is not None:
@@ -220,7 +222,7 @@ def _attend(
     scale, cap = config.attention_scale, config.attention_soft_cap
     if isinstance(group, RowGroup):
         return attend(query, cache, group, plan.scratch, scale=scale, soft_cap=cap)
-    assert plan.native is not None  # whoever plans such groups
+    assert plan.native is not None  # set whenever such groups are planned
     return plan.native.attend_last(query, cache, group, scale=scale, soft_cap=cap)
 
 
@@ -232,12 +234,11 @@ def _experts(
     activate: Callable[[torch.Tensor], torch.Tensor],
     compiled: Native | None,
 ) -> torch.Tensor:
-    """Send each token through the experts that the router scores highest: [T, H].
+    """Mixture of experts: run each token through its top-scored experts, and return the sum [T, H].
 
-    The tokens of an expert are computed together; those that nobody chose are not looked at, and
-    those of experts on other ranks are left to these.
+    Tokens of one expert are computed together. Experts on other ranks are left to those ranks.
     """
-    assert config.experts is not None  # whoever has a router
+    assert config.experts is not None  # set whenever there is a router
     per_token, here = config.experts.per_token, config.experts.here
     shares, chosen = router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
     if config.experts.normalises:
@@ -272,7 +273,7 @@ def _gated(
     activate: Callable[[torch.Tensor], torch.Tensor],
     compiled: Native | None,
 ) -> torch.Tensor:
-    """The halves [T, I] of ``gate_up``, one activated, multiplied."""
+    """Return ``activate(gate) * up`` [T, I] of the halves of ``gate_up``."""
     if compiled is not None:
         return compiled.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -289,7 +290,7 @@ def _add(
     add_adapters: Callable[[torch.Tensor], None],
     group: "RankGroup | None" = None,
 ) -> None:
-    """Add a block's last projection, and what adapters add to it, to the residual stream."""
+    """Add a block's last projection, with its LoRA adapters, to the residual stream in place."""
     if group is not None:
         projected = matrix.linear(x)
         add_adapters(projected)
@@ -308,7 +309,7 @@ def _add(
 
 
 def _summed(x: torch.Tensor, group: "RankGroup") -> torch.Tensor:
-    """All ranks' parts of ``x``, added up in float32 and rounded once."""
+    """Sum ``x`` over the ranks in float32, rounded once."""
     wide = x.float()
     group.sum_(wide)
     return wide.to(x.dtype)

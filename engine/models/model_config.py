@@ -1,7 +1,7 @@
-"""What shape has the model in this directory? What config.json comes to, checked field by field.
+"""Architecture of the model in a directory: config.json, validated field by field.
 
-It knows nothing of tensors, nor of transformers: it refuses whatever our model code would compute
-wrongly, by name, so that no model runs nearly right.
+Used by ``served_model`` and by everything that allocates tensors. Refuses by name whatever
+Tidegate's model code would compute wrongly. Depends on neither torch nor transformers.
 """
 
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from tidegate.engine.models.rope_config import Rope, context_tokens_max, read_lo
 from tidegate.errors import ModelError, ModelNotComputed
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-"""What the gate may pass through, as config.json spells it."""
+"""Supported activations of the MLP's gate, as config.json spells them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """How some layers see positions."""
+    """Rotary embedding and window of some layers' attention."""
 
     rope: Rope
     window_tokens: int | None = None
-    """How many tokens a token sees, itself among them; None: all before it."""
+    """Number of tokens that a token attends to, itself included; None for all before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What may differ from layer to layer."""
+    """Properties that differ from layer to layer."""
 
     attention: AttentionKind
     has_experts: bool = False
@@ -42,28 +42,28 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The MLPs of which each token passes through a few."""
+    """Mixture-of-experts MLPs of a model."""
 
     count: int
     per_token: int
     intermediate_size: int
     normalises: bool
-    """Whether the weights of a token's experts are made to sum to 1."""
+    """Whether the router weights of a token's experts are normalised to sum to 1."""
     held: range | None = None
-    """Those computed here, where others are elsewhere; None: all."""
+    """Experts computed on this rank; None for all."""
 
     @property
     def here(self) -> range:
-        """Those computed here."""
+        """Experts computed on this rank."""
         return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model's shape."""
+    """Architecture of one decoder-only model."""
 
     architecture: str
-    """As in config.json, e.g. ``Qwen3ForCausalLM``."""
+    """Architecture as in config.json, e.g. ``Qwen3ForCausalLM``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -74,7 +74,7 @@ class ModelConfig:
     norm_epsilon: float
     context_tokens_max: int
     tied_head: bool
-    """The LM head is the embedding; the directory holds it once."""
+    """Whether the LM head is the embedding, which the directory holds once."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -83,36 +83,36 @@ class ModelConfig:
     activation: str = "silu"
     """One of ``ACTIVATIONS``."""
     norm_adds_one: bool = False
-    """Norms multiply by 1 + weight, before they round."""
+    """Whether norms multiply by 1 + weight, before rounding."""
     post_norms: bool = False
-    """What attention and MLP give is normed too, before it is added."""
+    """Whether the outputs of attention and MLP are normed before they are added."""
     embedding_scale: float = 1.0
     attention_scale: float | None = None
-    """What a query's product with a key is multiplied by; None: 1 / sqrt(head_dim)."""
+    """Factor of attention scores; None for 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Attention's scores s become cap * tanh(s / cap)."""
+    """Cap of attention scores s, which become cap * tanh(s / cap); None without."""
     logits_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer; generation_config.json's if it names any."""
+    """End-of-sequence tokens; generation_config.json's if it has any."""
     labels: int = 0
-    """What a classification head tells, in place of an LM head; 0: there is none."""
+    """Number of outputs of a classification head, which replaces the LM head; 0 without one."""
     pad_token_id: int | None = None
-    """What a classification head passes over at the end of a sequence."""
+    """Padding token that a classification head skips at a sequence's end."""
     dtype: str = "float32"
-    """What the directory's weights are stored in, as torch spells it."""
+    """Dtype of the directory's weights, in torch's spelling."""
 
     @property
     def num_layers(self) -> int:
-        """How many decoder layers."""
+        """Number of decoder layers."""
         return len(self.layers)
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
-        """Read ``path``/config.json, and generation_config.json if it is there.
+        """Read ``path``/config.json, and generation_config.json if it exists.
 
         Raises:
-            ModelNotComputed: it asks for something that our code doesn't compute.
-            ModelError: a file is missing or damaged, or asks for what nobody can serve.
+            ModelNotComputed: the model needs something that Tidegate does not implement.
+            ModelError: a file is missing or damaged, or no implementation can serve the model.
         """
         if not path.is_dir():
             raise ModelError(
@@ -127,7 +127,7 @@ class ModelConfig:
 
 
 def refuse_what_nobody_serves(file: Path, fields: ConfigFields) -> None:
-    """Refuse what neither our code nor transformers' can sample from as a rollout needs it."""
+    """Refuse models that neither Tidegate nor transformers can sample for rollouts."""
     if fields.quantization_config is not None:
         method = fields.quantization_config.get("quant_method", "unnamed")
         raise ModelError(
@@ -182,7 +182,7 @@ def _family(architecture: str) -> Family:
 
 
 def _labels(fields: ConfigFields) -> int:
-    """How many; a config that doesn't say has two, in transformers."""
+    """Return the number of labels; transformers' default is 2."""
     return fields.num_labels or len(fields.id2label or ()) or 2
 
 
@@ -240,7 +240,7 @@ def _layers(file: Path, fields: ConfigFields, family: Family) -> tuple[LayerShap
 def _sliding_layers(
     file: Path, fields: ConfigFields, family: Family, window: int | None
 ) -> list[bool]:
-    """Which layers see a window only."""
+    """Return for each layer whether it has a sliding window."""
     types = fields.layer_types
     others = sorted(set(types or []) - {"full_attention", "sliding_attention"})
     if others:
@@ -300,6 +300,6 @@ def _attention_soft_cap(file: Path, fields: ConfigFields, family: Family) -> flo
     cap = fields.attn_logit_softcapping
     if cap is None or family.caps_attention:
         return cap
-    if family.is_gemma:  # transformers reads it and computes without it; who trained it may not
+    if family.is_gemma:  # transformers ignores it here, and the trainer may not
         raise ModelNotComputed(f"{file} has attn_logit_softcapping {cap}, unusual in this model")
     return None

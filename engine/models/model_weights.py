@@ -1,11 +1,11 @@
-"""Where does each published tensor go? One version's weights, as the model computes with them.
+"""One weight version in the layout that Tidegate's forward pass computes with.
 
-It knows nothing of versions' numbers, nor of how tensors travel. The LM head is float32 whatever
-the rest is. Matrices lie as they are multiplied fastest; copying packs them, at some GB/s, on
-whatever thread loads. One object serves update after update: its pages are touched once, for first
-touches of fresh pages cost more than copies.
+Allocated by ``OwnModel``, filled by the loader and by staging, and passed to ``model.forward``. The
+LM head is float32 whatever the dtype. Matrices are packed for the fastest product; packing happens
+in the copy, at some GB/s, on the loading thread. One object is reused for update after update,
+because the first touch of fresh pages costs more than the copy.
 
-Letters in shapes: V vocabulary, H hidden, L labels.
+Letters in shapes: V vocabulary, H hidden size, L labels, T tokens, S tokens asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,19 +36,19 @@ if TYPE_CHECKING:  # torch.distributed is for engines of several ranks
 
 
 Quantization = Literal["int8", "fp8"]
-"""What layers' weights may be rounded to; one byte each, a scale for each output."""
+"""Format of rounded layer weights: one byte each, and a scale per output."""
 
 
 def make_rounded_matrix(
     outputs: int, inputs: int, *, dtype: torch.dtype, quantize: Quantization
 ) -> Matrix:
-    """Make room for a matrix that activations of ``dtype`` are multiplied by."""
+    """Allocate a quantized matrix for activations of ``dtype``."""
     make = make_fp8_matrix if quantize == "fp8" else make_int8_matrix
     return make(outputs, inputs, dtype)
 
 
 class Weights(WeightStore):
-    """All tensors of one version, as our own code computes with them."""
+    """All tensors of one version, for Tidegate's own forward pass."""
 
     def __init__(
         self,
@@ -62,20 +62,20 @@ class Weights(WeightStore):
     ) -> None:
         self.adapters: Mapping[str, Adapter]
         self.shard = shard
-        """Which part of the model this is."""
+        """The tensor-parallel rank's part of the model."""
         self.group = group
-        """Those who have the other parts."""
+        """Communication group of the tensor-parallel ranks; None with one rank."""
         self.whole_config = config
         self.config = shard.local(config)
-        """That of this part."""
+        """Config with this rank's sizes; ``whole_config`` has the model's."""
         self.embedding = embedding
         """[V, H]"""
         self.layers = layers
         self.final_norm = final_norm
         """[H]"""
         self.head = head
-        """[V, H], float32; the embedding itself where that is tied and float32. Of a classification
-        head [L, H]."""
+        """[V, H], float32; the embedding itself if tied and float32. [L, H] of a
+        classification head."""
         joint = dict(_joint_places(self))
         model = f"{config.architecture} of {config.num_layers} layers"
         super().__init__(model, dict(_places(self)), joint=joint)
@@ -91,11 +91,11 @@ class Weights(WeightStore):
         shard: Shard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> "Weights":
-        """Make room for one version, to be filled; the head is float32 whatever ``dtype`` is.
+        """Allocate one version, uninitialised; the head is float32 whatever ``dtype`` is.
 
-        ``is_packed`` tells matrices how to lie, whatever is faster on this machine;
-        ``quantize`` has those of the layers, but for the router, be rounded to it. Of a ``shard``
-        there is room for that part only; ``group`` computes the others.
+        ``is_packed`` chooses the matrices' layout; None takes the faster on this machine.
+        ``quantize`` rounds the layers' matrices except the router. With a ``shard`` only that part
+        is allocated, and ``group`` connects it to the other ranks.
         """
         local = shard.local(config)
         vocabulary = (shard.vocabulary_rows(config), config.hidden_size)
@@ -119,7 +119,7 @@ class Weights(WeightStore):
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings [T, H] of tokens [T]."""
+        """Return the embeddings [T, H] of tokens [T]."""
         if self.group is None:
             return self.embedding.take(token_ids)
         held = self.shard.vocabulary(self.whole_config)
@@ -131,7 +131,8 @@ class Weights(WeightStore):
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the head makes of normed hidden states [S, H], in float32: [S, V] or [S, L]."""
+        """Return the head's output for normed hidden states [S, H], float32: [S, V], or
+        [S, L] of labels."""
         head = self.head
         logits = head.linear(hidden if isinstance(head, ExactMatrix) else hidden.float())
         if self.group is None or self.config.labels:
@@ -139,38 +140,39 @@ class Weights(WeightStore):
         return self.group.join(logits)[:, : self.config.vocab_size]
 
     def is_redundant(self, name: str) -> bool:
-        """A tied model's head is its embedding; old Llama directories hold rotary frequencies."""
+        """Whether it is a tied model's head, or the rotary frequencies of an old
+        Llama directory."""
         tied = self.config.tied_head and name == "lm_head.weight"
         return tied or name.endswith(".rotary_emb.inv_freq")
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
-        """An adapter for this model, of tensors as the protocol names them."""
+        """Make a LoRA adapter for this model from tensors named as in the protocol."""
         like = Like(self.dtype, self.is_packed)
         layers = self.config.num_layers
         return make_adapter(tensors, scale, self._places, num_layers=layers, like=like)
 
     def tied_to(self, name: str) -> str | None:
-        """A tied model's head is its embedding."""
+        """Return the embedding's name for a tied model's head."""
         return "model.embed_tokens.weight" if name == "lm_head.weight" else None
 
     @property
     def is_packed(self) -> bool:
-        """Whether its matrices are: so products are the same bits whatever rows are beside."""
+        """Whether matrices are packed, so that a row's product has the same bits in every batch."""
         return isinstance(self.head, PackedMatrix)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What everything but the head is stored and computed in."""
+        """Dtype in which everything but the head is stored and computed."""
         return self.embedding.dtype
 
 
 def load_directory(
     path: Path, config: ModelConfig, dtype: torch.dtype, *, is_packed: bool | None = None
 ) -> Weights:
-    """Load the weights of a Hugging Face directory; ``is_packed`` as in :meth:`Weights.allocate`.
+    """Load a Hugging Face directory; ``is_packed`` as in :meth:`Weights.allocate`.
 
     Raises:
-        ModelError: files are missing or damaged, or don't fit ``config``.
+        ModelError: files are missing or damaged, or do not fit ``config``.
     """
     weights = Weights.allocate(config, dtype, is_packed=is_packed)
     fill_from_directory(weights, path)
@@ -180,12 +182,10 @@ def load_directory(
 def fill_from_directory(
     weights: WeightStore, path: Path, beat: Callable[[], None] = lambda: None
 ) -> None:
-    """Fill weights from a Hugging Face directory, whatever was in them before.
-
-    ``beat`` is called now and then.
+    """Overwrite weights from a Hugging Face directory, calling ``beat`` after each tensor.
 
     Raises:
-        ModelError: files are missing or damaged, or don't fit them.
+        ModelError: files are missing or damaged, or do not fit the weights.
     """
     weights.start()
     for name, tensor in read_tensors(path):
@@ -198,10 +198,10 @@ def fill_from_directory(
 
 
 def refuse_lacking(path: Path, names: Sequence[str]) -> None:
-    """Refuse a directory if there are ``names`` that it lacks.
+    """Refuse a directory that lacks tensors.
 
     Raises:
-        ModelError: there are.
+        ModelError: ``names`` is not empty.
     """
     if names:
         raise ModelError(

@@ -1,10 +1,9 @@
-"""How are tensors summed and joined over an engine's ranks? By gloo, on the loopback.
+"""Collectives over an engine's tensor-parallel ranks: all-reduce and all-gather, by
+gloo on loopback.
 
-It knows nothing of models. Nothing here waits without end: a rank that is gone or stuck makes the
-others fail, and an engine that has lost a rank has lost its turns' KV anyway.
-
-The group belongs to its object, not to the process: so an engine and its trainer may each have
-theirs, and tests have several.
+Used by the forward pass. Every call has a timeout: if a rank is gone or stuck, the others fail,
+because an engine that has lost a rank has lost its turns' KV. The process group belongs to its
+object, not to the process, so an engine and its trainer may each have one.
 """
 
 from datetime import timedelta
@@ -19,28 +18,30 @@ from tidegate.errors import RankLost
 _distributed: Any = torch.distributed  # whose stubs know nothing of its gloo
 
 TIMEOUT_S = 30.0
-"""Of one sum. Ranks are at most one layer apart; also the longest step's takes a second or so."""
+"""Seconds for one collective. Ranks are at most one layer apart; the longest step
+takes about 1 s."""
 
 
 class RankGroup:
-    """One rank's end. Every rank makes the same calls, in the same order."""
+    """One rank's end of the group. Every rank must make the same calls in the same order."""
 
     def __init__(self, rank: int, ranks: int, meeting_place: Path) -> None:
-        """``meeting_place`` is a file that isn't there yet, in a directory of this user's alone."""
+        """``meeting_place`` is a file that does not exist yet, in a directory
+        private to this user."""
         self.rank = rank
         self.ranks = ranks
         self._meeting_place = meeting_place
         self._group: Any = None
 
     def connect(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Meet the others.
+        """Connect to the other ranks.
 
         Raises:
-            RankLost: not all came.
+            RankLost: not all ranks connected in time.
         """
         gloo = _distributed.ProcessGroupGloo
         options = gloo._Options()
-        # Not what the host's name resolves to: nobody but this machine may join in.
+        # Loopback rather than the host's address, so that only this machine can join.
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=timeout_s)
         try:
@@ -50,10 +51,10 @@ class RankGroup:
             raise self._lost(error) from error
 
     def sum_(self, x: torch.Tensor) -> None:
-        """Add up what the ranks have, in place; all get the same bits.
+        """Sum ``x`` over the ranks in place (all-reduce); all ranks get the same bits.
 
         Raises:
-            RankLost: one is gone, or doesn't answer.
+            RankLost: a rank is gone or does not answer.
         """
         try:
             self._connected().allreduce([x]).wait()
@@ -61,10 +62,10 @@ class RankGroup:
             raise self._lost(error) from error
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """What the ranks have [S, n], side by side: [S, n * ranks].
+        """Concatenate the ranks' ``x`` [S, n] to [S, n * ranks] (all-gather).
 
         Raises:
-            RankLost: one is gone, or doesn't answer.
+            RankLost: a rank is gone or does not answer.
         """
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         try:

@@ -1,7 +1,7 @@
-"""How does this model turn positions into angles? Rotary embeddings as config.json asks for them.
+"""Rotary-embedding parameters of config.json: default, linear, llama3 and yarn.
 
-It knows nothing of tensors. There is one for all layers, or one for those with a sliding window
-and another for the rest.
+Read by ``model_config.py``, turned into tensors by ``rope_tables.py``. A model has one rotary
+embedding for all layers, or one for layers with a sliding window and another for the rest.
 """
 
 import math
@@ -19,36 +19,38 @@ THETA_DEFAULT = 10_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How a rotary embedding is stretched beyond the context it was trained on."""
+    """How a rotary embedding is extended beyond its training context."""
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
     original_context_tokens: int = 0
-    """What it was trained on; ``linear`` doesn't need to know."""
+    """Training context in tokens; unused by ``linear``."""
     low_freq_factor: float = 1.0
-    """This and the next matter to ``llama3`` only."""
+    """Only ``llama3``: rotations within the original context up to which a frequency
+    is fully scaled."""
     high_freq_factor: float = 4.0
+    """Only ``llama3``: rotations within the original context from which a frequency is unscaled."""
     beta_fast: float = 32.0
-    """This and the next two matter to ``yarn`` only: turns in the original context from which on a
-    frequency is left alone,"""
+    """Only ``yarn``: rotations within the original context from which a frequency is unscaled."""
     beta_slow: float = 1.0
-    """and up to which it is stretched in full."""
+    """Only ``yarn``: rotations within the original context up to which a frequency
+    is fully scaled."""
     rounds_bounds: bool = True
-    """Whether the pairs between which it passes from one to the other are whole ones."""
+    """Only ``yarn``: whether the bounds of the transition are rounded to whole coordinate pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """One rotary embedding."""
+    """Parameters of one rotary embedding."""
 
     theta: float
     scaling: RopeScaling | None = None
     amplitude: float = 1.0
-    """What rotated queries and keys are multiplied by; not 1 with ``yarn``."""
+    """Factor of rotated queries and keys; differs from 1 with ``yarn`` only."""
 
 
 class _RopeFields(msgspec.Struct):
-    """``rope_parameters``, or the older ``rope_scaling``."""
+    """Fields of ``rope_parameters``, or of the older ``rope_scaling``."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -70,19 +72,19 @@ def read_rope(file: Path, fields: ConfigFields) -> Rope:
     """Read the rotary embedding of a model that has one for all layers.
 
     Raises:
-        ModelError: its fields make no sense.
-        ModelNotComputed: it is of a kind that we don't compute.
+        ModelError: its fields are invalid.
+        ModelNotComputed: its kind is not supported.
     """
     raw = fields.rope_scaling or fields.rope_parameters or {}  # transformers' precedence
     return _rope(file, fields, raw, fields.rope_theta)
 
 
 def read_local_rope(file: Path, fields: ConfigFields) -> tuple[Rope, Rope]:
-    """Read those of a Gemma-3: for layers with a window, and for the others.
+    """Read the two rotary embeddings of a Gemma 3: of layers with a window, and of the others.
 
     Raises:
-        ModelError: their fields make no sense.
-        ModelNotComputed: one is of a kind that we don't compute.
+        ModelError: their fields are invalid.
+        ModelNotComputed: a kind is not supported.
     """
     nested = fields.rope_parameters or {}
     local = nested.get("sliding_attention") or {}
@@ -96,7 +98,7 @@ def read_local_rope(file: Path, fields: ConfigFields) -> tuple[Rope, Rope]:
 
 
 def context_tokens_max(file: Path, fields: ConfigFields) -> int:
-    """How long contexts may be: what ``yarn`` stretches them to, where that is said and is more."""
+    """Return the context limit in tokens: yarn's extended length if it is stated and larger."""
     raw = fields.rope_scaling or fields.rope_parameters or {}  # transformers' precedence
     found = _convert(file, raw)
     original = fields.original_max_position_embeddings or found.original_max_position_embeddings
@@ -150,10 +152,10 @@ def _rope(file: Path, fields: ConfigFields, raw: dict[str, Any], theta: float | 
 
 
 def _refuse_senseless(file: Path, scaling: RopeScaling) -> None:
-    """Refuse numbers that make no frequencies, or NaN.
+    """Refuse numbers that give no frequencies, or NaN.
 
     Raises:
-        ModelError: there are.
+        ModelError: a number is out of range.
     """
     tokens, low, high = (
         scaling.original_context_tokens,
@@ -176,7 +178,7 @@ def _refuse_unless(right: bool, file: Path, rule: str, got: object) -> None:
 
 
 def _yarn_amplitude(fields: _RopeFields, factor: float) -> float:
-    """The paper's correction of attention's entropy, unless the config has its own.
+    """Return the attention-entropy correction, unless the config sets it.
 
     Source: YaRN, Peng et al., arXiv:2309.00071, section 3.4.
     """

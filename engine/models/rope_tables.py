@@ -1,6 +1,6 @@
-"""Which rotation has each position? The tables of a model's rotary embeddings.
+"""Rotary tables: cosine and sine of every position, from ``rope_config.Rope``.
 
-It knows nothing of layers or steps: config.json's description in, tensors out.
+Built once per kind of attention by both runners.
 """
 
 import math
@@ -14,17 +14,17 @@ from tidegate.kernels.rope import rope_table
 def make_rope_table(
     rope: Rope, *, head_dim: int, positions: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The rotations [positions, 2, head_dim] of one embedding."""
+    """Return the table [positions, 2, head_dim] of one rotary embedding."""
     frequencies = inverse_frequencies(rope, head_dim)
     return rope_table(frequencies, positions, dtype, amplitude=rope.amplitude)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of a head's coordinates. [head_dim / 2], float32
+    """Return the radians per position of each coordinate pair. [head_dim / 2], float32
 
-    ``linear`` divides all by the factor; ``llama3`` and ``yarn`` only those whose waves are too
-    long for the original context to show them, with a smooth passage in between: ``llama3`` by
-    frequency, ``yarn`` by the pair's number.
+    ``linear`` divides all frequencies by the factor. ``llama3`` and ``yarn`` divide only those
+    whose wavelength exceeds the original context, with a smooth transition: ``llama3`` by
+    frequency, ``yarn`` by the pair's index.
 
     Source of ``yarn``: Peng et al., arXiv:2309.00071, section 3.2.
     """
@@ -45,7 +45,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _yarn_share_unscaled(scaling: RopeScaling, theta: float, head_dim: int) -> torch.Tensor:
-    """How much of each pair's frequency is left as it is. [head_dim / 2]"""
+    """Return the share of each pair's frequency that is not scaled. [head_dim / 2]"""
 
     def pair_that_turns(times: float) -> float:
         wave_tokens = scaling.original_context_tokens / (times * 2 * math.pi)
@@ -55,6 +55,6 @@ def _yarn_share_unscaled(scaling: RopeScaling, theta: float, head_dim: int) -> t
     if scaling.rounds_bounds:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
-    span = max(last - first, 0.001)  # where both are one pair the passage is a step
+    span = max(last - first, 0.001)  # if both are the same pair, the transition is a step
     pairs = torch.arange(head_dim // 2, dtype=torch.float32)
     return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)

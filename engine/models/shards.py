@@ -1,10 +1,9 @@
-"""Which part of a model does one rank compute? Slices of its tensors, and a config of their sizes.
+"""Tensor-parallel sharding: one rank's slices of the tensors, and a config with its sizes.
 
-It knows nothing of processes, nor of how sums travel. A layer's first matrices (query, key, value;
-gate, up) are cut by their outputs, its last ones (output, down) by their inputs; so a layer needs
-two sums over the ranks. KV heads are shared out, or repeated where there are fewer than ranks.
-Experts are shared out whole; embedding and head are cut by the vocabulary. Norms, router and a
-classification head are on every rank.
+Used by ``Weights`` and the ranks' processes. A layer's first matrices (query, key, value; gate, up)
+are split by outputs, its last ones (output, down) by inputs; so a layer needs two all-reduces. KV
+heads are split, or repeated if there are fewer than ranks. Experts are assigned whole; embedding
+and LM head are split by vocabulary. Norms, router and a classification head are on every rank.
 
 Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 """
@@ -24,21 +23,21 @@ KV_PROJECTIONS = ("k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share. That of the only rank is the whole model."""
+    """One rank's part of a model; the only rank's is the whole model."""
 
     rank: int = 0
     ranks: int = 1
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no other rank."""
+        """Whether there is only one rank."""
         return self.ranks == 1
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The model as this rank computes it; its vocabulary is the whole one's.
+        """Return the config with this rank's sizes; ``vocab_size`` stays the model's.
 
         Raises:
-            ConfigError: it can't be shared out evenly.
+            ConfigError: the model cannot be split evenly.
         """
         if self.is_whole:
             return config
@@ -56,19 +55,21 @@ class Shard:
         )
 
     def vocabulary(self, config: ModelConfig) -> Part:
-        """The tokens whose embeddings and logits are this rank's; the last rank's may be fewer."""
+        """Return the range of tokens whose embeddings and logits are this rank's; the
+        last may have fewer."""
         size = self.vocabulary_rows(config)
         first = min(self.rank * size, config.vocab_size)
         return Part(0, first, min(size, config.vocab_size - first))
 
     def vocabulary_rows(self, config: ModelConfig) -> int:
-        """Room for so many tokens on each rank: as many on all, to be joined."""
+        """Return the vocabulary rows allocated on each rank; equal on all, so that logits
+        can be gathered."""
         return -(-config.vocab_size // self.ranks)
 
     def layer_places(
         self, layer: LayerWeights, local: ModelConfig, whole: ModelConfig
     ) -> Iterator[tuple[str, Place]]:
-        """Where this rank's part of each published tensor of a layer goes."""
+        """Yield where this rank's part of each published tensor of a layer is stored."""
         for name, place in layer_places(layer, local):
             if self.is_whole or ".experts." in name:
                 yield name, place

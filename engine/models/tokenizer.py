@@ -1,6 +1,6 @@
-"""How does a model's text look? Read from its directory's tokenizer.json, when first asked for.
+"""The model's tokenizer, loaded from tokenizer.json on first use.
 
-Most runs never ask: tokens go in and out. What stop strings and grammars are is not known here.
+Used by stop strings and grammars. Most runs never load it, because tokens go in and out.
 """
 
 from pathlib import Path
@@ -11,17 +11,17 @@ from tidegate.errors import TurnRefused
 
 
 class ModelTokenizer:
-    """One model's tokenizer; loading a large one takes a second, once."""
+    """Tokenizer of one model; loading a large one takes a second, once."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._loaded: Tokenizer | None = None
 
     def get(self) -> Tokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
-            TurnRefused: there is none, or it can't be read.
+            TurnRefused: there is none, or it cannot be read.
         """
         if self._loaded is None:
             self._loaded = self._load()

@@ -1,1 +1,1 @@
-"""One engine over several processes: each computes a part of every layer."""
+"""Tensor parallelism: one engine as several processes, each with a part of every layer."""

@@ -1,7 +1,7 @@
-"""What does a rank other than 0 do all day? Its part of each step, and its part of new weights.
+"""Main loop of a tensor-parallel rank other than 0: its part of each step and of new weights.
 
-It decides nothing: rank 0 tells it what to do, in one order, which is so the same on every rank.
-Weights come to it as to rank 0, by the channel that the orchestrator names: it copies its part.
+Run by ``ranks/worker.py``. It decides nothing: rank 0 sends it messages in the same order as to
+every rank. It reads weights from the channel that the orchestrator names, and copies its part.
 """
 
 import time
@@ -20,14 +20,14 @@ from tidegate.transport import rank_messages as rank
 from tidegate.transport.messages import InitWeights, UpdateWeights, WeightsFailed, WeightsStaged
 
 STAGING_POLL_S = 0.002
-"""How long staged weights go untold while no step runs."""
+"""Seconds between checks for staged weights while no step runs."""
 
 SAMPLED_ELSEWHERE = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
-"""What a row samples by is rank 0's business; here it only matters that it does."""
+"""Placeholder for rows that rank 0 samples; only its presence matters here."""
 
 
 class RankLoop:
-    """One rank's life, on one thread."""
+    """Serves rank 0, on one thread."""
 
     def __init__(
         self, connection: Connection, runner: ModelRunner, staging: Staging, sleeper: Sleeper
@@ -37,15 +37,15 @@ class RankLoop:
         self._staging = staging
         self._sleeper = sleeper
         self._version = -1
-        """That of the update under way."""
+        """Version of the update under way; -1 without one."""
         self._attempt = 0
-        """What rank 0 calls it."""
+        """Rank 0's number of the update under way."""
 
     def run(self) -> None:
         """Serve rank 0 until it is gone.
 
         Raises:
-            RankLost: another rank is, or is stuck.
+            RankLost: another rank is gone or stuck.
         """
         while True:
             try:
@@ -54,7 +54,7 @@ class RankLoop:
                 frame = self._connection.recv_bytes()
                 self._tell()
             except (EOFError, ConnectionError):
-                return  # rank 0 ended, and what it was is over
+                return  # rank 0 has ended
             self._handle(rank.decode_to_rank(frame))
 
     def _handle(self, message: rank.ToRank) -> None:
@@ -95,7 +95,7 @@ class RankLoop:
             self._staging.start(message, live)
 
     def _tell(self) -> None:
-        """Say how the update under way ended, if it did. What was before it nobody asks for."""
+        """Report how the current update ended, if it did; results of older updates are dropped."""
         for answer in self._staging.take_answers():
             if getattr(answer, "version", None) != self._version:
                 continue
@@ -109,7 +109,7 @@ class RankLoop:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[rank.RankRow]:
-    """What other ranks need to know of a step's rows."""
+    """Encode a step's rows for the other ranks."""
     return [
         rank.RankRow(
             row.token_ids.astype(np.int32).tobytes(),
@@ -124,7 +124,7 @@ def rank_rows(rows: Sequence[Row]) -> list[rank.RankRow]:
 
 
 def row_of(row: rank.RankRow) -> Row:
-    """A row as another rank computes it."""
+    """Decode a row that rank 0 sent."""
     scoring = row.scoring
     return Row(
         np.frombuffer(row.token_ids, np.int32),
@@ -136,7 +136,7 @@ def row_of(row: rank.RankRow) -> Row:
         else RowScoring(
             scoring.positions,
             cast(Reads, scoring.reads),
-            np.frombuffer(scoring.token_ids, np.int32).copy(),  # torch wants to be able to write
+            np.frombuffer(scoring.token_ids, np.int32).copy(),  # torch needs writable memory
             scoring.top_logprobs,
             scoring.temperature,
         ),

@@ -1,7 +1,8 @@
-"""How does an engine of several ranks sleep? Every rank gives its own memory back, or none does.
+"""Sleep and wake of an engine with several ranks: all ranks release their memory, or none does.
 
-Each has a :class:`~tidegate.engine.execution.sleep.Sleeper` of its own; rank 0's alone knows turns.
-While it waits for the others' word it beats, for copies to a disk take long.
+Used instead of ``Sleeper`` on rank 0; each rank has a
+:class:`~tidegate.engine.execution.sleep.Sleeper` of its own, and only rank 0's knows turns. Rank 0
+sends heartbeats while it waits for the others, because copies to disk take long.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,21 +27,22 @@ from tidegate.transport.sleep_messages import (
 
 
 class Frozen:
-    """What a rank other than 0 holds of turns: none, and it is told to sleep when none runs."""
+    """Stand-in for the scheduler on ranks other than 0, which have no turns and sleep
+    when rank 0 says so."""
 
     is_pause_asked = True
     is_pause_in_effect = True
     is_swap_asked = False
 
     def hold(self, is_held: bool) -> None:
-        """Rank 0 tells no steps meanwhile."""
+        """Do nothing: rank 0 sends no steps meanwhile."""
 
     def forget_kv(self) -> None:
-        """Rank 0 does."""
+        """Do nothing: rank 0 preempts the turns."""
 
 
 class RankedSleeper(Sleeper):
-    """Rank 0's own memory, and the others'."""
+    """Puts the memory of all ranks to sleep and wakes it."""
 
     def __init__(
         self,
@@ -55,15 +57,15 @@ class RankedSleeper(Sleeper):
         self._team = team
         self._processes = team.ranks
         self._asleep_elsewhere: set[MemoryTag] = set()
-        """What another rank could not wake, whether this one did or never slept."""
+        """Memory that another rank could not wake, whatever its state on this rank."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
-        """What sleeps now, on any rank."""
+        """Tags of the memory that sleeps now on any rank."""
         return [tag for tag in MEMORY_TAGS if tag in self._asleep | self._asleep_elsewhere]
 
     def swapped(self) -> None:
-        """Other weights were swapped in, on every rank."""
+        """Take note of a weight swap on all ranks."""
         self._asleep_elsewhere.discard("weights")
         super().swapped()
 
@@ -76,17 +78,17 @@ class RankedSleeper(Sleeper):
         if not failed and isinstance(mine, Asleep):
             returned = mine.returned_bytes + sum(answer.returned_bytes for answer in theirs)
             return Asleep(request=asked.request, tags=mine.tags, returned_bytes=returned)
-        # All or none: those that sleep, and did not before, wake again.
+        # All or none: memory that sleeps and did not before is woken again.
         tags = [tag for tag in asked.tags if tag not in slept_before]
-        self._asleep_elsewhere.update(tags)  # on some, whatever this one did, unless all wake
+        self._asleep_elsewhere.update(tags)  # asleep on some rank, unless all wake
         self.wake(Wake(request=asked.request, tags=tags))
         return SleepFailed(request=asked.request, message=cut(failed))
 
     def wake(self, message: Wake) -> Message:
-        """Take memory again, on every rank.
+        """Allocate the memory again on all ranks.
 
-        Where one can't, what is awake stays so, and what isn't is said to sleep: to ask again is
-        to wake the rest.
+        If a rank fails, memory that is awake stays awake, and the rest is reported as asleep;
+        another request wakes the rest.
         """
         tags = set(self.asleep).intersection(message.tags)
         self._team.tell(rank.RankWake(message))
@@ -105,7 +107,7 @@ class RankedSleeper(Sleeper):
 
 
 def memory_answer(answer: Message) -> rank.RankMemory:
-    """What rank 0 needs to know of another rank's answer to a sleep or a wake."""
+    """Convert a rank's sleep or wake answer to the message for rank 0."""
     match answer:
         case Asleep(returned_bytes=returned):
             return rank.RankMemory(returned_bytes=returned)
@@ -117,7 +119,7 @@ def memory_answer(answer: Message) -> rank.RankMemory:
 
 
 def _failures(mine: Message, theirs: Sequence[rank.RankMemory]) -> str:
-    """Who could not, and why; empty if all could."""
+    """Return which ranks failed, and why; empty if none did."""
     failed = [f"rank 0: {mine.message}"] if isinstance(mine, SleepFailed) else []
     failed += [f"rank {n}: {its.failure}" for n, its in enumerate(theirs, start=1) if its.failure]
     return "; ".join(failed)

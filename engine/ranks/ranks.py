@@ -1,9 +1,10 @@
-"""Rank 0's side of an engine of several ranks: starts them, and runs steps and updates on all.
+"""Rank 0's side of tensor parallelism: starts the other ranks, and runs steps and updates on all.
 
-Rank 0 sends the others each step's rows, and samples; their parts meet in the sums of each layer.
-Each rank copies its part of new weights from the channel for itself. If one refuses a version, all
-do, and all swap between the same two steps, because a rank hears of swaps and steps in one order.
-An engine of one rank uses nothing of this module.
+Used by the worker. Rank 0 sends the others each step's rows, and samples; the ranks' parts are
+combined by all-reduce in each layer. Each rank copies its part of new weights from the channel. If
+one refuses a version, all do. All swap between the same two steps, because every rank receives
+swaps and steps in one order. An engine of one rank uses plain ``Staging``, ``Sleeper`` and
+``Runner``.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class RankedRunner(Runner):
-    """Rank 0's part of the model, and the others'."""
+    """Runs steps on rank 0 and all other ranks."""
 
     def __init__(self, runner: ModelRunner, team: Team) -> None:
         self._runner = runner
@@ -46,33 +47,34 @@ class RankedRunner(Runner):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks each rank's KV cache has."""
+        """Number of blocks of each rank's KV cache."""
         return self._runner.num_blocks
 
     @property
     def block_tokens(self) -> int:
-        """How many positions a block has."""
+        """Number of positions in a block."""
         return self._runner.block_tokens
 
     @property
     def weights(self) -> WeightStore:
-        """Those that rank 0 computes the next step with."""
+        """Rank 0's part of the live weights."""
         return self._runner.weights
 
     def swap(self, weights: WeightStore) -> None:
-        """Compute with others from the next step on. The other ranks are told by the staging."""
+        """Use other weights from the next step on; the staging tells the other ranks."""
         self._runner.swap(weights)
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """All that rank 0's KV is kept in."""
+        """Return the tensors of rank 0's KV cache."""
         return self._runner.cache_tensors()
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run every row's tokens, and sample after the last of those that ask for it; score others.
+        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
+        with ``scoring``.
 
         Raises:
-            RankLost: a rank is gone or stuck, or one failed in the midst of a step, after which the
-                ranks can't be brought together again.
+            RankLost: a rank is gone or stuck, or failed within a step, after which the ranks cannot
+                be synchronised again.
         """
         if not rows:
             return self._runner.step(rows)
@@ -89,7 +91,7 @@ class RankedRunner(Runner):
 
 
 class RankedStaging(Staging):
-    """Rank 0's own, and the word of the others."""
+    """Stages weights on rank 0 and all other ranks."""
 
     def __init__(
         self, allocate: Callable[[], WeightStore], team: Team, home: Home = NOWHERE
@@ -97,24 +99,24 @@ class RankedStaging(Staging):
         super().__init__(allocate, home)
         self._team = team
         self._attempt = 0
-        """How many updates were started: answers to older ones are no news."""
+        """Number of updates started; answers to older ones are ignored."""
         self._unstaged: set[int] = set()
-        """Ranks that have not said yet that the update under way is complete."""
+        """Ranks that have not reported the current update as complete."""
         self._staged: WeightsStaged | None = None
-        """Rank 0's own word, as long as others are waited for."""
+        """Rank 0's own answer, held back until all other ranks have answered."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer may be due any moment."""
+        """Whether an answer may become due."""
         return super().is_busy or self._staged is not None
 
     def init(self, message: InitWeights) -> None:
-        """Phase 1, on every rank."""
+        """Phase 1 on every rank: open the channel."""
         self._team.tell(rank.Relay(message))
         super().init(message)
 
     def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
-        """Phase 2, on every rank."""
+        """Phase 2 on every rank: begin a version."""
         self._attempt += 1
         self._unstaged = set(range(1, self._team.ranks))
         self._staged = None
@@ -123,19 +125,19 @@ class RankedStaging(Staging):
         super().start(message, live)
 
     def update(self, message: UpdateWeights) -> None:
-        """Phase 3, on every rank."""
+        """Phase 3 on every rank: copy tensors."""
         self._team.tell(rank.Relay(message))
         super().update(message)
 
     def abandon(self) -> None:
-        """Forget the update that is under way or complete, on every rank."""
+        """Drop the current update, complete or not, on every rank."""
         self._team.tell(rank.Abandon())
         self._unstaged.clear()
         self._staged = None
         super().abandon()
 
     def give_up(self, why: str) -> bool:
-        """Stop what is under way on every rank; whether nothing is any more on this one."""
+        """Stop the current update on every rank; return whether this rank's buffer is unused."""
         self._team.tell(rank.Abandon(why))
         self._unstaged.clear()
         self._staged = None
@@ -146,7 +148,7 @@ class RankedStaging(Staging):
         return super().is_staged(version) and not self._unstaged and self._staged is None
 
     def take_answers(self) -> list[Message]:
-        """What has been staged on every rank, or has failed on one, since the last call.
+        """Return what has been staged on every rank, or failed on one, since the last call.
 
         Raises:
             RankLost: a rank is gone.
@@ -169,38 +171,38 @@ class RankedStaging(Staging):
         return answers
 
     def exchange(self, version: int, live: WeightStore) -> WeightStore:
-        """Hand out rank 0's part of ``version``, and have the others take theirs."""
+        """Return rank 0's part of ``version``, and make the other ranks swap theirs."""
         staged = super().exchange(version, live)
         self._team.tell(rank.SwapWeights(version))
         return staged
 
     def _refuse(self, why: str) -> None:
-        """Another rank has refused the update under way."""
+        """Fail the current update, because another rank has refused it."""
         if self._update is not None and not self._update.is_over:
             self._fail(self._update, why)
         self._staged = None
 
 
 RANKS_MAX = 64
-"""On one machine there are not more processors worth it."""
+"""Limit of ranks: no machine has more processors worth using."""
 
 ONE_READER_CHANNELS = ("relay", "collective")
-"""They count on one reader per engine, and of several ranks each reads for itself."""
+"""Weight channels with one reader per engine; here every rank reads for itself."""
 
 
 def ranks_channels(count: int) -> list[str]:
-    """The weight channels of an engine with so many ranks."""
+    """Return the weight channels of an engine with ``count`` ranks."""
     return [name for name in CHANNELS if count == 1 or name not in ONE_READER_CHANNELS]
 
 
 class Ranks:
-    """The ranks of one engine, as rank 0 has them."""
+    """All ranks of one engine, as rank 0 manages them."""
 
     def __init__(self, count: int, *, is_deterministic: bool = False) -> None:
-        """Make what the model is opened with.
+        """Prepare the shard and the group that the model is opened with.
 
         Raises:
-            ConfigError: there can't be so many.
+            ConfigError: ``count`` is not possible.
         """
         if not 1 <= count <= RANKS_MAX:
             raise ConfigError(f"tensor_parallel must be 1 to {RANKS_MAX}, got {count}")
@@ -220,7 +222,7 @@ class Ranks:
             self.group = rank_group.RankGroup(0, count, self._directory.path / "meeting")
 
     def start(self, arguments: Sequence[str]) -> None:
-        """Start the other ranks, which load their part of the model."""
+        """Start the other ranks' processes, which load their part of the model."""
         if self.shard.is_whole or self._directory is None:
             return
         from tidegate.engine.ranks.team import start_team
@@ -229,23 +231,23 @@ class Ranks:
         self._team = start_team(self.shard.ranks, [*arguments, f"--meeting-place={meeting_place}"])
 
     def lead(self, runner: Runner, keys: EngineKeys | None) -> Runner:
-        """Wait until all ranks have loaded; what runs steps on all of them.
+        """Wait until all ranks have loaded; return a runner over all of them.
 
-        ``keys`` are what they fetch weights by, as this one does.
+        ``keys`` are passed on, because every rank fetches weights itself.
 
         Raises:
-            RankLost: one ended before it had.
+            RankLost: a rank ended before it had loaded.
         """
         if self._team is None or self.group is None:
             return runner
-        assert isinstance(runner, ModelRunner)  # models of others are refused
+        assert isinstance(runner, ModelRunner)  # transformers' models are refused
         told = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
         self._team.wait_loaded(Connect(told))
         self.group.connect()
         return RankedRunner(runner, self._team)
 
     def staging(self, allocate: Callable[[], WeightStore], home: Home) -> Staging:
-        """What stages weights on all of them."""
+        """Return the staging over all ranks."""
         if self._team is None:
             return Staging(allocate, home)
         return RankedStaging(allocate, self._team, home)
@@ -258,7 +260,7 @@ class Ranks:
         reload: Callable[[WeightStore, Callable[[], None]], None],
         memory: Memory | None = None,
     ) -> Sleeper:
-        """What gives memory back on all of them; ``memory`` is as the sleeper's, of one rank."""
+        """Return the sleeper over all ranks; ``memory`` applies to an engine of one rank."""
         if self._team is None:
             return Sleeper(runner, staging, turns, reload=reload, memory=memory)
         from tidegate.engine.ranks.ranked_sleep import RankedSleeper
@@ -266,7 +268,7 @@ class Ranks:
         return RankedSleeper(runner, staging, turns, reload=reload, team=self._team)
 
     def close(self) -> None:
-        """End the other ranks. Harmless if repeated."""
+        """Stop the other ranks. Harmless if repeated."""
         if self._team is not None:
             self._team.close()
             self._team = None

@@ -1,7 +1,8 @@
-"""How does rank 0 of an engine lead the others? It starts them, and tells them all alike.
+"""Processes of the ranks other than 0: start, pipe messages, loss detection and shutdown.
 
-It knows nothing of what they are told. A rank that ends is noticed at the next word to or from it;
-an engine without one of its ranks ends, for every rank holds a part of all its turns' KV.
+Used by ``Ranks`` and the ranked staging and sleeper. A rank that ends is noticed at the next
+message to or from it. An engine that loses a rank ends, because every rank holds a part of all
+turns' KV.
 """
 
 import contextlib
@@ -17,59 +18,59 @@ from tidegate.errors import RankLost
 from tidegate.transport import rank_messages as rank
 
 STOP_TIMEOUT_S = 5.0
-"""After its connection is closed, a process has so long before it is killed."""
+"""Seconds from closing a rank's connection to killing its process."""
 
 LAST_WORD_S = 1.0
-"""How long a rank that fails has to say why."""
+"""Seconds that a failing rank has to report why."""
 
 START_TIMEOUT_S = 600.0
-"""To load its part of a model. One that dies before is noticed at once."""
+"""Seconds to load a rank's part of the model; a rank that dies is noticed at once."""
 
 MEMORY_TIMEOUT_S = 600.0
-"""To copy its weights to a disk, or from it."""
+"""Seconds to copy a rank's weights to or from disk."""
 
 MEMORY_POLL_S = 0.1
-"""Between two beats meanwhile."""
+"""Seconds between two heartbeats meanwhile."""
 
 
 class Process(Protocol):
-    """What a rank runs in."""
+    """Process of a rank, as ``subprocess.Popen``."""
 
     def wait(self, timeout: float | None = None) -> object:
-        """Until it has ended.
+        """Wait until the process has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on.
+            subprocess.TimeoutExpired: it is still running.
         """
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
 
 
 class Team:
-    """The other ranks, as rank 0 knows them."""
+    """The other ranks, and rank 0's connections to them."""
 
     def __init__(self, connections: Sequence[Connection], processes: Sequence[Process]) -> None:
-        """One of each for rank 1, 2, ..."""
+        """Connections and processes of ranks 1, 2, ..., in order."""
         self._connections = connections
         self._processes = processes
         self._poll = select.poll()
         for connection in connections:
             self._poll.register(connection.fileno(), select.POLLIN)
         self._staged: list[tuple[int, rank.RankStaged]] = []
-        """What was said of staging while something else was waited for."""
+        """Staging reports that arrived while another answer was awaited."""
         self._ranks = {connection.fileno(): n + 1 for n, connection in enumerate(connections)}
 
     @property
     def ranks(self) -> int:
-        """How many there are, rank 0 among them."""
+        """Number of ranks, rank 0 included."""
         return len(self._connections) + 1
 
     def wait_loaded(self, connect: rank.Connect | None = None) -> None:
-        """Return once all have loaded their part, and told them to meet.
+        """Wait until all ranks have loaded, then tell them to connect to each other.
 
         Raises:
-            RankLost: one ended before, or takes for ever.
+            RankLost: a rank ended, or took longer than ``START_TIMEOUT_S``.
         """
         for number, connection in enumerate(self._connections, start=1):
             if not connection.poll(START_TIMEOUT_S):
@@ -78,10 +79,10 @@ class Team:
         self.tell(connect or rank.Connect())
 
     def tell(self, message: rank.ToRank) -> None:
-        """Say something to all.
+        """Send a message to all ranks.
 
         Raises:
-            RankLost: one is gone.
+            RankLost: a rank is gone.
         """
         frame = rank.encode(message)
         for number, connection in enumerate(self._connections, start=1):
@@ -91,10 +92,10 @@ class Team:
                 raise self.blame(f"rank {number}: {error}") from error
 
     def heard(self) -> list[tuple[int, rank.RankStaged]]:
-        """What ranks have said since, each with who said it.
+        """Return the staging reports since the last call, each with its rank.
 
         Raises:
-            RankLost: one is gone.
+            RankLost: a rank is gone.
         """
         said, self._staged = self._staged, []
         while ready := self._poll.poll(0):
@@ -105,10 +106,10 @@ class Team:
         return said
 
     def await_memory(self, beat: Callable[[], None]) -> list[rank.RankMemory]:
-        """Every rank's answer to a sleep or a wake, in their order; ``beat`` is called meanwhile.
+        """Return every rank's answer to a sleep or wake, in order, calling ``beat`` meanwhile.
 
         Raises:
-            RankLost: one is gone, or takes for ever.
+            RankLost: a rank is gone, or took longer than ``MEMORY_TIMEOUT_S``.
         """
         answers: list[rank.RankMemory] = []
         for number, connection in enumerate(self._connections, start=1):
@@ -127,7 +128,8 @@ class Team:
         return answers
 
     def blame(self, why: str) -> RankLost:
-        """The error of a sum that failed, or of a word that nobody took: the rank's own, if any."""
+        """Return the error for a failed collective or send: the failed rank's own report
+        if there is one."""
         for number, connection in enumerate(self._connections, start=1):
             try:
                 while connection.poll(LAST_WORD_S):
@@ -137,7 +139,7 @@ class Team:
         return self._lost(0, why)
 
     def close(self) -> None:
-        """End the others, and wait for it."""
+        """Stop all processes, and wait for their end."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -161,7 +163,7 @@ class Team:
 
 
 def start_team(ranks: int, arguments: Sequence[str]) -> Team:
-    """Start the processes of ranks 1 to ``ranks`` - 1; ``arguments`` are of all of them."""
+    """Start the processes of ranks 1 to ``ranks`` - 1, all with ``arguments``."""
     connections: list[Connection] = []
     processes: list[Process] = []
     for number in range(1, ranks):

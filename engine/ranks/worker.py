@@ -1,6 +1,7 @@
-"""How does the process of a rank other than 0 begin and end? Rank 0 starts it, and nobody else.
+"""Process of a tensor-parallel rank other than 0: ``python -m tidegate.engine.ranks.worker``.
 
-It speaks to no orchestrator. It ends with rank 0, whatever that dies of.
+Started by rank 0 only, and connected to it by a pipe rather than to the orchestrator. It is killed
+when rank 0 ends.
 """
 
 import argparse
@@ -29,20 +30,20 @@ from tidegate.transport.security import EngineKeys
 from tidegate.transport.weight_channels import Home
 
 PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>: which signal to get when the parent dies."""
+"""From <linux/prctl.h>: sets the signal that the process gets when its parent dies."""
 
 
 def main() -> int:
-    """Serve rank 0 until it is gone; the exit status."""
+    """Serve rank 0 until it is gone; return the exit status."""
     arguments = _parse()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the midst of a sum
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # works within a collective, too
     if os.getppid() != arguments.rank_0:
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     connection = Connection(arguments.connection)
     try:
         _serve(arguments, connection)
-    except Exception as error:  # noqa: BLE001  (whatever it was, rank 0 must hear of it)
+    except Exception as error:  # noqa: BLE001  (rank 0 must be told of any failure)
         if not isinstance(error, TidegateError):
             traceback.print_exc()
         why = str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"
@@ -64,9 +65,9 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
         shard=shard,
         group=group,
     )
-    assert isinstance(model, OwnModel)  # or it is refused
+    assert isinstance(model, OwnModel)  # other models are refused
     runner = model.make_runner(num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens)
-    assert isinstance(runner, ModelRunner)  # as our own models have
+    assert isinstance(runner, ModelRunner)  # Tidegate's own models have one
     connection.send_bytes(rank.encode(rank.RankLoaded()))
     told = rank.decode_to_rank(connection.recv_bytes())
     if not isinstance(told, rank.Connect):

@@ -1,1 +1,1 @@
-"""From logits to tokens: options, processors, grammars, stop strings."""
+"""Sampling and scoring: options, logit processors, grammars, stop strings, log-probs."""

@@ -1,7 +1,8 @@
-"""Logit processors that hold a turn's output to a JSON schema or a Lark grammar, by llguidance.
+"""Structured output: logit processors for JSON schemas and Lark grammars, by llguidance.
 
-Schemas and grammars are of llguidance's kinds: https://github.com/guidance-ai/llguidance. It is an
-optional library. A turn may end, by one of its stop tokens, exactly where the grammar is complete.
+Used by ``ProcessorRegistry`` as the processors ``json_schema`` and ``grammar``. Schemas and
+grammars are of llguidance's kinds, https://github.com/guidance-ai/llguidance, an optional
+dependency. A turn may sample one of its stop tokens exactly where the grammar is complete.
 """
 
 import json
@@ -35,26 +36,26 @@ class _Lark(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Grammars:
-    """The processors ``json_schema`` and ``grammar`` of one engine, which share a compiler."""
+    """The processors ``json_schema`` and ``grammar`` of one engine, with a shared compiler."""
 
     def __init__(self) -> None:
         self._compiler = GrammarCompiler()
 
     def json_schema(self, arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-        """The output is JSON that fits ``schema``."""
+        """Make a processor that constrains the output to JSON that fits ``schema``."""
         return self._constrained(_schema_text(arguments), setup)
 
     def grammar(self, arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-        """The output is a text of the Lark grammar ``lark``."""
+        """Make a processor that constrains the output to the Lark grammar ``lark``."""
         return self._constrained(_lark_text(arguments), setup)
 
     def prepare(
         self, name: str, arguments: dict[str, Any], setup: ProcessorSetup
     ) -> "Future[LLMatcher] | None":
-        """Begin to compile what the processor ``name`` needs; None if it is no grammar's.
+        """Start compiling the grammar of processor ``name``; None if it is not a grammar processor.
 
-        Once the future that is returned is done, and while it is held, ``json_schema`` and
-        ``grammar`` return at once. Raises what they would raise of these arguments.
+        Once the returned future is done, and while the caller holds it, ``json_schema`` and
+        ``grammar`` return at once. Raises what they raise for the same arguments.
         """
         text = {"json_schema": _schema_text, "grammar": _lark_text}.get(name)
         if text is None:
@@ -66,7 +67,7 @@ class Grammars:
         return _Constrained(compiled.result(HELPER_START_S + COMPILE_WALL_S), setup)
 
     def close(self) -> None:
-        """End the process that compiles."""
+        """Stop the compiling helper process."""
         self._compiler.close()
 
 
@@ -86,14 +87,14 @@ def _vocabulary(setup: ProcessorSetup) -> Vocabulary:
 
 
 class _Constrained:
-    """One turn's place in a grammar."""
+    """Grammar state of one turn."""
 
     def __init__(self, compiled: "LLMatcher", setup: ProcessorSetup) -> None:
         self._matcher = compiled.deep_copy()
         self._stops = torch.tensor(setup.stop_token_ids)
         self._ends = torch.tensor(tokens_of(_vocabulary(setup)).eos_tokens)
         self._read_tokens = 0
-        """Of the output."""
+        """Number of output tokens that the matcher has consumed."""
 
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
         matcher = self._matcher
@@ -103,6 +104,6 @@ class _Constrained:
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         allowed = torch.from_numpy(np.unpackbits(bits, count=len(logits), bitorder="little"))
-        allowed[self._ends] = 0  # how the tokenizer ends texts, which need not be how the turn does
+        allowed[self._ends] = 0  # the tokenizer's EOS tokens need not be the turn's stop tokens
         allowed[self._stops] = int(matcher.is_accepting())
         logits.masked_fill_(allowed == 0, -torch.inf)

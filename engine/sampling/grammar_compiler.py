@@ -34,47 +34,47 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 GRAMMAR_BYTES_MAX = 64 * 1024
-"""Size of a grammar or schema in llguidance's form."""
+"""Limit of a grammar or schema in llguidance's form, in bytes."""
 
 COMPILE_CPU_S = 2
-"""CPU time of one compilation. A grammar of a kilobyte takes milliseconds; objects of 2,000
+"""CPU seconds of one compilation. A grammar of a kilobyte takes milliseconds; objects of 2,000
 properties take 0.2 s. RLIMIT_CPU counts whole seconds, so a compilation may take one more."""
 
 COMPILE_BYTES = 128 * 2**20
-"""Memory of one compilation: 49 KB of chained terminals take 110 MB, most grammars take one."""
+"""Memory of one compilation: 49 KB of chained terminals take 110 MB, most grammars 1 MB."""
 
 COMPILE_WALL_S = 30.0
-"""Time for one compilation on a busy machine, where CPU time passes slowly."""
+"""Seconds for one compilation on a busy machine, where CPU time passes slowly."""
 
 HELPER_START_S = 120.0
-"""Time for the helper process to start and read a tokenizer. Reading 150,000 tokens takes a second;
-a machine with many processes per core takes a minute."""
+"""Seconds for the helper process to start and read a tokenizer. Reading 150,000 tokens takes a
+second; a machine with many processes per core takes a minute."""
 
 LEXER_STATES_MAX = 50_000
 """States of one turn's lexer, at 1-2 KB each: 100 MB. llguidance's default allows 500 MB."""
 
 COMPILER_STACK_BYTES = 64 * 2**20
-"""Stack of the compiling thread. llguidance recurses: rules that each name the next exhausted 8 MiB
-with 59 KB of them, and 64 MiB suffice for 93 KB."""
+"""Stack of the compiling thread. llguidance recurses: 59 KB of rules that each name the next
+exhaust 8 MiB, and 64 MiB suffice for 93 KB."""
 
 GRAMMARS_KEPT_MAX = 16
-"""Compiled grammars kept, at `COMPILE_BYTES` each: 2 GiB at worst. The rollouts of a group mostly
+"""Compiled grammars kept, at ``COMPILE_BYTES`` each: 2 GiB at worst. The rollouts of a group mostly
 share one grammar."""
 
 GRAMMARS_WAITING_MAX = 256
-"""Grammars waiting for the compiling thread. At most one per turn waits."""
+"""Limit of grammars waiting for the compiling thread; at most one per turn waits."""
 
 _LENGTH = struct.Struct("<I")
-"""Before each message between the engine and its helper."""
+"""Length prefix of each message between the engine and its helper."""
 
 
 class Vocabulary(NamedTuple):
-    """The tokens that a grammar's masks are over."""
+    """Tokens that a grammar's masks cover."""
 
     tokenizer: Tokenizer
     vocab_size: int
     end: int
-    """The token that llguidance takes for the end of a text."""
+    """Token that llguidance takes for the end of a text."""
 
 
 class _Trial(msgspec.Struct):
@@ -86,10 +86,10 @@ class _Trial(msgspec.Struct):
 
 
 class _Job(NamedTuple):
-    """A compilation that the thread has not begun."""
+    """A compilation that the thread has not started."""
 
     future: "weakref.ref[Future[LLMatcher]]"
-    """Gone if every turn that wanted it has ended."""
+    """Dead if every turn that wanted the grammar has ended."""
     vocabulary: Vocabulary
     text: str
 
@@ -111,10 +111,10 @@ class GrammarCompiler:
         self._helper: _Helper | None = None
 
     def compile(self, vocabulary: Vocabulary, text: str) -> "Future[LLMatcher]":
-        """Compile a grammar that llguidance reads; return the future matcher, to be copied.
+        """Compile a grammar in llguidance's form; return the future matcher, to be copied per turn.
 
-        The caller must hold the future: a compilation that nobody holds is not begun. The future
-        raises ValueError if the grammar is none, or takes too much time or memory.
+        The caller must hold the future: a compilation that nobody holds is not started. The future
+        raises ValueError if the text is no grammar, or takes too much time or memory.
 
         Raises:
             TurnRefused: llguidance is not installed.
@@ -145,7 +145,7 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """End the helper process and the thread. Harmless if there are none."""
+        """Stop the helper process and the thread. Harmless if there are none."""
         self._queue.put(None)
         if self._helper is not None:
             self._helper.close()
@@ -178,13 +178,13 @@ class GrammarCompiler:
 
 
 class _Helper:
-    """A running helper process, from the compiling thread."""
+    """A running helper process, as the compiling thread uses it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
-            ValueError: it can't start, or can't read the tokenizer.
+            ValueError: it cannot start, or cannot read the tokenizer.
         """
         command = [sys.executable, "-m", "tidegate.engine.sampling.grammar_compiler"]
         try:
@@ -199,15 +199,15 @@ class _Helper:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it can be asked nothing more."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def try_out(self, trial: _Trial) -> str:
-        """Have it compile a grammar; return what is wrong with the grammar, or nothing."""
+        """Compile a grammar in the helper; return the error message, or an empty string."""
         return self._ask(msgspec.msgpack.encode(trial), COMPILE_WALL_S)
 
     def close(self) -> None:
-        """End it now, and wait for it."""
+        """Kill the process, and wait for its end."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -243,7 +243,7 @@ class _Helper:
 
 
 def library() -> "type[LLMatcher]":
-    """llguidance's matcher.
+    """Return llguidance's matcher class.
 
     Raises:
         TurnRefused: it is not installed.
@@ -260,19 +260,19 @@ def library() -> "type[LLMatcher]":
 
 @lru_cache(maxsize=2)  # an engine has one tokenizer; reading 150,000 tokens takes a second
 def tokens_of(vocabulary: Vocabulary) -> "LLTokenizer":
-    """A vocabulary, as llguidance reads it."""
+    """Convert a vocabulary to llguidance's form."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokenizer, vocab_size, end = vocabulary
     try:
         return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=end)
-    except ValueError:  # a decoder that it doesn't know: then each token is decoded by itself
+    except ValueError:  # a decoder unknown to llguidance: decode each token on its own
         wrapper = TokenizerWrapper(_SingleTokens(tokenizer, vocab_size, end))
         return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=end)
 
 
 class _SingleTokens:
-    """A tokenizer whose tokens have one text each wherever they stand, as llguidance reads one."""
+    """Tokenizer adapter for llguidance in which each token has the same text wherever it stands."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
         self._tokenizer = tokenizer
@@ -293,10 +293,10 @@ def _limits() -> "LLParserLimits":
 
 
 def _compiled(vocabulary: Vocabulary, text: str) -> "LLMatcher":
-    """The matcher of a grammar.
+    """Compile a grammar in this process.
 
     Raises:
-        ValueError: the text is no grammar, or is beyond llguidance's own limits.
+        ValueError: the text is no grammar, or exceeds llguidance's own limits.
     """
     matcher = library()(tokens_of(vocabulary), text, log_level=0, limits=_limits())
     if matcher.is_error():
@@ -305,7 +305,7 @@ def _compiled(vocabulary: Vocabulary, text: str) -> "LLMatcher":
 
 
 def _deep_thread(work: Callable[[], None]) -> threading.Thread:
-    """Start a thread with enough stack to compile any grammar of `GRAMMAR_BYTES_MAX`."""
+    """Start a thread with enough stack for any grammar of ``GRAMMAR_BYTES_MAX``."""
     before = threading.stack_size(COMPILER_STACK_BYTES)
     try:
         thread = threading.Thread(target=work, name="grammar compiler", daemon=True)
@@ -324,7 +324,7 @@ def _write(pipe: IO[bytes], body: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
-    """The next message; None at the end."""
+    """Read the next message; None at the end."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -334,7 +334,8 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 
 def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Read a tokenizer, then grammars; reply to each with what is wrong, until the engine ends."""
+    """Read a tokenizer, then grammars; reply to each with an error or nothing, until
+    the engine ends."""
     read = _read(requests)
     if read is None:
         return
@@ -347,7 +348,7 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 def _try_out(tokenizer: Tokenizer, trial: _Trial) -> str:
     vocabulary = Vocabulary(tokenizer, trial.vocab_size, trial.end)
-    tokens_of(vocabulary)  # once, and outside of the limits, which are for the grammar
+    tokens_of(vocabulary)  # cached, and outside the limits, which are for the grammar
     _limit_this_process()
     try:
         _compiled(vocabulary, trial.text).deep_copy().compute_bitmask()
@@ -360,7 +361,7 @@ def _try_out(tokenizer: Tokenizer, trial: _Trial) -> str:
 
 
 def _limit_this_process() -> None:
-    """Let this process use so much more CPU time and memory, and no more."""
+    """Limit CPU time and memory to what is used now plus one compilation's allowance."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = int(used.ru_utime + used.ru_stime) + 1 + COMPILE_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))

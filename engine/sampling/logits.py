@@ -1,6 +1,7 @@
-"""What is a logit processor? It edits the logits of one turn before each of its tokens is drawn.
+"""Interface of logit processors: callables that edit a turn's logits before each token is sampled.
 
-What a user's own has to fit; knows none of them. See :mod:`tidegate.engine.sampling.processors`.
+Implemented by users' modules and by ``processors.py`` and ``grammar.py``; see
+:mod:`tidegate.engine.sampling.processors` for how a turn names one.
 
 Letters in shapes: V vocabulary.
 """
@@ -18,32 +19,33 @@ from tidegate.engine.models.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """What a turn has read and written so far. Not to be written to."""
+    """A turn's tokens so far. Read only."""
 
     prompt: npt.NDArray[np.int32]
     output: npt.NDArray[np.int32]
-    """Whatever engine sampled it. It only ever grows."""
+    """Tokens sampled so far, by any engine; only ever appended to."""
 
 
 class LogitProcessor(Protocol):
-    """Edits one turn's logits. It may keep what it likes: each turn has its own."""
+    """Edits one turn's logits. Each turn has its own instance, so it may keep state."""
 
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
-        """Edit ``logits`` [V], float32, in place; -inf leaves a token out, but not all of them.
+        """Edit ``logits`` [V], float32, in place; -inf excludes a token, and at least
+        one must remain.
 
-        What it raises ends the turn, and the error is told to whoever asked for it.
+        An exception ends the turn, and its message is returned to the requester.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSetup:
-    """What a processor may want to know of its turn and model when it is made."""
+    """Properties of the turn and the model that a processor may need when it is made."""
 
     vocab_size: int
     stop_token_ids: tuple[int, ...]
-    """Those of the turn that are in the vocabulary."""
+    """The turn's stop tokens that are in the vocabulary."""
     tokenizer: ModelTokenizer
 
 
 MakeProcessor = Callable[[dict[str, Any], ProcessorSetup], LogitProcessor]
-"""Makes one turn's processor of its arguments; what it raises refuses the turn."""
+"""Makes one turn's processor from its arguments; an exception refuses the turn."""

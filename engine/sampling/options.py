@@ -1,7 +1,8 @@
-"""What does a turn's sampling ask for beyond temperature, top-k and top-p? And what does it count?
+"""Per-turn sampling options beyond temperature, top-k and top-p, and the counts that they need.
 
-Most turns ask for nothing of this, and have no :class:`RowOptions`. What is refused is refused
-here, before a turn is there; so nothing a submission says can fail a step. Knows no batches.
+Read by the scheduler when a turn is submitted, applied by ``sampling.py`` in each step. Most turns
+use none of these options, and have no :class:`RowOptions`. All validation happens here, before the
+turn is queued, so no submission can make a step fail.
 """
 
 import math
@@ -24,25 +25,26 @@ from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sampling import SamplingParams
 
 REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
-"""Beyond, nothing but one token is left; and no logit overflows within."""
+"""Range of the repetition penalty. Outside it only one token remains likely; within it no
+logit overflows."""
 
 PENALTY_MAX = 2.0
-"""Of presence and frequency, either way: the range that vLLM and OpenAI take."""
+"""Largest absolute presence or frequency penalty: the range of vLLM and OpenAI."""
 
 BIAS_MAX = 1e6
-"""A logit it is added to stays a number, and no other logit matters."""
+"""Largest absolute logit bias: the sum stays finite, and no other logit matters."""
 
 TOP_LOGPROBS_BYTES_MAX = 2 * 1024 * 1024
-"""Of one step, all turns together: half of what its frame may have."""
+"""Bytes of top log-probs in one step, over all turns: half of what its frame may have."""
 
 STOP_STRINGS_MAX = 64
 STOP_STRING_CHARS_MAX = 1000
 PROCESSORS_MAX = 16
-"""Of one turn: each is looked at, or called, for every token."""
+"""Limit of logit processors per turn; each is called for every token."""
 
 
 class RowOptions:
-    """One turn's options, and what they need to remember of its tokens."""
+    """One turn's options, and the state that they need of its tokens."""
 
     __slots__ = (
         "_prompt_tokens",
@@ -63,31 +65,32 @@ class RowOptions:
     def __init__(
         self, asked: SamplingParams, tokens: npt.NDArray[np.int32], prompt_tokens: int
     ) -> None:
-        """``tokens`` is where the turn keeps its own, prompt first; read, never written to."""
+        """``tokens`` is the turn's token buffer, prompt first; it is read, never written to."""
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
         self._stop_strings: StopStrings | None = None
         self.min_p = asked.min_p
         self.min_tokens = asked.min_tokens
         self.banned = np.empty(0, np.int64)
-        """Tokens that the first ``min_tokens`` can't be."""
+        """Tokens excluded from the first ``min_tokens``."""
         self.bias_ids = np.array([one.token_id for one in asked.logit_bias], np.int64)
         self.biases = np.array([one.bias for one in asked.logit_bias], np.float32)
         self.top_logprobs = asked.top_logprobs
         self.raw_logprobs = asked.raw_logprobs
         self.step_tokens_max: int | None = None
-        """More at once, with what is told of each, might not fit a step's frame; None: any will."""
+        """Limit of tokens per step so that their top log-probs fit the step's frame; None
+        without a limit."""
         self.seen: SeenCounts | None = None
-        """What is penalised; None where nothing is."""
+        """Tokens to penalise; None without penalties."""
         self.processors: list[tuple[str, LogitProcessor]] = []
 
     @property
     def edit_by_output(self) -> bool:
-        """Whether what may come next depends on what came, not only on how much."""
+        """Whether the logits depend on the output's tokens, not only on their number."""
         return self.seen is not None or bool(self.processors)
 
     def take(self, token_id: int, index: int) -> bool:
-        """Count the output token with this index; return whether it completes a stop string."""
+        """Count an output token; return whether it completes a stop string."""
         if self.seen is not None:
             self.seen.add(token_id)
         if self._stop_strings is None:
@@ -95,9 +98,9 @@ class RowOptions:
         return self._stop_strings.completes(token_id) and index >= self.min_tokens
 
     def process(self, logits: torch.Tensor, index: int) -> str | None:
-        """Have the processors edit ``logits`` [V]; say what keeps one from sampling then, if any.
+        """Run the processors on ``logits`` [V]; return the error that prevents sampling, if any.
 
-        ``index`` is that of the token to be drawn.
+        ``index`` is the output index of the token to be sampled.
         """
         first = self._prompt_tokens
         turn = TurnTokens(self._tokens[:first], self._tokens[first : first + index])
@@ -118,7 +121,7 @@ class RowOptions:
 
 
 class OptionReader:
-    """Makes turns' options of what submissions ask for, as far as this engine can serve them."""
+    """Reads turns' options from submissions, and refuses those that this engine cannot serve."""
 
     def __init__(
         self,
@@ -130,16 +133,16 @@ class OptionReader:
     ) -> None:
         self._vocab_size = vocab_size
         self._step_top_logprobs = max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
-        """A turn's share of a step."""
+        """One turn's share of the top log-probs of a step, in entries."""
         self._top_logprobs_max = min(vocab_size, self._step_top_logprobs)
         self._tokenizer = tokenizer or ModelTokenizer(None)
         self._registry = registry or ProcessorRegistry()
 
     def prepare(self, message: SubmitTurn) -> list[Future[Any]]:
-        """Begin what ``read`` would have to wait for: compilations of grammars, in other threads.
+        """Start what ``read`` would block on: grammar compilations, in other threads; mostly none.
 
-        Once all of these futures are done, and while the caller holds them, ``read`` returns at
-        once. Mostly there is none.
+        Once all returned futures are done, and while the caller holds them, ``read`` returns at
+        once.
         """
         asked = message.sampling
         if not asked.processors or len(asked.processors) > PROCESSORS_MAX:
@@ -148,7 +151,7 @@ class OptionReader:
         return [each for each in begun if each is not None and not each.done()]
 
     def close(self) -> None:
-        """End the process that compiles grammars, if there is one."""
+        """Stop the grammar helper process, if there is one."""
         self._registry.close()
 
     def _setup(self, asked: SamplingParams) -> ProcessorSetup:
@@ -156,10 +159,10 @@ class OptionReader:
         return ProcessorSetup(self._vocab_size, tuple(stop_ids), self._tokenizer)
 
     def read(self, message: SubmitTurn, tokens: npt.NDArray[np.int32]) -> RowOptions | None:
-        """The options of a turn whose known tokens fill the beginning of ``tokens``, if it has any.
+        """Return the options of a turn whose known tokens start ``tokens``; None if it has none.
 
         Raises:
-            TurnRefused: it can never be served so.
+            TurnRefused: it can never be served as asked.
         """
         asked = message.sampling
         if _is_plain(asked):

@@ -1,7 +1,7 @@
-"""Which logit processors are there? A turn asks for them by name; engines have some built in.
+"""Registry of logit processors by name: the built-in ones and those of users' modules.
 
-A user's module adds its own, as ``PROCESSORS = {"my_name": make_mine}``. Engines import the modules
-that they are started with, never what the wire names. Knows no steps, and no other options.
+Used by ``OptionReader``. A module adds processors as ``PROCESSORS = {"my_name": make_mine}``. An
+engine imports only the modules on its command line, never names that come over the wire.
 """
 
 import importlib
@@ -25,13 +25,13 @@ from tidegate.transport.sampling import Processor
 
 
 class ProcessorRegistry:
-    """All processors that an engine knows, by name."""
+    """All processors that an engine offers, by name."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
-        """Know the built-in ones and those of ``modules``, which are imported.
+        """Register the built-in processors and those of ``modules``, which are imported.
 
         Raises:
-            ConfigError: one can't be imported, has no ``PROCESSORS``, or a name is taken.
+            ConfigError: a module cannot be imported, has no ``PROCESSORS``, or reuses a name.
         """
         self._grammars = Grammars()
         self._makers: dict[str, MakeProcessor] = {
@@ -49,10 +49,10 @@ class ProcessorRegistry:
                 self._makers[name] = make
 
     def prepare(self, text: str, setup: ProcessorSetup) -> Future[Any] | None:
-        """Begin what ``make`` would have to wait for; None if there is nothing of the kind.
+        """Start what ``make`` would block on, a grammar's compilation; None if there is nothing.
 
-        Once the future is done, and while the caller holds it, ``make`` returns at once. It is
-        ``make`` that says what is wrong with ``text``.
+        Once the future is done, and while the caller holds it, ``make`` returns at once. Errors in
+        ``text`` are left to ``make``.
         """
         try:
             asked = Processor.from_str(text)
@@ -61,14 +61,14 @@ class ProcessorRegistry:
             return None
 
     def close(self) -> None:
-        """End the process that compiles grammars, if there is one."""
+        """Stop the grammar helper process, if there is one."""
         self._grammars.close()
 
     def make(self, text: str, setup: ProcessorSetup) -> tuple[str, LogitProcessor]:
-        """Make the processor that ``text`` asks for; return its name, too.
+        """Make the processor that ``text`` names; return its name and the processor.
 
         Raises:
-            TurnRefused: there is none of that name, or it can't work with these arguments.
+            TurnRefused: there is no such processor, or it rejects its arguments.
         """
         try:
             asked = Processor.from_str(text)
@@ -110,7 +110,7 @@ class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _named(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
-    """The tokens that are named, each once, int64."""
+    """Return the named tokens, each once, int64."""
     token_ids = msgspec.convert(arguments, _TokenIds).token_ids
     outside = [t for t in token_ids if not 0 <= t < setup.vocab_size]
     if outside:
@@ -119,7 +119,7 @@ def _named(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
 
 
 def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """Only ``token_ids`` can be sampled: an action mask. Stop tokens must be among them, too."""
+    """Allow only ``token_ids``: an action mask. Stop tokens must be listed, too."""
     token_ids = _named(arguments, setup)
     if not len(token_ids):
         raise ValueError("token_ids is empty, which leaves nothing to sample")
@@ -133,7 +133,7 @@ def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitPro
 
 
 def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """``token_ids`` are never sampled."""
+    """Exclude ``token_ids``."""
     token_ids = _named(arguments, setup)
     if len(token_ids) == setup.vocab_size:
         raise ValueError("token_ids is the whole vocabulary, which leaves nothing to sample")
@@ -145,11 +145,10 @@ def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> Logit
 
 
 class TemperatureSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The temperature goes from ``initial`` to ``final``, by equal steps, and stays there.
+    """Temperature that changes linearly from ``initial`` to ``final``, then stays.
 
-    For the output token with index i it is
-    ``initial + (final - initial) * min(1, i / warmup_tokens)``. It multiplies with that of
-    ``SamplingParams``, which is best left at 1.
+    For the output token with index i it is ``initial + (final - initial) * min(1, i /
+    warmup_tokens)``. It multiplies the temperature of ``SamplingParams``, which is best left at 1.
     """
 
     initial: float
@@ -164,14 +163,15 @@ class TemperatureSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
             raise ValueError(f"warmup_tokens must be at least 1, got {self.warmup_tokens}")
 
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
-        """As a logit processor; the largest logit is put at 0 first, lest it overflow."""
+        """Divide the logits by the current temperature; the largest is shifted to 0 first,
+        against overflow."""
         share = min(1.0, len(turn.output) / self.warmup_tokens)
         temperature = self.initial + (self.final - self.initial) * share
         logits.sub_(logits.max()).div_(temperature)
 
 
 def temperature_schedule(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """See :class:`TemperatureSchedule`."""
+    """Make a :class:`TemperatureSchedule`."""
     return msgspec.convert(arguments, TemperatureSchedule)
 
 

@@ -1,7 +1,8 @@
-"""What does each row of a step sample, and what is told of it? From logits to tokens.
+"""Samples one token per row from a step's logits, with log-probs and the details
+that a row asks for.
 
-Rows that ask for nothing beyond temperature, top-k and top-p cost nothing of the rest. Knows no
-turns, only what a row says of its own.
+Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
+Every draw uses the row's own counter-based random number, so batching changes no outcome.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
@@ -32,21 +33,21 @@ SEED_MASK = 2**64 - 1
 
 @dataclass(slots=True)
 class RowSampling:
-    """How a row's next token is drawn; the fields mean what they do in ``SamplingParams``."""
+    """How a row's next token is sampled; fields as in ``SamplingParams``."""
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
     index: int
-    """Which random number of the seed to use: how many tokens the turn has sampled before."""
+    """Index of the random number within the seed's stream: the number of tokens sampled before."""
     options: RowOptions | None = None
-    """All that few turns ask for."""
+    """Uncommon options; None for most turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowDetails:
-    """What a row asked to be told of its token; as ``messages.TokenDetails`` has it."""
+    """Details of a row's token, encoded as in ``messages.TokenDetails``."""
 
     raw_logprobs: bytes
     top_ids: bytes
@@ -54,25 +55,25 @@ class RowDetails:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all are numbers; those of tokens that are left out are -inf."""
+        """Whether no value is NaN; excluded tokens have -inf."""
         told = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
         return not np.isnan(told).any()
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One token per sampling row, in the order of the rows."""
+    """Results of one step: a token per sampling row, in the order of the rows, and scores."""
 
     token_ids: npt.NDArray[np.int32]
     """[S]"""
     logprobs: npt.NDArray[np.float32]
-    """[S], of the distribution really sampled from; of the plain one where temperature is 0."""
+    """[S], natural log, of the distribution sampled from; of the unscaled one at temperature 0."""
     details: Mapping[int, RowDetails] = field(default_factory=dict)
-    """By the row's place in the columns."""
+    """Details by sampling row."""
     failures: Mapping[int, str] = field(default_factory=dict)
-    """Rows that have sampled nothing, and why; what the columns say there means nothing."""
+    """Reason for each sampling row without a sample; its columns' values are meaningless."""
     scores: Sequence[RowScore] = ()
-    """Of the rows that are scored, in their order."""
+    """Scores of the scored rows, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,9 @@ class _Columns:
 def sample_rows(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native | None = None
 ) -> StepOutput:
-    """Draw one token for each row of ``logits`` [S, V], float32, which may be written to.
+    """Sample one token per row of ``logits`` [S, V], float32, which may be overwritten.
 
-    With ``native``, rows that ask for no more than a temperature are drawn by that, whatever the
-    others ask for.
+    With ``native``, rows whose only option is a temperature are sampled by compiled code.
     """
     if native is None:
         return _sample(logits, sampling)
@@ -104,10 +104,10 @@ def sample_rows(
 def sample_apart(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
 ) -> StepOutput:
-    """As :func:`sample_rows`, but each row gets the same bits whatever rows are beside it.
+    """Like :func:`sample_rows`, but a row gets the same bits whatever other rows are in the batch.
 
-    So its own options alone choose the code. Ours computes row by row; torch gets one row at a
-    time, for what it computes of one may depend on where in a vector its numbers lie.
+    A row's own options choose the code. Compiled code computes row by row; torch gets one row at a
+    time, because its results may depend on a row's alignment in memory.
     """
     others = [[row] for row, one in enumerate(sampling) if not _is_plain(one)]
     return _sample_parts(logits, sampling, native, others)
@@ -119,7 +119,7 @@ def _sample_parts(
     native: Native,
     others: Sequence[Sequence[int]],
 ) -> StepOutput:
-    """Rows of each of ``others`` together, by torch, and those that are plain by ``native``."""
+    """Sample plain rows with ``native``, and each group of ``others`` in one torch call."""
     token_ids = np.empty(len(sampling), np.int32)
     logprobs = np.empty(len(sampling), np.float32)
     details: dict[int, RowDetails] = {}
@@ -137,7 +137,7 @@ def _sample_parts(
 
 
 def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
-    """As :func:`sample_rows`, by torch."""
+    """Sample all rows with torch."""
     columns = _columns(sampling)
     options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
     if options:
@@ -162,7 +162,7 @@ def _draw_plain(
 def random_numbers(
     sampling: Sequence[RowSampling],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Which each row is drawn by: of which seeds, the how manieth."""
+    """Return each row's RNG seed and its draw index."""
     seeds = np.array([one.seed & SEED_MASK for one in sampling], np.uint64)
     return seeds, np.array([one.index for one in sampling], np.uint64)
 
@@ -182,10 +182,10 @@ def _sample_with_options(
     sampling: Sequence[RowSampling],
     options: Mapping[int, RowOptions],
 ) -> StepOutput:
-    """As :func:`sample_rows`, where some rows have ``options``."""
-    logits = logits.contiguous()  # places in it are counted row after row
+    """Sample all rows with torch, some of which have ``options``."""
+    logits = logits.contiguous()  # edits use flat indices
     raw_rows = [row for row, one in options.items() if one.raw_logprobs]
-    raw = logits[raw_rows]  # a copy: what follows edits them
+    raw = logits[raw_rows]  # a copy, because the logits are edited below
     failures = _edit(logits, sampling, options)
     min_p = np.zeros(len(logits), np.float32)
     for row, one in options.items():
@@ -209,7 +209,8 @@ def _sample_with_options(
 def _edit(
     logits: torch.Tensor, sampling: Sequence[RowSampling], options: Mapping[int, RowOptions]
 ) -> dict[int, str]:
-    """Do all that comes before the temperature, in place; say which rows that has failed for."""
+    """Apply bias, bans, penalties and processors in place; return the rows that
+    failed, with reasons."""
     vocab_size = logits.shape[-1]
     biased = {row: one for row, one in options.items() if len(one.bias_ids)}
     if biased:
@@ -227,14 +228,14 @@ def _edit(
     for row, one in options.items():
         if one.processors and (why := one.process(logits[row], sampling[row].index)) is not None:
             failures[row] = why
-            logits[row] = 0.0  # or what nobody is told would be drawn from NaN
+            logits[row] = 0.0  # the unused sample must not be drawn from NaN
     return failures
 
 
 def _details(
     weighed: Weighed, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
 ) -> dict[int, RowDetails]:
-    """What each row wants to know, of those that want to."""
+    """Return the details of each row that asks for them."""
     told = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
     rows = [row for row, one in options.items() if one.top_logprobs]
     if not rows:

@@ -1,8 +1,9 @@
-"""What does a row say of given tokens? From hidden states to log-probs, rewards and embeddings.
+"""Scores given tokens from their hidden states: log-probs, top log-probs, rewards and embeddings.
 
-Knows no turns, only what a row asks of its own chunk. Nothing here is sampled.
+Called by the runners for rows with ``scoring``; nothing is sampled. The requests and their chunks
+are kept by ``scheduling/scores.py``.
 
-Letters in shapes: P positions told of, k likeliest tokens, H hidden, L labels, V vocabulary.
+Letters in shapes: P positions scored, k top tokens, H hidden size, L labels, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,63 +19,63 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.transport.scoring import Want
 
 Reads = Literal["logprobs", "hidden_states", "sum", "rewards"]
-"""Of the chunk's hidden states: the given tokens' log-probs, they themselves, their sum, or what a
-classification head says of the last."""
+"""Result read from a chunk: the given tokens' log-probs, the hidden states, their sum, or a
+classification head's output at the last position."""
 
 HIDDEN_WANTS: tuple[Want, ...] = ("embedding", "mean_embedding", "hidden_states")
-"""What any model can tell, for it takes no head."""
+"""Scores that every model supports, because they need no head."""
 
 LOGITS_MAX = 8 * 1024 * 1024
-"""There at once: 32 MB of float32, 55 tokens of a vocabulary of 151,936."""
+"""Logits held at once: 32 MB of float32, 55 tokens of a vocabulary of 151,936."""
 
 VOCAB_PART = 4096
-"""Logits of a token that are summed by themselves."""
+"""Logits of a token that are summed separately before the parts are combined."""
 
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTraits:
-    """What a model can tell of given tokens."""
+    """Scores that a model can compute for given tokens."""
 
     hidden_size: int
     wants: tuple[Want, ...] = ()
     labels: int = 0
-    """What a classification head tells at once; 0: the model has none."""
+    """Number of outputs of the classification head; 0 without one."""
     pad_token_id: int | None = None
-    """What a classification head passes over at a sequence's end."""
+    """Padding token that a classification head skips at a sequence's end."""
 
     @property
     def generates(self) -> bool:
-        """Whether tokens can be sampled from it."""
+        """Whether tokens can be sampled from the model."""
         return self.labels == 0
 
 
 @dataclass(frozen=True, slots=True)
 class RowScoring:
-    """What a row asks of its tokens."""
+    """What to score of a row's tokens."""
 
     positions: int
-    """P: so many of the row's tokens are told of, its last ones."""
+    """P, the number of the row's last tokens to score."""
     reads: Reads
     token_ids: npt.NDArray[np.int32]
-    """[P], the token after each of those; empty unless log-probs are asked for."""
+    """[P], the token after each of them; empty unless log-probs are asked for."""
     top_logprobs: int = 0
     temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
-    """What a row's chunk says; what was not asked for is None."""
+    """Scores of a row's chunk; fields that were not asked for are None."""
 
     logprobs: Floats | None = None
     """[P]"""
     top_ids: npt.NDArray[np.int32] | None = None
-    """[P, k], likeliest first."""
+    """[P, k], most likely first."""
     top_logprobs: Floats | None = None
     """[P, k]"""
     ranks: npt.NDArray[np.int32] | None = None
-    """[P], of the tokens themselves: 1 is the likeliest. Only beside the likeliest tokens."""
+    """[P], rank of the given token, 1 for the most likely; only with top log-probs."""
     values: Floats | None = None
     """[P, H]; [1, H] for a sum; [1, L] for rewards."""
 
@@ -82,15 +83,15 @@ class RowScore:
 def score_rows(
     weights: Weights, hidden: torch.Tensor, rows: Sequence[RowScoring]
 ) -> list[RowScore]:
-    """What rows say whose normed hidden states [all P, H] lie one after another."""
+    """Score rows whose normed hidden states ``hidden`` [all P, H] are concatenated."""
     parts = hidden.split_with_sizes([row.positions for row in rows])
     return [_score(weights, part, row) for row, part in zip(rows, parts, strict=True)]
 
 
 def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
-    """The log-probs [P] of a row whose logits [P, V], float32, there are; they are overwritten."""
+    """Return the log-probs [P] of a row from its logits [P, V], float32, which are overwritten."""
     logits.div_(row.temperature)
-    # Part by part: its exponentials stay in the caches, and no sum loses small ones to its size.
+    # In parts: exponentials stay in the CPU caches, and small terms are not lost in a long sum.
     parts = [part.logsumexp(-1) for part in torch.split(logits, VOCAB_PART, -1)]
     log_z = torch.stack(parts).logsumexp(0)
     token_ids = torch.from_numpy(row.token_ids).long().to(logits.device)
@@ -108,14 +109,14 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
 
 
 def score_hidden(hidden: torch.Tensor, row: RowScoring) -> RowScore:
-    """What a row says that wants its hidden states [P, H], or their sum."""
+    """Return a row's hidden states [P, H], or their sum."""
     wide = hidden.float()
     values = wide.sum(0, keepdim=True) if row.reads == "sum" else wide
     return RowScore(values=values.cpu().numpy())
 
 
 def join_scores(scores: Sequence[RowScore]) -> RowScore:
-    """One of several, of successive positions; sums [1, H] stay apart."""
+    """Concatenate the scores of successive chunks; sums [1, H] stay separate rows."""
 
     def join(columns: Sequence[Any]) -> Any:
         return None if columns[0] is None else np.concatenate(columns)
@@ -130,7 +131,7 @@ def join_scores(scores: Sequence[RowScore]) -> RowScore:
 
 
 def in_pieces(row: RowScoring, vocab_size: int) -> Iterator[tuple[slice, RowScoring]]:
-    """Cut a row's positions where their logits would be too many at once."""
+    """Yield parts of a row's positions with at most ``LOGITS_MAX`` logits each."""
     positions_max = max(1, LOGITS_MAX // vocab_size)
     for start in range(0, row.positions, positions_max):
         part = slice(start, min(row.positions, start + positions_max))

@@ -1,7 +1,7 @@
-"""Which tokens has a turn read and written, and how often written? Counted as they come.
+"""Token counts of one turn's context, for repetition, presence and frequency penalties.
 
-Penalties need this for every token drawn; counting anew each time would cost the whole context.
-Knows the penalties' values, not their formulas: see :mod:`tidegate.kernels.penalties`.
+Kept by ``RowOptions`` and updated per token, because recounting would read the whole context. The
+formulas are in :mod:`tidegate.kernels.penalties`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tidegate.transport.sampling import SamplingParams
 
 
 class SeenCounts:
-    """The tokens of one turn that are penalised, each once."""
+    """One turn's distinct tokens that are penalised, with their output counts."""
 
     __slots__ = ("_counts", "_ids", "_places", "frequency", "presence", "repetition")
 
@@ -27,7 +27,7 @@ class SeenCounts:
         known_tokens: int,
         vocab_size: int,
     ) -> None:
-        """``tokens`` begin with the prompt and the output so far, and have room for all to come."""
+        """``tokens`` starts with the prompt and the output so far, and has room for the rest."""
         self.repetition = asked.repetition_penalty
         self.frequency = asked.frequency_penalty
         self.presence = asked.presence_penalty
@@ -35,33 +35,33 @@ class SeenCounts:
         self._ids = np.empty(room, np.int64)
         self._counts = np.zeros(room, np.float32)
         prompt = np.empty(0, np.int32)
-        if self.repetition != 1:  # the others mind the output only
+        if self.repetition != 1:  # the other penalties count the output only
             prompt = np.unique(tokens[:prompt_tokens])
         self._ids[: len(prompt)] = prompt
         self._places = {token_id: place for place, token_id in enumerate(prompt.tolist())}
-        """Where each token is in the two columns."""
+        """Index of each token in ``_ids`` and ``_counts``."""
         for token_id in tokens[prompt_tokens:known_tokens].tolist():
             self.add(token_id)
 
     def add(self, token_id: int) -> None:
-        """One more output token."""
+        """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._places))
         self._ids[place] = token_id
         self._counts[place] += 1
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
-        """Each once, in no order."""
+        """Distinct tokens, in no particular order."""
         return self._ids[: len(self._places)]
 
     @property
     def output_counts(self) -> npt.NDArray[np.float32]:
-        """How often each is in the output."""
+        """Number of occurrences of each in the output."""
         return self._counts[: len(self._places)]
 
 
 def batched(rows: Sequence[int], turns: Sequence[SeenCounts], vocab_size: int) -> SeenTokens:
-    """Put the turns' tokens into columns; ``rows`` are theirs in the logits."""
+    """Concatenate the turns' counts into columns; ``rows`` are the turns' rows in the logits."""
     sizes = [len(turn.token_ids) for turn in turns]
 
     def column(values: Sequence[float]) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Has a turn's output come to one of its stop strings? Decodes token by token, remembers little.
+"""Stop-string detection with an incremental detokenizer.
 
-Tokens cut text anywhere, in the middle of a character too, and some decoders write a token in two
-ways, depending on the one before. So a few tokens are decoded together, and a character counts once
-it is whole. Knows nothing of turns or steps.
+Used by ``RowOptions`` per sampled token. A token may end in the middle of a character, and some
+decoders write a token differently after a space, so a few tokens are decoded together, and a
+character counts once it is complete.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,18 +10,19 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 
 PROMPT_TOKENS = 6
-"""Before the output, decoded with its first tokens: what follows a space, say, is written without
-one. A character has four bytes at most, so the last of these begin with a whole one."""
+"""Prompt tokens decoded before the first output tokens, because decoders may drop a leading space.
+A character has at most 4 bytes, so the last of these tokens start with a whole character."""
 
 BROKEN_TOKENS_MAX = 8
-"""Decoded together until they are text. Twice what one character can take: so this is no text."""
+"""Tokens decoded together before incomplete bytes are taken as not being text: twice the
+longest character."""
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not yet."""
+"""Character that decoders emit for incomplete or invalid bytes."""
 
 
 class StopStrings:
-    """The stop strings of one turn, and the end of its text."""
+    """The stop strings of one turn, and the tail of its output text."""
 
     def __init__(
         self, tokenizer: Tokenizer, strings: Sequence[str], prompt_ids: Sequence[int]
@@ -30,18 +31,18 @@ class StopStrings:
         self._strings = tuple(strings)
         self._tail_chars = max(map(len, strings)) - 1
         self._tail = ""
-        """The end of the output's text: no stop string that is still to come begins before it."""
+        """End of the output text; a stop string that is still to be completed starts in it."""
         self._ids = list(prompt_ids[-PROMPT_TOKENS:])
         self._told = len(self._ids)
-        """Of these, so many are in the text already."""
+        """Number of the leading ``_ids`` whose text is already in the tail."""
 
     def skip(self, token_ids: Iterable[int]) -> None:
-        """Take in tokens that may not end the turn."""
+        """Add tokens without ending the turn."""
         for token_id in token_ids:
             self.completes(token_id)
 
     def completes(self, token_id: int) -> bool:
-        """Take in a sampled token; return whether a stop string ends in what it adds."""
+        """Add a sampled token; return whether a stop string ends within the text that it adds."""
         text = self._text_of(token_id)
         if not text:
             return False
@@ -50,7 +51,7 @@ class StopStrings:
         return any(said.find(s, max(0, known - len(s) + 1)) >= 0 for s in self._strings)
 
     def _text_of(self, token_id: int) -> str:
-        """What the token adds to the text; nothing as long as a character is broken."""
+        """Return the text that the token adds; empty while a character is incomplete."""
         self._ids.append(token_id)
         told = self._decode(self._ids[: self._told])
         text = self._decode(self._ids)[len(told) :]

@@ -1,8 +1,9 @@
-"""Which tokens may a turn sample next? Guesses, for a step to verify several at once.
+"""Speculative decoding: the draft-source interface, and how many draft tokens to verify per turn.
 
-A guess that is wrong costs time and nothing else: each position of it is sampled from the model's
-own logits by the random number that it would have had anyway, so tokens and log-probs are those of
-an engine that guesses nothing. Knows turns, not steps.
+Used by the scheduler's ``StepPlanner``; the sources are in ``engine/drafts``. Verification changes
+no outcome: each position is sampled from the model's own logits with the random number it would
+have had without drafts, so tokens and log-probs equal those of an engine without speculation. A
+wrong draft token costs time only.
 """
 
 import math
@@ -21,58 +22,66 @@ Tokens = npt.NDArray[np.int32]
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 DRAFT_TOKENS_MAX = 16
-"""By then a step's own cost, shared by so many tokens, is little of what each of them costs."""
+"""Upper limit of draft tokens per turn and step. Beyond it a step's fixed cost is spread over so
+many tokens that it is small beside each token's own cost."""
 
 STEP_TOKENS = 4.0
-"""A step takes as long as computing so many tokens, however few it has, for it reads all weights:
-13 ms of a model of 45 million of them, and 2.5 ms a token, on the CPU that we measured."""
+"""Fixed cost of a step, in units of one token's compute time: a step reads all weights however few
+tokens it has. Measured: 13 ms per step and 2.5 ms per token, 45 million weights, on a CPU."""
 
 RIGHT_FIRST, TRIED_FIRST = 1.5, 2.0
-"""Of a turn that nothing was guessed for yet: as if three guessed tokens in four had been right."""
+"""Initial counts of accepted and tried draft tokens of a turn: a prior
+acceptance rate of 3 in 4."""
 
 REMEMBERED = 0.9
-"""Of what became of guesses, from one to the next: what a turn says changes on its way."""
+"""Decay of the counts of accepted and tried draft tokens per verified draft, because a turn's
+acceptance rate changes as it goes on."""
 
 REST_TOKENS_FIRST, REST_TOKENS_MAX = 2, 64
-"""A turn whose guesses don't pay is tried again after so many tokens; twice as many each time."""
+"""First and longest pause of drafting, in tokens of the turn, while its drafts do not pay. The
+pause doubles with each rejected trial."""
 
 
 class DraftSource(Protocol):
-    """Where guesses come from."""
+    """Source of draft tokens, implemented in ``engine/drafts``."""
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
-        """For each turn, at most so many tokens that may follow those it has."""
+        """Return, for each turn, at most ``counts[i]`` draft tokens that may follow
+        the turn's tokens."""
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """The turn samples nothing more; ``is_whole``: it came to its own end."""
+        """Forget a turn. ``is_whole`` says that it finished by itself, not by abort
+        or cancellation."""
 
 
 def share_that_pays(decodes: int) -> float:
-    """How likely right a guessed token must be in a step of so many turns that decode.
+    """Return the acceptance probability from which a draft token saves time.
 
-    In time of one token, it costs 1, and saves, where it is right, the part of another step that
-    its turn would have had: ``1 + STEP_TOKENS / decodes``.
+    ``decodes`` turns decode in the step. In units of one token's compute time a draft token costs
+    1; an accepted one saves the turn's share of another step: ``1 + STEP_TOKENS / decodes``.
     """
     return 1 / (1 + STEP_TOKENS / decodes)
 
 
 class DraftPace:
-    """How many tokens to guess for one turn, by what became of its guesses so far."""
+    """Chooses the number of draft tokens of one turn from the acceptance rate of
+    its earlier drafts."""
 
     __slots__ = ("_next_at", "_rest", "_right", "_tried")
 
     def __init__(self) -> None:
         self._right = RIGHT_FIRST
         self._tried = TRIED_FIRST
-        """Guessed tokens after only right ones; older ones count less."""
+        """Decayed number of draft tokens whose predecessors in the draft were all accepted."""
         self._rest = REST_TOKENS_FIRST
         self._next_at = 0
 
     def count(self, length: int, enough: float) -> int:
-        """How many tokens to guess for a turn of ``length`` where a share ``enough`` pays.
+        """Return how many tokens to draft for a turn of ``length`` tokens; drafts pay above
+        rate ``enough``.
 
-        All those that are likely enough together with the ones before them; one, now and then,
-        where none is, to see whether it still is so.
+        The count is the largest for which the whole draft is accepted with probability ``enough``.
+        If not even one token is, the result is 0, and 1 now and then to measure the rate again.
         """
         share = self._right / self._tried
         if share <= enough:
@@ -82,7 +91,8 @@ class DraftPace:
         return int(math.log(enough) / math.log(share))
 
     def learn(self, drafted: int, accepted: int, length: int) -> None:
-        """So many were guessed and so many of them right; the turn has ``length`` tokens now."""
+        """Record that ``accepted`` of ``drafted`` tokens were right; the turn now has
+        ``length`` tokens."""
         self._right = REMEMBERED * self._right + accepted
         self._tried = REMEMBERED * self._tried + accepted + (accepted < drafted)
         if accepted:
@@ -93,17 +103,18 @@ class DraftPace:
 
 
 class Speculation:
-    """One engine's guesses, and what became of them."""
+    """Asks one engine's draft source for tokens, and keeps each turn's ``DraftPace``. Used
+    by the scheduler."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source = source
         self._has_failed = False
-        """Whether the source has raised an error; then it is not asked again."""
+        """Whether the source has raised an error; it is not asked again after that."""
         self._paces: dict[int, DraftPace] = {}
-        """Of the turns that have been guessed for, by handle."""
+        """Pace of each turn that has been drafted for, by turn handle."""
 
     def draft(self, turns: Sequence[TurnState], tokens_left: int) -> list[tuple[TurnState, Tokens]]:
-        """Guess for turns that decode, at most ``tokens_left`` tokens together."""
+        """Return draft tokens for decoding turns, at most ``tokens_left`` over all of them."""
         if self._has_failed:
             return []
         enough = share_that_pays(max(1, len(turns)))
@@ -128,17 +139,19 @@ class Speculation:
         return [(turn, draft) for turn, draft in zip(asked, drafts, strict=True) if len(draft)]
 
     def learn(self, turn: TurnState, drafted: int, accepted: int) -> None:
-        """A step has verified a guess."""
+        """Record how many of a turn's draft tokens a step accepted."""
         self._paces[turn.handle].learn(drafted, accepted, turn.length)
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """The turn samples nothing more; ``is_whole``: it came to its own end."""
+        """Forget a turn. ``is_whole`` says that it finished by itself, not by abort
+        or cancellation."""
         self._paces.pop(turn.handle, None)
         if not self._has_failed:
             self._source.ended(turn, is_whole=is_whole)
 
     def _wanted(self, turn: TurnState, enough: float) -> int:
-        """None for turns whose options would edit a logit by the tokens guessed before it."""
+        """Return 0 for turns whose options edit logits by the output so far: drafts
+        would be part of it."""
         options = turn.sampling.options
         if options is not None and options.edit_by_output:
             return 0

@@ -1,77 +1,81 @@
-"""Which blocks of the KV cache are free, and which hold a context that another turn can use?
+"""Block allocator and prefix cache of the KV cache: block numbers, reference counts and eviction.
 
-It counts and remembers; the memory itself is the model runner's. It knows nothing of turns.
+Used by the running set (``seats.py``), the prefixes and the draft model; the tensors belong to the
+model runner. A block holds the keys and values of ``block_tokens`` successive context positions in
+every layer. Blocks are allocated singly, so a turn's blocks need not be adjacent.
 
-A block holds the keys and values of ``block_tokens`` successive context positions, in every layer.
-Blocks are handed out singly, so a turn's blocks lie anywhere. A full block may be cached: then it
-is a node of a tree whose paths spell contexts, and any number of turns may hold it. Nobody writes
-to it any more.
+The prefix cache is a radix tree over full blocks. A cached block is a node, is immutable, and may
+be held by any number of turns. Its key is the parent node and the block's tokens, compared in full
+rather than hashed, so two contexts never collide. The root stands for the weights that computed the
+KV, so KV of one weight version is never found from another version's root.
 
-Keys are a node and the tokens that follow it, compared in full: no two contexts share a key by
-chance. A tree's root stands for the weights that computed all of it, so what one version computed
-is not found from another's.
-
-Whoever holds a node holds all before it, and lets go of the last ones first. So the node that was
-idle for longest never has another after it, and leaves first where room is needed. Whoever wants a
-node that it doesn't hold wants all before it, too; and what nobody wants leaves before the rest.
+Whoever holds a node holds all of its ancestors, and releases descendants first. The idle node that
+is least recently used therefore has no idle descendants, and is evicted first. Blocks that a
+session will want again are evicted after all others, and are wanted with all of their ancestors.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 Node = int
-"""A place in the trees; its number is never used for another."""
+"""Number of a node in the prefix trees; never reused."""
 
 NOWHERE: Node = 0
-"""Of a block that was never cached since it was allocated."""
+"""Node of a block that has not been cached since it was allocated."""
 
 ROOTS_MAX = 65536
-"""Of salts: 10 MB. Beyond it those go under which nothing is cached."""
+"""Limit of roots, one per weight version, adapter and salt: 10 MB. Beyond it, roots without cached
+blocks are dropped."""
 
 Wanted = list[tuple[int, Node]]
-"""Blocks, in the order of their positions, and what was in them then."""
+"""Blocks in the order of their positions, each with the node that it held when it was wanted."""
 
 
 class KvCache:
-    """Hands out block numbers ``[0, num_blocks)``. Used by one thread."""
+    """Allocates block numbers ``[0, num_blocks)`` and caches full blocks by context.
+    Used by one thread."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        """A stack: the block freed last is warm in the CPU's caches, so it goes out first."""
+        """Stack of free blocks: the block freed last is warm in the CPU's caches, so it is
+        allocated first."""
         self._holders = [0] * num_blocks
-        """How many turns hold each block."""
+        """Reference count of each block: the number of turns that hold it."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that nobody holds or wants, idle for longest first."""
+        """Cached blocks that no turn holds and no session wants, least recently used first."""
         self._wants = [0] * num_blocks
-        """How many will come back for each block; 0 where it is not cached."""
+        """Number of sessions that want each block again; 0 for blocks that are not cached."""
         self._wanted: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that nobody holds and somebody wants, idle for longest first."""
+        """Cached blocks that no turn holds and at least one session wants, least
+        recently used first."""
         self._blocks: dict[tuple[Node, bytes], int] = {}
-        """Every cached block that can be found, by what is before it and its tokens."""
+        """Every block that can be found, by its parent node and its tokens."""
         self._keys: list[tuple[Node, bytes] | None] = [None] * num_blocks
-        """Each block's key in ``_blocks``; None where it is in none."""
+        """Each block's key in ``_blocks``; None if the block cannot be found."""
         self._nodes: list[Node] = [NOWHERE] * num_blocks
-        """Where each cached block's tokens end; also once it is forgotten, for it may be shared."""
+        """Each cached block's node. Kept after ``forget``, because several turns
+        may hold the block."""
         self._roots: dict[tuple[int, str, str], Node] = {}
         self._next_node: Node = NOWHERE + 1
 
     @property
     def free_blocks(self) -> int:
-        """How many blocks can still be allocated, cached ones that nobody holds among them."""
+        """Number of blocks that can be allocated, including cached blocks that no turn holds."""
         return len(self._free) + len(self._idle) + len(self._wanted)
 
     @property
     def cached_blocks(self) -> int:
-        """How many blocks can be found by their context."""
+        """Number of blocks that can be found by their context."""
         return len(self._blocks)
 
     # ------------------------------------------------------------ blocks
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks to write to, or none of them (None) where fewer are free."""
+        """Return ``count`` blocks to write to, evicting idle cached blocks; None
+        if fewer are free."""
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if count > self.free_blocks:
@@ -89,18 +93,18 @@ class KvCache:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Take cached blocks beside whoever holds them."""
+        """Add a holder to each of these cached blocks."""
         for block in blocks:
             if not self._holders[block]:
                 del self._idle_queue(block)[block]
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back, those of one turn in the order of their positions.
+        """Remove one holder from each block, given in the order of the turn's positions.
 
         Raises:
-            ValueError: a block is not of this cache, or nobody holds it: two turns would have
-                written to it.
+            ValueError: a block is not of this cache, or has no holder: two turns would have written
+                to it.
         """
         holders = self._holders
         for block in reversed(blocks):
@@ -116,13 +120,14 @@ class KvCache:
                     self._idle_queue(block)[block] = None
 
     def count_held(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks somebody holds: taking them leaves ``free_blocks`` as it is."""
+        """Return how many of these blocks have a holder; holding those leaves
+        ``free_blocks`` unchanged."""
         return sum(self._holders[block] > 0 for block in blocks)
 
     # ------------------------------------------------------------ wants
 
     def want(self, blocks: Sequence[int]) -> Wanted:
-        """Somebody will come back for these cached blocks, who holds them until now."""
+        """Mark held, cached blocks as wanted by one more session; return what ``unwant`` needs."""
         for block in blocks:
             if self._keys[block] is None or not self._holders[block]:
                 raise AssertionError(f"block {block} can't be wanted: not cached, or nobody's")
@@ -130,7 +135,7 @@ class KvCache:
         return [(block, self._nodes[block]) for block in blocks]
 
     def unwant(self, wanted: Wanted) -> None:
-        """Whoever said ``want`` won't come back for what is still there of it."""
+        """Undo one ``want``, for the blocks that have not been evicted since."""
         for block, node in reversed(wanted):
             if self._keys[block] is None or self._nodes[block] != node:
                 continue  # room was needed
@@ -142,7 +147,8 @@ class KvCache:
     # ------------------------------------------------------------ contexts
 
     def root(self, weight_version: int, adapter: str = "", salt: str = "") -> Node:
-        """Where contexts begin whose KV these weights compute, for turns of this salt."""
+        """Return the root node of contexts whose KV these weights compute,
+        separate for each salt."""
         key = (weight_version, adapter, salt)
         root = self._roots.get(key)
         if root is None:
@@ -153,15 +159,15 @@ class KvCache:
         return root
 
     def find(self, node: Node, tokens: bytes) -> int | None:
-        """The block of these tokens after ``node``."""
+        """Return the cached block with these tokens after ``node``; None if there is none."""
         return self._blocks.get((node, tokens))
 
     def node(self, block: int) -> Node:
-        """Where a cached block's tokens end."""
+        """Return a cached block's node."""
         return self._nodes[block]
 
     def add(self, node: Node, tokens: bytes, block: int) -> Node:
-        """Have a held, full block be found after ``node``; return where its tokens end."""
+        """Cache a held, full block with these tokens after ``node``; return the block's node."""
         key = (node, tokens)
         if key in self._blocks or self._keys[block] is not None or not self._holders[block]:
             raise AssertionError(
@@ -173,7 +179,7 @@ class KvCache:
         return self._nodes[block]
 
     def forget(self) -> None:
-        """Nothing cached so far is found again. Blocks that are held stay so, and are private."""
+        """Empty the prefix cache. Held blocks stay held, and are private from now on."""
         for block in self._blocks.values():
             self._keys[block] = None
             self._wants[block] = 0
@@ -201,11 +207,11 @@ class KvCache:
     # ------------------------------------------------------------ for tests
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Hold the counts against the block tables of all turns.
+        """Check the reference counts against the block tables of all turns.
 
         Raises:
-            AssertionError: a block is lost, held twice by one, or counted wrong; or a cached block
-                could outlive the one before it.
+            AssertionError: a block is lost, held twice by one turn or miscounted; or a cached block
+                could outlive its parent.
         """
         held = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):

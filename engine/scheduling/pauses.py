@@ -1,50 +1,52 @@
-"""May turns start, may they run, and may new weights be swapped in? Moves nothing itself.
+"""Pause state of an engine: whether turns may start and run, and whether a weight swap is due.
 
-One pause and one swap can be asked for at a time; a newer pause replaces the mode of an older
-one. Every pause that was not lifted before it took effect is answered.
+Used by the scheduler; moves no turns itself. At most one pause and one swap are pending: a newer
+pause replaces the mode of an older one. Every pause that takes effect before it is lifted is
+answered with ``Paused``.
 """
 
 from tidegate.transport.messages import FinishWeightUpdate, Paused, PauseMode
 
 
 class PauseGate:
-    """What pauses and weight updates allow, given how many turns run."""
+    """Decides from the pending pause and swap, and the number of running turns,
+    what may happen now."""
 
     def __init__(self) -> None:
         self._mode: PauseMode | None = None
         self._unanswered: list[PauseMode] = []
         self._swap: FinishWeightUpdate | None = None
         self.is_held = False
-        """Whether no turn may run whatever pauses say, for want of memory."""
+        """Whether no turn may run, whatever pauses say, because memory is asleep."""
 
     @property
     def mode(self) -> PauseMode | None:
-        """How a pause that is on, or will be, stops turns; None: there is none."""
+        """Mode of the pause that is pending or in effect; None without a pause."""
         return self._mode
 
     @property
     def turns_start(self) -> bool:
-        """Whether waiting turns may start."""
+        """Whether waiting turns may be admitted to the running set."""
         draining = self._swap is not None and self._swap.pause_mode == "wait"
         return self._mode is None and not draining and not self.is_held
 
     @property
     def turns_run(self) -> bool:
-        """Whether running turns go on; ``abort`` has ended them, ``wait`` lets them finish."""
+        """Whether running turns may step: ``abort`` has ended them, ``wait`` lets them finish."""
         return self._mode != "keep" and not self.is_held
 
     def pause(self, mode: PauseMode) -> None:
-        """Ask for a pause, or change the mode of the one there is."""
+        """Request a pause, or change the mode of the pending one."""
         self._mode = mode
         self._unanswered.append(mode)
 
     def resume(self) -> None:
-        """Lift the pause; those not in effect yet never will be, and are not answered."""
+        """Lift the pause; pauses that have not taken effect never will, and are not answered."""
         self._mode = None
         self._unanswered.clear()
 
     def take_effective(self, running_turns: int) -> list[Paused]:
-        """Answers to the pauses that are in effect now."""
+        """Return the ``Paused`` answers of all pauses that are in effect now, once each."""
         if not self._unanswered or not self.is_pause_in_effect(running_turns):
             return []
         answers = [Paused(mode=mode) for mode in self._unanswered]
@@ -53,29 +55,30 @@ class PauseGate:
 
     @property
     def is_pause_asked(self) -> bool:
-        """Whether a pause is on, or will be."""
+        """Whether a pause is pending or in effect."""
         return self._mode is not None
 
     def is_pause_in_effect(self, running_turns: int) -> bool:
-        """Whether a pause is on; frozen turns run no more than ended ones."""
+        """Whether a pause is in effect: at once, except that ``wait`` needs zero running turns."""
         return self._mode is not None and (self._mode != "wait" or running_turns == 0)
 
     @property
     def is_swap_asked(self) -> bool:
-        """Whether new weights are to be swapped in."""
+        """Whether a swap to staged weights is pending."""
         return self._swap is not None
 
     def ask_swap(self, update: FinishWeightUpdate) -> None:
-        """Ask for new weights; asking again changes how."""
+        """Request a swap; a repeated request replaces the pause mode of the first."""
         self._swap = update
 
     def swap_due(self, running_turns: int) -> FinishWeightUpdate | None:
-        """The swap that can be done now. Frozen turns never finish, so none waits for them."""
+        """Return the swap that can be done now. Turns frozen by ``keep`` never finish, so no
+        swap waits for them."""
         swap = self._swap
         if swap is None or (swap.pause_mode == "wait" and running_turns > 0 and self.turns_run):
             return None
         return swap
 
     def end_swap(self) -> None:
-        """The swap is done, or can't be any more. Harmless if none was asked for."""
+        """Clear the swap, done or impossible. Harmless without one."""
         self._swap = None

@@ -1,9 +1,9 @@
-"""Prefix cache: KV blocks that turns share, and contexts kept for a rollout's next turn.
+"""Prefix sharing between turns, and contexts kept in the KV cache for a rollout's next turn.
 
-A turn follows the cache's tree from the root of the live weights as far as its tokens match, and
-adds each block that it fills; it leaves the tree once its KV is not all of the live weights. A
-session is a rollout's row while it waits for a tool: its KV may be evicted, the longest-waiting one
-first.
+Used by the running set and the scheduler; the radix tree itself is ``KvCache``. A turn follows the
+tree from the root of the live weights as far as its tokens match, and adds each block that it
+fills. A turn leaves the tree once part of its KV is from older weights. A session is a rollout
+between two turns, for example during a tool call: its KV may be evicted, least recently used first.
 """
 
 from collections import OrderedDict
@@ -14,18 +14,18 @@ from tidegate.engine.scheduling.turns import NEVER, TurnState
 
 
 class Sessions:
-    """The contexts of sessions that may go on, as far as they are cached."""
+    """Keeps the cached contexts of sessions that may continue with another turn."""
 
     def __init__(self, cache: KvCache, sessions_max: int) -> None:
-        """Beyond ``sessions_max`` the one that was heard of least lately has its context no longer
-        kept, so that a peer which ends none costs no memory."""
+        """Beyond ``sessions_max`` sessions the least recently used one loses its protection from
+        eviction, so that a peer that never ends sessions costs no memory."""
         self._cache = cache
         self._sessions_max = sessions_max
         self._wanted: OrderedDict[int, Wanted] = OrderedDict()
-        """By session, the one heard of least lately first."""
+        """Wanted blocks by session number, least recently used session first."""
 
     def leave(self, turn: TurnState) -> None:
-        """A turn is about to let go of its KV; its session will want what is cached of it."""
+        """Protect a turn's cached blocks for its session, just before the turn releases its KV."""
         if not turn.session or turn.share_at == NEVER or not turn.shared_blocks:
             return
         wanted = self._cache.want(turn.blocks[: turn.shared_blocks])
@@ -35,32 +35,33 @@ class Sessions:
             self._cache.unwant(self._wanted.popitem(last=False)[1])
 
     def end(self, sessions: Iterable[int]) -> None:
-        """These won't go on here."""
+        """Drop sessions that will not continue on this engine."""
         for session in sessions:
             self._cache.unwant(self._wanted.pop(session, []))
 
     def forget(self) -> None:
-        """Nobody will say any more which of them have ended."""
+        """Drop all sessions, because nobody will report their ends any more."""
         self.end(list(self._wanted))
 
 
 class Prefixes:
-    """Lets turns share the blocks of one cache."""
+    """Lets turns share the full blocks of one ``KvCache``."""
 
     def __init__(self, cache: KvCache, block_tokens: int, *, are_shared: bool) -> None:
-        """Without ``are_shared`` nothing is ever found."""
+        """Without ``are_shared`` no turn finds or adds cached blocks."""
         self._cache = cache
         self._block_tokens = block_tokens
         self._are_shared = are_shared
 
     def enter(self, turn: TurnState, weight_version: int) -> None:
-        """A turn without KV begins at the root of these weights."""
+        """Start a turn without KV at the root of the weights ``weight_version``."""
         turn.shared_blocks = 0
         turn.node = self._cache.root(weight_version, turn.adapter, turn.cache_salt)
         turn.share_at = self._block_tokens if self._are_shared else NEVER
 
     def forget(self, turns: list[TurnState], weight_version: int) -> None:
-        """Nothing computed so far is found again; turns with KV go on in private."""
+        """Empty the prefix cache. ``turns`` that have KV keep it in private; the
+        others enter anew."""
         self._cache.forget()
         for turn in turns:
             turn.share_at = NEVER
@@ -68,9 +69,10 @@ class Prefixes:
                 self.enter(turn, weight_version)
 
     def find(self, turn: TurnState) -> list[int]:
-        """The cached blocks that go on where the turn's shared ones end.
+        """Return the cached blocks that follow the turn's shared ones and match its tokens.
 
-        Only those that it need not compute: never its last token, nor what is to be scored.
+        Only positions that need not be computed count: never the last token, nor positions to be
+        scored.
         """
         found: list[int] = []
         if turn.share_at == NEVER:
@@ -85,7 +87,8 @@ class Prefixes:
         return found
 
     def take(self, turn: TurnState, found: list[int]) -> None:
-        """Put what ``find`` found in the place of the turn's own blocks; it needn't compute it."""
+        """Replace the turn's own blocks by the ``found`` ones, and mark their
+        positions as computed."""
         if not found:
             return
         end = turn.shared_blocks + len(found)
@@ -99,17 +102,19 @@ class Prefixes:
         self._advance(turn, self._cache.node(found[-1]), end)
 
     def share_planned(self, turn: TurnState) -> None:
-        """Let others find the blocks that the step being planned fills.
+        """Cache the blocks that the planned step fills, so that other turns of the same
+        step share them.
 
-        Not one that ends with the last token known: ``find`` never looks for that, so another turn
-        may have cached the same already. Nor one with positions to be scored, for the same reason.
+        A block that ends with the last known token is left out: ``find`` never looks it up, so
+        another turn may already have cached the same tokens. The same holds for positions to be
+        scored.
         """
         self.share(turn, min(turn.computed + turn.chunk_tokens, turn.reusable_tokens))
 
     def share(self, turn: TurnState, end: int) -> None:
-        """Let others find the full blocks before position ``end``.
+        """Cache the turn's full blocks before position ``end``.
 
-        Where another turn has cached the same, that takes the place of the turn's own block.
+        If another turn has cached the same tokens, its block replaces the turn's own.
         """
         while turn.share_at <= end:
             place = turn.shared_blocks

@@ -46,7 +46,7 @@ from tidegate.transport.scoring import ScoreTokens
 
 
 class StepPlanner:
-    """Hands out the tokens and the blocks of one step at a time."""
+    """Assigns one step's token budget and KV blocks to turns."""
 
     def __init__(self, seats: Seats, speculation: Speculation | None) -> None:
         self._seats = seats
@@ -55,9 +55,10 @@ class StepPlanner:
         self._planned: list[TurnState] = []
 
     def plan(self, tokens: int, version: int, *, may_start: bool) -> list[TurnState]:
-        """The turns of a step of at most so many tokens, each told what it computes.
+        """Return the turns of a step of at most ``tokens`` tokens, each with its
+        chunk and drafts set.
 
-        ``version`` is the live weights'. Unless turns ``may_start``, only those that run go on.
+        ``version`` is the live weights'. Waiting turns are admitted only if ``may_start``.
         """
         planned: list[TurnState] = []
         self._planned = planned
@@ -80,7 +81,7 @@ class StepPlanner:
         for turn in self._seats.running.copy():
             if turn.is_prefilling:
                 # Recomputed turns can lack blocks. They get a first one here, in the order of
-                # rank, for nobody may be thrown out who is planned already.
+                # rank, because a turn that is already planned must not be preempted.
                 if turn.computed >= turn.block_tokens_held:
                     self._seats.grow(turn)
                 continue
@@ -90,7 +91,7 @@ class StepPlanner:
         return len(planned)
 
     def _plan_chunk(self, turn: TurnState, tokens_left: int) -> int:
-        """Plan what is left of a prefill, as far as it has room and the step has tokens."""
+        """Plan a prefill chunk, as large as the turn's blocks and the step's budget allow."""
         self._prefixes.take(turn, self._prefixes.find(turn))
         end = min(turn.length, turn.computed + tokens_left)
         self._seats.grow_freely(turn, end)
@@ -102,7 +103,7 @@ class StepPlanner:
         return turn.chunk_tokens
 
     def _plan_drafts(self, speculation: Speculation, tokens_left: int) -> None:
-        """Have decodes verify guesses, where prefills leave tokens and turns leave blocks."""
+        """Add draft tokens to decoding turns, as far as the step's budget and free blocks allow."""
         decodes = [turn for turn in self._planned if not turn.is_prefilling]
         for turn, draft in speculation.draft(decodes, tokens_left):
             self._seats.grow_to_spare(turn, turn.length + len(draft))
@@ -112,7 +113,7 @@ class StepPlanner:
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """A turn that waits for its grammars to be compiled."""
+    """A submitted turn whose grammars are still being compiled."""
 
     message: SubmitTurn
     arrival: int
@@ -120,7 +121,7 @@ class _Preparing:
 
 
 class Scheduler:
-    """All turns of one engine, and its weights' version."""
+    """All turns and scoring requests of one engine, and the version of its live weights."""
 
     def __init__(
         self,
@@ -132,34 +133,34 @@ class Scheduler:
         shares_prefixes: bool = True,
         drafts: DraftSource | None = None,
     ) -> None:
-        """``options`` reads what turns ask of sampling; None serves no text, and no user's own
-        processors. ``scoring``: what the model tells of given tokens; None: nothing.
-        ``shares_prefixes`` and ``drafts`` change nothing but speed; tests compare them with none.
-        """
+        """``options`` reads the turns' sampling options; None serves neither text options
+        nor custom logit processors. ``scoring`` says what the model can score; None:
+        nothing. ``shares_prefixes`` and ``drafts`` change speed only; tests compare runs
+        with and without them."""
         self.version = version
-        """The live weights'."""
+        """Version of the live weights."""
         self._limits = limits
         self._options = options or OptionReader(
             vocab_size=limits.vocab_size, max_running_turns=limits.max_running_turns
         )
         self._seats = Seats(limits, shares_prefixes=shares_prefixes)
         self.scores = ScoreDesk(limits, scoring or ScoringTraits(hidden_size=1), self._seats)
-        """What is asked for beside turns."""
+        """Queue of the scoring requests."""
         self.sessions = self._seats.sessions
-        """Whose contexts are gone on with."""
+        """Contexts that are kept for the next turns of their rollouts."""
         self._prefixes = self._seats.prefixes
         self._speculation = None if drafts is None else Speculation(drafts)
         self._planner = StepPlanner(self._seats, self._speculation)
         self._adapters: frozenset[str] = frozenset()
-        """The live version's, by name."""
+        """Names of the live version's LoRA adapters."""
         self._gate = PauseGate()
         self._budget = StepBudget(limits.max_step_tokens)
         self._clears_cache = False
-        """Whether a pause that is yet to take effect is to."""
+        """Whether a pending pause is to empty the prefix cache when it takes effect."""
         self._turns: dict[int, TurnState] = {}
-        """Every turn by its handle, running or waiting; scores are elsewhere."""
+        """Every running or waiting turn, by handle; scoring requests are in ``scores``."""
         self._preparing: dict[int, _Preparing] = {}
-        """Turns by handle whose options are being compiled; not among ``_turns`` yet."""
+        """Turns whose grammars are being compiled, by handle; disjoint from ``_turns``."""
         self._arrivals = 0
         self._planned: list[TurnState] = []
         self._ended: list[EndedTurn] = []
@@ -168,7 +169,7 @@ class Scheduler:
     # ------------------------------------------------------------ what others ask for
 
     def submit(self, message: SubmitTurn) -> None:
-        """Queue a turn.
+        """Queue a turn, compiling its grammars synchronously.
 
         Raises:
             tidegate.errors.TurnRefused: it can never be served as asked.
@@ -178,9 +179,10 @@ class Scheduler:
         self._admit(message, self._arrivals - 1)
 
     def submit_prepared(self, message: SubmitTurn) -> None:
-        """Queue a turn once its grammars are compiled, in its place by arrival; mostly at once.
+        """Queue a turn once its grammars are compiled, in the order of arrival; at
+        once if it has none.
 
-        What refuses it after that is among ``take_answers``.
+        A refusal after that is among ``take_answers``.
 
         Raises:
             tidegate.errors.TurnRefused: it can never be served as asked.
@@ -199,7 +201,8 @@ class Scheduler:
             )
 
     def _admit_prepared(self) -> None:
-        """Queue the turns whose grammars are compiled, or could not be."""
+        """Queue the turns whose grammars have been compiled, or refuse them if
+        compilation failed."""
         ready = [each for each in self._preparing.values() if all(f.done() for f in each.futures)]
         for each in ready:
             del self._preparing[each.message.turn]
@@ -221,7 +224,7 @@ class Scheduler:
         self._seats.queue(turn)
 
     def score(self, message: ScoreTokens) -> None:
-        """Queue a request to score, among the turns.
+        """Queue a scoring request; it is ranked among the turns.
 
         Raises:
             tidegate.errors.ScoreRefused: it can never be answered as asked.
@@ -230,7 +233,7 @@ class Scheduler:
         self._arrivals += 1
 
     def cancel(self, handle: int) -> None:
-        """End a turn; unknown handles are ignored, for it may just have finished."""
+        """End a turn. Unknown handles are ignored, because the turn may just have finished."""
         if self._preparing.pop(handle, None) is not None:
             self._ended.append(EndedTurn(handle, CANCELLED))
             return
@@ -240,30 +243,32 @@ class Scheduler:
             self._end(turn, CANCELLED)
 
     def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
-        """Stop turns as ``mode`` says; ``take_answers`` tells when it has taken effect."""
+        """Stop turns as ``mode`` says; ``take_answers`` reports when the pause has taken effect."""
         self._gate.pause(mode)
         self._clears_cache |= clear_cache
         if mode == "abort":
             self._abort_running()
 
     def resume(self) -> None:
-        """Let turns run again, whatever pause there was or was to be."""
+        """Lift any pause, pending or in effect."""
         self._gate.resume()
         self._clears_cache = False
         self._answers.append(Resumed())
 
     def ask_swap(self, update: FinishWeightUpdate) -> None:
-        """Have staged weights swapped in; ``swap_due`` tells when."""
+        """Request a swap to staged weights; ``swap_due`` reports when it can be done."""
         self._gate.ask_swap(update)
         if update.pause_mode == "abort":
             self._abort_running()
 
     def drop_swap(self) -> None:
-        """The weights that were to be swapped in are not there any more. Harmless if none were."""
+        """Cancel the pending swap, because its weights are no longer staged.
+        Harmless without one."""
         self._gate.end_swap()
 
     def start_over(self) -> None:
-        """Whoever asked for pauses and swaps is gone; what turns there are stays, and goes on."""
+        """Drop pauses, swaps, sessions and scoring requests of a lost
+        orchestrator; turns continue."""
         is_held = self._gate.is_held
         self._gate = PauseGate()
         self._gate.is_held = is_held
@@ -273,11 +278,11 @@ class Scheduler:
         self.sessions.forget()
 
     def hold(self, is_held: bool) -> None:
-        """Run no turn whatever pauses say, until told otherwise: there is no memory for it."""
+        """Stop or allow all steps, whatever pauses say; used while memory is asleep."""
         self._gate.is_held = is_held
 
     def forget_kv(self) -> None:
-        """The memory of all KV is gone; turns that have any wait to be computed again."""
+        """Preempt all running turns and empty the prefix cache, because the KV memory is gone."""
         for turn in self._seats.remove_running():
             self._seats.queue(turn)
         self._prefixes.forget([], self.version)
@@ -285,13 +290,13 @@ class Scheduler:
     # ------------------------------------------------------------ what the worker moves
 
     def swap_due(self) -> FinishWeightUpdate | None:
-        """The swap to do now, before any other step."""
+        """Return the swap to do now, before the next step; None if there is none."""
         return self._gate.swap_due(self.running_turns)
 
     def weights_swapped(self, update: FinishWeightUpdate, *, adapters: Collection[str] = ()) -> int:
-        """The runner computes with other weights now; return how many turns lose KV to that.
+        """Take note of a swap the runner has done; return how many turns must recompute KV.
 
-        Turns with an adapter that isn't among the new ``adapters`` end.
+        Turns whose adapter is not among the new ``adapters`` are refused.
         """
         recomputed = 0
         self.scores.begin_again()
@@ -303,13 +308,13 @@ class Scheduler:
             if update.kv_policy == "recompute":
                 recomputed += self._seats.recompute(turn, update.version)
         self.version = update.version
-        # Whatever its number: a process that went on for another's may use one again.
+        # Even if the version is the same: a restarted orchestrator may reuse a number.
         self._prefixes.forget(self._seats.running, self.version)
         self._gate.end_swap()
         return recomputed
 
     def take_answers(self) -> list[Message]:
-        """Answers to pauses, resumes and prepared turns that are due, each told once."""
+        """Return the answers to pauses, resumes and prepared turns that are due, each once."""
         if self._preparing:
             self._admit_prepared()
         paused = self._gate.take_effective(self.running_turns)
@@ -321,7 +326,7 @@ class Scheduler:
         return answers
 
     def take_ended(self) -> StepColumns | None:
-        """Turns that ended between steps, aborted or cancelled: rows without tokens."""
+        """Return turns that were aborted or cancelled between steps, as rows without tokens."""
         if not self._ended:
             return None
         ended, self._ended = self._ended, []
@@ -329,13 +334,13 @@ class Scheduler:
 
     @property
     def has_ended(self) -> bool:
-        """Whether ``take_ended`` has rows."""
+        """Whether ``take_ended`` would return rows."""
         return bool(self._ended)
 
     def plan(self) -> list[Row]:
-        """Choose the rows of the next step, decodes before prefills; none if nothing may run.
+        """Choose the rows of the next step; an empty list if nothing may run.
 
-        Each plan is followed by ``complete`` or ``fail``, with no other call in between.
+        Every non-empty plan must be followed by ``complete``, ``fail`` or ``refuse_planned``.
         """
         self._planned = []
         if not self._gate.turns_run:
@@ -348,7 +353,7 @@ class Scheduler:
         return [row for turn in self._planned for row in (turn.next_row(), *turn.draft_rows())]
 
     def complete(self, output: StepOutput) -> StepColumns | None:
-        """Take in what the planned rows sampled; None if it was all prefill, with no end yet."""
+        """Apply a step's output to the planned turns; None if the step sampled nothing."""
         self._budget.succeed()
         sampled: list[int] = output.token_ids.tolist()
         failures = failures_of(output, self.version)
@@ -376,28 +381,31 @@ class Scheduler:
         return rows.columns(output, self.version) if rows.handles else None
 
     def fail(self, tokens: int) -> bool:
-        """There was no memory for the step planned; False if none can be smaller.
+        """Preempt all turns after a step ran out of memory; False if the step cannot
+        be made smaller.
 
-        Its turns wait to be computed again, in steps of half the tokens for a while. So do those
-        that were not in it: they may share what it should have computed.
+        Later steps have half the tokens for a while. Turns outside the failed step are preempted
+        too, because they may share blocks that it should have computed.
         """
         self.forget_kv()
         return self._budget.fail(tokens)
 
     def planned_rows(self) -> list[list[Row]]:
-        """The rows of the step planned, turn by turn, in the order of their places in it."""
+        """Return the planned step's rows, one list per turn, in the order of the plan."""
         return [[turn.next_row(), *turn.draft_rows()] for turn in self._planned]
 
     def probe_row(self) -> Row:
-        """A row of one token and no turn, in place of a step that failed."""
+        """Return a row of one token that belongs to no turn, to test whether the
+        model works at all."""
         sampling = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
         samples = sampling if self.scores.generates else None
         return Row(np.zeros(1, np.int32), 0, [0], samples)
 
     def refuse_planned(self, failed: Mapping[int, str]) -> None:
-        """Refuse the turns at these places of the step planned, and why; it is planned anew.
+        """Refuse planned turns; ``failed`` maps places in the plan to reasons. The step
+        is planned anew.
 
-        The other turns wait to be computed again, for they may share KV with the refused ones.
+        The other turns are preempted, because they may share KV with the refused ones.
         """
         for place, why in failed.items():
             turn = self._planned[place]
@@ -414,53 +422,53 @@ class Scheduler:
 
     @property
     def step_tokens_max(self) -> int:
-        """How many tokens the next step may have."""
+        """Token budget of the next step."""
         return self._budget.tokens
 
     @property
     def handles(self) -> list[int]:
-        """The turns it holds, and those whose end is not told yet."""
+        """Handles of all turns, including ended ones that have not been reported yet."""
         ended = (ended.handle for ended in self._ended)
         return [*self._turns, *self._preparing, *ended]
 
     @property
     def running_turns(self) -> int:
-        """Turns that have started, frozen or not."""
+        """Number of turns in the running set, frozen or not."""
         return len(self._seats.running)
 
     @property
     def waiting_turns(self) -> int:
-        """Turns that hold no KV."""
+        """Number of turns outside the running set; they hold no KV blocks."""
         return self._seats.waiting_turns + len(self._preparing)
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a turn waits for a grammar to be compiled, which nothing wakes the engine for."""
+        """Whether a grammar is being compiled; the engine must poll, because nothing wakes it."""
         return bool(self._preparing)
 
     @property
     def is_pause_asked(self) -> bool:
-        """Whether a pause is on, or will be."""
+        """Whether a pause is pending or in effect."""
         return self._gate.is_pause_asked
 
     @property
     def is_pause_in_effect(self) -> bool:
-        """Whether a pause is on, and no turn runs."""
+        """Whether a pause is in effect and no turn runs."""
         return self._gate.is_pause_in_effect(self.running_turns)
 
     @property
     def is_swap_asked(self) -> bool:
-        """Whether staged weights are to be swapped in."""
+        """Whether a swap to staged weights is pending."""
         return self._gate.is_swap_asked
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that no turn holds."""
+        """Number of KV blocks that no turn holds."""
         return self._seats.free_blocks
 
     @property
     def can_step(self) -> bool:
-        """Whether ``plan`` would find a row."""
+        """Whether ``plan`` may return rows."""
         if self._seats.running:
             return self._gate.turns_run
         return self._seats.waiting_turns > 0 and self._gate.turns_start
@@ -475,7 +483,7 @@ class Scheduler:
         output: StepOutput,
         failures: Mapping[int, str],
     ) -> int:
-        """Have a turn take what was sampled for it from ``place`` on; return the next one's."""
+        """Give a turn its samples, from ``place`` on; return the next turn's first place."""
         end = place + 1 + turn.drafted
         if place in failures:
             self._refuse(turn, failures[place])
@@ -489,7 +497,8 @@ class Scheduler:
         return end
 
     def _go_on(self, turn: TurnState, accepted: AcceptedTokens, drafted: int) -> None:
-        """A turn has taken in its tokens."""
+        """Share the accepted tokens' blocks, update the draft pace, and finish the turn
+        if it is complete."""
         if drafted:
             self._prefixes.share(turn, turn.computed)
             if self._speculation is not None:
@@ -503,7 +512,7 @@ class Scheduler:
     # ------------------------------------------------------------ leaving
 
     def _finish(self, turn: TurnState, *, is_whole: bool = False) -> None:
-        """End a turn; ``is_whole``: it came to its own end."""
+        """Remove and forget a turn; ``is_whole`` says that it finished by itself."""
         self._seats.remove(turn)
         self._forget(turn, is_whole=is_whole)
 
@@ -513,12 +522,13 @@ class Scheduler:
             self._speculation.ended(turn, is_whole=is_whole)
 
     def _refuse(self, turn: TurnState, why: str) -> None:
-        """End a turn that can't be sampled from, and have its asker told; no token comes of it."""
+        """End a turn that cannot be sampled, and queue its refusal; its tokens of this
+        step are dropped."""
         self._finish(turn)
         self._answers.append(messages.TurnRefused(turn=turn.handle, message=cut(why)))
 
     def _end(self, turn: TurnState, finish: int) -> None:
-        """End a turn that is removed already, and have it told."""
+        """Report a turn that has already been removed from the running set."""
         self._forget(turn, is_whole=False)
         self._ended.append(EndedTurn(turn.handle, finish))
 
@@ -532,5 +542,6 @@ class Scheduler:
     # ------------------------------------------------------------ for tests
 
     def check(self) -> None:
-        """Raise AssertionError unless turns and blocks agree, and no two turns write to one."""
+        """Raise AssertionError unless turns and blocks agree, and no two turns
+        write to one block."""
         self._seats.check()

@@ -1,9 +1,9 @@
-"""Which requests to score are there, how far are they, and which are refused? Computes nothing.
+"""Scoring requests: log-probs, hidden states, embeddings and rewards of given tokens.
 
-To the seats a request is a turn that samples nothing: it has a rank, blocks and chunks like any,
-gives way to better ones, and shares what it computes. What of it must be computed is never taken
-from the cache. All that an answer holds comes from one version of the weights: a swap, whatever it
-does to turns, has every request begin again.
+Used by the scheduler. To the running set a request is a turn that samples nothing: it is ranked,
+chunked and preempted like a turn, and shares the blocks that it computes. Positions to be scored
+are never taken from the prefix cache. All values of an answer are from one weight version, so a
+swap restarts every request. Nothing is computed here; the runner scores rows.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,8 @@ from tidegate.transport.scoring import (
 )
 
 REQUESTS_MAX = 4096
-"""Held at a time. Tidegate's orchestrator has half as many as turns may run under way."""
+"""Limit of requests held at a time. Tidegate's orchestrator has at most half as many as turns
+may be in flight."""
 
 READS: dict[Want, Reads] = {
     "logprobs": "logprobs",
@@ -42,7 +43,7 @@ READS: dict[Want, Reads] = {
     "hidden_states": "hidden_states",
     "rewards": "rewards",
 }
-"""What a chunk is asked for."""
+"""What a row reads from the model, for each kind of request."""
 
 _NO_TOKENS = SamplingParams(max_tokens=0)
 
@@ -50,7 +51,7 @@ _FLOAT32_BYTES = 4
 
 
 class ScoreState(TurnState):
-    """One request: its tokens, its KV, and what it has been told so far."""
+    """One scoring request: its tokens, its KV, and the values computed so far."""
 
     __slots__ = ("_asked", "chunks", "first_told", "needed_from", "want")
 
@@ -59,7 +60,7 @@ class ScoreState(TurnState):
     def __init__(
         self, message: ScoreTokens, tokens: npt.NDArray[np.int32], arrival: int, *, end: int
     ) -> None:
-        """``end``: only the positions before it are computed."""
+        """Only positions before ``end`` are computed."""
         turn = SubmitTurn(
             turn=message.request, token_ids=b"", sampling=_NO_TOKENS, priority=message.priority
         )
@@ -68,28 +69,28 @@ class ScoreState(TurnState):
         self.want = message.want
         self._asked = message
         self.first_told = end - 1
-        """The first position whose hidden state is needed."""
+        """First position whose hidden state is needed."""
         if message.want == "logprobs":
-            self.first_told = message.start - 1  # what is said after it
+            self.first_told = message.start - 1  # its logits score the token after it
         elif message.want in ("mean_embedding", "hidden_states"):
             self.first_told = message.start
         self.needed_from = self.first_told
-        """The first of those not told yet."""
+        """First position whose values have not been computed yet."""
         self.chunks: list[RowScore] = []
-        """What was told of the positions from ``first_told`` to ``needed_from``."""
+        """Values of the positions from ``first_told`` to ``needed_from``, one entry per chunk."""
 
     @property
     def reusable_tokens(self) -> int:
-        """So many leading positions need not be computed if their KV is there already."""
+        """Number of leading positions that may come from the prefix cache."""
         return self.needed_from
 
     def begin_again(self) -> None:
-        """What was told so far counts no more."""
+        """Discard the values computed so far."""
         self.chunks.clear()
         self.needed_from = self.first_told
 
     def next_row(self) -> Row:
-        """What the runner computes of this request in the step under way."""
+        """Return the request's row in the planned step."""
         row, start = self.row, self.computed
         end = start + self.chunk_tokens
         row.start = start
@@ -108,10 +109,10 @@ class ScoreState(TurnState):
         return row
 
     def answer(self, version: int) -> list[Message]:
-        """All that was told, in parts that fit a frame.
+        """Return all values, split into messages that fit a frame.
 
         Raises:
-            ScoreRefused: some of it is not a number.
+            ScoreRefused: a value is not finite.
         """
         told = join_scores(self.chunks)
         _refuse_nan(told, version)
@@ -150,7 +151,7 @@ class ScoreState(TurnState):
 
 
 class ScoreDesk:
-    """All requests to score of one engine."""
+    """All scoring requests of one engine, by request number."""
 
     def __init__(self, limits: EngineLimits, traits: ScoringTraits, seats: Seats) -> None:
         self._limits = limits
@@ -174,10 +175,10 @@ class ScoreDesk:
         self._seats.queue(state)
 
     def refuse_turns(self) -> None:
-        """Refuse to sample, if that can't be done.
+        """Refuse a turn if the model has no LM head.
 
         Raises:
-            TurnRefused: the model makes no tokens.
+            TurnRefused: the model ends in a classification head.
         """
         if not self._traits.generates:
             raise TurnRefused(
@@ -191,25 +192,26 @@ class ScoreDesk:
         return self._traits.generates
 
     def cancel(self, request: int) -> None:
-        """Forget a request; unknown ones are ignored, for it may just have been answered."""
+        """Forget a request. Unknown ones are ignored, because the request may just
+        have been answered."""
         state = self._requests.pop(request, None)
         if state is not None:
             self._seats.remove(state)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all requests."""
         for request in list(self._requests):
             self.cancel(request)
 
     def begin_again(self) -> None:
-        """Other weights are live: what was computed and told so far counts no more."""
+        """Restart all requests, because other weights are live."""
         for state in self._requests.values():
             state.begin_again()
             if state.is_running:
                 self._seats.send_back(state)
 
     def take(self, turn: TurnState, scores: Iterator[RowScore], version: int) -> list[Message]:
-        """A request's chunk is computed; its answer, if that was the last one."""
+        """Add a computed chunk to its request; return the answer if it was the last chunk."""
         assert isinstance(turn, ScoreState)  # as ``is_score`` says
         if turn.row.scoring is not None:
             turn.chunks.append(next(scores))
@@ -226,7 +228,7 @@ class ScoreDesk:
 def admit_score(
     message: ScoreTokens, limits: EngineLimits, traits: ScoringTraits, arrival: int
 ) -> ScoreState:
-    """Make a state of a request.
+    """Validate a request and make its state.
 
     Raises:
         ScoreRefused: it can never be answered as asked.
@@ -241,7 +243,7 @@ def admit_score(
     _check_numbers(message, len(tokens), limits)
     end = len(tokens)
     if message.want == "logprobs":
-        end -= 1  # nothing is told of what comes after the last token
+        end -= 1  # no token follows the last one
     elif message.want == "rewards":
         end = _judged_token(tokens, traits.pad_token_id) + 1
     blocks = limits.blocks_for(end)
@@ -279,7 +281,8 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
 
 
 def _position_bytes(top_logprobs: int) -> int:
-    """Of a log-prob; and where likely tokens are told, of them and of the token's own rank."""
+    """Return the answer's bytes per position: a log-prob, and with top log-probs also
+    these and a rank."""
     return _FLOAT32_BYTES * (2 + 2 * top_logprobs if top_logprobs else 1)
 
 
@@ -298,8 +301,8 @@ def _check_size(message: ScoreTokens, end: int, traits: ScoringTraits) -> None:
 
 
 def _judged_token(tokens: npt.NDArray[np.int32], pad_token_id: int | None) -> int:
-    """Where a classification head reads: at the last token that is not padding, as transformers
-    does; and at the first where all are."""
+    """Return the position that a classification head reads: the last token that is not padding, as
+    in transformers; 0 if all are padding."""
     if pad_token_id is None:
         return len(tokens) - 1
     others = np.flatnonzero(tokens != pad_token_id)
@@ -307,7 +310,7 @@ def _judged_token(tokens: npt.NDArray[np.int32], pad_token_id: int | None) -> in
 
 
 def _cut(rows: int, row_bytes: int) -> Iterator[slice]:
-    """Runs of rows that fit a frame."""
+    """Yield slices of ``rows`` that fit a frame."""
     step = max(1, PART_BYTES_MAX // row_bytes)
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))

@@ -1,8 +1,10 @@
-"""Which turns run, in which blocks, and who gives way? Plans no step; knows no pauses.
+"""Running set of an engine: admits waiting turns, allocates their KV blocks, and
+preempts the worst.
 
-Turns are ranked by priority, then arrival. The best running turn can always go on, for the worst
-one gives up its blocks when there are none left, and no turn larger than the whole cache gets in;
-so something always finishes.
+Used by the scheduler; corresponds to vLLM's waiting and running queues with recompute preemption.
+Turns are ranked by priority, then arrival. The best-ranked running turn can always continue: if no
+block is free, the worst-ranked one is preempted, and no turn larger than the whole cache is
+admitted. So some turn always finishes.
 """
 
 import heapq
@@ -19,7 +21,7 @@ _rank = attrgetter("rank")
 
 
 class Seats:
-    """The turns of one engine by whether they run, and the KV of those that do."""
+    """The running and waiting turns of one engine, and the KV blocks of the running ones."""
 
     def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
         self._limits = limits
@@ -27,31 +29,32 @@ class Seats:
         self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
         self.sessions = Sessions(self._cache, sessions_max=limits.num_blocks)
         self.running: list[TurnState] = []
-        """Those that may hold blocks, best rank first."""
+        """Turns that may hold blocks, best rank first."""
         self._waiting: list[tuple[tuple[int, int], TurnState]] = []
 
     @property
     def waiting_turns(self) -> int:
-        """How many turns do not run; they hold no blocks."""
+        """Number of turns outside the running set; they hold no blocks."""
         return len(self._waiting)
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that no turn holds."""
+        """Number of KV blocks that no turn holds."""
         return self._cache.free_blocks
 
     # ------------------------------------------------------------ coming
 
     def queue(self, turn: TurnState) -> None:
-        """A turn waits for its start, in the place that its rank gives it."""
+        """Add a turn to the waiting ones, ordered by rank."""
         heapq.heappush(self._waiting, (turn.rank, turn))
 
     def start_waiting(self, weight_version: int, running_max: int) -> Iterator[TurnState]:
-        """Start waiting turns, best first, while there is room for them, and fewer run than may.
+        """Admit waiting turns, best first, while blocks are free and fewer than
+        ``running_max`` run.
 
-        A turn gets the blocks of all its known tokens at once, so that a prefill never waits half
-        way. And one block must stay free for each turn that runs, or the next decodes would throw
-        out again what has just started.
+        A turn gets the blocks of all its known tokens at once, so that no prefill stops half way.
+        One block per running turn must stay free, or the next decodes would preempt the turn just
+        admitted.
         """
         running_max = min(running_max, self._limits.max_running_turns)
         while self._waiting and len(self.running) < running_max:
@@ -74,10 +77,10 @@ class Seats:
     # ------------------------------------------------------------ staying
 
     def grow(self, turn: TurnState) -> bool:
-        """Give a turn one more block, from the worst running turn if need be.
+        """Allocate one more block for a turn, preempting the worst-ranked turns if none is free.
 
-        False if it is the worst itself, or was thrown out for a better one: then it waits. Keeping
-        what it has costs nothing, for whoever needs those blocks throws it out.
+        False if the turn is the worst itself, or was preempted: then it waits. The worst one keeps
+        its blocks until a better turn needs them.
         """
         while turn.is_running:
             if self._give_blocks(turn, 1):
@@ -86,24 +89,25 @@ class Seats:
                 return False
             worst = self.running.pop()
             self.stop(worst)
-            self.queue(worst)  # its tokens stay, to be prefilled again
+            self.queue(worst)  # it keeps its tokens, and prefills again
         return False
 
     def grow_freely(self, turn: TurnState, tokens: int) -> None:
-        """Make room for so many positions of a turn, as far as blocks are free."""
+        """Allocate blocks for ``tokens`` positions of a turn, as far as blocks are free."""
         if tokens > turn.block_tokens_held:
             missing = self._limits.blocks_for(tokens) - len(turn.blocks)
             self._give_blocks(turn, min(missing, self._cache.free_blocks))
 
     def grow_to_spare(self, turn: TurnState, tokens: int) -> None:
-        """The same, but for the block that must stay free for each turn that runs."""
+        """Like ``grow_freely``, but leave one block free per running turn."""
         if tokens > turn.block_tokens_held:
             missing = self._limits.blocks_for(tokens) - len(turn.blocks)
             spare = self._cache.free_blocks - len(self.running)
             self._give_blocks(turn, max(0, min(missing, spare)))
 
     def recompute(self, turn: TurnState, weight_version: int) -> bool:
-        """Have a running turn compute its KV again where other weights did; was there any?"""
+        """Drop the KV that other weights computed for a running turn; return
+        whether there was any."""
         blocks = turn.drop_kv_of_others(weight_version, self._limits.block_tokens)
         self._cache.release(blocks or [])
         return blocks is not None
@@ -119,7 +123,7 @@ class Seats:
     # ------------------------------------------------------------ leaving
 
     def remove(self, turn: TurnState) -> None:
-        """A turn has ended."""
+        """Remove an ended turn and free its blocks."""
         if turn.is_running:
             self.running.remove(turn)
         else:
@@ -128,20 +132,20 @@ class Seats:
         self.stop(turn)
 
     def send_back(self, turn: TurnState) -> None:
-        """Have a running turn wait for a new start, without its KV."""
+        """Preempt a running turn: free its blocks and queue it."""
         self.running.remove(turn)
         self.stop(turn)
         self.queue(turn)
 
     def remove_running(self) -> list[TurnState]:
-        """All that run have ended; return them."""
+        """Empty the running set; return the turns that were in it."""
         removed, self.running = self.running, []
         for turn in removed:
             self.stop(turn)
         return removed
 
     def stop(self, turn: TurnState) -> None:
-        """Give up the KV of a turn that is not among the running any more."""
+        """Release the KV of a turn that has left the running set."""
         turn.is_running = False
         self.sessions.leave(turn)
         self._cache.release(turn.drop_kv())
@@ -149,10 +153,10 @@ class Seats:
     # ------------------------------------------------------------ for tests
 
     def check(self) -> None:
-        """Hold the block counts against the turns, and that no two turns write to one block.
+        """Check block counts against the turns, and that no two turns write to one block.
 
         Raises:
-            AssertionError: they don't agree.
+            AssertionError: they disagree.
         """
         if any(turn.blocks or turn.is_running for _, turn in self._waiting):
             raise AssertionError("a waiting turn has blocks, or is said to run")

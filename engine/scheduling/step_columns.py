@@ -1,6 +1,6 @@
-"""What does one step say, turn after turn? From samples to the columns of a message.
+"""Converts a step's samples into the columns of a step message, and filters rows without a token.
 
-Knows turns one by one; which of them a step has, and what becomes of them, it doesn't.
+Used by the scheduler's ``complete``, turn by turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tidegate.transport.messages import Prefill, TokenDetails
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepColumns:
-    """The part of a step message that the scheduler knows; R rows as in ``messages.Step``."""
+    """The scheduler's part of a step message; R rows as in ``messages.Step``."""
 
     version: int
     turns: bytes
@@ -26,21 +26,21 @@ class StepColumns:
     prefills: list[Prefill] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
     drafted_tokens: int = 0
-    """Guessed, and verified."""
+    """Number of draft tokens that the step verified."""
     accepted_tokens: int = 0
-    """Of them, those that were right."""
+    """Number of draft tokens that were accepted; at most ``drafted_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """A turn that ended without a token."""
+    """Handle and finish code of a turn that ended without a token."""
 
     handle: int
     finish: int
 
 
 def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
-    """Rows without tokens, of turns that ended between steps."""
+    """Return rows without tokens for turns that ended between steps."""
     return StepColumns(
         version=version,
         turns=np.array([row.handle for row in ended], dtype="<u4").tobytes(),
@@ -50,10 +50,9 @@ def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
 
 
 def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
-    """Rows that have sampled nothing that could be told, and why.
+    """Return the rows without a usable token, each with the reason.
 
-    Weights that are numbers may yet make none of some context: products overflow. That is the
-    matter of its turn alone, and the next turn need not meet it.
+    Finite weights may still overflow for one context. Only that turn fails; others are unaffected.
     """
     is_sound = np.isfinite(output.logprobs)
     for place, told in output.details.items():
@@ -70,22 +69,22 @@ def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
 
 @dataclass(slots=True)
 class SampledRows:
-    """What comes of a step, row after row."""
+    """Collects the rows of a step message."""
 
     handles: list[int] = field(default_factory=list)
     finish: bytearray = field(default_factory=bytearray)
     counts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
-    """Places, in what was sampled, of the tokens that are some turn's."""
+    """Indices of the accepted tokens among the sampled ones."""
     drafted: int = 0
-    """Tokens that were guessed."""
+    """Number of draft tokens verified so far."""
     prefills: list[Prefill] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
 
     def add(self, turn: TurnState, place: int, sampled: list[int], version: int) -> AcceptedTokens:
-        """Let the turn take of its samples, the first at ``place``, those that are its tokens.
+        """Let a turn accept its samples, the first of which is at ``place``.
 
-        There may be fewer than it has guesses, where one of those made no number.
+        ``sampled`` is shorter than the turn's drafts if one of them gave non-finite log-probs.
         """
         if turn.is_prefilling:
             self.prefills.append(turn.end_prefill(version))
@@ -98,7 +97,7 @@ class SampledRows:
         return accepted
 
     def add_next(self, turn: TurnState, place: int, token_id: int) -> int:
-        """As ``add`` for a turn that goes on decoding and guesses nothing; its finish code."""
+        """Fast path of ``add`` for a decoding turn without drafts; return its finish code."""
         finish = turn.append(token_id)
         self.handles.append(turn.handle)
         self.finish.append(finish)
@@ -107,7 +106,7 @@ class SampledRows:
         return finish
 
     def tell(self, handle: int, told: Sequence[RowDetails | None]) -> None:
-        """Add what the turn wants to know of its tokens, if anything."""
+        """Add the details that the turn asked for of its accepted tokens."""
         known = [one for one in told if one is not None]
         if known:
             raw = b"".join(one.raw_logprobs for one in known)
@@ -116,7 +115,7 @@ class SampledRows:
             self.details.append(TokenDetails(handle, raw, top_ids, top_logprobs))
 
     def columns(self, output: StepOutput, version: int) -> StepColumns:
-        """Leave out what is nobody's: of turns that could not sample, and after wrong guesses."""
+        """Return the columns without rejected draft tokens and failed rows."""
         are_all = len(self.kept) == len(output.token_ids)
         kept = slice(None) if are_all else self.kept
         accepted = len(self.kept) - len(self.handles)

@@ -1,6 +1,7 @@
-"""State of one turn in an engine: tokens, KV blocks, whose weights computed its KV, its options.
+"""State of one turn in an engine: tokens, KV blocks, the weight versions of its KV, sampling state.
 
-Also refuses turns that no engine of these limits can serve, before they take part in scheduling.
+The unit that the scheduler and the running set work on, as a request is in vLLM. Also refuses turns
+that can never be served within the engine's limits, before they are scheduled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,10 @@ from tidegate.transport.messages import (
 
 
 class KvHistory:
-    """The versions of one turn's KV, as runs over its context positions.
+    """Weight versions of one turn's KV, as runs over its context positions.
 
-    Only runs that ended with a weight swap are kept; what lies past them was computed by the live
-    weights. So a decode step costs nothing here.
+    Only runs that a weight swap has closed are stored; later positions are the live weights'. So a
+    decode step costs nothing here.
     """
 
     __slots__ = ("_closed",)
@@ -37,7 +38,7 @@ class KvHistory:
         self._closed: list[KvSpan] = []
 
     def spans(self, live_version: int, end: int) -> list[KvSpan]:
-        """Runs over the positions ``[0, end)``, gapless, in order."""
+        """Return the runs over positions ``[0, end)``, in order and without gaps."""
         closed = self._closed
         start = closed[-1].end if closed else 0
         if end <= start:
@@ -47,13 +48,13 @@ class KvHistory:
         return [*closed, KvSpan(live_version, start, end)]
 
     def swap(self, old_version: int, end: int) -> None:
-        """The weights ``old_version`` stop here, with the positions ``[0, end)`` computed."""
+        """Close the run of ``old_version``: positions ``[0, end)`` are computed."""
         self._closed = self.spans(old_version, end)
 
     def drop_other_than(self, version: int) -> int:
         """Forget all but the leading positions computed by ``version``; return their number.
 
-        A position attends to all before it, so what ``version`` computed later is not fresh.
+        Later positions of ``version`` are dropped too, because they attend to older KV before them.
         """
         leading = self._closed[:1]
         if leading and leading[0].version != version:
@@ -62,26 +63,26 @@ class KvHistory:
         return leading[0].end if leading else 0
 
     def clear(self) -> None:
-        """The KV is gone."""
+        """Forget all runs, because the KV has been dropped."""
         self._closed = []
 
 
 HANDLE_MAX = 2**32 - 1
-"""Handles travel in uint32 columns."""
+"""Largest turn handle: handles travel in uint32 columns."""
 
 TEMPERATURE_MAX = 1e6
-"""By then every token is as likely as any other; and a float32 column holds it."""
+"""Largest temperature: every token is about equally likely there, and a float32 column holds it."""
 
 TOP_K_MAX = 2**31 - 1
-"""More than any vocabulary has, and an int64 column holds it."""
+"""Largest ``top_k``: more than any vocabulary, and an int64 column holds it."""
 
 NEVER = 2**63
-"""A context position that no turn reaches."""
+"""Context position that no turn reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What one engine can hold."""
+    """Capacity of one engine."""
 
     max_running_turns: int
     max_step_tokens: int
@@ -102,20 +103,21 @@ class EngineLimits:
             )
 
     def blocks_for(self, tokens: int) -> int:
-        """KV blocks that hold so many positions."""
+        """Return the number of KV blocks that hold ``tokens`` positions."""
         return -(-tokens // self.block_tokens)
 
 
 class AcceptedTokens(NamedTuple):  # a tuple, for making one per token must cost little
-    """What a step has added to a turn."""
+    """Result of one step for one turn."""
 
     tokens: int
+    """Number of tokens added to the turn."""
     finish: int
-    """The turn's finish code."""
+    """Finish code of the turn; RUNNING if it continues."""
 
 
 class TurnState:
-    """One turn in the engine: its tokens, its KV, and what is left to do."""
+    """One turn (sequence) in the engine: its tokens, KV blocks and progress."""
 
     __slots__ = (
         "adapter",
@@ -146,12 +148,12 @@ class TurnState:
     )
 
     is_score = False
-    """Whether it samples nothing, and is told of by other messages: see :mod:`scores`."""
+    """Whether it is a scoring request, which samples nothing: see :mod:`scores`."""
 
     def __init__(self, message: SubmitTurn, prompt: npt.NDArray[np.int32], arrival: int) -> None:
         self.handle = message.turn
         self.rank = (message.priority, arrival)
-        """Orders turns, best first; no two are equal."""
+        """Priority, then arrival number; smaller is better, and no two turns are equal."""
         self.adapter = message.sampling.adapter
         self.cache_salt = message.sampling.cache_salt
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
@@ -159,53 +161,54 @@ class TurnState:
         self.session = message.session
         self.prompt_tokens = len(prompt)
         self.length = len(prompt)
-        """Tokens known: prompt, then output."""
+        """Number of known tokens: prompt, then output."""
         self.length_max = len(prompt) + message.sampling.max_tokens
         self.tokens = np.empty(self.length_max, dtype=np.int32)
         self.tokens[: self.length] = prompt
         self.is_running = False
-        """Whether it is among those that may hold blocks."""
+        """Whether the turn is in the running set and may hold blocks."""
         self.blocks: list[int] = []
         self.block_tokens_held = 0
-        """Positions that ``blocks`` have room for."""
+        """Number of positions that ``blocks`` can hold."""
         self.shared_blocks = 0
-        """So many leading blocks are in the cache's tree, or were; it never writes to them."""
+        """Number of leading blocks that are or were in the prefix tree; the turn
+        never writes to them."""
         self.node = 0
-        """Where in the tree they end."""
+        """Node of the prefix tree at which the shared blocks end."""
         self.share_at = NEVER
-        """With so many positions computed, its next block is full and joins the tree; ``NEVER``
-        while not all of its KV is the live weights', or nothing is shared."""
+        """Number of computed positions at which the turn's next block is full and joins the prefix
+        tree. ``NEVER`` if part of its KV is from older weights, or prefixes are not shared."""
         self.computed = 0
-        """Leading positions whose KV is in the cache; less than ``length``."""
+        """Number of leading positions whose KV is in the cache; less than ``length``."""
         self.cached_tokens = 0
-        """Of them, those that it need not compute in this prefill, for their KV was there."""
+        """Number of computed positions that this prefill took from the prefix cache."""
         self.chunk_tokens = 0
-        """Positions that the step under way computes, guessed ones not counted."""
+        """Number of positions that the planned step computes, without draft tokens."""
         self.drafted = 0
-        """Guessed tokens, in ``tokens`` from ``length`` on, that the step under way verifies."""
+        """Number of draft tokens that the planned step verifies; they are in ``tokens``
+        from ``length`` on."""
         self.is_prefilling = True
-        """Whether the next token it samples begins a new history of its KV."""
+        """Whether the known tokens are being (re)computed; the next sample reports new KV spans."""
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
         self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter)
-        """Filled in anew for each step: making one per token costs more than the rest of it."""
+        """The turn's row, updated for each step: a new object per token would cost more
+        than the update."""
 
     @property
     def output_tokens(self) -> int:
-        """Tokens sampled in this submission."""
+        """Number of tokens sampled since submission."""
         return self.length - self.prompt_tokens
 
     @property
     def reusable_tokens(self) -> int:
-        """So many leading positions need not be computed if their KV is there already: not the last
-        one, for the next token is sampled from that."""
+        """Number of leading positions that may come from the prefix cache: all but the last, whose
+        hidden state the next token is sampled from."""
         return self.length - 1
 
     def next_row(self) -> Row:
-        """What the runner computes of this turn in the step under way.
-
-        It samples if its chunk reaches the last token known.
-        """
+        """Return the turn's row in the planned step; it samples if its chunk reaches the
+        last known token."""
         row = self.row
         start = self.computed
         end = start + self.chunk_tokens
@@ -218,7 +221,7 @@ class TurnState:
         return row
 
     def draft_rows(self) -> Iterator[Row]:
-        """A row for each guessed token, after ``next_row``: each sees those before it."""
+        """Yield one row per draft token; each row attends to the draft tokens before it."""
         first = self.sampling
         for number in range(1, self.drafted + 1):
             place = self.length + number - 1
@@ -227,10 +230,11 @@ class TurnState:
             yield Row(token, place, self.blocks, sampling, adapter=self.adapter)
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
-        """Take in what the step has sampled: after its last token, then after each guessed one.
+        """Add a step's samples: the one after the last known token, then one after
+        each draft token.
 
-        A guess is right where it is what was sampled; the first that isn't, or that ends the turn,
-        makes void all after it.
+        A draft token is accepted if it equals the sampled one. The first mismatch, and the end of
+        the turn, discards the samples after it.
         """
         taken = 0
         for token_id in sampled:
@@ -245,7 +249,7 @@ class TurnState:
         return AcceptedTokens(taken, finish)
 
     def append(self, token_id: int) -> int:
-        """Take in a sampled token; return the turn's finish code."""
+        """Add a sampled token; return the turn's finish code."""
         self.tokens[self.length] = token_id
         self.length += 1
         if token_id in self.stop_ids:
@@ -256,7 +260,7 @@ class TurnState:
         return LENGTH if self.length == self.length_max else RUNNING
 
     def end_prefill(self, live_version: int) -> Prefill:
-        """All known tokens are computed: say by whose weights."""
+        """End the prefill; return the weight versions of the KV of all known tokens."""
         self.is_prefilling = False
         spans: list[KvSpan] = self.history.spans(live_version, self.length)
         return Prefill(self.handle, self.output_tokens, spans, self.cached_tokens)
@@ -264,7 +268,7 @@ class TurnState:
     def drop_kv(self) -> list[int]:
         """Forget the KV; return the blocks that held it."""
         blocks = self.blocks.copy()
-        self.blocks.clear()  # not replaced, for the row refers to it
+        self.blocks.clear()  # not replaced, because the row refers to it
         self.block_tokens_held = 0
         self.shared_blocks = 0
         self.share_at = NEVER
@@ -277,8 +281,8 @@ class TurnState:
     def drop_kv_of_others(self, version: int, block_tokens: int) -> list[int] | None:
         """Forget all KV but the leading positions of ``version``; return the blocks past those.
 
-        None if there is none to forget. It can't be computed again where it is, for other turns
-        may hold the same blocks.
+        None if there is nothing to forget. Blocks are not overwritten in place, because other turns
+        may hold them.
         """
         fresh = self.history.drop_other_than(version)
         if fresh == self.computed:
@@ -295,7 +299,7 @@ class TurnState:
 def admit(
     message: SubmitTurn, limits: EngineLimits, arrival: int, options: OptionReader
 ) -> TurnState:
-    """Make a turn of a submission.
+    """Validate a submission and make its turn.
 
     Raises:
         TurnRefused: it can never be served as asked.
@@ -312,7 +316,7 @@ def admit(
 
 
 def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
-    """The context of a submission that no engine need refuse for its handle, tokens or lengths.
+    """Validate a submission's handle, tokens, sampling and lengths; return its token ids.
 
     Raises:
         TurnRefused: it can never be served as asked.
@@ -341,10 +345,10 @@ def _row_sampling(asked: SamplingParams) -> RowSampling:
 
 
 def read_token_ids(column: bytes, limits: EngineLimits) -> npt.NDArray[np.int32]:
-    """Read a context.
+    """Decode an int32 column of token ids.
 
     Raises:
-        TurnRefused: it is empty, or none of the model's.
+        TurnRefused: it is empty, misaligned, or has ids outside the vocabulary.
     """
     nbytes = len(column)
     if nbytes == 0:

@@ -1,1 +1,1 @@
-"""Versions of weights and adapters: staged beside those that serve, and swapped in."""
+"""Weight versions and LoRA adapters: staging beside the live weights, and the swap."""

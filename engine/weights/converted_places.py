@@ -1,9 +1,10 @@
-"""Places for published tensors by the other names that a model's tensors have.
+"""Accepts published tensors under both of a model's naming schemes, by
+transformers' own conversion.
 
-Used where a model is kept by one set of names, its ``state_dict()``'s (the transformers fallback)
-or its directory's (external engines), and trainers publish by either. What transformers does to
-tensors on loading is not repeated here: its own conversion is run on the numbers of positions, and
-what comes out says where each published tensor lies.
+Used where a model is stored under one scheme, its ``state_dict()``'s (the transformers fallback) or
+its directory's (external engines), and trainers publish under either. The conversion that
+transformers applies on loading is not reimplemented: it is run on tensors of element indices, and
+the result shows where each published tensor is stored.
 """
 
 import re
@@ -27,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a tensor lies in another one, which is contiguous."""
+    """A strided view of another, contiguous tensor."""
 
     whole: str
     shape: Shape
@@ -35,23 +36,23 @@ class Slice:
     offset: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view of it."""
+        """Return the view of ``whole``."""
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How the tensors of a group lie in each other."""
+    """How the tensors of a name group are views of each other."""
 
     group: NameGroup
     shapes: dict[str, Shape]
-    """By the names of both sides."""
+    """Shapes of the tensors, by the names of both schemes."""
     inner: dict[str, Slice]
-    """Where each tensor of one side lies in a tensor of the other."""
+    """Slice of each tensor of one scheme in a tensor of the other."""
     inner_is_directory: bool
 
     def renamed(self, group: NameGroup) -> "Conversion":
-        """Return the same for a group of another layer."""
+        """Return the same conversion for another layer's group."""
         old = (*self.group.state, *self.group.directory)
         names = dict(zip(old, (*group.state, *group.directory), strict=True))
         inner = {
@@ -63,7 +64,7 @@ class Conversion:
 
 
 class _Pieces:
-    """A target that takes a tensor apart: each slice goes to targets of its own."""
+    """Copy target that splits a tensor: each slice goes to targets of its own."""
 
     def __init__(self, pieces: Sequence[tuple[Slice, Sequence[Any]]]) -> None:
         self._pieces = pieces
@@ -85,23 +86,24 @@ class _Pieces:
 
 
 def meta_model(path: Path) -> Any | None:
-    """Make transformers' model of a directory without its weights; None if it can't."""
+    """Make the transformers model of a directory on the meta device, without weights;
+    None on failure."""
     configs: Any = transformers.AutoConfig
     models: Any = transformers.AutoModelForCausalLM
     try:
         config = configs.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             return models.from_config(config, trust_remote_code=False)
-    except Exception:  # noqa: BLE001  (then tensors are taken by their own names alone)
+    except Exception:  # noqa: BLE001  (then tensors are accepted by their own names only)
         return None
 
 
 def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
     """Find how transformers converts the tensors ``names`` of a module that it made.
 
-    First by the conversions that it used to load the directory, if it loaded one, then by all those
-    that it knows for the model. A group that it converts otherwise than by cutting, joining and
-    transposing is left out: its tensors are taken by the names of the ``state_dict()`` alone.
+    Tries the conversions that loaded the directory, then all that it knows for the model. A group
+    that is converted otherwise than by slicing, concatenating and transposing is left out: its
+    tensors are accepted by their ``state_dict()`` names only.
     """
     meta = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
     found: list[Conversion] = []
@@ -125,9 +127,9 @@ def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
 def converted_places(
     stored: Mapping[str, Place], conversions: Sequence[Conversion], *, stores_directory: bool
 ) -> tuple[dict[str, Place], dict[str, Place]]:
-    """Return the places of the smallest tensors, and joint places of those that cover several.
+    """Return the places of the smallest tensors, and joint places of tensors that cover several.
 
-    ``stored`` has a place for each tensor by the names of one side: the directory's, or the
+    ``stored`` has the place of each tensor under one scheme: the directory's or the
     ``state_dict()``'s. Its targets are tensors.
     """
     places, joint = dict(stored), {}
@@ -169,7 +171,7 @@ def _is_contiguous(place: Place) -> bool:
 def _with_parts(
     places: Mapping[str, Place], name: str, parts: Mapping[str, Place]
 ) -> dict[str, Place]:
-    """Put ``parts`` where ``name`` was, so that the order stays the model's."""
+    """Replace ``name`` by ``parts``, keeping the model's order."""
     made: dict[str, Place] = {}
     for other, place in places.items():
         made |= parts if other == name else {other: place}
@@ -178,7 +180,7 @@ def _with_parts(
 
 @contextmanager
 def _conversions_of(module: Any, *, uses_default: bool) -> Iterator[None]:
-    """Have transformers convert as it did when it loaded the module, or by its defaults."""
+    """Make transformers convert as when it loaded the module, or by its defaults."""
     missing = object()
     kept = getattr(module, "_weight_conversions", missing)
     if uses_default and kept is not missing:
@@ -200,7 +202,7 @@ def _reverted_names(
 
 
 def _pattern(group: NameGroup, tensors: Mapping[str, torch.Tensor]) -> object:
-    """What groups of several layers have in common if they are converted alike."""
+    """Return a key that is equal for the groups of layers that are converted alike."""
     names = tuple(re.sub(r"\d+", "#", name) for name in (*group.state, *group.directory))
     return len(group.state), names, tuple(tensors[name].shape for name in group.state)
 
@@ -208,7 +210,7 @@ def _pattern(group: NameGroup, tensors: Mapping[str, torch.Tensor]) -> object:
 def _conversion(
     module: Any, group: NameGroup, tensors: Mapping[str, torch.Tensor]
 ) -> Conversion | None:
-    """Find how a group's tensors lie in each other; None if they are not slices of each other."""
+    """Find how a group's tensors are slices of each other; None if they are not."""
     state = _numbered({name: tuple(tensors[name].shape) for name in group.state})
     try:
         made = revert_weight_conversion(module, dict(state))
@@ -239,7 +241,7 @@ def _inverse(
     made: Mapping[str, torch.Tensor],
     directory: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor] | None:
-    """Number the elements of ``state`` by where they lie in ``directory``."""
+    """Number the elements of ``state`` by their positions in ``directory``."""
     total = sum(tensor.numel() for tensor in state.values())
     if total != sum(tensor.numel() for tensor in directory.values()):
         return None
@@ -253,7 +255,7 @@ def _inverse(
 def _slices(
     inner: Mapping[str, torch.Tensor], outer: Mapping[str, torch.Tensor]
 ) -> dict[str, Slice] | None:
-    """Find where each numbered tensor lies in one of ``outer``; None if one is no slice."""
+    """Find each numbered tensor as a slice of one of ``outer``; None if one is not a slice."""
     found = {name: _slice(tensor, outer) for name, tensor in inner.items()}
     return {n: s for n, s in found.items() if s is not None} if all(found.values()) else None
 

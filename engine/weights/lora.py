@@ -1,10 +1,12 @@
-"""What do LoRA adapters add to a layer's matrices? Low-rank products, for some of a step's tokens.
+"""LoRA adapters: low-rank products added to a layer's projections, for some of a step's tokens.
 
-It knows nothing of versions, nor of how tensors travel. Query, key and value projections are one
-matrix here, and so are gate and up; so what is added to them is one product too: the parts' narrow
-halves on top of each other, their wide ones side by side, each in the rows of its projection.
+Used by ``model.forward``, and by staging to make adapters. Query, key and value are one matrix
+here, and so are gate and up. So their adapters are fused too: the A matrices stacked, the B
+matrices side by side, each in the rows of its projection.
 
-Hu et al. 2021, arXiv:2106.09685. Letters in shapes: R ranks of all parts, T tokens, r one rank.
+Hu et al. 2021, arXiv:2106.09685.
+
+Letters in shapes: r rank of one adapter, R summed ranks of a fused projection, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ if TYPE_CHECKING:  # which imports this file
     from tidegate.engine.weights import weight_store
 
 Place = Literal["qkv", "output", "gate_up", "down"]
-"""The matrices of a layer that something can be added to."""
+"""Matrices of a layer that an adapter can change."""
 
 PARTS: dict[Place, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -28,45 +30,45 @@ PARTS: dict[Place, tuple[str, ...]] = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""What Hugging Face calls the projections in each, in the order of their rows."""
+"""Hugging Face's names of the projections in each matrix, in the order of their rows."""
 
 RANK_MAX = 512
-"""Of one projection. Beyond it an adapter costs about as much as a whole set; publish that."""
+"""Largest rank. Above it an adapter costs about as much as a full set of weights."""
 
 OwnPlaces = Mapping[str, "weight_store.Place"]
-"""Of the model's own tensors, by Hugging Face's names."""
+"""Places of the model's own tensors, by Hugging Face's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a matrix, as two. They lie as the model's own do, so a row's outputs depend
-    on what is beside it no more than with those."""
+    """Low-rank factors of one matrix, in the same layout as the model's matrices, so that a row's
+    output depends on the batch no more than without an adapter."""
 
     narrow: Matrix
-    """[R, in]"""
+    """[R, in], the A matrices."""
     wide: Matrix
-    """[out, R], scaled."""
+    """[out, R], the B matrices times the adapter's scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """How a model's matrices lie."""
+    """Layout of a model's matrices."""
 
     dtype: torch.dtype
     is_packed: bool
 
 
 Adapter = Sequence[Mapping[Place, LowRank]]
-"""For each layer, what is added where."""
+"""Factors of each changed matrix, per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTokens:
-    """An adapter, and which of a step's tokens it is for."""
+    """An adapter, and the step's tokens that it applies to."""
 
     adapter: Adapter
     tokens: torch.Tensor | None
-    """Indices; None: all."""
+    """Indices of the tokens; None for all."""
 
 
 def add_low_rank(
@@ -76,7 +78,7 @@ def add_low_rank(
     x: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
-    """Add to ``y`` [T, out], in place, what a layer's adapters make of ``x`` [T, in]."""
+    """Add the adapters' products of ``x`` [T, in] to ``y`` [T, out] in place."""
     for group in adapters:
         low_rank = group.adapter[layer].get(place)
         if low_rank is None:
@@ -84,7 +86,7 @@ def add_low_rank(
         its = x if group.tokens is None else x.index_select(0, group.tokens)
         added = low_rank.wide.linear(low_rank.narrow.linear(its))
         if group.tokens is None:
-            y.add_(added)  # not in one with the product: whose bits would be others
+            y.add_(added)  # not fused with the product, which would change the bits
         else:
             y.index_add_(0, group.tokens, added)
 
@@ -97,17 +99,17 @@ def make_adapter(
     num_layers: int,
     like: Like,
 ) -> Adapter:
-    """Lay an adapter's tensors out for a model's matrices.
+    """Lay out an adapter's tensors for a model's matrices.
 
     Args:
         tensors: ``model.layers.N.PROJECTION.lora_A.weight`` [r, in], ``….lora_B.weight`` [out, r].
-        scale: what their product is multiplied by.
-        places: of the model's own tensors; where these take a part, so does the adapter.
+        scale: factor of their product.
+        places: of the model's own tensors; a sharded tensor's adapter is cut likewise.
         num_layers: of the model.
-        like: how its own matrices lie.
+        like: layout of its matrices.
 
     Raises:
-        WeightsRefused: they are not two for each projection, or not of this model.
+        WeightsRefused: a projection lacks one of the two tensors, or is not of this model.
     """
     pairs = _pairs(tensors, places)
     layers: list[dict[Place, LowRank]] = []
@@ -129,10 +131,10 @@ def make_adapter(
 
 
 def check_adapter(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> None:
-    """Refuse tensors that are not of a model's projections, two each.
+    """Validate an adapter's tensors without making it.
 
     Raises:
-        WeightsRefused: they aren't.
+        WeightsRefused: a projection lacks one of the two tensors, or is not of this model.
     """
     _pairs(tensors, places)
 
@@ -141,7 +143,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> dict[str, _Pair]:
-    """The two matrices of each projection, checked."""
+    """Return the validated A and B matrices of each projection."""
     pairs: dict[str, _Pair] = {}
     for projection in sorted({name.rpartition(".lora_")[0] or name for name in tensors}):
         narrow = tensors.get(f"{projection}.lora_A.weight")
@@ -172,14 +174,14 @@ def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> dict[str, 
 
 
 def _cut(narrow: torch.Tensor, wide: torch.Tensor, place: "weight_store.Place") -> _Pair:
-    """What of an adapter goes with a part of the matrix: of its inputs, or of its outputs."""
+    """Return the adapter's part for a sharded matrix: of its inputs (A) or of its outputs (B)."""
     if place.part is None:
         return narrow, wide
     return (narrow, place.cut(wide)) if place.part.dim == 0 else (place.cut(narrow), wide)
 
 
 def _rows(place: "weight_store.Place") -> int:
-    """Of a projection's own outputs, those that are here."""
+    """Return the number of a projection's outputs on this rank."""
     is_cut = place.part is not None and place.part.dim == 0
     return place.part.count if is_cut and place.part is not None else place.shape[0]
 

@@ -1,9 +1,9 @@
-"""How do new weights get in beside those that serve? A thread copies them while decoding goes on.
+"""Stages new weights in a buffer beside the live ones, on a thread, while decoding continues.
 
-It knows nothing of turns. Every update that was started is answered, once: by ``WeightsStaged``,
-or by ``WeightsFailed`` and then nothing more until it is started anew; only those begun anew or
-abandoned before it came to that are not. Copies run outside of the interpreter's lock, so the
-decode steps of the main thread go on beside them.
+Used by the engine loop; implements the update phases of vLLM's weight-transfer API: init, start,
+update, finish. Every started update is answered once, by ``WeightsStaged`` or ``WeightsFailed``,
+unless it is restarted or abandoned before. Copies release the GIL, so the main thread's decode
+steps continue beside them.
 """
 
 import threading
@@ -35,21 +35,21 @@ from tidegate.transport.weight_channels.checksums import check_sum
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
 
 JOIN_TIMEOUT_S = 5.0
-"""How long ``close`` waits for the copy of one tensor; the thread never outlives the process."""
+"""Seconds that ``close`` waits for the copy of one tensor; the thread is a daemon."""
 
 NAMES_SHOWN_MAX = 3
-"""Missing tensors named in a refusal; one usually tells it all."""
+"""Number of missing tensors named in a refusal."""
 
 NO_CHANNEL = "no weight channel is open; send InitWeights first"
 
 ROOM_FOR_TWO = "it stands beside the one that serves; lower num_blocks, or leave the machine more"
-"""What helps where a second set of weights doesn't fit."""
+"""Advice in the error for a second set of weights that does not fit."""
 
 Answer = WeightsStaged | WeightsFailed | Complaint
 
 
 class _State(Enum):
-    """How far an update has come, as far as the main thread knows."""
+    """State of an update, as the main thread knows it."""
 
     OPEN = auto()
     STAGED = auto()
@@ -58,7 +58,7 @@ class _State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What serves. It stays what it is while an update is staged."""
+    """The live weights; unchanged while an update is staged."""
 
     version: int
     weights: WeightStore
@@ -71,23 +71,23 @@ class _Update:
         self.version = version
         self.live = live
         self.adapter_tensors: dict[Adapter, dict[str, torch.Tensor]] = {}
-        """The thread's: of each adapter that comes with it."""
+        """Tensors of each adapter of the version. Used by the staging thread only."""
         self.adapters: dict[str, object] = {}
         self.keeps_weights = False
-        """Whether the model's own tensors are those of the live version."""
+        """Whether the version changes adapters only, so that the live weights stay."""
         self.state = _State.OPEN
-        """The main thread's to set."""
+        """Set by the main thread only."""
         self.started_ns = time.monotonic_ns()
 
     @property
     def is_over(self) -> bool:
-        """Whether it was refused or given up."""
+        """Whether the update was refused or given up."""
         return self.state is _State.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What a job of the thread came to; most have nothing to say."""
+    """Outcome of one job of the thread; most have no answer."""
 
     update: _Update | None
     answer: Answer | None
@@ -100,38 +100,38 @@ class Staging:
         self._allocate = allocate
         self._home = home
         self._update: _Update | None = None
-        """The newest; those before it are over."""
+        """The newest update; older ones are over."""
         self._answers: list[Message] = []
         self._jobs: SimpleQueue[Callable[[], _Result] | None] = SimpleQueue()
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._jobs_pending = 0
         self._buffer: WeightStore | None = None
-        """The thread's while jobs are pending, else the main thread's."""
+        """Owned by the staging thread while jobs are pending, else by the main thread."""
         self._receiver: WeightReceiver | CudaIpcReceiver | None = None
-        """The thread's."""
+        """Open weight channel. Used by the staging thread only."""
         self._begun: _Update | None = None
-        """The thread's: whose tensors the buffer has memory for."""
+        """Update that the buffer has been prepared for. Used by the staging thread only."""
         self._why_closed = NO_CHANNEL
-        """The thread's: why nothing can be copied, while nothing can."""
+        """Why no tensor can be copied, while no channel is open. Used by the
+        staging thread only."""
         self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether the thread is at work, so that an answer may be due any moment."""
+        """Whether the thread has pending jobs, so that an answer may become due."""
         return self._jobs_pending > 0
 
     def init(self, message: InitWeights) -> None:
-        """Phase 1: open the channel, and touch the buffer's pages while there is time."""
+        """Phase 1: open the channel, and allocate the buffer."""
         self._put(partial(self._open_channel, message))
 
     def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
-        """Phase 2: begin a version, and give up the one before, complete or not.
+        """Phase 2: begin a version, and give up the previous one, complete or not.
 
-        ``live`` is what part of a set is laid over; it must not be swapped for another meanwhile.
-
-        The same one again is copied again, without a word: a lost connection makes the orchestrator
-        ask twice, and another orchestrator may mean other weights by the same number.
+        ``live`` is the base of a partial set; it must not be swapped meanwhile. The same version
+        again is copied again without an answer to the first: after a lost connection the
+        orchestrator asks twice, and another orchestrator may mean other weights by the same number.
         """
         old = self._update
         if old is not None and old.state is _State.OPEN:
@@ -144,7 +144,7 @@ class Staging:
         self._put(partial(self._begin, self._update))
 
     def update(self, message: UpdateWeights) -> None:
-        """Phase 3: have some tensors copied."""
+        """Phase 3: copy some tensors."""
         update = self._update
         if update is None or update.version != message.version:
             self._answers.append(
@@ -160,14 +160,14 @@ class Staging:
             self._put(partial(self._copy, update, message))
 
     def abandon(self) -> None:
-        """Forget the update that is under way or complete, and what was to be said of any."""
+        """Drop the current update, complete or not, and all unsent answers."""
         if self._update is not None:
             self._update.state = _State.FAILED
             self._update = None
         self.take_answers()
 
     def take_answers(self) -> list[Message]:
-        """What has been staged or has failed since the last call."""
+        """Return the outcomes since the last call."""
         while not self._results.empty():
             result = self._results.get()
             self._jobs_pending -= 1
@@ -176,22 +176,22 @@ class Staging:
         return answers
 
     def is_staged(self, version: int) -> bool:
-        """Whether ``version`` is complete and still there."""
+        """Whether ``version`` is complete and still in the buffer."""
         update = self._update
         return update is not None and (update.version, update.state) == (version, _State.STAGED)
 
     def staged_adapters(self, version: int) -> Mapping[str, object] | None:
-        """Those of ``version``, as its store made them; None if it is not complete and there."""
+        """Return the adapters of ``version``; None if it is not staged."""
         update = self._update
         return update.adapters if update is not None and self.is_staged(version) else None
 
     def refuse(self, version: int, why: str) -> None:
-        """Have ``version`` fail after all, if it is complete and nobody was told so."""
+        """Fail ``version`` after it was staged, if its success has not been reported."""
         if self._update is not None and self.is_staged(version):
             self._fail(self._update, why)
 
     def exchange(self, version: int, live: WeightStore) -> WeightStore:
-        """Hand out the weights of ``version``; ``live`` is the buffer of the next update."""
+        """Return the weights of ``version``; ``live`` becomes the buffer of the next update."""
         if not self.is_staged(version) or self.is_busy or self._buffer is None:
             raise AssertionError(f"v{version} is not staged")
         staged, update = self._buffer, self._update
@@ -205,19 +205,20 @@ class Staging:
         return staged
 
     def give_up(self, why: str) -> bool:
-        """Stop what is under way; whether nothing is any more, so that nobody uses the buffer."""
+        """Stop the current update; return whether the thread is idle, so that the
+        buffer is unused."""
         if self._update is not None and self._update.state is not _State.FAILED:
             self._fail(self._update, f"given up: {why}")
         return not self.is_busy
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """The buffer's, while nothing is under way; their contents are wanted by nobody."""
+        """Return the buffer's tensors while no update is under way; their contents may be lost."""
         if self.is_busy:
             raise AssertionError("the staging thread uses its buffer")
         return self._buffer.tensors() if self._buffer is not None else ()
 
     def close(self) -> None:
-        """Stop the thread, in the midst of an update if need be."""
+        """Stop the thread, within an update if need be."""
         if self._update is not None:
             self._update.state = _State.FAILED
         self._jobs.put(None)
@@ -268,14 +269,14 @@ class Staging:
         self._begun = None
         try:
             if self._buffer is not None:
-                self._buffer.start()  # on a device it may have to get its memory back first
+                self._buffer.start()  # on a device this may allocate memory that sleeps
         except Exception as error:  # noqa: BLE001  (as in _copy)
             return _Result(update, WeightsFailed(version=update.version, message=_say(error)))
         self._begun = update
         return _Result(update, None)
 
     def _copy(self, update: _Update, message: UpdateWeights) -> _Result:
-        # Whatever goes wrong in here, the old weights serve on; so no error may end the thread.
+        # After any error the live weights keep serving, so no error may end the thread.
         try:
             return _Result(update, self._copied(update, message))
         except Exception as error:  # noqa: BLE001
@@ -284,10 +285,10 @@ class Staging:
     def _copied(self, update: _Update, message: UpdateWeights) -> Answer | None:
         if self._receiver is None or self._buffer is None:
             raise WeightsRefused(self._why_closed)
-        if self._begun is not update:  # which has been said
+        if self._begun is not update:  # ``_begin`` failed, and has reported it
             return None
         base = _base(update, message)
-        # A part of a set may be an empty one, which lies nowhere.
+        # A partial set may be empty.
         if message.adapter is not None:
             update.adapter_tensors.setdefault(message.adapter, {})
         wanted = partial(_is_open, update)
@@ -297,7 +298,7 @@ class Staging:
                 return None
             tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
             self._take(update, message.adapter, spec.name, tensor)
-            # After the copy: so what was copied was right.
+            # After the copy, because the sender may overwrite the bytes during it.
             if isinstance(view, memoryview):
                 check_sum(spec, view)
             elif spec.crc32 is not None:
@@ -342,10 +343,10 @@ def _is_open(update: _Update) -> bool:
 
 
 def _base(update: _Update, message: UpdateWeights) -> WeightStore | None:
-    """What the tensors are laid over, if they are no whole set.
+    """Return the weights that a partial set is laid over; None for a whole set.
 
     Raises:
-        WeightsRefused: they were made to be laid over something else.
+        WeightsRefused: the set was made for other base versions.
     """
     bases, live = message.bases, update.live
     if bases is None:
@@ -361,7 +362,7 @@ def _base(update: _Update, message: UpdateWeights) -> WeightStore | None:
 
 
 def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:
-    """The bytes as a tensor, without a copy."""
+    """Return the bytes as a tensor, without a copy."""
     dtype = getattr(torch, spec.dtype)
     if not view.nbytes:
         return torch.empty(spec.shape, dtype=dtype)
@@ -369,5 +370,5 @@ def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:
 
 
 def _say(error: Exception) -> str:
-    """Our own errors speak for themselves; others need their kind."""
+    """Return an error's message; with its type if the error is not Tidegate's own."""
     return str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"

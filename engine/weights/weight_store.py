@@ -1,6 +1,8 @@
-"""Does this tensor belong to the model, and has every one come? The door for one version's weights.
+"""Base class of one weight version: validates each published tensor, copies it, and
+tracks the rest.
 
-It knows nothing of what is computed with them, nor of versions' numbers or how tensors travel.
+Subclassed per implementation (``Weights``, ``FallbackWeights``, ``DeviceWeights``); filled by
+staging and by the loaders. Depends on neither versions nor weight channels.
 """
 
 import math
@@ -14,88 +16,89 @@ from tidegate.kernels.int8_matrix import RoundedRows
 from tidegate.kernels.weight_matrix import Rows, published, storages, take_over
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Others (float8, int8, …) mean nothing without their scales."""
+"""Accepted dtypes; others (float8, int8, …) mean nothing without their scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is taken of a published tensor: ``count`` rows of one of its dimensions."""
+    """One rank's slice of a published tensor: ``count`` rows of dimension ``dim``."""
 
     dim: int
     first: int
     count: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of it."""
+        """Return the slice as a view."""
         return tensor.narrow(self.dim, self.first, self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor goes: its published shape, and what to copy it into."""
+    """Where a published tensor is stored: its shape, and the targets of the copy."""
 
     shape: tuple[int, ...]
     targets: tuple[Rows, ...]
     covers: tuple[str, ...] = ()
-    """The names of its parts, if they may also come one by one; they are in then."""
+    """Names of the parts that may also be published one by one; loading this
+    tensor loads them all."""
     part: Part | None = None
-    """What of the tensor goes there, if the rest is another rank's."""
+    """Slice to store, if other ranks hold the rest."""
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What of a published tensor goes there."""
+        """Return the slice of a published tensor that belongs here."""
         return tensor if self.part is None else self.part.of(tensor)
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copy there what of a published tensor goes there."""
+        """Copy a published tensor's slice to the targets."""
         part = self.cut(tensor)
         by_inputs = self.part is not None and self.part.dim == 1
         for target in self.targets:
             if by_inputs and isinstance(target, RoundedRows):
-                target.copy_(part, tensor)  # whose other columns are in an output's step, too
+                target.copy_(part, tensor)  # the scale of an output depends on all its columns
             else:
                 target.copy_(part)
 
 
 class WeightStore:
-    """All tensors of one version. Fill it with :meth:`load`, on any one thread at a time.
+    """All tensors of one version. Fill it with :meth:`load`, on one thread at a time.
 
-    A thread may load into one object while another computes with a different one: copies run
-    outside the interpreter's lock.
+    A thread may load one object while another computes with a different one: copies release the
+    GIL.
     """
 
     def __init__(
         self, model: str, places: Mapping[str, Place], *, joint: Mapping[str, Place] | None = None
     ) -> None:
         self._model = model
-        """What refusals call it."""
+        """Description of the model for error messages."""
         self._places = places
         self._joint_places = joint or {}
-        """Other names, each for several of ``_places``."""
+        """Places of tensors that each cover several of ``_places``."""
         self._loaded: set[str] = set()
         self.adapters: Mapping[str, object] = {}
-        """Those of the version, by name; replaced, never changed."""
+        """Adapters of the version by name; replaced as a whole, never changed."""
         self._ignored: set[str] = set()
-        """Redundant names that came."""
+        """Redundant tensors that were published."""
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
-        """Copies of tensors that came before the tensor they are tied to, by the latter's name,
-        each with its own name; they are compared once the latter is loaded."""
+        """Copies of tensors published before the tensor they are tied to, by the latter's name,
+        each with its own name; compared once the latter is loaded."""
 
     def is_redundant(self, name: str) -> bool:
-        """Whether a tensor by this name says nothing new, so that it may be left out or ignored."""
+        """Whether the tensor carries no information, so that it may be omitted or ignored."""
         return False
 
     def tied_to(self, name: str) -> str | None:
-        """Which tensor a redundant one is, or None if it is none at all."""
+        """Return the tensor that a redundant one is tied to; None if it is not tied."""
         return None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that it is kept in, some of it more than once."""
+        """Yield all storage tensors; some more than once."""
         for place in self._places.values():
             for target in place.targets:
                 yield from storages(target)
 
     def start(self) -> None:
-        """Begin a new version in the same memory: nothing counts as loaded any more."""
+        """Begin a new version in the same memory: no tensor counts as loaded."""
         self._loaded.clear()
         self._ignored.clear()
         self._early_copies.clear()
@@ -104,8 +107,8 @@ class WeightStore:
         """Copy the tensor that Hugging Face calls ``name`` into its place, casting it.
 
         Raises:
-            WeightsRefused: the model has no such tensor, or it has another shape or kind, or holds
-                what is no number, or differs from the tensor that it is tied to.
+            WeightsRefused: the model has no such tensor, or its shape or dtype is wrong, or it is
+                not finite, or it differs from the tensor that it is tied to.
         """
         place = self._places.get(name) or self._joint_places.get(name)
         if place is None:
@@ -138,7 +141,7 @@ class WeightStore:
                 self._refuse_unless_same(*early, loaded)
 
     def _compare_tied(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare a tensor with the one it is tied to, now or when that one comes."""
+        """Compare a tensor with the one that it is tied to, now or once that one is loaded."""
         tied = self.tied_to(name)
         place = None if tied is None else self._places.get(tied)
         if tied is None or place is None:
@@ -154,9 +157,9 @@ class WeightStore:
             self._early_copies[tied] = name, part.clone()
 
     def _refuse_unless_same(self, name: str, part: torch.Tensor, tied: str) -> None:
-        """Refuse a tensor that the model doesn't hold because it computes with ``tied`` instead.
+        """Refuse a tensor that differs from ``tied``, which the model uses in its place.
 
-        The last target is compared: it is the most precise one, an LM head's.
+        Compared with the last target, the most precise one: an LM head's.
         """
         there = published(self._places[tied].targets[-1])
         if not torch.equal(part.to(there.device, there.dtype), there):
@@ -168,14 +171,14 @@ class WeightStore:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no tensor has come since :meth:`start`."""
+        """Whether no tensor has been published since :meth:`start`."""
         return not self._loaded and not self._ignored
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> object:
-        """An adapter for this model, of tensors as the protocol names them.
+        """Make a LoRA adapter for this model from tensors named as in the protocol.
 
         Raises:
-            WeightsRefused: it doesn't fit, or no adapter can be served.
+            WeightsRefused: it does not fit, or adapters are not supported.
         """
         raise WeightsRefused(
             f"transformers computes {self._model} here, without adapters; merge them into the "
@@ -183,10 +186,10 @@ class WeightStore:
         )
 
     def complete_from(self, other: "WeightStore") -> None:
-        """Copy what has not come from a whole set of the same model.
+        """Copy the tensors that have not been loaded from a complete version of the same model.
 
         Raises:
-            WeightsRefused: of two tensors that are one, the one came that nobody takes it from.
+            WeightsRefused: a tied tensor was published without the tensor that it is tied to.
         """
         for name in sorted(self._ignored):
             tied = self.tied_to(name)
@@ -202,11 +205,11 @@ class WeightStore:
                 self._loaded.add(name)
 
     def missing(self) -> list[str]:
-        """The names not loaded since :meth:`start`, in the model's order."""
+        """Return the names not loaded since :meth:`start`, in the model's order."""
         return [name for name in self._places if name not in self._loaded]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """A sum is NaN or infinite if one of its terms is, and is had as fast as memory is read. As one
-    of large numbers may overflow, one that is not finite has each term looked at."""
+    """Check all values by their sum, which is as fast as reading memory. The sum of large numbers
+    may overflow, so if it is not finite each value is checked."""
     return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())

@@ -1,4 +1,5 @@
-"""What do the tests of a real engine process share? Two models, and a process that serves one."""
+"""Fixtures of the tests with a real engine process: two models, and processes that serve the
+first."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
-    """One process for all tests that leave it as they found it: running, with no turns."""
+    """One process shared by all tests that leave it running and without turns."""
     options = ["--max-running-turns", "8", "--max-step-tokens", "32", "--num-blocks", "128"]
     directory = tmp_path_factory.mktemp("engine")
     with Orchestra(directory, models.directories[0], options) as orchestra:
@@ -40,6 +41,6 @@ def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def fresh(models: Models, tmp_path: Path) -> Iterator[Orchestra]:
-    """A process of one test's own."""
+    """A process of a single test's own."""
     with Orchestra(tmp_path, models.directories[0]) as orchestra:
         yield orchestra

@@ -1,6 +1,6 @@
-"""Who is killed in the midst of it all? Welcomes an engine, gives it a turn and half of a version.
+"""Orchestrator process that a test kills: welcomes an engine, submits a turn and half of a version.
 
-It acknowledges nothing, and says ``ready`` once tokens have come; then it reads on until killed.
+It acknowledges nothing, prints ``ready`` once tokens have arrived, and reads on until killed.
 """
 
 import sys
@@ -25,11 +25,11 @@ from tidegate.transport.weight_channels import sender
 CREDIT_STEPS = 12
 
 SAMPLING = SamplingParams(max_tokens=40, seed=11)
-"""Of the turn with the handle 0, which ends later than the credit does."""
+"""Sampling of turn 0, which ends later than the credit does."""
 
 
 def main(address: str, model: Path) -> None:
-    """Speak to the engine that comes, until killed."""
+    """Serve the engine that connects, until killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind(address)

@@ -1,7 +1,7 @@
-"""How do tests drive a real engine process? The orchestrator's end of its wire, in bare zmq.
+"""Test driver of a real engine process: the orchestrator's end of the wire, in bare zmq.
 
-It acknowledges only what it has read, and reads only when asked to; so with few credits the engine
-is never more than a few steps ahead of the test, and nothing here needs to sleep.
+It acknowledges only what it has read, and reads only when asked to. So with few credits the engine
+is never more than a few steps ahead of the test, and no test needs to sleep.
 """
 
 import subprocess
@@ -46,27 +46,28 @@ from tidegate.transport.weight_channels import NamedBuffer, sender
 M = TypeVar("M", bound=Message)
 
 PATIENCE_S = 120.0
-"""A test that waits longer for a message hangs. An engine's start alone has taken a minute, where
-twenty others wanted the same two processors."""
+"""Seconds after which a missing message fails the test. An engine's start alone has taken a minute,
+with twenty others on two processors."""
 
 STORY_MESSAGES = 6
 STORY_CHARACTERS_MAX = 300
-"""Of each message, in what a test says that waited in vain."""
+"""Characters of each message in the error of a test that waited in vain."""
 
 SILENCE_S = 3600.0
-"""Nobody here sends heartbeats, and an engine may wait for its next test for long."""
+"""Orchestrator timeout: the driver sends no heartbeats, and an engine may wait long
+for its next test."""
 
 PROMPT = list(range(1, 40))
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
 LONG = SamplingParams(max_tokens=400, seed=7)
-"""Outlives all that a test does meanwhile, for the engine has only a few credits."""
+"""Outlives whatever a test does meanwhile, because the engine has only a few credits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Two models of one shape: what is served first, and what replaces it."""
+    """Two models of one shape: the one served first, and its replacement."""
 
     directories: list[Path]
     config: ModelConfig
@@ -75,7 +76,7 @@ class Models:
 
 @dataclass(slots=True)
 class SeenTurn:
-    """What the engine told of one turn."""
+    """What the engine reported of one turn."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -112,12 +113,12 @@ class Orchestra:
         self.steps = 0
         self.acknowledges = True
         self.refuses_from: int | None = None
-        """Steps from this one on are not taken in, as if the first of them could not be read."""
+        """Sequence number from which steps are dropped, as if the first of them was unreadable."""
         self.refused = 0
         self.log: list[FromEngine] = []
-        """Everything but heartbeats, in order."""
+        """All messages but heartbeats, in order."""
         self._waited_s = 0.0
-        """For a message that is no heartbeat, since the last one."""
+        """Seconds since the last message that was not a heartbeat."""
         self._read_log = 0
         self._next_turn = 0
 
@@ -138,7 +139,7 @@ class Orchestra:
             self.vanish()
 
     def exit_status(self) -> int:
-        """That of the process, which is about to end."""
+        """Return the exit status of the process, which is about to end."""
         try:
             return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -161,19 +162,19 @@ class Orchestra:
         )
 
     def come_back(self) -> None:
-        """Listen; the engine connects by itself."""
+        """Listen again; the engine connects by itself."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.address)
 
     def vanish(self) -> None:
-        """Lose the engine's connection, and all that was on its way. Harmless if repeated."""
+        """Drop the engine's connection, and all messages in transit. Harmless if repeated."""
         self._socket.close()
         self._context.term()
 
     def break_connection(self) -> None:
-        """The same, but for a moment."""
+        """Drop the engine's connection for a moment."""
         self.vanish()
         self.come_back()
 
@@ -184,7 +185,7 @@ class Orchestra:
         self._socket.send_multipart([self._peer, frame])
 
     def await_one(self, kind: type[M]) -> M:
-        """Read until a message of this kind comes, and past it."""
+        """Read until a message of this kind arrives, and return it."""
         while True:
             while self._read_log < len(self.log):
                 message = self.log[self._read_log]
@@ -198,7 +199,7 @@ class Orchestra:
             self._read_one()
 
     def await_heartbeat(self, count: int = 1) -> EngineHeartbeat:
-        """The ``count``-th heartbeat from now on."""
+        """Return the ``count``-th heartbeat from now on."""
         while count > 0:
             self._waited_s = 0.0
             message = self._read_one()
@@ -224,7 +225,7 @@ class Orchestra:
         return message
 
     def _story(self) -> str:
-        """What may have led here. An update that failed, say, is never staged."""
+        """Return the recent messages, for the error of a test that waited in vain."""
         last = [repr(message)[:STORY_CHARACTERS_MAX] for message in self.log[-STORY_MESSAGES:]]
         return "\n  ".join(
             [f"its last messages of {len(self.log)}:", *last, "its log:", self.stderr.read_text()]
@@ -260,7 +261,7 @@ class Orchestra:
         assert next(token_ids, None) is None
 
     def acknowledge(self) -> None:
-        """Give back all credit used so far."""
+        """Return all credit used so far."""
         if self.steps:
             self.send(Ack(seq=self.steps - 1))
 
@@ -279,7 +280,7 @@ class Orchestra:
         return message.turn
 
     def submit_together(self, prompts: list[list[int]], sampling: SamplingParams) -> list[int]:
-        """All in one message."""
+        """Submit several turns in one message."""
         turns = [self._new_turn(prompt, sampling) for prompt in prompts]
         self.send(SubmitTurns(turns=turns))
         return [message.turn for message in turns]
@@ -311,7 +312,7 @@ class Orchestra:
         return self.finish(self.submit(prompt, sampling))
 
     def read_tokens(self, turn: int, count: int) -> None:
-        """Read until ``count`` more tokens of a turn have come."""
+        """Read until ``count`` more tokens of a turn have arrived."""
         enough = len(self.turns[turn].token_ids) + count
         self.read_until(lambda: len(self.turns[turn].token_ids) >= enough)
 
@@ -329,7 +330,7 @@ class Publisher:
         return self._sender.init()
 
     def stage(self, version: int, directory: Path) -> WeightsStaged:
-        """Phases 2 and 3, while turns go on."""
+        """Phases 2 and 3, while turns continue."""
         self.send_tensors(version, named_buffers(directory))
         return self._orchestra.await_one(WeightsStaged)
 
@@ -339,7 +340,7 @@ class Publisher:
             self._orchestra.send(update)
 
     def swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> WeightsLive:
-        """Phase 4."""
+        """Phase 4: swap, and wait until the version is live."""
         self._orchestra.send(
             FinishWeightUpdate(version=version, pause_mode=mode, kv_policy=kv_policy)
         )
@@ -350,7 +351,7 @@ class Publisher:
 
 
 def named_buffers(directory: Path) -> list[NamedBuffer]:
-    """A directory's tensors, as a trainer would publish them."""
+    """Return a directory's tensors as a trainer would publish them."""
     return [
         NamedBuffer(
             name,

@@ -1,4 +1,4 @@
-"""Were an engine's tokens sampled by the weights that it names? Each is computed again by them."""
+"""Version audit: recomputes an engine's tokens with the weights that their provenance names."""
 
 from collections import defaultdict
 
@@ -13,7 +13,7 @@ BLOCK_TOKENS = 16
 
 
 def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> SeenTurn:
-    """Compute a turn again, its KV by the very weights that its provenance names."""
+    """Recompute a turn, its KV with the weights that its provenance names."""
     blocks = -(-(len(turn.prompt) + len(turn.token_ids)) // BLOCK_TOKENS)
     runner = ModelRunner(
         config, next(iter(weights.values())), num_blocks=blocks, block_tokens=BLOCK_TOKENS
@@ -49,7 +49,7 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
 
 
 def assert_replays(turn: int, engine: Orchestra, weights: dict[int, Weights]) -> None:
-    """The version audit: each token again, from the weights that its provenance names."""
+    """Check each token against the weights that its provenance names."""
     seen = engine.turns[turn]
     config = next(iter(weights.values())).config
     again = replay(seen, weights, config)

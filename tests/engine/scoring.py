@@ -1,4 +1,4 @@
-"""How do tests ask an engine to score? Requests to a scheduler, and what transformers says."""
+"""Scoring requests for tests, and their comparison with transformers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens, Want
 
 
 class Asker:
-    """Asks a driven engine to score, and keeps what it answers."""
+    """Sends scoring requests to a driven engine, and keeps the answers."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
@@ -48,7 +48,7 @@ class Asker:
         return [a for a in self.engine.answers if isinstance(a, ScoreRefused)]
 
     def check(self, request: int, peers: list[Any], *, tolerance: float = 1e-4) -> None:
-        """The answer is what transformers says by the version that it names."""
+        """Compare the answer with transformers on the version that it names."""
         parts, message = self.answers(request), self.asked[request]
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
         assert len({part.version for part in parts}) == 1
@@ -58,7 +58,7 @@ class Asker:
 def check_answer(
     parts: list[Scored], message: ScoreTokens, peer: Any, *, tolerance: float = 1e-4
 ) -> None:
-    """Hold an answer against one forward pass of transformers."""
+    """Compare an answer with one forward pass of transformers."""
     tokens = np.frombuffer(message.token_ids, "<i4").astype(np.int64)
     if message.want == "logprobs":
         _check_logprobs(parts, message, peer, tokens, tolerance)

@@ -1,4 +1,4 @@
-"""Is every token of a run what its tags say in other architectures: windows, experts, fallback?"""
+"""Audit of whole runs in other architectures: windows, experts, the transformers fallback."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ async def two_turns(episode: tidegate.Episode, task: int) -> float:
 
 
 def some_by_the_names_of_directories(model: Any) -> dict[str, torch.Tensor]:
-    """The embedding, and the head if it is another, and what transformers converts."""
+    """Return tensors under the directory's names: the embedding, an untied head,
+    and converted ones."""
     state = model.state_dict()
     saved = revert_weight_conversion(model, dict(state))
     converted = {name: tensor for name, tensor in saved.items() if name not in state}

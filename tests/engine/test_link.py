@@ -1,4 +1,4 @@
-"""When does an engine take its orchestrator for gone?"""
+"""When an engine gives up on its orchestrator."""
 
 import time
 from collections.abc import Sequence
@@ -29,22 +29,19 @@ class Wire:
         self.incoming: list[FromOrchestrator] = []
 
     def connection(self) -> int:
-        """There is one."""
         return 1
 
     def receive(self, timeout_s: float) -> Sequence[FromOrchestrator]:
-        """What has come."""
         incoming, self.incoming = self.incoming, []
         return incoming
 
     def send(self, message: Message) -> bytes:
-        """Nobody reads it."""
         return encode(message)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in its only place."""
+    """The fake time, replacing ``time.monotonic``."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

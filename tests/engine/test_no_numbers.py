@@ -1,4 +1,4 @@
-"""Do weights that make no number of some context end that turn, say why, and end nothing else?"""
+"""Weights that give NaN or infinity for some contexts end only those turns, with the reason."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,18 +25,18 @@ from tidegate.transport.messages import SamplingParams, TurnRefused
 pytestmark = pytest.mark.wire
 
 POISON = 7
-"""The token of which the weights make no number."""
+"""Token for which the weights give NaN."""
 
 SOUND = [[1, 2, 3, 4, 5, 6], [9, 8], [11, 12, 13], [21] * 19]
-"""Contexts of some lengths: their rows are padded to each other's."""
+"""Contexts of different lengths: their rows are padded to each other."""
 
 POISONED = [[1, 2, 3, POISON, 5, 6], [POISON], [9, 8] * 9 + [POISON]]
 
 
 def make_overflowing(path: Path, *, makes_no_numbers: bool = True, **fields: Any) -> Path:
-    """A model whose first layer squares 1e30, for one token alone, by a column of its own.
+    """Make a model whose first layer squares 1e30 for one token only, by a column of its own.
 
-    Or the same model without, so that all that it says of other tokens is the same.
+    With ``makes_no_numbers`` False the column is absent, so all other outputs are the same.
     """
     make_model_directory(path, "llama", tied=False, **fields)
     file = path / "model.safetensors"
@@ -95,7 +95,7 @@ def test_turns_that_meet_no_number_end_and_those_beside_them_are_what_they_are_a
 
 
 class PoisonousGuesses:
-    """Guesses one token for ever."""
+    """Draft source that drafts one token for ever."""
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
         return [np.full(count, POISON, np.int32) for count in counts]

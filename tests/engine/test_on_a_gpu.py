@@ -1,4 +1,4 @@
-"""Does an engine compute on a real GPU what it does on the CPU? Skipped where there is none.
+"""Parity of an engine on a real GPU with the CPU; skipped without one.
 
 ``python -m pytest tests/engine/test_on_a_gpu.py tests/kernels`` on a machine with CUDA and Triton.
 """
@@ -171,7 +171,7 @@ held = torch.cuda.memory_allocated() - own
 channel.close()
 print(held, torch.cuda.memory_allocated() - own, flush=True)
 """
-"""Publishes a model directory three times, each as soon as it is told to go on."""
+"""Publishes a model directory three times, each time on request."""
 
 
 def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed(

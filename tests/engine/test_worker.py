@@ -1,4 +1,4 @@
-"""Does a real engine process keep the wire's promises?"""
+"""Wire protocol of a real engine process."""
 
 import os
 import signal
@@ -398,7 +398,7 @@ def column(token_ids: list[int]) -> bytes:
 
 
 def test_an_engine_whose_parent_died_before_it_was_noticed_ends_at_once(tmp_path: Path) -> None:
-    """As one does whose trainer is killed while it imports torch: it would wait for ever."""
+    """The parent is killed while the engine imports torch; otherwise it would wait for ever."""
     stranger = os.getppid()
     command = [sys.executable, "-m", "tidegate.engine.worker", "--die-with-parent", str(stranger)]
     command += ["--connect", f"ipc://{tmp_path}/nobody", "--engine", "orphan"]

@@ -1,4 +1,4 @@
-"""Does a real engine serve other architectures as it serves its own, new weights in flight too?"""
+"""A real engine process with other architectures, weight updates in flight included."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tidegate.transport.messages import LENGTH, SamplingParams, Shutdown
 pytestmark = pytest.mark.wire
 
 OPTIONS = ["--max-running-turns", "8", "--max-step-tokens", "16"]
-"""So that the prompt is prefilled in chunks."""
+"""Small steps, so that the prompt is prefilled in chunks."""
 
 
 @pytest.mark.parametrize(("model_type", "code"), [("gemma2", "tidegate"), ("gpt2", "transformers")])

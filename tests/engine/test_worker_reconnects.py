@@ -1,4 +1,4 @@
-"""What does a real engine lose with its connection, or with its orchestrator? No token, no turn."""
+"""A real engine that loses its connection or its orchestrator loses no token and no turn."""
 
 import struct
 import subprocess
@@ -40,12 +40,12 @@ from tidegate.transport.messages import (
 pytestmark = pytest.mark.wire
 
 BREAKS_MAX = 100
-"""A step takes a hundredth of the time that a reconnect does; so many are never needed."""
+"""Limit of reconnects, never reached: a step takes a hundredth of a reconnect's time."""
 
 
 @pytest.fixture
 def paced(models: Models, tmp_path: Path) -> Iterator[Orchestra]:
-    """A process of one test's own, without an orchestrator yet."""
+    """A process of a single test's own, without an orchestrator yet."""
     with Orchestra(tmp_path, models.directories[0], is_there=False) as orchestra:
         yield orchestra
 
@@ -55,13 +55,13 @@ def handles(hello: Hello) -> list[int]:
 
 
 def seqs_after(orchestra: Orchestra, hello: Hello) -> list[int]:
-    """The steps that came after that very hello, in order."""
+    """Return the sequence numbers that came after this hello, in order."""
     since = max(n for n, message in enumerate(orchestra.log) if message is hello)
     return [message.seq for message in orchestra.log[since:] if isinstance(message, Step)]
 
 
 def begin_anew(engine: Orchestra, *, credit_steps: int = 4) -> Hello:
-    """A conversation of a test's own, with an engine that has no turns."""
+    """Start a new session with an engine that has no turns."""
     engine.break_connection()
     return engine.welcome(credit_steps=credit_steps)
 
@@ -253,7 +253,7 @@ def test_a_swap_that_still_waits_when_the_connection_breaks_is_asked_for_anew_an
 
 
 def mapped_segments(pid: int) -> set[str]:
-    """The inodes of weights that a process has mapped."""
+    """Return the inodes of the weight segments that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "memfd:tidegate-weights" in line}
 

@@ -1,4 +1,4 @@
-"""Do new weights reach a real engine while turns run, and does it say whose KV they attend to?"""
+"""Weight updates of a real engine while turns run, and the KV versions that it reports."""
 
 import threading
 from collections.abc import Iterator
@@ -53,7 +53,8 @@ def publisher(engine: Orchestra) -> Iterator[Publisher]:
 def swap_in_flight(
     engine: Orchestra, publisher: Publisher, models: Models, mode: PauseMode, kv: KvPolicy
 ) -> tuple[int, int, WeightsLive]:
-    """Bring the other model in while a turn runs; return the turn and the versions' boundary."""
+    """Swap in the other model while a turn runs; return the turn and the boundary
+    of the versions."""
     version = next_version(engine)
     sampling = SamplingParams(max_tokens=40, seed=version)
     turn = engine.submit(PROMPT, sampling)
@@ -69,7 +70,7 @@ def swap_in_flight(
 
 
 def next_version(engine: Orchestra) -> int:
-    """Even versions are the first model, odd ones the second."""
+    """Return the next version number: even ones are the first model, odd ones the second."""
     return engine.await_heartbeat(2).weight_version + 1
 
 
@@ -80,7 +81,7 @@ def audit(turn: int, engine: Orchestra, models: Models) -> None:
 
 
 class HeldSender(ZmqSender):
-    """One that answers nobody before it may."""
+    """Sender that answers only when the test allows it."""
 
     def __init__(self) -> None:
         self.is_asked, self.may_answer = threading.Event(), threading.Event()

@@ -1,8 +1,8 @@
-"""Do the kernels compile for a GPU that is not here, and how much shared memory would they take?
+"""Compiles the kernels for a GPU that is not present, and prints their shared memory.
 
-``python -m tests.kernels.compile_kernels TARGET DTYPE`` makes every launch compile instead, and
-prints one JSON object a line. It runs nothing, so shapes can be those of real models; without
-``TRITON_INTERPRET``.
+Run by ``test_compilation.py`` as ``python -m tests.kernels.compile_kernels TARGET DTYPE``, without
+``TRITON_INTERPRET``. Every launch compiles instead of running, so shapes can be those of real
+models. Prints one JSON object per line.
 """
 
 import json
@@ -49,7 +49,7 @@ def compile_launches(target: GPUTarget) -> None:
 def tell_compiled(
     target: GPUTarget, kernel: Any, given: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Compile a kernel for arguments like those ``given``, and print what it takes."""
+    """Compile a kernel for arguments like those ``given``, and print its resources."""
     constants = constants_of(kernel, given)
     signature = {n: "constexpr" if n in constants else _type(v) for n, v in given.items()}
     aligned = {
@@ -64,7 +64,8 @@ def tell_compiled(
 
 
 def constants_of(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for whose values Triton compiles anew: constants, and integers that are 1."""
+    """Return the arguments whose values Triton specialises on: constants, and
+    integers equal to 1."""
     fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     plain = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     return {
@@ -81,7 +82,7 @@ def _type(value: object) -> str:
 
 
 def attention(dtype: torch.dtype, counts: list[int], rule: AttentionRule) -> None:
-    """32 query heads on 8 KV heads of 128, as in Llama 3 8B."""
+    """Launch attention with 32 query heads on 8 KV heads of 128, as in Llama 3 8B."""
     rows = PagedRows(
         token_offsets=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int(),
         starts=torch.zeros(len(counts), dtype=torch.int32),
@@ -93,7 +94,7 @@ def attention(dtype: torch.dtype, counts: list[int], rule: AttentionRule) -> Non
 
 
 def layers(dtype: torch.dtype) -> None:
-    """What a step does between its projections, and scoring after the last layer."""
+    """Launch a step's kernels between its projections, and scoring after the last layer."""
     cache = torch.zeros(2, 2, 8, 16, 128, dtype=dtype)
     ids = torch.zeros(4, dtype=torch.int64)
     table = torch.zeros(64, 2, 128, dtype=dtype)
@@ -106,14 +107,14 @@ def layers(dtype: torch.dtype) -> None:
 
 
 def columns() -> None:
-    """What has one entry per row or token."""
+    """Launch the kernels with one entry per row or token."""
     ids, ones, allowed = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.zeros(4, 4748)
     rows = SamplingColumns(ones, ids, ones, ones, ones.double(), allowed.int())
     fused_sample_triton(torch.zeros(4, 151_936), rows)
 
 
 def main() -> None:
-    """Launch everything once."""
+    """Launch every kernel once."""
     target, dtype = sys.argv[1:]
     compile_launches(TARGETS[target])
     numbers = getattr(torch, dtype)

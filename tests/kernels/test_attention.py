@@ -19,7 +19,8 @@ SHAPE = CacheShape(KV_HEADS, BLOCK_TOKENS)
 
 @dataclass
 class Case:
-    """Rows whose whole contexts lie in a cache, the last ``counts`` of each as queries."""
+    """Rows whose whole contexts are in a cache, with the last ``counts`` tokens of
+    each as queries."""
 
     starts: np.ndarray[tuple[int], np.dtype[np.int64]]
     counts: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -54,7 +55,7 @@ def naive_attention(
     scale: float = HEAD_DIM**-0.5,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """One query token [A, D] over the context it sees [C, K, D], head by head."""
+    """Return one query token's attention [A, D] over its context [C, K, D], head by head."""
     outputs = []
     for head in range(HEADS):
         shared = head // (HEADS // KV_HEADS)

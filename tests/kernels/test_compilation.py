@@ -9,7 +9,8 @@ import pytest
 pytestmark = pytest.mark.wire
 
 SHARED_BYTES_MAX = 227 * 1024
-"""Of one program on an H100. compile_kernels.py also knows the A100 (163 KB) and MI300 (64 KB)."""
+"""Shared memory of one program on an H100. compile_kernels.py also supports the A100 (163 KB)
+and MI300 (64 KB)."""
 
 KERNELS = {
     "_attend_kernel",

@@ -1,4 +1,4 @@
-"""Whose compiled code does an engine run, and what does that do where there is no memory?"""
+"""Build, cache and ownership checks of the compiled code, and its behaviour without memory."""
 
 import shlex
 import shutil
@@ -22,23 +22,23 @@ pytestmark = [
 
 @dataclass
 class Home:
-    """A user's, and a compiler that takes no time: it copies what the real one has made."""
+    """A user's home, and a fast compiler: it copies what the real one has built."""
 
     path: Path
     monkeypatch: pytest.MonkeyPatch
 
     def cache(self, name: str) -> Path:
-        """Have it be elsewhere: no file can be loaded twice by one process."""
+        """Move the cache, because a process cannot load one file twice."""
         self.monkeypatch.setenv("XDG_CACHE_HOME", str(self.path / name))
         return self.path / name / "tidegate"
 
     def load(self) -> int:
-        """Load the code as an engine does that starts now; how often was it compiled so far?"""
+        """Load the code as a starting engine does; return the number of compilations so far."""
         assert compiled.library.__wrapped__() is not None
         return len((self.path / "runs").read_text().splitlines())
 
     def with_kept(self, name: str, text: str) -> Path:
-        """A cache with this text where the compiled code would be."""
+        """Return a cache with this text in place of the compiled code."""
         directory = self.cache(name)
         directory.mkdir(parents=True, mode=0o700)
         (kept,) = (self.path / "first" / "tidegate").iterdir()
@@ -49,7 +49,7 @@ class Home:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """One whose first cache has the compiled code."""
+    """A home whose first cache has the compiled code."""
     built = compiled.library()
     assert built is not None
     script = tmp_path / "compiler.sh"

@@ -25,7 +25,7 @@ def same_numbers_each_time() -> None:
 
 
 def numbers(outputs: int, inputs: int) -> torch.Tensor:
-    """Some panels of numbers of bfloat16, and others that aren't, or not all."""
+    """Return weights of which some panels are exact in bfloat16, and others only partly or not."""
     weights = torch.randn(outputs, inputs)
     weights[: outputs // 3] = weights[: outputs // 3].bfloat16().float()
     return weights

@@ -1,4 +1,4 @@
-"""Is a matrix of 8-bit floats multiplied as its rounded weights are, and rounded as told?"""
+"""Products of fp8 matrices, and their rounding."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tidegate.kernels.fp8_matrix import Fp8Matrix, rounded
 from tidegate.kernels.weight_matrix import COPY_ELEMENTS
 
 SIZES = [(1, 1), (15, 7), (33, 513), (600, 1030)]
-"""Outputs and inputs; of the last, more than are widened at once."""
+"""Outputs and inputs; the last has more rows than are widened at a time."""
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,12 @@ TILE = 256
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no vocabulary that is quick to interpret has several."""
+    """Small tiles, so that a vocabulary that is quick to interpret has several."""
     monkeypatch.setattr(module, "VOCAB_TILE", TILE)
 
 
 def make_columns(rows: int, **given: float) -> SamplingColumns:
-    """The defaults of an unlimited draw, with other values for all rows where given."""
+    """Return the defaults of an unlimited draw, with the given values for all rows."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | given
     numbers = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.uint64))
     return SamplingColumns(

@@ -20,7 +20,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("function", [head_logprobs_chunked, he
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no vocabulary that is quick to interpret has two, and no chunk is ever full."""
+    """Small parts, so that a vocabulary that is quick to interpret has two, and chunks are full."""
     monkeypatch.setattr(module, "VOCAB_PART", 2 * VOCAB_TILE)
     monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
 

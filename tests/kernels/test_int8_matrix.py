@@ -1,4 +1,4 @@
-"""Is a matrix of bytes multiplied as its rounded weights are, by compiled code and by torch?"""
+"""Products of int8 matrices, by compiled code and by torch, and their rounding."""
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ def compiled(dtype: torch.dtype) -> Native:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of numbers about 1: a few roundings of float32, or one of bfloat16."""
+    """Tolerance for numbers about 1: a few roundings of float32, or one of bfloat16."""
     return 4e-6 if dtype == torch.float32 else 2**-7
 
 
@@ -136,7 +136,7 @@ def test_the_last_token_attends_to_its_context_and_nothing_else(
 def attended(
     query: torch.Tensor, context: torch.Tensor, scale: float, soft_cap: float | None
 ) -> torch.Tensor:
-    """One token's heads [A, D] over the keys and values [2, K, C, D] that it sees."""
+    """Return one token's heads [A, D] over the keys and values [2, K, C, D] that it attends to."""
     keys, values = context.repeat_interleave(len(query) // context.shape[1], 1)
     scores = (keys @ query[:, :, None]).squeeze(-1) * scale
     scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
@@ -194,7 +194,7 @@ def test_a_draw_is_the_samplers(vocab: int, temperature: float) -> None:
 
 
 def seed_of_almost_one() -> int:
-    """The seed whose first number is the largest of all: the generator, backwards."""
+    """Return the seed whose first number is the largest of all, by inverting the generator."""
 
     def unscrambled(x: int) -> int:
         for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):

@@ -27,7 +27,7 @@ def make_case(
     block_tokens: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Rows in a cache whose other places hold what could not go unnoticed in a sum."""
+    """Return rows in a cache whose other slots hold values that would be noticed in a sum."""
     random = np.random.default_rng(len(starts) + sum(starts) + head_dim)
     generator = torch.Generator().manual_seed(int(random.integers(1000)))
     blocks = -(-max(map(sum, zip(starts, counts, strict=True))) // block_tokens)

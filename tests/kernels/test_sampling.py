@@ -18,7 +18,7 @@ GRAINS = 2**14
 
 
 def grainy_probabilities(vocab: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Random grains per token: about half of the tokens have none, the last has some."""
+    """Return random multiples of a grain per token: about half are zero, the last is not."""
     random = np.random.default_rng(vocab)
     chances = random.random(vocab) ** 4 * (random.random(vocab) < 0.5)
     chances[[vocab // 2, -1]] = 1.0
@@ -161,7 +161,7 @@ def test_temperature_zero_takes_the_likeliest_token_with_its_plain_logprob() -> 
 
 @pytest.mark.parametrize("power", [0.8, 1.5])
 def test_log_probs_of_a_large_vocabulary_are_exact_to_float32(power: float) -> None:
-    """What is small beside the likeliest token adds up: a sum that loses it is 1e-4 off."""
+    """Terms that are small beside the largest add up: a sum that loses them is off by 1e-4."""
     random = np.random.default_rng(0)
     ranks = 1 + np.stack([random.permutation(151_936) for _ in range(3)])
     logits = torch.from_numpy(-power * np.log(ranks)).float()

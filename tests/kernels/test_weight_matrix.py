@@ -51,7 +51,8 @@ def plain(weights: torch.Tensor) -> Matrix:
 
 
 def assert_near(ours: torch.Tensor, exact: torch.Tensor, inputs: int) -> None:
-    """Of numbers of about sqrt(inputs): some roundings of float32, and one of the dtype."""
+    """Compare numbers of about sqrt(inputs), within some roundings of float32 and
+    one of the dtype."""
     rounding = 2e-6 if ours.dtype == torch.float32 else 2**-8
     torch.testing.assert_close(ours.double(), exact, atol=rounding * inputs**0.5, rtol=rounding)
 

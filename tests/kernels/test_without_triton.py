@@ -6,7 +6,7 @@ import pytest
 pytestmark = pytest.mark.wire
 
 HIDDEN = "import sys; sys.modules['triton'] = None\n"
-"""Makes every import of it fail, as where it is not installed."""
+"""Makes every import of Triton fail, as if it was not installed."""
 
 CPU = """
 import torch

@@ -1,10 +1,11 @@
-"""Does a step stay on its device, and which kernels does it ask for, where there is no device?
+"""Checks without a GPU that a step stays on its device, and counts its kernel
+launches and variants.
 
-``python -m tests.engine.device.steps_on_a_device`` runs steps' forward passes, draws and scores on
-tensors that have a device and no numbers: torch refuses an operation whose operands are on two
-devices. It prints one JSON object for each kernel: how many launches, and how many times Triton
-would compile it. With ``compile`` it has them compiled for an H100 besides. Without
-``TRITON_INTERPRET``.
+Run by ``test_device_discipline.py`` as ``python -m tests.engine.device.steps_on_a_device``, without
+``TRITON_INTERPRET``. Runs forward passes, draws and scores on fake tensors that have a device and
+no data: torch refuses an operation with operands on two devices. Prints one JSON object per kernel:
+the launches, and how many variants Triton would compile. With ``compile`` it compiles them for an
+H100.
 """
 
 import json
@@ -30,8 +31,7 @@ from tidegate.engine.sampling.sampling import RowSampling
 from tidegate.engine.sampling.scoring import RowScoring
 
 DEVICE = torch.device("meta")
-"""Stands for cuda: a build of torch without CUDA can't index even a tensor that only says it is
-there."""
+"""Stands for cuda, because a torch build without CUDA cannot index even a fake CUDA tensor."""
 
 ROPE = Rope(theta=10_000.0)
 BLOCK_TOKENS = 16
@@ -81,19 +81,19 @@ STEPS: list[list[tuple[int, int]]] = [
     [(0, 512), (0, 511), (0, 1)],
     [(3, 2), (5, 1), (0, 33)],
 ]
-"""Each row's tokens before this step, and in it."""
+"""Per step and row: (tokens before the step, tokens of the step)."""
 
 
 class Launches:
-    """What is launched, in place of Triton."""
+    """Records kernel launches in place of Triton."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = defaultdict(int)
         self.variants: dict[str, dict[str, Any]] = defaultdict(dict)
-        """Of each kernel, arguments for each time that Triton would compile it."""
+        """Per kernel, the arguments of each variant that Triton would compile."""
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        """As ``JITFunction.run``, but that nothing runs."""
+        """Stand-in for ``JITFunction.run`` that launches nothing."""
         options = {"num_warps": named.pop("num_warps", 4)}
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         for name, value in given.items():
@@ -106,7 +106,7 @@ class Launches:
 
 
 def _key(kernel: Any, given: dict[str, Any]) -> str:
-    """By what Triton tells compiled kernels apart."""
+    """Return the key by which Triton distinguishes compiled variants."""
     plain = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
     multiples = [
         name
@@ -153,7 +153,7 @@ def _sent(array: Any) -> torch.Tensor:
 
 
 def _row(number: int, start: int, count: int) -> Row:
-    """Rows of two tokens are scored, all others sample."""
+    """Return a row; rows of two tokens are scored, all others sample."""
     tokens = np.zeros(count, np.int32)
     table = list(range(number, number + -(-(start + count) // BLOCK_TOKENS)))
     if count == 2:
@@ -162,7 +162,7 @@ def _row(number: int, start: int, count: int) -> Row:
 
 
 def main() -> None:
-    """Run the steps of two models, and tell of their kernels."""
+    """Run the steps of two models, and print their kernels."""
     launches = Launches()
     triton.JITFunction.run = lambda kernel, *args, **named: launches.run(kernel, *args, **named)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,4 +1,4 @@
-"""Is a device that is not there, or what no device does yet, refused at the start, by name?"""
+"""Refusals at start-up of missing devices, and of models and settings without GPU support."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Do steps keep to their device, and to a few kernels that compile for it, where there is none?"""
+"""Steps on a fake device: no transfers to the host, and few kernel variants that fit an H100."""
 
 import json
 import os
@@ -12,10 +12,10 @@ import pytest
 pytestmark = pytest.mark.wire
 
 SHARED_BYTES_MAX = 227 * 1024
-"""Of one program on an H100."""
+"""Shared memory of one program on an H100."""
 
 VARIANTS_MAX = 16
-"""Of a kernel, over the 14 steps of two models: not one for each batch."""
+"""Compiled variants per kernel over the 14 steps of two models: fewer than one per batch."""
 
 KERNELS = {
     "_attend_kernel",

@@ -1,6 +1,6 @@
-"""Does an engine on a device compute what transformers and an engine on a CPU do?
+"""Parity of the device runner with transformers and with the CPU runner.
 
-The device is the CPU here, and the kernels are the real ones, interpreted.
+The device is the CPU, with the real kernels in Triton's interpreter.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def cpu_runner(path: Path) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer, for what has nothing to do with layers."""
+    """A model of one layer, for tests that do not depend on the number of layers."""
     return make_model_directory(
         tmp_path_factory.mktemp("model"), "gemma2", num_hidden_layers=1, **SMALL
     )
@@ -244,7 +244,7 @@ def test_what_slept_on_a_device_is_there_again_with_what_it_held(model: Path) ->
 
 
 class Crowded(DeviceMemory):
-    """Of a device whose host has no room for what is on it."""
+    """Device memory of a machine whose host has no room to offload it."""
 
     def offload(
         self, regions: Sequence[DeviceRegion], beat: Callable[[], None]

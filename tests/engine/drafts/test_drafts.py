@@ -1,4 +1,4 @@
-"""Do guesses change anything but speed, whatever is guessed and whatever happens to turns?"""
+"""Draft tokens change speed only, whatever is drafted and whatever happens to turns."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
 
 
 class Oracle:
-    """Guesses what the fake model says, but each token wrong by chance."""
+    """Draft source that knows the fake model's tokens, and gets each wrong with
+    some probability."""
 
     def __init__(self, right: float) -> None:
         self._right = right
@@ -49,7 +50,7 @@ class Oracle:
 
 
 def run(engine: FakeEngine) -> int:
-    """Run to the end; return how many steps that took."""
+    """Run to the end; return the number of steps."""
     steps = 0
     while engine.step():
         engine.scheduler.check()
@@ -162,7 +163,7 @@ def test_a_turn_whose_guesses_do_not_pay_is_tried_again_ever_more_seldom() -> No
 
 
 def looked_up(tokens: list[int], count: int, *, known_before: Sequence[int] = ()) -> list[int]:
-    """What is guessed after ``tokens``, when some shorter beginnings were looked at before."""
+    """Return the lookup drafts after ``tokens``, with shorter prefixes indexed before."""
     engine = FakeEngine(context_tokens_max=200, num_blocks=60)
     engine.submit(tokens, 20)
     turn = engine.scheduler._turns[0]
@@ -192,7 +193,7 @@ def test_a_lookup_guesses_nothing_where_nothing_repeats(tokens: list[int]) -> No
 
 
 def ended_turn(prompt: list[int], output: list[int], handle: int = 0, before: int = 0) -> TurnState:
-    """A turn with this output, of which so many tokens were sampled elsewhere."""
+    """Return a turn with this output, of which ``before`` tokens were sampled by another engine."""
     limits = FakeEngine(context_tokens_max=200, num_blocks=60).limits
     tokens = np.array(prompt + output[:before], "<i4").tobytes()
     message = SubmitTurn(
@@ -268,7 +269,8 @@ def test_samples_of_a_prompt_that_is_always_asked_for_take_no_more_and_more_room
 
 
 class AnythingWithGuesses(AnythingAtAll):
-    """As without them: pauses, swaps and preemptions in a cache that is too small."""
+    """The scheduler's state machine, with draft tokens: pauses, swaps, preemptions
+    in a small cache."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Are guesses invisible but for speed, with real weights and real log-probs?"""
+"""Speculative decoding with real weights: tokens and log-probs equal those without drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ from tidegate.transport.sampling import TokenBias
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that often repeats itself."""
+    """A model that often repeats itself."""
     return make_repeating_model(tmp_path_factory.mktemp("model"))
 
 
@@ -150,7 +150,7 @@ def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_n
 
 
 def kv_of(drafts: ModelDrafts, turn: TurnState) -> list[torch.Tensor]:
-    """What the small model holds of the tokens that a turn has, layer by layer."""
+    """Return the draft model's KV of a turn's tokens, layer by layer."""
     positions = np.arange(turn.length)
     blocks = np.array(drafts._turns[turn.handle].blocks)[positions // 4]
     return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
@@ -166,12 +166,11 @@ def test_a_turn_that_is_too_long_for_the_small_model_keeps_no_other_from_guesses
 
 
 class TightRunner(ModelRunner):
-    """Has no memory for its third step."""
+    """Runner that is out of memory in its third step."""
 
     steps = 0
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """As ever, but for that one."""
         self.steps += 1
         if self.steps == 3:
             torch.empty(1 << 54)
@@ -186,13 +185,13 @@ def test_a_small_model_without_memory_guesses_nothing_and_then_goes_on(weights: 
 
 
 LETTER_Z = ord("z") - 31
-"""Its token, in :mod:`tests.models`."""
+"""Token of the letter z, in :mod:`tests.models`."""
 
 
 def told_with_options(
     model: Path, weights: Weights, drafts: DraftSource | None
 ) -> list[StepColumns]:
-    """What an engine says of a turn with all the options that are guessed for."""
+    """Return the output of a turn with all options that drafts support."""
     engine = DrivenEngine([weights], num_blocks=40, max_step_tokens=40, context_tokens_max=90)
     reader = OptionReader(
         vocab_size=engine.limits.vocab_size,

@@ -1,4 +1,4 @@
-"""A worker whose model's code raises for some turns, as the test's ``--engine`` name says."""
+"""Engine worker whose model code raises for some turns, chosen by the ``--engine`` name."""
 
 import sys
 from collections.abc import Sequence
@@ -8,20 +8,19 @@ from tidegate.engine.execution import served_model
 from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
 
 POISON = 7
-"""A token that the model's code raises an error for."""
+"""Token for which the model code raises an error."""
 
 EXIT = 8
-"""A token that it exits for."""
+"""Token for which the model code calls exit."""
 
 LONG = 30
-"""More positions than its tables have."""
+"""Number of positions above which the model code raises."""
 
 
 class FailingRunner(ModelRunner):
-    """Raises in the midst of a step that has a turn of a bad kind."""
+    """Runner that raises within a step that has a failing turn."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """As ever, unless a row is bad."""
         output = super().step(rows)
         for row in rows:
             if POISON in row.token_ids:
@@ -34,10 +33,9 @@ class FailingRunner(ModelRunner):
 
 
 class BrokenRunner(ModelRunner):
-    """Raises at every step."""
+    """Runner that raises at every step."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Never works."""
         raise RuntimeError("no kernel image is available")
 
 

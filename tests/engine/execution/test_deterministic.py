@@ -1,4 +1,4 @@
-"""Does a turn get the same bits, whatever else is in the batch and whatever happens to it?"""
+"""Deterministic mode: a turn's bits do not depend on the batch, chunking, preemption or aborts."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tidegate.transport.messages import SamplingParams, SubmitTurn
 pytestmark = pytest.mark.wire
 
 VOCAB = 101
-"""No multiple of what a vector holds: rows of logits lie in all ways."""
+"""Not a multiple of a vector's length, so that rows of logits have every alignment."""
 
 
 def make_weights(path: Path, architecture: str, dtype: torch.dtype) -> Weights:
@@ -65,7 +65,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 def test_a_turn_gets_the_same_bits_alone_and_in_any_crowd(
     tmp_path: Path, architecture: str, dtype: torch.dtype, guesses: bool
 ) -> None:
-    """Chunked, preempted, aborted and sent again, with prefixes that others computed."""
+    """Chunked, preempted, aborted and resubmitted, with shared prefixes."""
     weights = make_weights(tmp_path, architecture, dtype)
     drafts = LookupDrafts() if guesses else None
     crowd: Crowd = run_crowd(make_engine(weights, drafts, 36), seed=3, swaps=False)
@@ -90,7 +90,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def sample_with_options(weights: Weights, numbers: list[int]) -> dict[int, list[bytes]]:
-    """All that is told of turns with these of the options, run together, by their number."""
+    """Return the output of turns with the numbered options, run together."""
     engine = make_engine(weights, None, 64)
     told: dict[int, list[bytes]] = {number: [] for number in numbers}
     for number in numbers:

@@ -1,4 +1,4 @@
-"""A model's code that raises ends the turns it raises for, and an engine only if it never works."""
+"""Model code that raises ends the turns it raises for, and the engine only if it never works."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Does transformers compute on our blocks what our code doesn't, and what can't be served so?"""
+"""The transformers fallback: parity on our KV blocks, and refusal of models it cannot serve."""
 
 import json
 from pathlib import Path
@@ -243,7 +243,7 @@ def test_a_directory_that_lacks_tensors_is_refused_by_name(tmp_path: Path) -> No
 
 
 class Forgetful(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
-    """Goes on differently when it is read in chunks, as what keeps a state of its own would."""
+    """Model whose outputs change if the context is read in chunks, as with recurrent state."""
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
         output = super().forward(input_ids, **options)

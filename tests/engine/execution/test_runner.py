@@ -31,7 +31,7 @@ class MakeRunner(Protocol):
 
 @pytest.fixture(params=["torch", "compiled"])
 def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
-    """Runners that compute by torch's code, and others by ours."""
+    """Runners that compute with torch, and with compiled code."""
 
     def make(path: Path, *, num_blocks: int = 256, block_tokens: int = 4) -> ModelRunner:
         config = ModelConfig.from_directory(path)

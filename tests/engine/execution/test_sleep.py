@@ -1,4 +1,4 @@
-"""Does a sleeping engine give its memory back, and go on afterwards as if it had not slept?"""
+"""Sleep of a real engine process: memory is released, and outputs afterwards are unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,20 +44,20 @@ pytestmark = pytest.mark.wire
 MIB = 1024 * 1024
 
 WEIGHT_BYTES = 18 * MIB
-"""Of the wide models here, and some more."""
+"""Lower bound of the wide models' weights."""
 
 KV_BYTES = 32 * MIB
-"""4096 blocks of 16 tokens, of 2 layers with 2 KV heads of 16, in float32."""
+"""KV cache of 4096 blocks of 16 tokens, for 2 layers with 2 KV heads of 16, in float32."""
 
 SLACK_BYTES = 2 * MIB
-"""A process's heap comes and goes by so much."""
+"""Fluctuation of a process's heap."""
 
 SAMPLED = SamplingParams(max_tokens=24, seed=3)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two directories of one model with enough weights to see them go."""
+    """Two directories of one model, with enough weights for their release to be measurable."""
     directory = tmp_path_factory.mktemp("wide")
     return [
         make_model_directory(directory / str(seed), "llama", seed=seed, intermediate_size=12_000)
@@ -67,7 +67,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def sleeper(wide: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
-    """One process for all tests that leave it awake, with the directory's weights."""
+    """One process shared by all tests that leave it awake, with the directory's weights."""
     options = ["--num-blocks", "4096", "--max-running-turns", "8"]
     with Orchestra(tmp_path_factory.mktemp("sleeper"), wide[0], options) as orchestra:
         assert orchestra.welcome().sleep_levels == [1, 2]
@@ -103,7 +103,7 @@ def wake(engine: Orchestra, tags: tuple[MemoryTag, ...] = MEMORY_TAGS) -> Awake:
 
 
 def anonymous_bytes(engine: Orchestra) -> int:
-    """What the system counts for the process, but for files."""
+    """Return the resident memory of the engine process without file-backed pages."""
     status = Path(f"/proc/{engine.process.pid}/status").read_text()
     return next(
         int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")
@@ -224,7 +224,7 @@ def test_an_engine_says_what_sleeps_when_its_connection_was_broken(sleeper: Orch
 
 @pytest.fixture
 def published(wide: list[Path], tmp_path: Path) -> Iterator[tuple[Orchestra, Publisher]]:
-    """A process that serves weights of its own directory as v1, which it got by an update."""
+    """A process that serves its own directory's weights as v1, received by an update."""
     with Orchestra(tmp_path, wide[0], ["--num-blocks", "4096"]) as engine:
         engine.welcome()
         publisher = Publisher(engine)

@@ -1,7 +1,7 @@
-"""How do tests train over others' engines? Whole runs, with weights that change each time.
+"""Whole training runs over external engines, with other weights after each batch.
 
-What a run may train on while it is at most one version old is sampled by three versions at least in
-five batches, however fast engines are: those of its last batch are none of the first two.
+With a staleness bound of one, five batches contain tokens of at least three versions however fast
+the engines are: the last batch's are of none of the first two.
 """
 
 from collections.abc import Awaitable, Callable
@@ -17,10 +17,10 @@ from tidegate.observability.audit.audit import AuditReport, audit_run
 BATCHES = 5
 
 FIRST_TASK = 10
-"""The fourth token of the first task's prompt; the next one's has the next."""
+"""Fourth token of the first task's prompt; later tasks count up."""
 
 MIDST = 5
-"""Tokens of a turn that is held."""
+"""Tokens after which a turn is held."""
 
 
 async def solve(episode: tidegate.Episode, task: list[int]) -> float:
@@ -32,14 +32,15 @@ async def solve(episode: tidegate.Episode, task: list[int]) -> float:
 
 
 class InTheMidst:
-    """Holds turns of a server's, so that the first new weights find one that is half done."""
+    """Holds turns in a server double, so that the first new weights arrive in the
+    middle of a turn."""
 
     def __init__(self) -> None:
         self._begun_by: str | None = None
-        """What sampled the beginning of a turn of the third group."""
+        """Label of the weights that sampled the start of a turn of the third group."""
 
     def __call__(self, prompt: list[int], sampled: int, label: str) -> bool:
-        """Whether it samples no more for now."""
+        """Whether the turn is held for now."""
         groups = [token - FIRST_TASK for token in prompt[3:4]]  # a worker tries shorter ones
         if sampled < MIDST or groups not in ([0], [1], [2]):
             return False
@@ -58,7 +59,8 @@ async def train(
     episode: Callable[[tidegate.Episode, list[int]], Awaitable[float]] = solve,
     **settings: Any,
 ) -> AuditReport:
-    """Publish other weights after each batch; ``after_two`` batches something may happen."""
+    """Train for ``batches`` batches, publishing after each; ``after_two`` is called
+    after two batches."""
     weights = load_file(model / "model.safetensors")
     noise = torch.Generator().manual_seed(0)
     seen = 0

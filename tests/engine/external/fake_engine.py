@@ -1,9 +1,8 @@
-"""What would an engine say whose model is a hash? The scheduler's shell, small enough to read.
+"""Engine around the scheduler whose model is a hash function, for scheduler tests.
 
-:class:`DrivenEngine` is the same shell around real weights.
-
-The fake model's KV cache holds (token, position, version) where a real one has numbers. So it sees
-when the scheduler mixes up blocks, and knows whose weights computed what a token attended to.
+:class:`DrivenEngine` is the same shell around real weights. The fake model's KV cache holds (token,
+position, version) in place of numbers, so it detects mixed-up blocks and knows which weights
+computed the KV that a token attended to.
 """
 
 import hashlib
@@ -34,14 +33,14 @@ from tidegate.transport.messages import (
 
 
 def next_token(context: Sequence[int], seed: int, index: int, version: int, vocab: int) -> int:
-    """The model: what follows depends on everything it should depend on, and on nothing else."""
+    """Return the fake model's next token, a hash of all inputs that it may depend on."""
     said = repr((list(context), seed, index, version)).encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little") % vocab
 
 
 @dataclass(frozen=True, slots=True)
 class FakeKv:
-    """One position of the fake cache."""
+    """One position of the fake KV cache."""
 
     token_id: int
     position: int
@@ -49,7 +48,7 @@ class FakeKv:
 
 
 class FakeRunner:
-    """Reads its context from the cache only, as a model does."""
+    """Runner that reads its context from the cache only, as a model does."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.version = 0
@@ -57,10 +56,10 @@ class FakeRunner:
         self._kv: dict[int, FakeKv] = {}
         self._written: set[int] = set()
         self.attended: list[list[list[int]]] = []
-        """For each turn that samples in the last step, and each token that it samples: the versions
-        that computed its context's KV."""
+        """For each turn that sampled in the last step, and each of its samples, the
+        versions of its KV."""
         self._sampling_table: object = None
-        """The blocks of the row that sampled last."""
+        """Block table of the row that sampled last."""
 
     def step(self, rows: list[Row]) -> StepOutput:
         assert 0 < sum(len(row.token_ids) for row in rows) <= self._limits.max_step_tokens
@@ -100,7 +99,7 @@ class FakeRunner:
 
 @dataclass(slots=True)
 class ToldTurn:
-    """What the scheduler told of one turn."""
+    """What the scheduler reported of one turn."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -109,12 +108,12 @@ class ToldTurn:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kv: list[int] = field(default_factory=list)
-    """Versions of the KV of its context so far, as the provenance claims."""
+    """Versions of its context's KV so far, as the provenance claims."""
     prefills: list[Prefill] = field(default_factory=list)
     finish: int = RUNNING
 
     def check(self, vocab: int) -> None:
-        """Every token is what the model says of this turn alone, and so is how it ended."""
+        """Check that tokens and finish code are those of the turn alone in an engine."""
         for index, version in enumerate(self.versions):
             context = self.prompt + self.token_ids[:index]
             counted = self.sampled_before + index
@@ -130,7 +129,7 @@ class ToldTurn:
 
 
 class FakeEngine:
-    """Scheduler and fake runner, driven as the worker drives the real ones."""
+    """Scheduler and fake runner, driven as the engine loop drives the real ones."""
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class FakeEngine:
         )
 
     def settle(self) -> None:
-        """Tell what ended, then what is answered, then swap what is due."""
+        """Report ended turns, then answers, then do a due swap."""
         ended = self.scheduler.take_ended()
         if ended is not None:
             self._take(ended)
@@ -221,7 +220,7 @@ class FakeEngine:
             self.recomputed_turns += self.scheduler.weights_swapped(update)
 
     def step(self) -> dict[int, int]:
-        """One step; how many tokens each row computed, by the order of rows' starts."""
+        """Run one step; return the tokens computed per row, in the order of the rows' starts."""
         self.settle()
         could = self.scheduler.can_step
         rows = self.scheduler.plan()
@@ -236,7 +235,7 @@ class FakeEngine:
         return computed
 
     def run(self) -> None:
-        """Step until nothing is left to do."""
+        """Step until no work is left."""
         for _ in range(10_000):
             if not self.step():
                 return
@@ -270,7 +269,7 @@ class FakeEngine:
     def _take_token(
         self, turn: ToldTurn, token_id: int, version: int, prefill: Prefill | None
     ) -> None:
-        """Follow the wire's rule: a prefill says it all, a step adds one position of its own."""
+        """Follow the protocol: a prefill replaces the KV record, a step adds one position."""
         if prefill is None:
             turn.kv.append(version)
         else:
@@ -285,7 +284,7 @@ class FakeEngine:
 
 
 class DrivenEngine(FakeEngine):
-    """The same with a real model and its real KV cache; version n is the n-th of its weights."""
+    """The same with a real model and KV cache; version n is the n-th of its weights."""
 
     def __init__(
         self,
@@ -330,7 +329,7 @@ class DrivenEngine(FakeEngine):
 
 
 def uninterrupted(prompt: list[int], max_tokens: int, *, sampled_before: int = 0) -> list[int]:
-    """The turn's tokens when it is alone in an engine."""
+    """Return the turn's tokens when it is alone in an engine."""
     engine = FakeEngine()
     turn = engine.submit(prompt, max_tokens, sampled_before=sampled_before)
     engine.run()

@@ -1,7 +1,7 @@
-"""What stands in for an SGLang server in tests? A small one, with a real model and real KV.
+"""In-process SGLang server for tests, with a real model and a real KV cache.
 
-It behaves as SGLang 0.5.23 was recorded to, its traps included: whoever keeps KV over an update, or
-finds it in the prefix cache, gets log-probs that say so. Requests are computed one by one.
+Behaves as SGLang 0.5.23 was recorded to, faults included: log-probs show if KV was kept over an
+update or found in the prefix cache. Requests are computed one by one.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ NOT_FLUSHED = (
 
 
 class SglangDouble:
-    """The server's state, and the loop that samples."""
+    """The server's state, and its sampling loop."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class SglangDouble:
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = str(model)
         self.label = self.info_label = "default"
-        """The scheduler's, which tokens are labelled by, and the one of /model_info."""
+        """Label in the scheduler, on tokens; ``info_label`` is the one in /model_info."""
         self.preferred = preferred
         self.api_key = api_key
         self.paused: str | None = None
         self.running: dict[str, Running] = {}
         self.sleeping: set[str] = set()
         self.holds: Callable[[list[int], int, str], bool] = lambda prompt, sampled, label: False
-        """Whether a request of this prompt, with so many tokens, samples none of this version."""
+        """Whether a request (prompt, tokens sampled, label) is held for now."""
         self.is_dead = False
         self.calls: list[tuple[str, dict[str, Any]]] = []
         """Every control call, for tests to read."""
@@ -85,7 +85,7 @@ class SglangDouble:
     # ------------------------------------------------------------ sampling
 
     async def sample_for_ever(self) -> None:
-        """One token for each request, again and again, while nothing is paused."""
+        """Sample one token per request in turn, while not paused."""
         try:
             await self._sample_for_ever()
         except Exception:
@@ -209,7 +209,7 @@ class SglangDouble:
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort(self, body: dict[str, Any]) -> Response:
-        """Takes effect with the next step: while paused in place, once that goes on."""
+        """Abort with the next step; while paused in place, after the pause."""
         for request in self.running.values():
             request.is_to_abort |= bool(body.get("abort_all")) or request.rid == body.get("rid")
         return Response()
@@ -258,7 +258,7 @@ class SglangDouble:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": context})
 
     async def release(self, body: dict[str, Any]) -> Response:
-        """Without a memory saver it says the same, and nothing is given back."""
+        """Answer as without a memory saver: the same answer, but no memory is released."""
         tags = set(body.get("tags") or ("weights", "kv_cache"))
         if self.running:  # its scheduler asserts that it is idle
             self.is_dead = True
@@ -280,7 +280,7 @@ class SglangDouble:
         return JSONResponse(None)
 
     def facts(self, path: str) -> Any:
-        """What a GET answers."""
+        """Return the answer of a GET."""
         context = self.model.config.max_position_embeddings
         about: dict[str, Any] = {
             "/model_info": {
@@ -307,7 +307,7 @@ class SglangDouble:
 
 
 def make_app(double: SglangDouble) -> Any:
-    """The double's routes; its sampling runs beside them."""
+    """Return the double's routes; its sampling runs beside them."""
     return guarded(_routes(double), double.api_key, lambda path: not path.startswith("/health"))
 
 

@@ -1,6 +1,6 @@
-"""What does SGLang's double do about LoRA adapters? What 0.5.23 does by its source, with real ones.
+"""LoRA adapters of the SGLang double, by the source of 0.5.23, with real tensors.
 
-An adapter is added to the weights for a step of a request that asks for it, and taken away again.
+An adapter is added to the weights for a step of its requests, and removed afterwards.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from starlette.responses import JSONResponse, Response
 PEFT_PREFIX = "base_model.model."
 
 Deltas = dict[str, torch.Tensor]
-"""What is added to each weight."""
+"""Changes to the weights, by tensor name."""
 
 
 class Loras:
-    """One server's."""
+    """Adapters of one server."""
 
     def __init__(self, model: Any, settings: dict[str, Any]) -> None:
         self._model = model
         self._settings = settings
         self.paths: dict[str, str] = {}
         self.loads = self.most = 0
-        """How many were loaded, and the most at a time."""
+        """Number of loads, and the most adapters at a time."""
         self.used: list[str] = []
-        """By each request under way."""
+        """Adapter of each request in flight."""
         self._deltas: dict[str, Deltas] = {}
         self.posts = {"/load_lora_adapter": self._load, "/unload_lora_adapter": self._unload}
 
@@ -67,14 +67,14 @@ class Loras:
         return JSONResponse(said, 200 if error is None else 400)
 
     def refusal(self, name: str | None) -> str | None:
-        """Of a request."""
+        """Return why a request with this adapter is refused."""
         if name is None or name in self.paths:
             return None
         return f"Got LoRA adapter that has never been loaded: {name}"
 
     @contextmanager
     def added(self, name: str | None) -> Iterator[None]:
-        """While a step is computed."""
+        """Add the adapter to the weights within the block."""
         if name is None:
             yield
             return
@@ -103,7 +103,7 @@ def _deltas(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Deltas:
 
 
 def _half_of_a_matrix(names: set[str]) -> str | None:
-    """A tensor of a projection whose matrix it would have all of."""
+    """Return a tensor of a projection whose fused matrix lacks others, if there is one."""
     for name in sorted(names):
         for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             mine = next((part for part in parts if f".{part}." in name), None)

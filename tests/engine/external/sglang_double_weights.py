@@ -1,6 +1,6 @@
-"""How does the double of SGLang take tensors? In sessions, pickled or broadcast, as 0.5.23 does.
+"""Weight updates of the SGLang double: sessions of pickled or broadcast tensors, as in 0.5.23.
 
-It unpickles no more than the real one would, and joins process groups as torch itself makes them.
+It unpickles no more than the real one, and joins process groups as torch does.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ OUTSIDE = "{} must run between begin_weight_update() and end_weight_update()"
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Of what SGLang's own lets pass, all that tensors in the bytes need."""
+    """Allows the part of SGLang's own list that tensors by value need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -42,7 +42,7 @@ class Sessions:
         self._is_open = False
         self._groups: dict[str, Any] = {}
         self.fails_at: str | None = None
-        """A tensor's name."""
+        """Name of the tensor at which the update fails."""
 
     @property
     def posts(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Sessions:
 
 
 def joined(body: dict[str, Any]) -> Any:
-    """The group, made as SGLang's ``init_custom_process_group`` does."""
+    """Return the group, made as SGLang's ``init_custom_process_group`` does."""
     dist: Any = torch.distributed
     torch_group = dist.distributed_c10d
     store = torch_group.PrefixStore(
@@ -143,7 +143,7 @@ def joined(body: dict[str, Any]) -> Any:
 
 
 def received(group: Any, body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """What rank 0 broadcasts next."""
+    """Return what rank 0 broadcasts next."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank = 0
     tensors = []

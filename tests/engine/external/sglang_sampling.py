@@ -1,7 +1,7 @@
-"""How does the double of an SGLang server sample? By a real model, with KV that is really kept.
+"""Sampler of the SGLang double: a real model with a KV cache that is really kept.
 
-With ``samples_ahead`` as the overlap scheduler does, which is SGLang's default: one step is under
-way while the one before is told of, and what is told is labelled as the weights are called then.
+With ``samples_ahead`` it works like the overlap scheduler, SGLang's default: one step is in
+progress while the previous one is reported, under the label that the weights have at that time.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.engine.external.sglang_double_loras import Loras
 
 @dataclass(eq=False)
 class Running:
-    """One request under way."""
+    """One request in flight."""
 
     rid: str
     body: dict[str, Any]
@@ -32,7 +32,7 @@ class Running:
     spans: list[dict[str, Any]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     ahead: tuple[int, torch.Tensor] | None = None
-    """Sampled and not told of: a token, and all log-probs beside it."""
+    """Sampled but unreported: a token, and all log-probs beside it."""
     is_to_abort: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -46,7 +46,7 @@ class Running:
 
 
 class Sampler:
-    """A model, what it has computed, and how it tells log-probs."""
+    """A model, its KV, and how it reports log-probs."""
 
     def __init__(self, model: Any, *, is_raw: bool, samples_ahead: bool) -> None:
         self.model = model
@@ -56,7 +56,7 @@ class Sampler:
         self.loras: Loras | None = None
 
     def step(self, request: Running, label: str) -> None:
-        """One token more, told as of the weights that are called ``label`` now."""
+        """Sample one more token, reported under ``label``."""
         if not self.samples_ahead:
             self._tell(request, *self._sampled(request), label)
             return
@@ -65,7 +65,7 @@ class Sampler:
         request.ahead = self._sampled(request) if request.finish is None else None
 
     def retract(self, request: Running) -> None:
-        """Forget what was computed for it, and what isn't told of."""
+        """Drop the request's KV and unreported token."""
         request.cache = request.ahead = None
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class Sampler:
             )
 
     def find_prefix(self, request: Running) -> None:
-        """Take the longest context computed before, whoever's weights computed it."""
+        """Take the longest context computed before, by any weights."""
         best, longest = None, 0
         for key, tokens, cache in self.prefixes:
             pairs = zip(tokens, request.tokens[:-1], strict=False)

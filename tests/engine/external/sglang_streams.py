@@ -1,6 +1,6 @@
-"""How do tests read what comes of one request to SGLang, and hold it against the weights?
+"""Reads the stream of one SGLang request, and compares it with the weights.
 
-Knows neither whether the server is a double, nor how it was started.
+Works with the double and with a real server.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from tidegate.transport.messages import SamplingParams
 PROMPT = list(range(1, 25))
 LONG = SamplingParams(max_tokens=200)
 TOLERANCE = 1e-4
-"""float32, in chunks of one token or all at once. Other weights are off by nats."""
+"""Nats, for float32 in chunks of one token or all at once. Other weights are off by nats."""
 
 
 @dataclass
 class Sglang:
-    """The adapter of a server, double or real, and what may be asked of it."""
+    """Adapter of a server, double or real, with test operations."""
 
     adapter: SglangAdapter
     able: Capabilities
@@ -41,7 +41,7 @@ class Sglang:
 
 @dataclass
 class Stream:
-    """A request under way, and what has come of it."""
+    """A request in flight, and its chunks so far."""
 
     task: asyncio.Task[None]
     chunks: list[Chunk] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Stream:
         return [tuple(label) for label in self.chunks[-1].labels or ()]  # type: ignore[misc]
 
     async def has(self, tokens: int) -> None:
-        """Wait until so many have come."""
+        """Wait until ``tokens`` tokens have arrived."""
         async with asyncio.timeout(60):
             while len(self.tokens) < tokens and not self.task.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)  # as they come from another thread
@@ -72,10 +72,10 @@ class Stream:
 
 
 def off_by(models: list[Path], stream: Stream, spans: list[tuple[int, int]]) -> float:
-    """Largest difference of log-probs from those of the models in ``spans``: (model, tokens).
+    """Return the largest difference of log-probs from the models in ``spans``: (model, tokens).
 
-    The KV of a model's tokens, and of all before the first of them, is its own; so this is what is
-    expected of engines that keep KV.
+    The reference computes KV of a model's tokens, and of all before the first of them, with that
+    model: what engines that keep KV are expected to do.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""Does a request to score, asked of an engine behind an adapter, always come to an end?"""
+"""Scoring requests to an external engine always end, also if the engine fails."""
 
 import asyncio
 from typing import cast
@@ -28,7 +28,7 @@ ASKED = ScoreTokens(
 
 
 class Failing(Unable):
-    """An engine that answers no request to score."""
+    """An engine that answers no scoring request."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -38,7 +38,7 @@ class Failing(Unable):
 
 
 class Silent:
-    """The wire, on which nothing may be said of such a request: it is another engine's."""
+    """A link on which no answer may be sent, because another engine gets the request."""
 
     def send(self, message: object) -> None:
         raise AssertionError(f"said {message}")

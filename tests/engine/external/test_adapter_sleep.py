@@ -1,7 +1,7 @@
-"""Do engines behind adapters sleep and wake as told, and compute by the right weights afterwards?
+"""Sleep and wake of external engines, and the weights that they compute with afterwards.
 
-Against doubles that forget what real servers forget. What a CPU's real servers do is in
-test_real_vllm.py and test_real_sglang.py.
+Against doubles that lose what real servers lose. test_real_vllm.py and test_real_sglang.py have the
+real servers on a CPU.
 """
 
 import asyncio
@@ -154,7 +154,7 @@ async def sleep_and_wake(engine: SglangAndDouble, models: list[Path], level: Sle
 def sleepy(
     models: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Orchestra, VllmDouble]]:
-    """A worker for tests that leave it awake and going on."""
+    """A worker shared by tests that leave it awake and running."""
     with VllmDouble(models[0], enable_sleep_mode=True) as double:
         options = ["--url", f"vllm+{double.url}"]
         directory = tmp_path_factory.mktemp("sleepy")
@@ -199,14 +199,14 @@ def test_a_hello_waits_until_what_sleeps_is_known(sleepy: tuple[Orchestra, VllmD
 
 
 async def one_turn(episode: tidegate.Episode, task: int) -> float:
-    """Of some length, so that turns are frozen while others make up a batch."""
+    """Turns of some length, so that some are frozen while others make up a batch."""
     episode.append([3, 5, 7, 11 + task % 50])
     turn = await episode.generate(max_tokens=4 + 11 * (task % 4))
     return float(turn.token_ids[0] % 2)
 
 
 async def train_asleep(model: Path, run: Path, urls: list[str]) -> None:
-    """Sleep and wake once before anything is published, then around each publish; audited."""
+    """Sleep and wake once before the first publish, then around each publish; audit the run."""
     state, noise = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
     async with tidegate.serve(
         model=model,
@@ -240,7 +240,7 @@ async def train_asleep(model: Path, run: Path, urls: list[str]) -> None:
 async def test_a_run_sleeps_over_vllm_and_sglang_and_every_token_audits(
     models: list[Path], tmp_path: Path
 ) -> None:
-    """SGLang keeps no weights, and is sent new ones by HTTP; vLLM reads them from files."""
+    """SGLang keeps no weights and is sent new ones over HTTP; vLLM reads them from files."""
     double = SglangDouble(models[0], settings=SLEEPS)
     with (
         served(lambda: (make_app(double), double.sample_for_ever)) as url,

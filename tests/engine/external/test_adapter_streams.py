@@ -1,4 +1,4 @@
-"""Of which version are a turn's last tokens told, if weights change while its KV is looked at?"""
+"""Version of a turn's last tokens if weights change while its preemptions are checked."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -27,7 +27,7 @@ LIMITS = EngineLimits(
 
 
 class Slow(Unable):
-    """An engine that takes its time to say whether it dropped KV."""
+    """An engine that answers preemption queries late."""
 
     def __init__(self) -> None:
         self.taken, self.goes_on = asyncio.Event(), asyncio.Event()
@@ -47,7 +47,7 @@ class Slow(Unable):
 
 
 class Wire:
-    """What was told."""
+    """Link that records steps."""
 
     has_credit = True
     next_seq = 0

@@ -1,4 +1,4 @@
-"""Does an adapter come and go without the model's own weights, and what becomes of its turns?"""
+"""Updates of LoRA adapters without the model's own weights, and their effect on turns."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +47,7 @@ def pair(value: float) -> dict[str, torch.Tensor]:
 def stage(
     rig: Rig, version: int, adapters: dict[Adapter, dict[str, torch.Tensor]], bases: Bases | None
 ) -> list[Message]:
-    """Publish adapters, and nothing else."""
+    """Publish adapters only."""
     rig.staging.start(StartWeightUpdate(version=version), rig.live)
     for number, (adapter, tensors) in enumerate(adapters.items(), 1):
         [update] = rig.channel.write(

@@ -1,7 +1,6 @@
-"""Does an engine behind an adapter keep the wire's promises? A worker, and a double of vLLM.
+"""Wire protocol of an external engine's worker, against a double of vLLM.
 
-What its tokens' log-probs must be, given whose weights computed what, is checked over whole runs in
-test_adapter_runs.py; here it is what is said, and when.
+test_adapter_runs.py checks log-probs over whole runs; this file checks messages and their order.
 """
 
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ PROGRAM = "tidegate.engine.external.worker"
 OUTLIVES_IT = SamplingParams(max_tokens=180)
 
 HELD_AT = 60
-"""Tokens. It goes no further before the server is told something."""
+"""Tokens at which a request is held until the double is told otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def double(models: Models) -> Iterator[VllmDouble]:
 def engine(
     models: Models, double: VllmDouble, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Orchestra]:
-    """One worker for all tests, each of which leaves it running, with no turns."""
+    """One worker for all tests, which leave it running and without turns."""
     directory = tmp_path_factory.mktemp("adapter")
     options = ["--url", f"vllm+{double.url}"]
     with Orchestra(directory, models.directories[0], options, program=PROGRAM) as orchestra:
@@ -82,7 +81,7 @@ def turns_outlive_what_is_done_meanwhile(double: VllmDouble) -> Iterator[None]:
 
 
 class Versions:
-    """Numbers for the updates of all tests, each with the weights of one of two models."""
+    """Version numbers for the updates of all tests, each with the weights of one of two models."""
 
     newest = 0
 

@@ -1,4 +1,4 @@
-"""Are turns with LoRA adapters computed as PEFT computes them, whatever else is in the batch?"""
+"""LoRA turns compared with PEFT, in any batch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_peft(path: Path, name: str) -> tuple[Any, LoadedAdapter]:
-    """A model with a random adapter, as PEFT computes it, and that adapter as it is read."""
+    """Return a PEFT model with a random adapter, and the adapter's tensors as published."""
     torch.manual_seed(len(name))
     config = peft.LoraConfig(init_lora_weights=False, **CONFIGS[name])
     model: Any = peft.get_peft_model(load_peer(path), config)

@@ -1,4 +1,4 @@
-"""Is a server's word never lost to a connection that it closes behind it? Over real sockets."""
+"""HTTP client against servers that close connections silently, over real sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ ANSWERS = [
 
 @asynccontextmanager
 async def server(answers: list[bytes]) -> AsyncIterator[str]:
-    """Answers one request of each connection; a second it reads, and goes away."""
+    """Server that answers one request per connection; it reads a second one and closes."""
     left = iter(answers)
     serving: list[asyncio.Task[None] | None] = []
 

@@ -1,8 +1,7 @@
-"""Is every token of a run over the real SGLang what its tags say? Where there is such a server.
+"""Runs over a real SGLang server; skipped without one.
 
-``make test-sglang`` starts one in a Python of its own: SGLang has no build for CPUs, so what it
-imports of CUDA is stubbed. Or against one that runs, with a model that nobody minds being given
-other weights, on a machine where this process and the server see one file system:
+``make test-sglang`` starts one in a Python of its own: SGLang has no CPU build, so its CUDA imports
+are stubbed. Or use a running server on the same file system, whose weights may be replaced:
 
     TIDEGATE_SGLANG_URL=http://127.0.0.1:30000 TIDEGATE_SGLANG_MODEL=DIR make test-sglang
 """
@@ -49,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Its address, and the directory that it serves."""
+    """URL of the server, and the directory of its model."""
     if URL:
         yield URL, Path(MODEL)
         return
@@ -101,7 +100,7 @@ def answers(url: str) -> bool:
 
 
 async def solve(episode: tidegate.Episode, task: list[int]) -> float:
-    """Of such different lengths that some turns are under way whenever others make a batch."""
+    """Turns of such different lengths that some are in flight whenever others make a batch."""
     episode.append(task)
     first = await episode.generate(max_tokens=20 + 40 * (task[3] % 3))
     episode.append([3, 4, 5])
@@ -198,7 +197,7 @@ async def test_tags_are_right_over_a_run_that_sends_weights_by_gloo(
 async def test_memory_is_released_and_resumed_in_the_order_that_its_scheduler_takes(
     server: tuple[str, Path],
 ) -> None:
-    """Without a memory saver, which a CPU has none of, nothing is given back."""
+    """Without a memory saver, which does not exist on a CPU, no memory is released."""
     url, model = server
     adapter = make_adapter(url, model)
     try:

@@ -1,8 +1,8 @@
-"""Does all of it hold with vLLM itself? A real server on the CPU: ``make test-vllm``.
+"""Runs over a real vLLM server on the CPU: ``make test-vllm``.
 
-Every log-prob is held against transformers on the weights of its tag, by the audit of a whole run:
-so generation, the meaning of log-probs, pauses with turns in flight, weight updates and provenance
-are all proven or none is.
+The audit of a whole run compares every log-prob with transformers on the weights of its tag. So it
+proves generation, the meaning of log-probs, pauses with turns in flight, weight updates and
+provenance together.
 """
 
 import os
@@ -51,7 +51,7 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """All of its processes. Harmless if repeated."""
+        """Kill all of its processes. Harmless if repeated."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(60)
@@ -107,7 +107,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def wait_for(server: Server, log: Path) -> None:
-    """Its port answers, or its process is over; pytest's own limit bounds it."""
+    """Wait until its port answers or its process has ended; pytest's own limit bounds it."""
     while server.process.poll() is None:
         try:
             urllib.request.urlopen(f"{server.url}/health", timeout=5).close()
@@ -180,7 +180,7 @@ async def test_a_server_with_a_key_is_not_driven_without_it(
 async def test_a_cpus_server_declares_no_sleep_and_wakes_as_its_source_says(
     server: Server,
 ) -> None:
-    """Its ``/wake_up`` is there all the same, and lets a paused server go on."""
+    """Its ``/wake_up`` exists all the same, and resumes a paused server."""
     adapter = make_adapter(server.url, server.model)
     try:
         able = await adapter.open("v0")
@@ -249,7 +249,7 @@ async def test_turns_go_on_elsewhere_when_the_server_is_killed(
 
 
 async def each_turn_by_an_adapter(episode: tidegate.Episode, task: int) -> float:
-    """For a turn without one is spoiled by others' on a CPU, and refused."""
+    """Every turn has an adapter, because on a CPU turns without one are refused."""
     reward = await solve_by_adapters(episode, task)
     if task % 2:
         with pytest.raises(TurnRefused, match="vLLM on a CPU computes turns without a LoRA"):

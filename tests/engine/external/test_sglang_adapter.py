@@ -1,4 +1,4 @@
-"""Does the SGLang adapter keep clear of SGLang's traps, as recorded? Against a double with KV."""
+"""The SGLang adapter against SGLang's recorded faults, with a double that keeps KV."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ from tidegate.transport.messages import SamplingParams
 pytestmark = pytest.mark.wire
 
 HELD_AT = 100
-"""Tokens. A request goes no further before the server is told something."""
+"""Tokens at which a request is held until the double is told otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @dataclass
 class SglangAndDouble(Sglang):
-    """With the server itself at hand."""
+    """Test operations, with the server double at hand."""
 
     double: SglangDouble
 
@@ -97,7 +97,8 @@ async def test_a_server_with_a_key_is_sent_it_with_every_call(
 
 
 async def test_only_the_turns_own_stop_tokens_end_it(models: list[Path]) -> None:
-    """``ignore_eos`` has SGLang overlook stop_token_ids; without, the model's own end ends it."""
+    """``ignore_eos`` makes SGLang ignore stop_token_ids; without it, the model's
+    EOS ends a turn."""
     async with sglang(models[0]) as engine:
         free = await engine.stream(SamplingParams(max_tokens=60, temperature=3.0)).end()
         stop = free.tokens[0]
@@ -133,7 +134,7 @@ async def test_kv_that_is_kept_over_an_update_is_old_and_labels_change_at_the_to
 
 
 async def test_a_new_salt_finds_no_kv_of_old_weights(models: list[Path]) -> None:
-    """Though it was kept: frozen requests forbid a flush."""
+    """The KV is still in the cache, because frozen requests forbid a flush."""
     async with sglang(models[0]) as engine:
         await engine.stream(SamplingParams(max_tokens=2)).end()
         frozen = engine.stream()
@@ -166,7 +167,7 @@ async def test_an_abort_hands_back_what_there_is_and_labels_it(models: list[Path
 async def test_a_request_that_is_aborted_before_any_token_is_labelled_as_nobodys(
     models: list[Path],
 ) -> None:
-    """SGLang tells an empty span of it, which no turn's tokens are in."""
+    """SGLang reports an empty span for it."""
     async with sglang(models[0]) as engine:
         sampler = engine.double.sampler
         sampler.step = lambda request, label: None  # type: ignore[method-assign]  # too busy
@@ -197,7 +198,8 @@ async def test_frozen_requests_can_be_aborted_though_sglang_would_wait_for_them_
 async def test_an_update_that_is_said_to_fail_after_it_changed_the_weights_is_seen_through(
     models: list[Path],
 ) -> None:
-    """Somebody else's request is paused in place, so SGLang won't flush: 400, and two labels."""
+    """Another client's request is paused in place, so SGLang does not flush:
+    400, and two labels."""
     async with sglang(models[0]) as engine:
         stranger = engine.stream()
         await stranger.has(1)
@@ -213,7 +215,7 @@ async def test_an_update_that_is_said_to_fail_after_it_changed_the_weights_is_se
 async def test_weights_that_fail_halfway_are_put_back_before_they_are_refused(
     models: list[Path], tmp_path: Path
 ) -> None:
-    """SGLang says it rolls back, and does so from the path that failed."""
+    """SGLang rolls back to the path that failed."""
     narrow = make_model_directory(tmp_path / "narrow", seed=1, intermediate_size=48)
     async with sglang(models[0]) as engine:
         await engine.adapter.pause("abort")

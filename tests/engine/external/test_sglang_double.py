@@ -1,4 +1,4 @@
-"""Does the double of SGLang mislabel as SGLang 0.5.23 was recorded to? Others' tests lean on it."""
+"""The SGLang double mislabels tokens as SGLang 0.5.23 was recorded to; other tests rely on it."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ async def sampling(double: SglangDouble) -> AsyncIterator[None]:
 async def answer_over_an_update(
     models: list[Path], mode: str, *, samples_ahead: bool
 ) -> tuple[dict[str, Any], list[int]]:
-    """What a request is told whose weights change after three tokens or more."""
+    """Return the answer to a request whose weights change after three tokens or more."""
     settings = {"disable_overlap_schedule": not samples_ahead}
     double = SglangDouble(models[0], settings=settings)
     sampled = {"max_new_tokens": 200, "temperature": 1.0, "sampling_seed": 5, "ignore_eos": True}
@@ -54,7 +54,7 @@ async def answer_over_an_update(
 
 
 def logprob_of(model: Path, tokens: list[int], at: int) -> float:
-    """Of the token at that place, by these weights all through."""
+    """Return the log-prob of the token at that place, with these weights throughout."""
     import transformers
 
     reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model)

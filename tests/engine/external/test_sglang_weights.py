@@ -1,6 +1,6 @@
-"""Do weights get into SGLang without a file, and is a failure on the way never taken for success?
+"""Weights sent to SGLang without files, and failures on the way.
 
-Against a double; test_real_sglang.py sends them to the real one.
+Against a double; test_real_sglang.py sends them to a real server.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Does the vLLM adapter say what a server is asked, and mean what it answers? Against a double."""
+"""The vLLM adapter against a double: requests, answers and refusals."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ PROMPT = list(range(1, 40))
 FOREVER = SamplingParams(max_tokens=200)
 
 HELD_AT = 100
-"""Tokens. It goes no further in this file, for what is done meanwhile may take long."""
+"""Tokens at which a request is held, because other operations may take long."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ async def opened(
 
 
 async def refusal(model: Path, **settings: Any) -> str:
-    """Why a server that was started so is refused."""
+    """Return why a server started with these settings is refused."""
     with VllmDouble(model, **settings) as double:
         adapter = make_adapter(double.url, model)
         try:

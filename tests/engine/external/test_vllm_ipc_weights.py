@@ -1,6 +1,6 @@
-"""Does a vLLM on the adapter's GPU get weights from a buffer that it maps, and is the buffer freed?
+"""Weights sent to vLLM by CUDA IPC, and the release of the buffer.
 
-Against a double of vLLM; the memory that both see is the host's.
+Against a double of vLLM; host memory stands in for the GPU's.
 """
 
 from collections.abc import AsyncIterator

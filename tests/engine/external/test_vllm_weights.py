@@ -1,6 +1,6 @@
-"""Do weights get into vLLM by NCCL, and is a failure on the way never taken for success?
+"""Weights sent to vLLM by NCCL, and failures on the way.
 
-Against a double of vLLM and a double of NCCL, whose GPU is the host's memory.
+Against doubles of vLLM and of NCCL, whose GPU is host memory.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def logprobs(chunks: list[Chunk]) -> list[float]:
 
 
 async def by_files(models: Models, version: int) -> list[float]:
-    """What the weights of a version say, as they come by the other way."""
+    """Return the output with a version's weights, loaded from files."""
     with VllmDouble(models.directories[version]) as double:
         adapter = make_adapter(double.url, models.directories[version])
         try:

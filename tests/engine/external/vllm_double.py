@@ -1,9 +1,9 @@
-"""What would a vLLM server answer? Its routes for reinforcement learning, around a real tiny model.
+"""In-process vLLM server for tests: its RL routes around a real tiny model.
 
-Behaviours are those recorded of vLLM 0.32.0 on a CPU: what is in queries and what in bodies, what a
-pause does to requests that run, wait and come, KV that outlives an update, spans in the last event
-only, errors and their shape. The model computes with real weights and a real KV cache, so that a
-wrong tag shows in log-probs. Prompts are prefilled in chunks, so that a pause can hit the midst.
+Behaves as vLLM 0.32.0 was recorded to on a CPU: what is in queries and what in bodies, what a pause
+does to running, waiting and new requests, KV that outlives an update, spans in the last event only,
+errors and their form. The model has real weights and a real KV cache, so a wrong tag shows in
+log-probs. Prompts are prefilled in chunks, so that a pause can fall between them.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ STEP_S = 0.002
 PATIENCE_S = 20.0
 
 Holds = Callable[[list[int], int, str], bool]
-"""Whether a request of this prompt, with so many tokens, samples none of this version."""
+"""Whether a request (prompt, tokens sampled, label) is held for now."""
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Asked:
 
 
 class VllmDouble:
-    """One server, on a thread of its own. Attributes may be set from the test's."""
+    """One server, on a thread of its own. Tests may set attributes from theirs."""
 
     def __init__(
         self, model: Path, *, version: str = "0.32.0", api_key: str | None = None, **config: Any
@@ -90,10 +90,10 @@ class VllmDouble:
         """``all`` after keep, ``new`` after abort and wait."""
         self.asked: list[Asked] = []
         self.bodies: list[dict[str, Any]] = []
-        """Of all requests so far."""
+        """Bodies of all requests so far."""
         self.sleeping: set[str] = set()
         self.falls_asleep = threading.Event()
-        """Cleared, it takes until it is set."""
+        """While cleared, falling asleep blocks."""
         self.falls_asleep.set()
         self.calls: list[str] = []
         """Control calls, with their queries."""
@@ -128,7 +128,7 @@ class VllmDouble:
         self._socket.close()
 
     def kill(self) -> None:
-        """As kill -9 does: connections break, and nobody listens any more."""
+        """Break connections and stop listening, like kill -9."""
         self.is_dead = True
 
     def _run(self) -> None:
@@ -287,7 +287,7 @@ class VllmDouble:
         return JSONResponse({"is_paused": bool(self.paused)})
 
     async def _sleep(self, request: Request) -> Response:
-        """As its source has it: with a mode of its own, and all that isn't asleep at once."""
+        """Sleep as vLLM's source does: pause with the given mode, and put all memory to sleep."""
         level, mode = (request.query_params.get(name, "") for name in ("level", "mode"))
         self.calls.append(f"sleep {level} {mode}")
         assert self.config["enable_sleep_mode"]
@@ -363,5 +363,5 @@ class VllmDouble:
 
 
 def _is_guarded(path: str) -> bool:
-    """What controls the server is not."""
+    """Whether a route needs the API key; control routes do not."""
     return path.startswith(("/v1", "/v2", "/inference", "/cohere"))

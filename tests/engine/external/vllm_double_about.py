@@ -1,4 +1,4 @@
-"""What does a vLLM server say of itself? As vLLM 0.32.0 was seen to; it changes nothing."""
+"""Version, settings and model routes of the vLLM double, as seen in vLLM 0.32.0."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,6 @@
-"""What does vLLM answer about LoRA adapters? As vLLM 0.32.0 was seen to, around a real tiny model.
+"""LoRA adapters of the vLLM double, as seen in vLLM 0.32.0, around a real tiny model.
 
-Rows with an adapter are computed with it. Knows nothing of what else the double does.
+Rows with an adapter are computed with it.
 """
 
 import json
@@ -20,17 +20,17 @@ PEFT_PREFIX = "base_model.model."
 
 
 class Loras:
-    """One server's: their names and directories."""
+    """Adapters of one server: names and directories."""
 
     def __init__(self, runner: ModelRunner, rank_max: int) -> None:
-        """``rank_max`` 0: it was started without."""
+        """``rank_max`` 0: the server was started without LoRA."""
         self._runner = runner
         self._rank_max = rank_max
         self.paths: dict[str, str] = {}
         self.loads = self.most = 0
-        """How many were loaded, and the most at a time."""
+        """Number of loads, and the most adapters at a time."""
         self.fails: Callable[[], str] = lambda: ""
-        """What goes wrong with the next."""
+        """Error message of the next load; empty for none."""
 
     @property
     def routes(self) -> dict[str, Any]:
@@ -44,11 +44,11 @@ class Loras:
 
     @property
     def cards(self) -> list[dict[str, Any]]:
-        """In ``/v1/models``, behind the model."""
+        """Return the adapters' entries in ``/v1/models``."""
         return [{"id": name, "root": path, "parent": "tiny"} for name, path in self.paths.items()]
 
     def refusal(self, body: dict[str, Any]) -> Response | None:
-        """Of a request."""
+        """Return why a request is refused."""
         salt = body.get("cache_salt", "")
         if len(salt) > 128 or set("@/\\\0") & set(salt):
             return error_body(
@@ -59,7 +59,7 @@ class Loras:
         return None
 
     def read_again(self) -> None:
-        """New weights have it forget all adapters; it reads their files when they are asked for."""
+        """Forget all adapters after a weight update; their files are read again on use."""
         self._runner.weights.adapters = {
             name: self._read(Path(path)) for name, path in self.paths.items()
         }
@@ -102,7 +102,7 @@ class Loras:
 
 
 def error_body(status: int, message: str) -> Response:
-    """As vLLM says what is wrong."""
+    """Return an error's body as vLLM writes it."""
     kind = {403: "PermissionDeniedError", 503: "ServiceUnavailableError"}.get(status, "Bad")
     said = {"message": message, "type": kind, "param": None, "code": status}
     return JSONResponse({"error": said}, status)

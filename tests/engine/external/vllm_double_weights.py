@@ -1,7 +1,7 @@
-"""How does the double of vLLM take weights by NCCL or IPC? In the four phases of 0.32.0's source.
+"""Weight transfer of the vLLM double by NCCL or IPC, in the four phases of 0.32.0's source.
 
-By NCCL its one worker is rank 1, by calls of NCCL's own names. A layer that was given some of its
-weights counts them until an update is finished, and what it is given twice is too much.
+With NCCL its one worker is rank 1, through NCCL's own function names. A layer counts the weights
+that it receives until an update is finished, and fails if it receives one twice.
 """
 
 import asyncio
@@ -50,20 +50,20 @@ class Transfers:
         self._double = double
         self._group: Communicator | None = None
         self.gpu = HostGpu()
-        """The worker's own."""
+        """The worker's GPU."""
         self._init: dict[str, Any] = {}
         self._is_active = False
         self.is_apart = False
-        """Whether its layers have no weights to compute with."""
+        """Whether its layers are disassembled, without weights to compute with."""
         self._given: dict[str, torch.Tensor] = {}
         self.took: list[list[str]] = []
-        """Names of each whole update."""
+        """Tensor names of each complete update."""
         self.fails_at: str | None = None
-        """A tensor's name; once."""
+        """Name of the tensor at which the update fails, once."""
         self.refuses_to_start = False
         self.refuses_updates = False
         self.stays_away = False
-        """It says that it has met the trainer, and hasn't."""
+        """Whether it claims to have joined the trainer's communicator without doing so."""
         self.workers = 1
 
     @property
@@ -139,7 +139,7 @@ class Transfers:
         return self._mapped(info) if self._group is None else self._broadcast(self._group, info)
 
     def _mapped(self, info: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Out of the one buffer that the handle leads to, each at the end of the one before."""
+        """Return the tensors in the shared buffer, which are concatenated there."""
         handles = read_handles(info["ipc_handles_pickled"])
         assert isinstance(handles, dict)
         if self.gpu.uuid not in handles:

@@ -1,6 +1,6 @@
-"""What does an engine do that has no memory for its sixth step? A worker whose model asks for more.
+"""Engine worker that is out of memory from its sixth step on.
 
-It asks for more than any machine has, so the error is the one that torch really raises.
+It allocates more than any machine has, so torch raises its real error.
 """
 
 import sys
@@ -16,12 +16,11 @@ STEPS_FED = 5
 
 
 class HungryRunner(ModelRunner):
-    """Computes a few steps, and has no memory for the next."""
+    """Runner that computes a few steps, and then runs out of memory."""
 
     steps = 0
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """As ever, while memory lasts."""
         self.steps += 1
         if self.steps > STEPS_FED:
             torch.empty(1 << 54)

@@ -1,4 +1,4 @@
-"""Does an engine go on that has no memory for a step, with less, and lose no token by it?"""
+"""Out-of-memory steps: the engine continues with smaller ones, and loses no token."""
 
 from pathlib import Path
 

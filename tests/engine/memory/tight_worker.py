@@ -1,6 +1,6 @@
-"""What does an engine do that has memory for small steps only? A worker whose model asks for more.
+"""Engine worker that has memory for small steps only.
 
-It asks for more than any machine has, so the error is the one that torch really raises.
+It allocates more than any machine has, so torch raises its real error.
 """
 
 import sys
@@ -16,10 +16,9 @@ TOKENS_MAX = 5
 
 
 class TightRunner(ModelRunner):
-    """Computes small steps, and has no memory for others, found out in their midst."""
+    """Runner that runs out of memory within larger steps."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """As ever, if it is small."""
         output = super().step(rows)
         if sum(len(row.token_ids) for row in rows) > TOKENS_MAX:
             torch.empty(1 << 54)

@@ -1,4 +1,4 @@
-"""How near does bfloat16 come to float32 on the same weights, in every architecture?"""
+"""Error of bfloat16 against float32 on the same weights, for every architecture."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ percent, and more layers than these two add up."""
 
 
 def errors(peer: Any, turns: list[DrivenTurn], logprobs: list[list[float]]) -> list[float]:
-    """How far from the peer's log-probs of the tokens sampled."""
+    """Return the differences from the peer's log-probs of the sampled tokens."""
     found: list[float] = []
     for turn, its_logprobs in zip(turns, logprobs, strict=True):
         found += np.abs(np.array(its_logprobs) - sampled_logprobs(peer, turn)).tolist()

@@ -1,4 +1,4 @@
-"""Does a config.json mean to us what it means to transformers, however old or short it is?"""
+"""Our reading of config.json agrees with transformers', for old and sparse files too."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.engine.scheduling.driving import drive
 from tests.models import make_model_directory
 
 NEWER = ("rope_parameters", "layer_types", "dtype")
-"""Fields that versions before 5 of transformers did not write."""
+"""Fields that transformers before version 5 did not write."""
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -120,7 +120,7 @@ def test_what_was_added_to_a_config_by_hand_replaces_what_was_there(
 
 
 def check(path: Path) -> None:
-    """We compute what transformers does."""
+    """Check that we compute what transformers does."""
     turns = make_turns()
 
     drive(load_runner(path), turns, new_tokens=8)

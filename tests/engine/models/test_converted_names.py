@@ -1,4 +1,4 @@
-"""Does an engine take tensors by the directory's names and by those of the state_dict()?"""
+"""Engines accept tensors by the directory's names and by the ``state_dict()``'s."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Does a step that goes through all layers in one call compute what it would layer after layer?"""
+"""A step through all layers in one compiled call equals one layer by layer, bit by bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,7 @@ def make_runner(
 
 
 def decoding(count: int) -> list[Row]:
-    """Rows of one token, whose contexts are of all lengths up to five blocks."""
+    """Return rows of one token, with contexts of every length up to five blocks."""
     blocks = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
     return [
         Row(np.array([n], np.int32), (3 * n + 1) % 20, blocks[5 * n : 5 * n + 5], SAMPLING)
@@ -72,14 +72,14 @@ def decoding(count: int) -> list[Row]:
 
 
 class LayerByLayer(ModelRunner):
-    """One that never sends a step through all layers at once."""
+    """Runner that never uses the one-call path."""
 
     def _dense_plan(self, *_: object) -> None:
         return None
 
 
 def assert_the_same_bits(runner: ModelRunner, rows: list[Row]) -> None:
-    """Of the hidden states, and of the cache."""
+    """Compare hidden states and KV cache."""
     weights = runner.weights
     other = LayerByLayer(
         weights.config,

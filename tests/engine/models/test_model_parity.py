@@ -1,4 +1,4 @@
-"""Does our model code compute what transformers computes, in every architecture and batch shape?"""
+"""Parity of our model code with transformers, for every architecture and batch shape."""
 
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 PROMPT_TOKENS = (1, 2, 3, 5, 16, 17, 33, 50, 140)
-"""Around the block size, and on both sides of where rows stop being padded to each other."""
+"""Around the block size, and on both sides of the padding levels."""
 
 NEW_TOKENS = 32
-"""More than the windows have, so that each turn leaves its prompt's beginning behind."""
+"""More than the windows, so that each turn moves past its prompt's start."""
 
 CHUNKS = ((1,), (3, 5, 1, 7), (64,), (2, 40), (13,))
 
@@ -136,7 +136,7 @@ def make_turns(sampling: RowSampling = GREEDY, vocab_size: int = 96) -> list[Dri
 
 
 def peer_logits(peer: Any, turn: DrivenTurn) -> torch.Tensor:
-    """The logits [sampled, V] that each sampled token of a turn should have been drawn from."""
+    """Return the peer's logits [sampled, V] for each sampled token of a turn."""
     with torch.no_grad():
         logits: torch.Tensor = peer(torch.tensor([turn.context])).logits[0].float()
     return logits[len(turn.prompt) - 1 : -1]
@@ -181,7 +181,7 @@ def test_reported_logprobs_are_those_after_every_sampling_option(
 def reference_logprobs(
     logits: np.ndarray[Any, Any], temperature: float, top_k: int, top_p: float
 ) -> np.ndarray[Any, Any]:
-    """Temperature, then top-k, then top-p of one row, straight from their definitions."""
+    """Apply temperature, then top-k, then top-p to one row, by their definitions."""
     scaled = logits.astype(np.float64) / temperature
     ranked = np.argsort(-scaled)[: top_k or None]
     weights = np.exp(scaled[ranked] - scaled[ranked[0]])

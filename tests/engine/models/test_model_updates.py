@@ -1,4 +1,4 @@
-"""Do weights published by a training model's names become those that the engine computes with?"""
+"""Weights published under a training model's names become those that the engine computes with."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Does an engine of several ranks compute what one of a single rank does, and swap all or none?"""
+"""Tensor parallelism: parity with a single rank, and all-or-none swaps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,7 +177,7 @@ def stage(
     model: list[NamedBuffer],
     adapter: dict[str, torch.Tensor] | None = None,
 ) -> list[Message]:
-    """Bring an update to all ranks, maybe with an adapter."""
+    """Stage an update on all ranks, optionally with an adapter."""
     buffers = [
         NamedBuffer(name, "float32", tuple(tensor.shape), tensor.numpy().data.cast("B"))
         for name, tensor in (adapter or {}).items()
@@ -258,7 +258,7 @@ def test_each_rank_adds_its_part_of_an_adapter(tmp_path: Path) -> None:
 
 
 def _random_adapter(path: Path) -> dict[str, torch.Tensor]:
-    """Of every projection of the first layer."""
+    """Return an adapter of every projection of the first layer."""
     noise = torch.Generator().manual_seed(0)
     tensors = {}
     for buffer in named_buffers(path):

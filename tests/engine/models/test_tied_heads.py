@@ -1,4 +1,4 @@
-"""What becomes of a second LM head, in the directory or published, of a model that ties its own."""
+"""A second LM head, in the directory or published, of a model that ties its own."""
 
 import json
 from pathlib import Path
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.wire
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = {"qwen3": EMBEDDING, "gpt2": "transformer.wte.weight"}
-"""A family that our own code computes, and one that transformers does; their embeddings."""
+"""Embedding names of a model that our own code computes, and of one that transformers does."""
 
 
 def set_head(path: Path, head: torch.Tensor) -> None:
-    """Put an LM head into a directory that ties its own."""
+    """Write an LM head into a directory that ties its own."""
     tensors = load_file(path / "model.safetensors") | {HEAD: head}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 

@@ -1,4 +1,4 @@
-"""An engine of several ranks in one process: each rank but 0 is a thread. Sums go over loopback."""
+"""An engine of several ranks in one process: each rank but 0 is a thread, sums go over loopback."""
 
 import tempfile
 import threading
@@ -26,7 +26,7 @@ Reload = Callable[[WeightStore, Callable[[], None]], None]
 
 
 class RankThread:
-    """What :class:`Team` takes for a process."""
+    """Thread with the ``Process`` interface that :class:`Team` expects."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -55,7 +55,7 @@ def _at_the_second_try(reload: Reload) -> Reload:
 
 
 class RankedEngine:
-    """Rank 0's side of it."""
+    """Rank 0's side of the engine."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RankedEngine:
         self._path, self._ranks, self._lacks_room = path, ranks, lacks_room
         self._reloads_late = reloads_late
         self.runners: dict[int, ModelRunner] = {}
-        """By rank."""
+        """Runners by rank."""
         self._is_deterministic, self._quantize = deterministic, quantize
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         connections, threads = [], []
@@ -132,9 +132,9 @@ def ranked_engine(
     lacks_room: bool = False,
     reloads_late: bool = False,
 ) -> Iterator[RankedEngine]:
-    """An engine of so many ranks, ended afterwards.
+    """Start an engine of ``ranks`` ranks, closed at the end of the block.
 
-    All but rank 0 may lack room for an update, or fail once to read the model directory again.
+    All but rank 0 may lack room for an update, or fail once to reload the model directory.
     """
     engine = RankedEngine(
         path,

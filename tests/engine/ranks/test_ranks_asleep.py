@@ -1,4 +1,4 @@
-"""Do all ranks of an engine give their memory back, or none, and are they as before once awake?"""
+"""Sleep of several ranks: all release their memory or none does, and wake unchanged."""
 
 import errno
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_ranks_that_slept_compute_what_they_did_before(level: SleepLevel, tmp_pa
 
 
 def sums(engine: RankedEngine) -> list[float]:
-    """Of each rank's weights: pages that are given back read as zeros."""
+    """Return the sum of each rank's weights; released pages read as zeros."""
     return [
         sum(float(tensor.float().abs().sum()) for tensor in runner.weights.tensors())
         for _, runner in sorted(engine.runners.items())
@@ -94,7 +94,7 @@ def test_where_one_rank_cannot_sleep_all_wake_again(
 
 
 class FullDisk(RankedSleeper):
-    """Rank 0's, which has no room for what is to sleep."""
+    """Rank 0's memory on a machine without room to offload it."""
 
     def _put_weights_to_sleep(self, level: SleepLevel) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")

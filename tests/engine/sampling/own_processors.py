@@ -1,4 +1,4 @@
-"""How does a user's module of logit processors look? As this one, which tests' engines import."""
+"""A user's module of logit processors, which the tests' engines import."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tidegate.engine.sampling.logits import LogitProcessor, ProcessorSetup, Turn
 
 
 def once(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """No token comes twice."""
+    """Exclude tokens that have been sampled."""
 
     def ban(logits: torch.Tensor, turn: TurnTokens) -> None:
         logits[turn.output.tolist()] = -torch.inf
@@ -17,7 +17,7 @@ def once(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
 
 
 def raising(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """Fails after so many tokens."""
+    """Raise after some tokens."""
 
     def fail(logits: torch.Tensor, turn: TurnTokens) -> None:
         if len(turn.output) == arguments["after"]:
@@ -27,7 +27,7 @@ def raising(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
 
 
 def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """Leaves nothing to sample after so many tokens."""
+    """Exclude all tokens after some tokens."""
 
     def silence(logits: torch.Tensor, turn: TurnTokens) -> None:
         if len(turn.output) == arguments["after"]:
@@ -37,7 +37,7 @@ def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcesso
 
 
 def nosy(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """Says what it was shown, as a failure."""
+    """Raise an error that contains its arguments."""
     seen: list[Any] = []
 
     def look(logits: torch.Tensor, turn: TurnTokens) -> None:

@@ -1,4 +1,4 @@
-"""What does numpy say a row is sampled from? Every option again, in float64, one token at a time.
+"""Reference of all sampling options in numpy: float64, one token at a time.
 
 Written from the formulas in ``SamplingParams``, with loops where the engine has columns.
 """
@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 def distribution(
     logits: npt.NDArray[np.float32], asked: SamplingParams, prompt: list[int], output: list[int]
 ) -> Floats:
-    """The probabilities [V] that the next output token is drawn by; no processors."""
+    """Return the probabilities [V] of the next output token; no processors."""
     x = penalised(logits.astype(np.float64), asked, prompt, output)
     if asked.temperature == 0:
         return softmax(x)
@@ -36,7 +36,7 @@ def distribution(
 
 
 def penalised(x: Floats, asked: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
-    """Steps 1 to 3."""
+    """Apply steps 1 to 3."""
     for one in asked.logit_bias:
         x[one.token_id] += one.bias
     if len(output) < asked.min_tokens:

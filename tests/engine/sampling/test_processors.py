@@ -1,4 +1,4 @@
-"""What do logit processors do to a turn, and what becomes of one that fails?"""
+"""Effects of logit processors on a turn, and failing processors."""
 
 import json
 import math
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.wire
 VOCAB = 96
 
 PATIENCE_S = 120.0
-"""A test that waits longer for a grammar hangs."""
+"""Seconds after which a missing grammar fails the test."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bad_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that are none of processors, to be imported."""
+    """Importable modules that define no valid processors."""
     (tmp_path / "clashing_processors.py").write_text("PROCESSORS = {'allowed_tokens': print}")
     (tmp_path / "empty_processors.py").write_text("")
     (tmp_path / "odd_processors.py").write_text("PROCESSORS = ['once']")
@@ -87,7 +87,7 @@ class Engine:
         self.logprobs[turn], self.details[turn] = [], []
 
     def run(self) -> dict[int, str]:
-        """Until no turn is left; what was refused on the way."""
+        """Run until no turn is left; return the refusals."""
         while rows := self.scheduler.plan():
             columns = self.scheduler.complete(self.runner.step(rows))
             if columns is not None:
@@ -272,7 +272,7 @@ def test_a_grammar_too_deep_or_too_large_refuses_its_turn_and_no_process_ends(
 
 
 def chained_terminals(count: int) -> Processor:
-    """A grammar that llguidance compiles in cubic time."""
+    """Return a grammar that llguidance compiles in cubic time."""
     lines = [f'T{i}: T{i + 1} | "x{i}"' for i in range(count)]
     return Processor("grammar", {"lark": "\n".join(["start: T0", *lines, f'T{count}: "y"'])})
 

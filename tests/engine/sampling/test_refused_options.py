@@ -1,4 +1,4 @@
-"""Are options that make no sense refused by their values, and does nothing else get through?"""
+"""Invalid sampling options are refused with their values."""
 
 import json
 from typing import Any
@@ -82,7 +82,7 @@ WHOLE = st.integers(-3, 30) | st.sampled_from([2**31, 2**63 - 1, -(2**63)])
 def test_whatever_is_asked_for_is_refused_or_sampled_never_a_crash(
     asked: SamplingParams, kept: set[str]
 ) -> None:
-    """Most options at their defaults, or nothing would get past the first refusal."""
+    """Most options keep their defaults, or no example would pass the first check."""
     defaults = SamplingParams(max_tokens=5)
     chosen = {name: getattr(asked if name in kept else defaults, name) for name in KEYS}
     try:

@@ -1,4 +1,4 @@
-"""Is what a row samples what its options say, and do the log-probs told tell it?"""
+"""Sampling options: samples follow the options, and reported log-probs follow the samples."""
 
 import itertools
 from typing import Any
@@ -40,7 +40,7 @@ READER = OptionReader(vocab_size=VOCAB, max_running_turns=64)
 
 
 def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) -> TurnState:  # noqa: B006
-    """A turn that has come so far, as an engine that takes it over has it."""
+    """Return a turn with this output, as an engine that takes it over has it."""
     message = SubmitTurn(
         turn=1,
         token_ids=np.array(prompt + output, "<i4").tobytes(),
@@ -51,7 +51,7 @@ def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) 
 
 
 def next_sampling(turn: TurnState) -> RowSampling:
-    """How its next token is drawn."""
+    """Return the sampling state of the turn's next token."""
     turn.chunk_tokens = turn.length - turn.computed
     sampling = turn.next_row().sampling
     assert sampling is not None
@@ -65,7 +65,7 @@ def draw(
 
 
 def told_distribution(turn: TurnState, logits: torch.Tensor) -> np.ndarray[Any, Any]:
-    """What the engine says the next token is drawn by; the turn asks for all log-probs."""
+    """Return the reported distribution of the next token; the turn asks for all log-probs."""
     details = draw([turn], logits[None]).details[0]
     probabilities = np.zeros(VOCAB)
     ids = np.frombuffer(details.top_ids, np.int32)
@@ -115,7 +115,7 @@ def test_the_distribution_told_is_that_of_the_formulas(
 
 
 def random_options(random: np.random.Generator) -> SamplingParams:
-    """Each with its default every other time."""
+    """Return random options, each at its default every other time."""
     return SamplingParams(
         max_tokens=40,
         temperature=float(random.choice([0.7, 1.0, 1.5])),
@@ -133,7 +133,7 @@ def random_options(random: np.random.Generator) -> SamplingParams:
 
 
 def chi_square_sigmas(counts: np.ndarray[Any, Any], probabilities: np.ndarray[Any, Any]) -> float:
-    """How far the counts are from what is expected; rare tokens are counted as one."""
+    """Return the deviation of counts from expectation in sigmas; rare tokens are pooled."""
     expected = probabilities * counts.sum()
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())
@@ -231,7 +231,7 @@ def asking_for_everything(seed: int, **others: Any) -> SamplingParams:
 def go_on(
     turns: list[TurnState], steps: int, start: int = 0, compiled: Native | None = None
 ) -> list[list[Any]]:
-    """All that is told of so many tokens of each turn; logits are random, and each turn's own."""
+    """Return the output of ``steps`` steps of each turn; logits are random, and each turn's own."""
     told: list[list[Any]] = [[] for _ in turns]
     for step in range(start, start + steps):
         logits = torch.cat([random_logits(1000 * turn.sampling.seed + step) for turn in turns])

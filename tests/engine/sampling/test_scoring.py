@@ -1,4 +1,4 @@
-"""Is what an engine says of given tokens what transformers says, whatever goes on beside it?"""
+"""Scores of given tokens compared with transformers, beside other work of the engine."""
 
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ WANTS: tuple[Want, ...] = ("logprobs", "embedding", "mean_embedding", "hidden_st
 MODES: tuple[PauseMode, ...] = ("abort", "keep", "wait")
 
 LENGTHS = (2, 8, 9, 17, 63)
-"""Around the block size of 4, and of several chunks of 8."""
+"""Around the block size of 4, and several chunks of 8."""
 
 
 def load(path: Path) -> tuple[Weights, Any]:
-    """Our weights of a directory, and transformers' model."""
+    """Return our weights of a directory, and transformers' model."""
     config = ModelConfig.from_directory(path)
     auto: Any = transformers.AutoModelForCausalLM
     if config.labels:

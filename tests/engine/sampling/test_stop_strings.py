@@ -1,4 +1,4 @@
-"""Does a turn end with the very token that completes a stop string?"""
+"""A turn ends with the token that completes a stop string."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ from tidegate.engine.sampling.stop_strings import BROKEN_TOKENS_MAX, StopStrings
 from tidegate.errors import TurnRefused
 
 MERGED = ["ab", "abc", "END", "ND", "\n\n", "日é", "日", "</"]
-"""Tokens of more than one byte; others are one."""
+"""Tokens of more than one byte; all others are one byte."""
 
 
 def byte_level() -> Tokenizer:
-    """Writes any bytes, one token each, or a few at once."""
+    """Tokenizer of arbitrary bytes, one or a few per token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Writes a word's first token with a space before it, but not at the beginning of a text."""
+    """Tokenizer that writes a space before a word's first token, except at the start of a text."""
     words = ["▁a", "▁b", "b", "c", "▁"]
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "c"))
     tokenizer.decoder = decoders.Metaspace()
@@ -45,7 +45,7 @@ def id_of(word: str, tokenizer: Tokenizer = BYTES) -> int:
 
 
 def bytes_of(text: str) -> list[int]:
-    """A token per byte."""
+    """Return one token per byte."""
     encoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [id_of(c) for c in encoder.pre_tokenize_str(text)[0][0]]
 

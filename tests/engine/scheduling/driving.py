@@ -1,7 +1,7 @@
-"""How do tests run whole turns? Drives a ModelRunner as a scheduler would, in the oddest batches.
+"""Drives a ModelRunner through whole turns, in unusual batches.
 
-Each turn's prompt is cut into chunks of unequal sizes, so that most steps mix rows that prefill
-with rows that decode; blocks are handed out in random order.
+Each prompt is cut into chunks of unequal sizes, so that most steps mix prefill and decode rows;
+blocks are assigned in random order.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ Chunks = tuple[int, ...]
 
 @dataclass
 class DrivenTurn:
-    """One turn: what it starts from, what it sampled."""
+    """One turn: its inputs and its samples."""
 
     prompt: list[int]
     sampling: RowSampling
     chunks: Chunks
-    """Sizes of its successive prefill chunks, over and over."""
+    """Sizes of its successive prefill chunks, repeated."""
     adapter: str = ""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

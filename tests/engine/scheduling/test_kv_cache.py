@@ -11,7 +11,7 @@ def allocate(cache: KvCache, count: int) -> list[int]:
 
 
 def cache_path(cache: KvCache, node: Node, *contents: bytes) -> list[int]:
-    """Cache fresh blocks with these contents one after another; who asked holds them."""
+    """Cache new blocks with these contents one after another; the caller holds them."""
     blocks = allocate(cache, len(contents))
     for block, tokens in zip(blocks, contents, strict=True):
         node = cache.add(node, tokens, block)

@@ -1,4 +1,4 @@
-"""Which contexts are computed once for several turns, and is what is shared always the right KV?"""
+"""Prefix sharing: which contexts are computed once, and that shared KV is always right."""
 
 import pytest
 
@@ -13,18 +13,18 @@ from tidegate.transport.messages import (
 )
 
 PROMPT = list(range(10))
-"""Two blocks of four, and half of one."""
+"""Two blocks of four tokens, and half of another."""
 
 
 def sample_group(engine: FakeEngine, prompt: list[int], *, samples: int, max_tokens: int) -> int:
-    """Run samples of one prompt that were submitted at once; how many positions were computed."""
+    """Run samples of one prompt submitted together; return the number of positions computed."""
     for _ in range(samples):
         engine.submit(prompt, max_tokens)
     return run(engine)
 
 
 def run(engine: FakeEngine) -> int:
-    """How many positions were computed until all turns had ended."""
+    """Run until all turns have ended; return the number of positions computed."""
     computed = 0
     for _ in range(10_000):
         rows = engine.step()

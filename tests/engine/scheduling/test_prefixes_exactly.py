@@ -1,4 +1,4 @@
-"""Are shared prefixes invisible but for speed, with real weights, whatever happens to turns?"""
+"""Prefix sharing with real weights changes speed only, whatever happens to turns."""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from tests.engine.replaying import replay
 from tidegate.transport.messages import ABORT, RUNNING, KvPolicy, PauseMode
 
 ROUNDING_NATS = 2e-5
-"""Between two batches of the same float32 numbers; four times the most seen in 20,000 tokens."""
+"""Difference between two batches of the same float32 numbers; four times the most seen
+in 20,000 tokens."""
 
 MODES: tuple[PauseMode, ...] = ("abort", "keep", "wait")
 POLICIES: tuple[KvPolicy, ...] = ("keep", "recompute")
@@ -31,7 +32,7 @@ class Asked:
 
 
 class Crowd:
-    """Groups of samples and what they are asked to go on with, submitted as a seed says."""
+    """Groups of samples and their continuations, submitted as a seed says."""
 
     def __init__(self, engine: DrivenEngine, seed: int, *, has_sessions: bool) -> None:
         self.engine = engine
@@ -40,7 +41,7 @@ class Crowd:
         self.asked: list[Asked] = []
 
     def submit_group(self) -> None:
-        """Samples of one prompt; prompts begin with one of two system prompts."""
+        """Submit samples of one prompt; prompts begin with one of two system prompts."""
         chance = self.random
         system = [chance.randrange(2)] * chance.randrange(1, 20)
         own = [chance.randrange(96) for _ in range(chance.randrange(1, 20))]
@@ -57,7 +58,7 @@ class Crowd:
             self.submit(asked, priority=chance.randrange(3))
 
     def submit(self, asked: Asked, priority: int = 0) -> None:
-        """Ask for what is missing of a turn."""
+        """Submit the rest of a turn."""
         done = self.tokens(asked)
         turn = self.engine.submit(
             [*asked.prompt, *done],
@@ -71,7 +72,7 @@ class Crowd:
         asked.submissions.append(turn)
 
     def submit_aborted_again(self) -> None:
-        """As an orchestrator does after a pause."""
+        """Resubmit aborted turns, as an orchestrator does after a pause."""
         for asked in self.asked:
             if self.engine.turns[asked.submissions[-1]].finish == ABORT:
                 self.submit(asked)
@@ -86,7 +87,7 @@ class Crowd:
         return [logprob for told in self.told(asked) for logprob in told.logprobs]
 
     def finish(self) -> None:
-        """Let everything end."""
+        """Run until all turns have ended."""
         self.engine.scheduler.resume()
         self.submit_aborted_again()
         self.engine.run()
@@ -111,7 +112,7 @@ def make_engine(models: Models, *, shares_prefixes: bool = True) -> DrivenEngine
 
 
 def run_crowd(engine: DrivenEngine, seed: int, *, swaps: bool, has_sessions: bool = False) -> Crowd:
-    """Submissions, pauses, ends of sessions and, if asked for, swaps at random between steps."""
+    """Submit, pause, end sessions and, if asked for, swap weights at random between steps."""
     crowd, chance = Crowd(engine, seed, has_sessions=has_sessions), random.Random(seed + 1)
     for step in range(STEPS):
         if step % 10 == 0:
@@ -172,7 +173,7 @@ def test_every_token_comes_again_from_the_weights_that_its_provenance_names(
 
 
 def fresh_answer(models: Models, prompt: list[int], *, version: int) -> ToldTurn:
-    """What an engine says that never had other weights, nor other turns."""
+    """Return the output of an engine that never had other weights or turns."""
     engine = DrivenEngine(models.weights[version:], num_blocks=64, block_tokens=4)
     turn = engine.submit(prompt, 8)
     engine.run()

@@ -1,4 +1,4 @@
-"""Does the scheduler lose, repeat, mix up or mislabel a turn, whatever is asked of it?"""
+"""The scheduler loses, repeats, mixes up and mislabels no turn; model-based, by hypothesis."""
 
 from typing import Any
 
@@ -214,11 +214,12 @@ PROMPTS = st.one_of(
         st.lists(st.integers(0, 49), max_size=2),
     ),
 )
-"""Many begin alike, so that turns share blocks."""
+"""Prompts that often share a beginning, so that turns share blocks."""
 
 
 class AnythingAtAll(RuleBasedStateMachine):
-    """Random submissions, cancels, pauses and swaps, in a cache that is too small for them."""
+    """Random submissions, cancellations, pauses and swaps, in a cache that is
+    too small for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +312,7 @@ class AnythingAtAll(RuleBasedStateMachine):
         assert scheduler.running_turns <= self.engine.limits.max_running_turns
 
     def teardown(self) -> None:
-        """Left to itself, everything ends, as it would have ended alone."""
+        """Check that everything ends as it would have ended alone."""
         self.resume()
         self.engine.run()
         assert self.engine.answers.count(Resumed()) == self.resumes

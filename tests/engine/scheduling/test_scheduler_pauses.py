@@ -1,4 +1,4 @@
-"""What do pauses and new weights do to turns, and is every one of them answered?"""
+"""Effects of pauses and new weights on turns, and their answers."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Does a context that will be gone on with outlast those that won't, and is that all it does?"""
+"""Contexts of sessions outlast others in the cache, and sessions change nothing else."""
 
 import pytest
 
@@ -6,11 +6,11 @@ from tests.engine.external.fake_engine import FakeEngine, uninterrupted
 from tidegate.transport.messages import PauseMode
 
 BLOCKS = 16
-"""Of four tokens."""
+"""Blocks of four tokens."""
 
 
 def play(engine: FakeEngine, prompt: list[int], *, session: int = 0, max_tokens: int = 5) -> int:
-    """A whole turn; how many positions of its context the cache had."""
+    """Run a whole turn; return how many positions of its context were cached."""
     turn = engine.submit(prompt, max_tokens, session=session)
     engine.run()
     engine.scheduler.check()
@@ -20,12 +20,12 @@ def play(engine: FakeEngine, prompt: list[int], *, session: int = 0, max_tokens:
 
 
 def prompt_of(number: int) -> list[int]:
-    """Twelve tokens, and with five more four full blocks."""
+    """Return twelve tokens; with five more they fill four blocks."""
     return [number] * 12
 
 
 def crowd_out(engine: FakeEngine, turns: int, *, session: int = 0) -> None:
-    """Have other turns fill the cache."""
+    """Fill the cache with other turns."""
     for number in range(turns):
         play(engine, prompt_of(20 + number), session=session and session + number)
 

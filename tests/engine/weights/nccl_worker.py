@@ -1,6 +1,6 @@
-"""What does an adapter do whose GPU is the host's memory? A worker whose NCCL is the double.
+"""External-engine worker with the NCCL double, whose GPU is host memory.
 
-One that ends because nobody knows what its server computes with is started again, as a run would.
+It is started again if it ends because its server's weights are unknown, as a run would do.
 """
 
 import ctypes

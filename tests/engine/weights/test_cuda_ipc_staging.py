@@ -1,6 +1,6 @@
-"""Does an engine stage weights that lie on its trainer's GPU, and survive what it must refuse?
+"""Staging of weights on the trainer's GPU by CUDA IPC, and refusals.
 
-Memory of the host stands in for the GPU's, see tests/host_gpu.py; test_on_a_gpu.py has a real one.
+Host memory stands in for the GPU's, see tests/host_gpu.py; test_on_a_gpu.py has a real one.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def channel(trainer: HostGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaI
 
 @pytest.fixture
 def staging(directories: list[Path], engine: HostGpu, channel: CudaIpcSender) -> Iterator[Staging]:
-    """With the channel open."""
+    """A staging with the channel open."""
     staging = Staging(lambda: room(directories[0]), Home(gpu=engine))
     staging.init(wired(channel.init()))
     yield staging
@@ -91,7 +91,7 @@ def published(directory: Path) -> list[NamedTensor]:
 
 
 def wired(message: Message) -> Any:
-    """As it comes out of the wire."""
+    """Encode and decode a message, as the wire does."""
     return decode_from_orchestrator(encode(message))
 
 
@@ -103,7 +103,7 @@ def stage(staging: Staging, version: int, updates: list[UpdateWeights]) -> list[
 
 
 def answers(staging: Staging) -> list[Message]:
-    """All, once the thread has nothing left to do."""
+    """Return all answers, once the thread is idle."""
     told: list[Message] = []
     while staging.is_busy:
         told += staging.take_answers()

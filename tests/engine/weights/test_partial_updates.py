@@ -1,4 +1,6 @@
-"""Does part of a set change what it holds and nothing else, and is what was damaged refused?"""
+"""Partial weight sets change the tensors that they contain and nothing else; damaged
+ones are refused.
+"""
 
 import os
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ MODEL_TYPES = ["qwen2", "qwen3_moe", "gpt2"]  # the last is computed by transfor
 
 
 class Rig:
-    """A model that serves version 3, and a way for new weights to it."""
+    """A model that serves version 3, and a channel for new weights."""
 
     def __init__(self, root: Path, model_type: str) -> None:
         self.paths = [
@@ -60,7 +62,7 @@ class Rig:
         return answers(self.staging)
 
     def expected(self, names: set[str]) -> WeightStore:
-        """The second model's tensors of these names, the first one's else."""
+        """Return the second model's tensors of these names, and the first one's otherwise."""
         store = self.model.allocate()
         for path, wanted in ((self.paths[0], lambda n: True), (self.paths[1], names.__contains__)):
             for name, tensor in read_tensors(path):

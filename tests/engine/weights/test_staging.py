@@ -1,4 +1,4 @@
-"""Are weights staged whole or refused whole, with one answer each?"""
+"""Weights are staged whole or refused whole, with one answer each."""
 
 import math
 import threading
@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 
 
 class Gate:
-    """Allocates weights when a test lets it, so that the test knows what the thread is at."""
+    """Allocates weights when the test allows it, so that the thread's progress is known."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.opened = threading.Event()
@@ -79,7 +79,7 @@ def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSe
 
 
 def answers(staging: Staging) -> list[Message]:
-    """All answers, once the thread has nothing left to do."""
+    """Return all answers, once the thread is idle."""
     told: list[Message] = []
     while staging.is_busy:
         told += staging.take_answers()
@@ -87,7 +87,7 @@ def answers(staging: Staging) -> list[Message]:
 
 
 def told_in_time(staging: Staging) -> list[Message]:
-    """As :func:`answers`, of a thread that may have died."""
+    """Like :func:`answers`, for a thread that may have died."""
     deadline_s, told = time.monotonic() + PATIENCE_S, staging.take_answers()
     while staging.is_busy and time.monotonic() < deadline_s:
         told += staging.take_answers()
@@ -151,7 +151,7 @@ def test_a_version_that_lacks_tensors_is_refused_by_name(
 
 
 class Homeless(Weights):
-    """Weights whose memory others have taken, as a device's may be while they sleep."""
+    """Weights whose memory is taken by others, as a device's may be while they sleep."""
 
     has_room = False
 

@@ -1,7 +1,7 @@
-"""How does SGLang start without the CUDA packages that it imports? Stubs stand for them.
+"""Stubs of the CUDA packages that SGLang imports, so that it starts on a CPU.
 
-Put this directory on PYTHONPATH: SGLang's processes run it when they start. A CPU run calls nothing
-of what is stubbed; if it did, it would get a thing that answers nothing.
+Put this directory on PYTHONPATH: SGLang's processes run it at their start. A CPU run calls none of
+the stubs.
 """
 
 import importlib.abc
@@ -15,7 +15,7 @@ STUBBED = frozenset({"decord", "flashinfer", "sgl_kernel", "tilelang", "torchaud
 
 
 class _Anything(type):
-    """A class whose attributes are more of the kind, and that may stand in annotations."""
+    """A class whose attributes are more such classes, usable in annotations."""
 
     def __getattr__(cls, name: str) -> Any:
         return _anything(name)
@@ -67,7 +67,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Unpinned(importlib.abc.MetaPathFinder):
-    """Its LoRA asks for pinned memory whatever the device, and a CPU alone has none."""
+    """Replaces pinned memory, which SGLang's LoRA requests on every device and a
+    CPU does not have."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname != "sglang.srt.lora":
