@@ -224,7 +224,7 @@ class Link:
         return max(0.0, self._heartbeat_due_s - time.monotonic())
 
     def shut_out(self) -> str | None:
-        """Return why the keys are refused by the orchestrator; None if they are not."""
+        """Return why the orchestrator rejects this engine's keys; None if it does not."""
         return self._socket.refusal()
 
     def given_up(self) -> str | None:

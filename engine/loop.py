@@ -321,7 +321,6 @@ class EngineLoop:
         self._scheduler.refuse_planned(failed)
 
     def _survive(self, lack: str) -> None:
-        """Report an out-of-memory step that is retried smaller."""
         self._out_of_memory_steps += 1
         less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
         say(f"warning: {lack}; {less}")
@@ -368,7 +367,6 @@ class EngineLoop:
         self._beat()
 
     def _beat(self) -> None:
-        """Send a heartbeat if one is due."""
         if self._link.take_heartbeat_due():
             self._link.send(
                 EngineHeartbeat(

@@ -276,7 +276,7 @@ def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     target = uniforms[:, None] * total
     index = torch.searchsorted(cumulative, target, right=True)
     index = index.minimum(torch.searchsorted(cumulative, total))
-    index.clamp_(max=weights.shape[-1] - 1)  # NaN weights: the log-probability tells, not a crash
+    index.clamp_(max=weights.shape[-1] - 1)  # NaN weights: a NaN log-prob, not a crash
     weight = weights.gather(-1, index).double()
     rest = (target - (cumulative.gather(-1, index) - weight)) / weight
     return index.squeeze(-1), rest.squeeze(-1).clamp(0.0, UNIFORM_MAX)

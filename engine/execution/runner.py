@@ -195,7 +195,7 @@ class ModelRunner:
 
     def _sample(self, logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
         if self._is_deterministic:
-            assert self._native is not None  # or __init__ refuses
+            assert self._native is not None  # checked in __init__
             return sample_apart(logits, sampling, self._native)
         return sample_rows(logits, sampling, self._native)
 
@@ -234,7 +234,6 @@ class ModelRunner:
     def _layer_plan(
         self, layout: StepLayout, starts: Ints, positions: Ints, tables: Ints
     ) -> LayerPlan:
-        """Return the plan of a step that runs layer by layer."""
         block, offset = np.divmod(positions, self.block_tokens)
         block = tables[layout.row_of_token, block]
         groups = [

@@ -375,7 +375,7 @@ class SglangAdapter:
             "return_logprob": True,
             "logprob_start_len": 0,
             "top_logprobs_num": request.top_logprobs,
-            "extra_key": uuid.uuid4().hex,  # nobody's KV
+            "extra_key": uuid.uuid4().hex,  # unique, so that no cached KV is used
         }
         try:
             answer = await self._http.call("POST", "/generate", body, timeout_s=SCORE_TIMEOUT_S)

@@ -85,7 +85,7 @@ class AskedTurn:
         if lora:
             salt = f"{salt}+{lora}"
         if asked.cache_salt:
-            salt = f"{salt}/{asked.cache_salt}"  # no label has that character
+            salt = f"{salt}/{asked.cache_salt}"  # labels do not contain "/"
         sampling = msgspec.structs.replace(
             asked,
             max_tokens=asked.max_tokens - self.sampled,

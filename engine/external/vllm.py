@@ -388,7 +388,6 @@ class VllmAdapter(Unable):
         }
 
     async def _refused(self, refusal: Refusal) -> Exception:
-        """Convert the refusal of a request to Tidegate's error."""
         if refusal.status == 403:
             return ConfigError(f"{refusal.why} {START_IT_SO}")
         if refusal.status in (429, 503):

@@ -15,7 +15,7 @@ import torch.distributed
 
 from tidegate.errors import RankLost
 
-_distributed: Any = torch.distributed  # whose stubs know nothing of its gloo
+_distributed: Any = torch.distributed  # its stubs lack ProcessGroupGloo
 
 TIMEOUT_S = 30.0
 """Seconds for one collective. Ranks are at most one layer apart; the longest step

@@ -80,8 +80,9 @@ class DraftPace:
         """Return how many tokens to draft for a turn of ``length`` tokens; drafts pay above
         rate ``enough``.
 
-        The count is the largest for which the whole draft is accepted with probability ``enough``.
-        If not even one token is, the result is 0, and 1 now and then to measure the rate again.
+        The count is the largest for which the whole draft is accepted with probability ``enough``
+        or more. If not even one token is, the result is 0, and 1 now and then to measure the rate
+        again.
         """
         share = self._right / self._tried
         if share <= enough:

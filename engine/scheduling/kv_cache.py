@@ -138,7 +138,7 @@ class KvCache:
         """Undo one ``want``, for the blocks that have not been evicted since."""
         for block, node in reversed(wanted):
             if self._keys[block] is None or self._nodes[block] != node:
-                continue  # room was needed
+                continue  # evicted since
             self._wants[block] -= 1
             if not self._wants[block] and block in self._wanted:
                 del self._wanted[block]

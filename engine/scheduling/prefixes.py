@@ -29,7 +29,7 @@ class Sessions:
         if not turn.session or turn.share_at == NEVER or not turn.shared_blocks:
             return
         wanted = self._cache.want(turn.blocks[: turn.shared_blocks])
-        self.end([turn.session])  # what it wanted before is the beginning of this, mostly
+        self.end([turn.session])  # the blocks wanted before are mostly a prefix of these
         self._wanted[turn.session] = wanted
         if len(self._wanted) > self._sessions_max:
             self._cache.unwant(self._wanted.popitem(last=False)[1])

@@ -528,7 +528,6 @@ class Scheduler:
         self._answers.append(messages.TurnRefused(turn=turn.handle, message=cut(why)))
 
     def _end(self, turn: TurnState, finish: int) -> None:
-        """Report a turn that has already been removed from the running set."""
         self._forget(turn, is_whole=False)
         self._ended.append(EndedTurn(turn.handle, finish))
 

@@ -326,5 +326,5 @@ def _refuse_nan(told: RowScore, version: int) -> None:
 
 
 def _column(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-    assert values is not None  # asked for
+    assert values is not None  # set, because it was requested
     return values

@@ -107,7 +107,7 @@ class EngineLimits:
         return -(-tokens // self.block_tokens)
 
 
-class AcceptedTokens(NamedTuple):  # a tuple, for making one per token must cost little
+class AcceptedTokens(NamedTuple):  # a tuple, because one is made per token
     """Result of one step for one turn."""
 
     tokens: int
