@@ -95,8 +95,7 @@ class Link:
         asleep: Sequence[MemoryTag] = (),
         lacks_weights: bool = False,
     ) -> None:
-        """Send a hello: the engine's identity, its turns and weights, and the steps that
-        will be repeated."""
+        """Send a hello: identity, turns and weights, and the steps that will be repeated."""
         self._greeted, self._greeted_at_s = self._connection, time.monotonic()
         hello = msgspec.structs.replace(
             self._hello,
@@ -184,8 +183,7 @@ class Link:
     # ------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:
-        """Send a message that may be lost: the next hello repeats its content, or it is
-        requested again."""
+        """Send a message that may be lost: the next hello repeats it, or it is asked for again."""
         if self._is_welcome:
             self._socket.send(message)
 

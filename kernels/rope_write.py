@@ -1,5 +1,4 @@
-"""GPU kernel that applies rotary embeddings to queries and keys, and writes keys and values to the
-paged KV cache, in one pass.
+"""GPU kernel that rotates queries and keys, and writes keys and values to the paged KV cache.
 
 Used by ``engine/device/runner.py``. In separate kernels a GPU would read and write keys three times
 (rotate, concatenate with the values, store). The rotation is :mod:`tidegate.kernels.rope`'s, but

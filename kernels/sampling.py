@@ -1,5 +1,4 @@
-"""Sampling on the CPU with torch: temperature, min-p, top-k, top-p, the draw, and
-log-probabilities.
+"""Sampling on the CPU with torch: temperature, min-p, top-k, top-p, the draw, and log-probs.
 
 Used by ``engine/sampling/sampling.py``. The uniform random numbers are arguments. Options are numpy
 columns, because the host decides by them which work can be skipped.
@@ -85,8 +84,7 @@ class Weighed:
         return self._logprobs(self.logits.gather(-1, token_ids), slice(None))
 
     def likeliest(self, count: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and log-probabilities [len(rows), count] of some rows' top
-        tokens, in order."""
+        """Return ids and log-probs [len(rows), count] of some rows' top tokens, in order."""
         logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
         values, token_ids = logits.topk(count)
         return token_ids, self._logprobs(values, rows)

@@ -87,8 +87,7 @@ class Matrix(Protocol):
 
     @property
     def panels(self) -> Panels | None:
-        """Packed weights, valid while the matrix lives; None if compiled code does
-        not multiply by it."""
+        """Packed weights, valid while the matrix lives; None without compiled code."""
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the copy target of rows ``[first, first + count)``."""
@@ -105,8 +104,7 @@ class Matrix(Protocol):
         """Return the rows [R, K] with these indices [R], which must be in range; embeds tokens."""
 
     def unpacked(self) -> torch.Tensor:
-        """Return the weights in their published layout, [N, K]; possibly a copy, not
-        to be written to."""
+        """Return the weights in their published layout, [N, K]; a copy or a view."""
 
 
 class PlainMatrix:
@@ -145,8 +143,7 @@ class PlainMatrix:
 
 
 class PackedMatrix:
-    """A matrix in panels, multiplied by weight_matrix.cpp. All tensors are
-    contiguous, on the CPU."""
+    """A matrix in panels, multiplied by weight_matrix.cpp; all tensors contiguous, on the CPU."""
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL

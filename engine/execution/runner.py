@@ -87,20 +87,17 @@ class Runner(Protocol):
         """Use other weights of the same model from the next step on."""
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the KV cache and scratch memory, whose contents may
-        be lost in sleep."""
+        """Return the tensors of KV cache and scratch memory, whose contents sleep may lose."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
-        with ``scoring``.
+        """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 
         A row may attend to blocks that earlier rows of the same step fill.
         """
 
 
 def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
-    """Return the rows' sizes, of which their layout is a function; ``kinds`` has
-    one entry per row."""
+    """Return the sizes that the rows' layout depends on; ``kinds`` has one entry per row."""
     return RowSizes(
         kinds=kinds,
         tokens=[len(row.token_ids) for row in rows],
@@ -162,8 +159,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
-        with ``scoring``.
+        """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 
         A row may attend to blocks that earlier rows of the same step fill, because each layer
         writes all keys and values before any row attends.

@@ -242,8 +242,7 @@ class OwnModel:
 
 
 class FallbackModel:
-    """A model that transformers implements; its weights are loaded at once, to see
-    whether it works."""
+    """A model that transformers implements; its weights are loaded at once, as a check."""
 
     code = "transformers"
 

@@ -353,8 +353,7 @@ class SglangAdapter:
         )
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate memory again. Weights are restored only if the server keeps a
-        CPU copy of them."""
+        """Allocate memory again; weights are restored only if the server keeps a CPU copy."""
         await self._post(
             "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
         )

@@ -119,8 +119,7 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
 def joint_places(
     layer: LayerWeights, prefix: str, experts: Experts | None
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the places of stacked expert tensors: one in transformers' ``state_dict()``,
-    many in a directory."""
+    """Yield the places of stacked expert tensors, which a directory holds one by one."""
     if layer.router is None or experts is None:
         return
     here = experts.here

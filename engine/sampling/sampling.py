@@ -1,5 +1,4 @@
-"""Samples one token per row from a step's logits, with log-probs and the details
-that a row asks for.
+"""Samples one token per row from a step's logits, with its log-prob and requested details.
 
 Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
 Every draw uses the row's own counter-based random number, so batching changes no outcome.

@@ -9,8 +9,7 @@ from tidegate.transport.messages import FinishWeightUpdate, Paused, PauseMode
 
 
 class PauseGate:
-    """Decides from the pending pause and swap, and the number of running turns,
-    what may happen now."""
+    """Decides from pending pause and swap, and the number of running turns, what may happen."""
 
     def __init__(self) -> None:
         self._mode: PauseMode | None = None

@@ -192,8 +192,7 @@ class ScoreDesk:
         return self._traits.generates
 
     def cancel(self, request: int) -> None:
-        """Forget a request. Unknown ones are ignored, because the request may just
-        have been answered."""
+        """Forget a request; unknown ones are ignored, as it may just have been answered."""
         state = self._requests.pop(request, None)
         if state is not None:
             self._seats.remove(state)

@@ -205,8 +205,7 @@ class Staging:
         return staged
 
     def give_up(self, why: str) -> bool:
-        """Stop the current update; return whether the thread is idle, so that the
-        buffer is unused."""
+        """Stop the current update; return whether the buffer is unused by now."""
         if self._update is not None and self._update.state is not _State.FAILED:
             self._fail(self._update, f"given up: {why}")
         return not self.is_busy

@@ -1,5 +1,4 @@
-"""Base class of one weight version: validates each published tensor, copies it, and
-tracks the rest.
+"""Base class of one weight version: validates and copies each published tensor.
 
 Subclassed per implementation (``Weights``, ``FallbackWeights``, ``DeviceWeights``); filled by
 staging and by the loaders. Depends on neither versions nor weight channels.
