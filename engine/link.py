@@ -1,10 +1,10 @@
 """An engine's connection to the orchestrator: handshake, acknowledged step stream and heartbeats.
 
-Used by the engine loop, over a DEALER socket; it survives a lost connection or a restarted
-orchestrator. A session begins with a hello, which says what the engine holds, and the welcome that
-answers it; then all unacknowledged step messages are sent again. A message between hello and
-welcome was sent before the hello was read, so it is dropped; it is repeated if still valid. Of
-turns the link knows only handles, and of weights only the version.
+Used by the engine loop and ``external/bridge.py``, over a DEALER socket; it survives a lost
+connection or a restarted orchestrator. A session begins with a hello, which says what the engine
+holds, and the welcome that answers it; then all unacknowledged step messages are sent again. A
+message between hello and welcome was sent before the hello was read, so it is dropped; it is
+repeated if still valid. Of turns the link knows only handles, and of weights only the version.
 """
 
 import time

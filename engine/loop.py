@@ -1,8 +1,8 @@
 """Main loop of an engine process: receives messages, stages and swaps weights, steps, and sends.
 
-Run by the worker, on one thread. It waits and decides nothing: the scheduler decides which turns
-run, the runner computes, staging knows when weights are complete, and the link delivers. Without an
-orchestrator it continues to decode until the link has no credit for steps.
+Run by the worker, on one thread. The loop does the waiting and no deciding: the scheduler decides
+which turns run, the runner computes, staging knows when weights are complete, and the link
+delivers. Without an orchestrator it continues to decode until the link has no credit for steps.
 
 Two orders matter. Turns that a pause ended are reported before the pause is. New weights are
 announced before the first step that used them.

@@ -2,8 +2,8 @@
 
 Implements ``Runner``, which the engine loop calls with the scheduler's rows; the GPU's is
 ``device/runner.py``. A step mixes decode rows and prefill chunks. The runner owns the KV cache's
-tensors; the scheduler assigns the blocks. It depends on the model's forward pass and on compiled
-kernels, and knows of a turn only its tokens, positions, sampling and adapter.
+tensors; the scheduler assigns the blocks. It depends on the model's forward pass and, if they can
+be built, on compiled kernels, and knows of a turn only its tokens, positions, sampling and adapter.
 
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """Samples one token per row from a step's logits, with its log-prob and requested details.
 
 Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
-Every draw uses the row's own counter-based random number, so batching changes no outcome.
+Every draw uses the row's own counter-based random number, whatever else is in the batch.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """

@@ -1,9 +1,9 @@
 """Stages new weights in a buffer beside the live ones, on a thread, while decoding continues.
 
-Used by the engine loop; the phases (init, start, update, finish) are those of vLLM's weight
-transfer. Every started update is answered once, by ``WeightsStaged`` or ``WeightsFailed``, unless
-it is restarted or abandoned before. Copies release the GIL, so the main thread's decode steps
-continue beside them.
+Used by the engine loop and by ``external/bridge.py``; the phases (init, start, update, finish) are
+those of vLLM's weight transfer. Every started update is answered once, by ``WeightsStaged`` or
+``WeightsFailed``, unless it is restarted or abandoned before. Copies release the GIL, so the main
+thread's decode steps continue beside them.
 """
 
 import threading
