@@ -1,9 +1,9 @@
 """An engine's connection to the orchestrator: handshake, acknowledged step stream and heartbeats.
 
 Used by the engine loop and ``external/bridge.py``, over a DEALER socket; it survives a lost
-connection or a restarted orchestrator. A session begins with a hello, which says what the engine
-holds, and the welcome that answers it; then all unacknowledged step messages are sent again. A
-message between hello and welcome was sent before the hello was read, so it is dropped; it is
+connection or a restarted orchestrator. A conversation begins with a hello, which says what the
+engine holds, and the welcome that answers it; then all unacknowledged step messages are sent again.
+A message between hello and welcome was sent before the hello was read, so it is dropped; it is
 repeated if still valid. Of turns the link knows only handles, and of weights only the version.
 """
 
@@ -63,7 +63,7 @@ class Link:
         """Connection on which the hello was sent; None if there was none, or it has
         been invalidated."""
         self._is_welcome = False
-        """Whether the hello has been answered, so that a session is on."""
+        """Whether the hello has been answered, so that a conversation is on."""
         self._greeted_at_s = self._heard_at_s = self._heartbeat_due_s = time.monotonic()
         self._listened_at_s = self._heard_at_s
         """Time of the last ``receive``. Silence is counted up to it, because later
@@ -75,7 +75,7 @@ class Link:
 
     @property
     def is_on(self) -> bool:
-        """Whether a session is on, so that sent messages reach the orchestrator."""
+        """Whether a conversation is on, so that sent messages reach the orchestrator."""
         return self._is_welcome
 
     @property
@@ -117,7 +117,7 @@ class Link:
             self._socket.send_again(frame)
 
     def _break_off(self) -> None:
-        """End the session: messages in either direction are void until the next
+        """End the conversation: messages in either direction are void until the next
         hello is answered."""
         self._is_welcome = False
         self._greeted = None

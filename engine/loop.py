@@ -114,7 +114,7 @@ class EngineLoop:
         self.ending = why
 
     def _introduce(self) -> None:
-        """Send a hello. Turns and live weights survive the previous session, and nothing else.
+        """Send a hello; only turns and live weights survive the previous conversation.
 
         The next orchestrator may be another process, which knows neither pauses nor staged weights,
         and may reuse the numbers of those weights for others.

@@ -203,7 +203,7 @@ class Bridge:
         self._keep_time()
 
     def _introduce(self) -> None:
-        """Send a hello. Turns and live weights survive the previous session, and nothing else."""
+        """Send a hello; only turns and live weights survive the previous conversation."""
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._scores.clear()

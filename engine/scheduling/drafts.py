@@ -126,7 +126,7 @@ class Speculation:
             return []
         try:
             drafts = self._source.propose(asked, counts)
-        except Exception:  # noqa: BLE001 - guesses change only speed: a model's code ends no engine
+        except Exception:  # noqa: BLE001 - drafts change only speed, so no error ends the engine
             sys.stderr.write("warning: no more tokens are guessed, for the source failed:\n")
             traceback.print_exc()
             self._has_failed = True
