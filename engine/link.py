@@ -1,10 +1,10 @@
 """An engine's connection to the orchestrator: handshake, acknowledged step stream and heartbeats.
 
-Used by the engine loop, over a DEALER socket; it survives a lost connection or a restarted
-orchestrator. A session begins with a hello, which says what the engine holds, and the welcome that
-answers it; then all unacknowledged step messages are sent again. A message between hello and
-welcome was sent before the hello was read, so it is dropped; it is repeated if still valid. Of
-turns the link knows only handles, and of weights only the version.
+Used by the engine loop and ``external/bridge.py``, over a DEALER socket; it survives a lost
+connection or a restarted orchestrator. A conversation begins with a hello, which says what the
+engine holds, and the welcome that answers it; then all unacknowledged step messages are sent again.
+A message between hello and welcome was sent before the hello was read, so it is dropped; it is
+repeated if still valid. Of turns the link knows only handles, and of weights only the version.
 """
 
 import time
@@ -63,7 +63,7 @@ class Link:
         """Connection on which the hello was sent; None if there was none, or it has
         been invalidated."""
         self._is_welcome = False
-        """Whether the hello has been answered, so that a session is on."""
+        """Whether the hello has been answered, so that a conversation is on."""
         self._greeted_at_s = self._heard_at_s = self._heartbeat_due_s = time.monotonic()
         self._listened_at_s = self._heard_at_s
         """Time of the last ``receive``. Silence is counted up to it, because later
@@ -75,7 +75,7 @@ class Link:
 
     @property
     def is_on(self) -> bool:
-        """Whether a session is on, so that sent messages reach the orchestrator."""
+        """Whether a conversation is on, so that sent messages reach the orchestrator."""
         return self._is_welcome
 
     @property
@@ -95,8 +95,7 @@ class Link:
         asleep: Sequence[MemoryTag] = (),
         lacks_weights: bool = False,
     ) -> None:
-        """Send a hello: the engine's identity, its turns and weights, and the steps that
-        will be repeated."""
+        """Send a hello: identity, turns and weights, and the steps that will be repeated."""
         self._greeted, self._greeted_at_s = self._connection, time.monotonic()
         hello = msgspec.structs.replace(
             self._hello,
@@ -118,7 +117,7 @@ class Link:
             self._socket.send_again(frame)
 
     def _break_off(self) -> None:
-        """End the session: messages in either direction are void until the next
+        """End the conversation: messages in either direction are void until the next
         hello is answered."""
         self._is_welcome = False
         self._greeted = None
@@ -184,8 +183,7 @@ class Link:
     # ------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:
-        """Send a message that may be lost: the next hello repeats its content, or it is
-        requested again."""
+        """Send a message that may be lost: the next hello repeats it, or it is asked for again."""
         if self._is_welcome:
             self._socket.send(message)
 
@@ -224,7 +222,7 @@ class Link:
         return max(0.0, self._heartbeat_due_s - time.monotonic())
 
     def shut_out(self) -> str | None:
-        """Return why the keys are refused by the orchestrator; None if they are not."""
+        """Return why the orchestrator rejects this engine's keys; None if it does not."""
         return self._socket.refusal()
 
     def given_up(self) -> str | None:

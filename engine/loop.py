@@ -1,8 +1,8 @@
 """Main loop of an engine process: receives messages, stages and swaps weights, steps, and sends.
 
-Run by the worker, on one thread. It waits and decides nothing: the scheduler decides which turns
-run, the runner computes, staging knows when weights are complete, and the link delivers. Without an
-orchestrator it continues to decode until the link has no credit for steps.
+Run by the worker, on one thread. The loop does the waiting and no deciding: the scheduler decides
+which turns run, the runner computes, staging knows when weights are complete, and the link
+delivers. Without an orchestrator it continues to decode until the link has no credit for steps.
 
 Two orders matter. Turns that a pause ended are reported before the pause is. New weights are
 announced before the first step that used them.
@@ -114,7 +114,7 @@ class EngineLoop:
         self.ending = why
 
     def _introduce(self) -> None:
-        """Send a hello. Turns and live weights survive the previous session, and nothing else.
+        """Send a hello; only turns and live weights survive the previous conversation.
 
         The next orchestrator may be another process, which knows neither pauses nor staged weights,
         and may reuse the numbers of those weights for others.
@@ -321,7 +321,6 @@ class EngineLoop:
         self._scheduler.refuse_planned(failed)
 
     def _survive(self, lack: str) -> None:
-        """Report an out-of-memory step that is retried smaller."""
         self._out_of_memory_steps += 1
         less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
         say(f"warning: {lack}; {less}")
@@ -368,7 +367,6 @@ class EngineLoop:
         self._beat()
 
     def _beat(self) -> None:
-        """Send a heartbeat if one is due."""
         if self._link.take_heartbeat_due():
             self._link.send(
                 EngineHeartbeat(

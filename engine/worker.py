@@ -252,7 +252,6 @@ def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
 
 
 def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list[str]:
-    """Return the command line of the other tensor-parallel ranks."""
     given: dict[str, object] = {
         "rank-0": os.getpid(),
         "home": arguments.connect,

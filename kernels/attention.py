@@ -55,8 +55,7 @@ class RowGroup:
 
 
 def write_index(block: Ints, offset: Ints, shape: CacheShape) -> torch.Tensor:
-    """Return where tokens' keys and values are written: [T * 2K] rows of the cache
-    viewed as [-1, D].
+    """Return the rows [T * 2K] of the cache, viewed as [-1, D], that tokens' KV is written to.
 
     ``block`` and ``offset`` [T] are each token's block and its position in the block.
     """

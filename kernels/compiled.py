@@ -110,7 +110,6 @@ def processor() -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the library, building it if it is missing or does not load."""
     if path.exists() and _is_ours_alone(path):
         try:
             return ctypes.CDLL(str(path))
@@ -132,7 +131,6 @@ def _build(path: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Return a hash of the sources, flags, compiler and processor."""
     texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
     machine = platform.processor() + platform.machine() + processor()
     parts = (*texts, " ".join(FLAGS), COMPILER, machine)

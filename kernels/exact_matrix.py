@@ -1,5 +1,4 @@
-"""Product of bfloat16 activations with a float32 matrix that must not be rounded,
-such as the LM head.
+"""Product of bfloat16 activations with an unrounded float32 matrix, such as the LM head.
 
 Used by ``Weights`` for the head; implemented by exact_matrix.cpp. A panel whose weights are all
 representable in bfloat16, as they are if published in it, is stored and multiplied in bfloat16. The
@@ -41,8 +40,7 @@ class ExactMatrix(PackedMatrix):
         """None, because panels differ in type."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs [T, N], float32, of ``x`` [T, K], bfloat16, with
-        ``bias`` [N], float32."""
+        """Return outputs [T, N], float32, of ``x`` [T, K], bfloat16, and ``bias`` [N], float32."""
         out = self.storage.new_empty((x.shape[0], self.shape[0]))
         self._multiply(x, out, bias, adds=False)
         return out

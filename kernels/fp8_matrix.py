@@ -32,8 +32,7 @@ def rounded(
 
 
 class Fp8Matrix:
-    """An e4m3 matrix for activations of ``dtype``, also the dtype in which its
-    weights are returned."""
+    """An e4m3 matrix for activations of ``dtype``, in which it also returns its weights."""
 
     panels = None
 

@@ -178,7 +178,7 @@ def _weigh(row, rule, threshold, first, TILE: tl.constexpr, MASKED: tl.constexpr
     peak, divisor, floor = rule
     x = _read(row, first, TILE, MASKED)
     scaled = (x - peak) / divisor
-    kept = (_key(x) >= threshold) & ~(scaled < floor)  # not >=: a NaN is kept, and shows
+    kept = (_key(x) >= threshold) & ~(scaled < floor)  # not >=, so that NaN is kept and detected
     return scaled, kept, tl.where(kept, tl.exp(scaled), 0.0)
 
 

@@ -38,8 +38,7 @@ def quantized(
 
 
 def steps_of(weights: torch.Tensor, levels: float) -> torch.Tensor:
-    """Return each output's step [N]: its largest absolute weight of ``weights`` [N,
-    K] / ``levels``."""
+    """Return each output's step [N]: the largest of its ``weights`` [N, K] / ``levels``."""
     return (weights.float().abs().amax(-1) / levels).clamp_min(SMALLEST_STEP)
 
 
@@ -54,8 +53,7 @@ def rows_beside(
 
 
 class Int8Matrix:
-    """An int8 matrix for activations of ``dtype``, also the dtype in which its
-    weights are returned."""
+    """An int8 matrix for activations of ``dtype``, in which it also returns its weights."""
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL | None

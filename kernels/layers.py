@@ -30,8 +30,7 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseLayer:
-    """Weights, KV cache and tables of one layer. Tensors are contiguous, on the
-    CPU, of one dtype."""
+    """Weights, KV cache and tables of one layer, contiguous, on the CPU, of one dtype."""
 
     input_norm: torch.Tensor
     """[H]"""

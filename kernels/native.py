@@ -1,8 +1,7 @@
-"""Compiled functions of a decode step besides its matrix products: norm, gate, rotary,
-attention, draw.
+"""Compiled functions of a decode step: norm, gate, rotary embedding, attention and draw.
 
 Used by the CPU forward pass and the sampler; implemented in native.cpp and attend_last.cpp. If they
-cannot be compiled, the torch functions named in the docstrings compute the same. Matrix products
+cannot be compiled, the torch functions that these docstrings name compute the same. Matrix products
 are in ``weight_matrix.py``.
 
 Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per

@@ -1,5 +1,4 @@
-"""Imports Triton if it is installed, else stand-ins with which kernel modules can
-still be imported.
+"""Imports Triton if it is installed, else stand-ins with which kernel modules still import.
 
 Used by every module with a Triton kernel. CUDA builds of torch include Triton, CPU builds do not;
 without it kernels can be defined, and launching one raises ``TritonMissing``. Triton reads
@@ -44,6 +43,5 @@ __all__ = ["INTERPRETED", "jit", "next_power_of_2", "tl"]
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least ``n`` >= 1; tile sizes must
-    be powers of two."""
+    """Return the least power of two that is at least ``n`` >= 1, as tile sizes must be."""
     return 1 << (n - 1).bit_length()

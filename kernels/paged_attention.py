@@ -251,7 +251,7 @@ def _attend_kernel(
     QUERY_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIMS: tl.constexpr,
-    SPLIT: tl.constexpr,  # context positions of a split; 0: there is one
+    SPLIT: tl.constexpr,  # context positions of a split; 0 for a single split
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
@@ -320,7 +320,7 @@ def _merge_kernel(
     for split in range(0, splits):
         at = vector + split * vectors
         log_sum = tl.load(log_sums_ptr + at)
-        if log_sum != float("-inf"):  # not >: a NaN is merged, and shows
+        if log_sum != float("-inf"):  # not >, so that NaN is merged and detected
             mean = tl.load(partial_ptr + at * D + d, mask=d < D, other=0.0)
             new_peak = tl.maximum(peak, log_sum)
             shrink = tl.exp(peak - new_peak)

@@ -1,5 +1,4 @@
-"""GPU kernel that applies rotary embeddings to queries and keys, and writes keys and values to the
-paged KV cache, in one pass.
+"""GPU kernel that rotates queries and keys, and writes keys and values to the paged KV cache.
 
 Used by ``engine/device/runner.py``. In separate kernels a GPU would read and write keys three times
 (rotate, concatenate with the values, store). The rotation is :mod:`tidegate.kernels.rope`'s, but
@@ -135,7 +134,7 @@ def _rope_write_kernel(
     query_at = (token * HEADS + head) * D
     tl.store(query_ptr + query_at[:, None] + d[None, :], out, mask=inside & is_query[:, None])
     slot = tl.load(slots_ptr + token)
-    # Keys are heads [0, K) of a block, values [K, 2K): so they come in qkv too.
+    # Keys are heads [0, K) of a block, values [K, 2K): the same order as in qkv.
     cache_head = slot // BLOCK_TOKENS * 2 * KV_HEADS + (head - HEADS)
     cache_at = (cache_head * BLOCK_TOKENS + slot % BLOCK_TOKENS) * D
     tl.store(

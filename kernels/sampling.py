@@ -1,5 +1,4 @@
-"""Sampling on the CPU with torch: temperature, min-p, top-k, top-p, the draw, and
-log-probabilities.
+"""Sampling on the CPU with torch: temperature, min-p, top-k, top-p, the draw, and log-probs.
 
 Used by ``engine/sampling/sampling.py``. The uniform random numbers are arguments. Options are numpy
 columns, because the host decides by them which work can be skipped.
@@ -85,8 +84,7 @@ class Weighed:
         return self._logprobs(self.logits.gather(-1, token_ids), slice(None))
 
     def likeliest(self, count: int, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and log-probabilities [len(rows), count] of some rows' top
-        tokens, in order."""
+        """Return ids and log-probs [len(rows), count] of some rows' top tokens, in order."""
         logits = self.logits if len(rows) == len(self.logits) else self.logits[rows]
         values, token_ids = logits.topk(count)
         return token_ids, self._logprobs(values, rows)
@@ -276,7 +274,7 @@ def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     target = uniforms[:, None] * total
     index = torch.searchsorted(cumulative, target, right=True)
     index = index.minimum(torch.searchsorted(cumulative, total))
-    index.clamp_(max=weights.shape[-1] - 1)  # NaN weights: the log-probability tells, not a crash
+    index.clamp_(max=weights.shape[-1] - 1)  # NaN weights: a NaN log-prob, not a crash
     weight = weights.gather(-1, index).double()
     rest = (target - (cumulative.gather(-1, index) - weight)) / weight
     return index.squeeze(-1), rest.squeeze(-1).clamp(0.0, UNIFORM_MAX)

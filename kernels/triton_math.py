@@ -5,8 +5,7 @@ from tidegate.kernels.optional_triton import INTERPRETED, jit, tl
 
 @jit
 def product(a, b):
-    """Return ``a @ b`` summed in float32, without Triton's default rounding of float32
-    operands to tf32."""
+    """Return ``a @ b`` summed in float32, without rounding float32 operands to tf32."""
     if INTERPRETED:  # Triton 3.9's interpreter would multiply the bits of bfloat16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)

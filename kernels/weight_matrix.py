@@ -1,10 +1,11 @@
 """Weight matrices and their products: as published, for torch, or packed into panels, for C++.
 
-Used by every layer on the CPU; other layouts are in ``exact_matrix.py``, ``int8_matrix.py`` and
-``fp8_matrix.py``. weight_matrix.cpp is faster than torch except where the processor multiplies
-tiles of bfloat16 (AMX): at a decode step's size two to five times in float32, and in bfloat16 1.4
-to 3.4 times with AVX-512's paired products, and five to twenty times without. A packed matrix sums
-each output in one order, so a row has the same bits in every batch; torch's products do not.
+Used for every layer's weights, on a GPU as published; other layouts are in ``exact_matrix.py``,
+``int8_matrix.py`` and ``fp8_matrix.py``. weight_matrix.cpp is faster than torch except where the
+processor multiplies tiles of bfloat16 (AMX): at a decode step's size two to five times in float32,
+and in bfloat16 1.4 to 3.4 times with AVX-512's paired products, and five to twenty times without. A
+packed matrix sums each output in one order, so a row has the same bits in every batch; torch's
+products do not.
 
 Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """
@@ -87,8 +88,7 @@ class Matrix(Protocol):
 
     @property
     def panels(self) -> Panels | None:
-        """Packed weights, valid while the matrix lives; None if compiled code does
-        not multiply by it."""
+        """Packed weights, valid while the matrix lives; None without compiled code."""
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the copy target of rows ``[first, first + count)``."""
@@ -105,8 +105,7 @@ class Matrix(Protocol):
         """Return the rows [R, K] with these indices [R], which must be in range; embeds tokens."""
 
     def unpacked(self) -> torch.Tensor:
-        """Return the weights in their published layout, [N, K]; possibly a copy, not
-        to be written to."""
+        """Return the weights in their published layout, [N, K]; a copy or a view."""
 
 
 class PlainMatrix:
@@ -145,8 +144,7 @@ class PlainMatrix:
 
 
 class PackedMatrix:
-    """A matrix in panels, multiplied by weight_matrix.cpp. All tensors are
-    contiguous, on the CPU."""
+    """A matrix in panels, multiplied by weight_matrix.cpp; all tensors contiguous, on the CPU."""
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL

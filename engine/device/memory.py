@@ -1,5 +1,4 @@
-"""GPU memory for sleep: releases the bytes of storages, and allocates them again for
-the same tensors.
+"""GPU memory for sleep: releases the bytes of storages, and reallocates them for the same tensors.
 
 Implements ``sleep.Memory`` with torch's caching allocator, for ``Sleeper``. A storage resized to 0
 keeps its identity, so tensors and views of it stay valid and nobody has to be notified. It may

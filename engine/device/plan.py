@@ -55,8 +55,7 @@ class DevicePlan:
 
 
 class HostPlan:
-    """Arrays of one step on the host, with sizes that kernel launches need without
-    reading the device."""
+    """Arrays of one step on the host, with sizes that launches need without reading the device."""
 
     def __init__(self, layout: StepLayout, rows: Sequence[Row], tables: Ints, block: int) -> None:
         """``rows`` and ``tables`` are in the layout's order; ``block`` is the number of

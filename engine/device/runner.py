@@ -1,5 +1,4 @@
-"""Step runner of a GPU: the implementation of ``Runner`` beside the CPU's in
-``execution/runner.py``.
+"""Step runner of a GPU: implements ``Runner``, like the CPU's in ``execution/runner.py``.
 
 Called by the engine loop through ``Runner.step``. Weights, KV cache and hidden states stay on the
 device. The host plans a step, uploads its index arrays in one transfer, launches the forward pass,
@@ -216,8 +215,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens in one batch, wait for the device, and return the
-        results on the host.
+        """Run each row's tokens in one batch, wait for the device, and return the results.
 
         Samples one token after each row with ``sampling``, and scores the rows with ``scoring``. A
         row may attend to blocks that earlier rows of the same step fill, because each layer writes

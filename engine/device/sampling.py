@@ -43,8 +43,7 @@ class HostDraw:
         ]
 
     def launch(self, logits: torch.Tensor, sent: Sequence[torch.Tensor]) -> "PendingDraw":
-        """Launch sampling from ``logits`` [S, V]; ``sent`` are the uploaded
-        ``arrays``. Does not wait."""
+        """Launch sampling from ``logits`` [S, V]; ``sent`` are the uploaded ``arrays``."""
         *columns, apart = sent
         token_ids, logprobs = fused_sample_triton(logits, SamplingColumns(*columns))
         over = coming(logits.index_select(0, apart)) if self.apart else None

@@ -35,8 +35,7 @@ class _Drafted:
     """Position of the last draft's first token."""
 
     def keep_what_was_right(self, turn: TurnState) -> None:
-        """Lower ``computed`` to the positions that match the turn's tokens,
-        excluding the last token."""
+        """Lower ``computed`` to the positions that match the turn's tokens but the last."""
         said = turn.tokens[self.guessed_at : turn.length][: len(self.guess)]
         wrong = np.flatnonzero(said != self.guess[: len(said)])
         if wrong.size:
@@ -95,8 +94,7 @@ class ModelDrafts:
         self._turns: dict[int, _Drafted] = {}
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
-        """Return each turn's draft; empty if the draft model is still prefilling or has
-        no KV block free."""
+        """Return each turn's draft; empty while its prefill lags or no KV block is free."""
         tokens_left = CATCH_UP_TOKENS_MAX
         guesses: list[_Guess] = []
         behind: list[Row] = []

@@ -29,8 +29,7 @@ class NgramIndex:
         """N-grams that end at or before this position are indexed."""
 
     def find(self, tokens: Tokens, length: int) -> int | None:
-        """Index the new tokens; return where the last n-gram of ``tokens[:length]`` ended
-        earlier, if it did."""
+        """Index new tokens; return where the last n-gram of ``tokens[:length]`` ended before."""
         start = self._indexed - NGRAM_TOKENS + 1
         if length - start <= NGRAM_TOKENS:
             return None

@@ -99,8 +99,7 @@ class _Follower:
 
 
 class RolloutDrafts:
-    """Draft tokens from earlier samples of the turns' prompts, else from the
-    turns' own contexts."""
+    """Draft tokens from earlier samples of a turn's prompt, else from its own context."""
 
     def __init__(self, kept_tokens_max: int = KEPT_TOKENS_MAX) -> None:
         self._kept_tokens_max = kept_tokens_max

@@ -76,8 +76,7 @@ class FallbackRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
-        with ``scoring``."""
+        """Run the rows one by one, sampling or scoring after each that asks for it."""
         scores: list[RowScore] = []
         logits: list[torch.Tensor] = []
         sampling: list[RowSampling] = []

@@ -2,8 +2,8 @@
 
 Implements ``Runner``, which the engine loop calls with the scheduler's rows; the GPU's is
 ``device/runner.py``. A step mixes decode rows and prefill chunks. The runner owns the KV cache's
-tensors; the scheduler assigns the blocks. It depends on the model's forward pass and on compiled
-kernels, and knows of a turn only its tokens, positions, sampling and adapter.
+tensors; the scheduler assigns the blocks. It depends on the model's forward pass and, if they can
+be built, on compiled kernels, and knows of a turn only its tokens, positions, sampling and adapter.
 
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
@@ -87,20 +87,17 @@ class Runner(Protocol):
         """Use other weights of the same model from the next step on."""
 
     def cache_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the KV cache and scratch memory, whose contents may
-        be lost in sleep."""
+        """Return the tensors of KV cache and scratch memory, whose contents sleep may lose."""
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
-        with ``scoring``.
+        """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 
         A row may attend to blocks that earlier rows of the same step fill.
         """
 
 
 def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
-    """Return the rows' sizes, of which their layout is a function; ``kinds`` has
-    one entry per row."""
+    """Return the sizes that the rows' layout depends on; ``kinds`` has one entry per row."""
     return RowSizes(
         kinds=kinds,
         tokens=[len(row.token_ids) for row in rows],
@@ -162,8 +159,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
-        with ``scoring``.
+        """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 
         A row may attend to blocks that earlier rows of the same step fill, because each layer
         writes all keys and values before any row attends.
@@ -195,7 +191,7 @@ class ModelRunner:
 
     def _sample(self, logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
         if self._is_deterministic:
-            assert self._native is not None  # or __init__ refuses
+            assert self._native is not None  # checked in __init__
             return sample_apart(logits, sampling, self._native)
         return sample_rows(logits, sampling, self._native)
 
@@ -234,7 +230,6 @@ class ModelRunner:
     def _layer_plan(
         self, layout: StepLayout, starts: Ints, positions: Ints, tables: Ints
     ) -> LayerPlan:
-        """Return the plan of a step that runs layer by layer."""
         block, offset = np.divmod(positions, self.block_tokens)
         block = tables[layout.row_of_token, block]
         groups = [

@@ -228,7 +228,6 @@ class OwnModel:
         )
 
     def _find_native(self) -> Native | None:
-        """Return compiled code for the model, if there is any."""
         return native_for(self._config, self._dtype)
 
     @property
@@ -243,8 +242,7 @@ class OwnModel:
 
 
 class FallbackModel:
-    """A model that transformers implements; its weights are loaded at once, to see
-    whether it works."""
+    """A model that transformers implements; its weights are loaded at once, as a check."""
 
     code = "transformers"
 
@@ -331,7 +329,6 @@ def _widening(path: Path, asked: DtypeChoice, stored: str) -> list[str]:
 
 
 def _passed_over(path: Path, names: frozenset[str]) -> list[str]:
-    """Return a warning about tensors of the directory that the model does not use."""
     if not names:
         return []
     return [

@@ -1,5 +1,4 @@
-"""Sleep and wake: releases the memory of weights and KV cache to other processes,
-and takes it back.
+"""Sleep and wake: releases the memory of weights and KV cache, and takes it back.
 
 Driven by the engine loop with ``Sleep`` and ``Wake`` messages; the levels are vLLM's: 1 offloads
 the weights to be restored, 2 discards them. Sleep needs a pause in effect, which decides what
@@ -66,8 +65,7 @@ class Offloaded(Protocol):
 
 
 class Memory(Protocol):
-    """Memory of weights and KV cache: the host's or a device's. A region is a contiguous piece with
-    ``nbytes``, otherwise opaque."""
+    """Memory of weights and KV cache. A region is an opaque piece of it with ``nbytes``."""
 
     def regions_of(self, tensors: Iterable[torch.Tensor]) -> Sequence[Any]:
         """Return the regions behind these tensors, each once, also while they are released."""
@@ -157,8 +155,7 @@ class Sleeper:
         self._asked = message
 
     def settle(self) -> list[Message]:
-        """Carry out the pending sleep request if a pause is in effect; return
-        its answer, if any."""
+        """Carry out the pending request if a pause is in effect; return its answer, if any."""
         asked = self._asked
         if asked is None:
             return []

@@ -25,8 +25,7 @@ query, are a group of their own."""
 
 
 def padding_kind(tokens: int, end: int) -> int:
-    """Return a number that is equal for rows that may be padded to each other; decode
-    rows sort first."""
+    """Return a number that is equal for rows that may be padded together; decode sorts first."""
     return bisect_left(QUERY_LEVELS, tokens) * (len(CONTEXT_LEVELS) + 1) + bisect_left(
         CONTEXT_LEVELS, end
     )

@@ -1,1 +1,1 @@
-"""Adapters that drive other people's engines: vLLM and SGLang."""
+"""Workers that connect external engines, vLLM and SGLang, to a run."""

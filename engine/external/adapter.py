@@ -1,5 +1,4 @@
-"""Interface of external-engine adapters: what vLLM, SGLang or another engine must
-do to serve a run.
+"""Interface of external-engine adapters: what vLLM or SGLang must do to serve a run.
 
 Implemented by ``vllm.py`` and ``sglang.py``, called by ``Bridge`` and its parts. An adapter
 translates to the engine's API and declares what the engine cannot do; the wire protocol, handles
@@ -96,8 +95,7 @@ LORA_NAMES = "tidegate-lora-"
 
 
 class VersionLabel(NamedTuple):
-    """The engine's own label of the weights that sampled output tokens ``[start,
-    end)`` of a request."""
+    """The engine's label of the weights that sampled output tokens ``[start, end)``."""
 
     label: str
     """Label that :meth:`EngineAdapter.load_weights` was given with the weights."""
@@ -270,8 +268,7 @@ class EngineAdapter(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Score given tokens. Called for kinds in ``Capabilities.scores``, cancelled
-        if weights change.
+        """Score given tokens, for kinds in ``Capabilities.scores``; cancelled by weight updates.
 
         Raises:
             ScoreRefused: it can never be answered as asked.

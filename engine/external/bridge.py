@@ -190,7 +190,6 @@ class Bridge:
     # ------------------------------------------------------------ messages
 
     def _pump(self) -> None:
-        """Read the messages that have arrived, and send what is due."""
         for message in self._link.receive(0.0):
             self._handle(message)
             self._changed.set()
@@ -204,7 +203,7 @@ class Bridge:
         self._keep_time()
 
     def _introduce(self) -> None:
-        """Send a hello. Turns and live weights survive the previous session, and nothing else."""
+        """Send a hello; only turns and live weights survive the previous conversation."""
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._scores.clear()
@@ -289,7 +288,7 @@ class Bridge:
         settled = await self._sleeper.settle(self._gate, self._streams, self._staging)
         if settled:
             self._answers += settled
-            self._changed.set()  # a resume may have waited for what woke
+            self._changed.set()  # a resume may have waited for the wake
         if self._gate.mode == "wait" or self._streams.paused is not None:
             self._answers += self._paused()
         if self._answers:
@@ -303,7 +302,7 @@ class Bridge:
         """Load a staged version's adapters before it is reported as staged, because
         afterwards it cannot fail."""
         if self._sleeper.holds:
-            return True  # it loads them when it has weights
+            return True  # adapters are loaded with the next weights
         return await self._swapper.prepare(version)
 
     async def _pause_or_resume(self) -> None:

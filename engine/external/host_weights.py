@@ -101,8 +101,7 @@ class HostWeights(WeightStore):
         return EMBEDDING if is_tied else None
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> HostAdapter:
-        """Validate an adapter; the engine loads it only after all engines have
-        received the version."""
+        """Validate an adapter; the engine loads it once the whole version has been received."""
         adapter, able = HostAdapter(tensors, scale), self._able
         if not able.lora_rank_max:
             raise WeightsRefused(

@@ -199,7 +199,6 @@ class HttpEngine:
 
 
 def _message(data: bytes) -> str:
-    """Return the error message in an error's body."""
     try:
         error = msgspec.json.decode(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:SHOWN_CHARACTERS]

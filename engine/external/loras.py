@@ -1,5 +1,4 @@
-"""LoRA adapters in an external engine: which are loaded, under which names, and
-when to unload them.
+"""LoRA adapters in an external engine: which are loaded, under which names, and until when.
 
 Used by ``WeightSwapper``. An adapter gets a new name in the engine whenever its tensors change, so
 KV and requests of the old tensors are never mixed with those of the new.
@@ -102,8 +101,7 @@ class LoraShelf:
         return names_of(self._serving)
 
     def lose(self) -> None:
-        """Mark all adapters as lost by the engine, so that the next version loads
-        all of them again."""
+        """Mark all adapters as lost, so that the next version loads all of them again."""
         self._are_lost = True
 
     async def load(self, adapters: Mapping[str, object], label: str) -> dict[str, Loaded]:

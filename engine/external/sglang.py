@@ -353,8 +353,7 @@ class SglangAdapter:
         )
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate memory again. Weights are restored only if the server keeps a
-        CPU copy of them."""
+        """Allocate memory again; weights are restored only if the server keeps a CPU copy."""
         await self._post(
             "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=MEMORY_TIMEOUT_S
         )
@@ -375,7 +374,7 @@ class SglangAdapter:
             "return_logprob": True,
             "logprob_start_len": 0,
             "top_logprobs_num": request.top_logprobs,
-            "extra_key": uuid.uuid4().hex,  # nobody's KV
+            "extra_key": uuid.uuid4().hex,  # unique, so that no cached KV is used
         }
         try:
             answer = await self._http.call("POST", "/generate", body, timeout_s=SCORE_TIMEOUT_S)

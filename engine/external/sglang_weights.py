@@ -157,8 +157,7 @@ class Requests:
 
 
 def pickled(bucket: Bucket) -> str:
-    """Encode like SGLang's MultiprocessingSerializer, with the bytes themselves
-    instead of a handle."""
+    """Encode like SGLang's MultiprocessingSerializer, with the bytes in place of a handle."""
     # Cloned, because torch pickles the whole storage of a view.
     whole = [(name, tensor.detach().clone()) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(whole)).decode()
@@ -187,8 +186,7 @@ class Broadcasts:
         self._member: Group | None = None
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
-        """Broadcast the tensors while a request announces them; it is answered once
-        they are loaded."""
+        """Broadcast the tensors while a request announces them; it ends once they are loaded."""
         if self._member is None:
             self._member = await self._join()
         body = about | {

@@ -109,7 +109,7 @@ class Sleeper:
             why = f"{self._able.engine} can't sleep at level {asked.level} as it was started"
             return SleepFailed(request=asked.request, message=why)
         if not self._asleep:
-            await streams.stop(are_over=False)  # frozen ones too: their KV goes
+            await streams.stop(are_over=False)  # also frozen requests, because their KV is released
             streams.new_salt()
         tags = [tag for tag in asked.tags if tag not in self._asleep]
         if tags:

@@ -104,7 +104,7 @@ class Streams:
                 self._on_over(turn, None, is_held=True)
             case TidegateError():
                 self._on_over(turn, error)
-            case _:  # a defect must not go unheard
+            case _:  # report defects, too
                 why = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
                 why.__cause__ = error
                 self._on_over(turn, why)

@@ -1,5 +1,4 @@
-"""Swaps staged weights into an external engine: pause, one load call, and the report
-that they are live.
+"""Swaps staged weights into an external engine: pause, load, and the report that they are live.
 
 Used by ``Bridge``. Order matters: every token of the old version is sent before the new version is
 reported live, and no request is made in between.

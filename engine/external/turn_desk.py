@@ -61,8 +61,7 @@ class TurnDesk:
 
     @property
     def waiting(self) -> int:
-        """Number of turns without a request; a cancelled request may outlive its
-        turn for a moment."""
+        """Number of turns without a request; a cancelled request may outlive its turn."""
         return max(0, len(self._turns) - self.streams.running)
 
     def submit(self, message: SubmitTurn) -> None:
@@ -110,8 +109,7 @@ class TurnDesk:
             self._teller.tell()
 
     def start(self) -> bool:
-        """Request waiting turns up to the engine's limit; False while the engine
-        refuses requests."""
+        """Request waiting turns up to the engine's limit; False while the engine refuses."""
         if self._is_held:
             return False
         self._teller.queued_turns = len(self._waiting)

@@ -1,5 +1,4 @@
-"""State of one turn that an external engine samples: its tokens, and their weight
-versions as reported.
+"""State of one turn that an external engine samples: tokens, and their reported weight versions.
 
 Used by ``TurnDesk`` and ``Streams``. Also refuses turns whose options the engine does not
 implement.
@@ -77,15 +76,14 @@ class AskedTurn:
         return self.message.sampling.adapter
 
     def request(self, version: int, salt: str, lora: str = "") -> Request:
-        """Make a request for the rest, from weights ``version`` and the engine's
-        adapter ``lora``."""
+        """Make a request for the rest, by weights ``version`` and the adapter ``lora``."""
         self.request_at, self.version, self.lora = self.sampled, version, lora
         self.said, self.preemptions, self.is_cut = [], None, False
         asked, before = self.message.sampling, self.message.sampled_before + self.sampled
         if lora:
             salt = f"{salt}+{lora}"
         if asked.cache_salt:
-            salt = f"{salt}/{asked.cache_salt}"  # no label has that character
+            salt = f"{salt}/{asked.cache_salt}"  # labels do not contain "/"
         sampling = msgspec.structs.replace(
             asked,
             max_tokens=asked.max_tokens - self.sampled,

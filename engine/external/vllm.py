@@ -388,7 +388,6 @@ class VllmAdapter(Unable):
         }
 
     async def _refused(self, refusal: Refusal) -> Exception:
-        """Convert the refusal of a request to Tidegate's error."""
         if refusal.status == 403:
             return ConfigError(f"{refusal.why} {START_IT_SO}")
         if refusal.status in (429, 503):
@@ -399,8 +398,7 @@ class VllmAdapter(Unable):
         return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Return log-probs of given tokens at temperature 1; vLLM uses no prefix
-        cache for these."""
+        """Return log-probs of given tokens at temperature 1; vLLM uses no prefix cache here."""
         if request.temperature != 1.0:
             raise ScoreRefused("vLLM scores at temperature 1 only; leave temperature out")
         k = request.top_logprobs

@@ -26,8 +26,7 @@ NOT_FOUND = 404
 
 
 def lora_rank_max(config: Mapping[str, Any], paths: Collection[str]) -> int:
-    """Return the largest rank that the server accepts, from ``vllm_config`` and
-    routes; 0 without LoRA."""
+    """Return the server's largest rank, from ``vllm_config`` and routes; 0 without LoRA."""
     lora = config.get("lora_config")
     return int(lora["max_lora_rank"]) if lora and LOAD in paths and _is_one(config) else 0
 

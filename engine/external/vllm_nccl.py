@@ -171,8 +171,7 @@ def _seen(done: "asyncio.Future[Any]") -> None:
 
 
 def in_daemon(work: Callable[[], Result]) -> "asyncio.Future[Result]":
-    """Run ``work`` in a daemon thread, because NCCL's blocking calls cannot be
-    interrupted at exit."""
+    """Run ``work`` in a daemon thread, because NCCL's blocking calls cannot be interrupted."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
     future.add_done_callback(_seen)

@@ -116,8 +116,7 @@ class VllmWeights:
     # ------------------------------------------------------------ files
 
     async def load(self, directory: Path, label: str) -> None:
-        """Load weights from files; after a failure reload the previous ones, because it
-        may be half done."""
+        """Load weights from files; after a failure reload the previous ones."""
         before = self._serves
         try:
             await self._read(directory, label)

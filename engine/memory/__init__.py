@@ -1,1 +1,1 @@
-"""Memory that runs out, is given back, and is had again."""
+"""Out-of-memory handling, and release of host memory for sleep."""

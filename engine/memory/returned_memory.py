@@ -136,7 +136,7 @@ class OffloadedBytes:
 
 
 def _directory() -> Path:
-    """Return ``DISK``, unless $TMPDIR is set or it is not writable."""
+    """Return ``DISK``, or the temporary directory if $TMPDIR is set or ``DISK`` is not writable."""
     if "TMPDIR" not in os.environ and os.access(DISK, os.W_OK):
         return DISK
     return Path(tempfile.gettempdir())

@@ -18,8 +18,7 @@ class StepBudget:
         """Successful steps since the budget last changed."""
 
     def fail(self, tokens: int) -> bool:
-        """Halve the budget after a step of ``tokens`` ran out of memory; False if it
-        had only one token."""
+        """Halve the budget after a failed step of ``tokens``; False if it had one token only."""
         self.tokens = max(1, min(tokens, self.tokens) // 2)
         self._steps_done = 0
         return tokens > 1

@@ -220,8 +220,7 @@ def read_fields(file: Path, family: Family) -> ConfigFields:
 
 
 def read_eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens: generation_config.json's if it has any,
-    else config.json's."""
+    """Return the EOS tokens: generation_config.json's if it has any, else config.json's."""
     file = directory / "generation_config.json"
     found = _convert(file, _read_json(file), _GenerationFields) if file.exists() else None
     ids = in_config if found is None or found.eos_token_id is None else found.eos_token_id

@@ -1,5 +1,4 @@
-"""One weight version of a transformers model, and checks of models that only
-transformers implements.
+"""One weight version of a transformers model, and checks of models that need transformers.
 
 Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
 parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own

@@ -107,7 +107,7 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
             yield f"self_attn.{letter}_norm.weight", Place((config.head_dim,), (part,))
     if layer.router is not None:
         yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
-        assert config.experts is not None  # whoever has a router
+        assert config.experts is not None  # set whenever there is a router
         numbers = config.experts.here
         for expert, gate_up, down in zip(numbers, layer.gate_up, layer.down, strict=True):
             yield from _mlp(f"mlp.experts.{expert}", gate_up, down)
@@ -119,8 +119,7 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
 def joint_places(
     layer: LayerWeights, prefix: str, experts: Experts | None
 ) -> Iterator[tuple[str, Place]]:
-    """Yield the places of stacked expert tensors: one in transformers' ``state_dict()``,
-    many in a directory."""
+    """Yield the places of stacked expert tensors, which a directory holds one by one."""
     if layer.router is None or experts is None:
         return
     here = experts.here

@@ -1,5 +1,4 @@
-"""Forward pass of a decoder-only transformer on the CPU, from token ids to hidden
-states and logits.
+"""Forward pass of a decoder-only transformer on the CPU, from token ids to logits.
 
 Called by ``ModelRunner`` with a step's plan. Weights are an argument, so another version can be
 used in the next step. Depends on neither turns nor sampling.

@@ -240,7 +240,6 @@ def _layers(file: Path, fields: ConfigFields, family: Family) -> tuple[LayerShap
 def _sliding_layers(
     file: Path, fields: ConfigFields, family: Family, window: int | None
 ) -> list[bool]:
-    """Return for each layer whether it has a sliding window."""
     types = fields.layer_types
     others = sorted(set(types or []) - {"full_attention", "sliding_attention"})
     if others:

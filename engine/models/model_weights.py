@@ -131,8 +131,7 @@ class Weights(WeightStore):
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the head's output for normed hidden states [S, H], float32: [S, V], or
-        [S, L] of labels."""
+        """Return the head's output for normed hidden states [S, H], float32: [S, V] or [S, L]."""
         head = self.head
         logits = head.linear(hidden if isinstance(head, ExactMatrix) else hidden.float())
         if self.group is None or self.config.labels:
@@ -140,8 +139,7 @@ class Weights(WeightStore):
         return self.group.join(logits)[:, : self.config.vocab_size]
 
     def is_redundant(self, name: str) -> bool:
-        """Whether it is a tied model's head, or the rotary frequencies of an old
-        Llama directory."""
+        """Whether it is a tied head, or the rotary frequencies of an old Llama directory."""
         tied = self.config.tied_head and name == "lm_head.weight"
         return tied or name.endswith(".rotary_emb.inv_freq")
 

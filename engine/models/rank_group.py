@@ -1,9 +1,8 @@
-"""Collectives over an engine's tensor-parallel ranks: all-reduce and all-gather, by
-gloo on loopback.
+"""Collectives over an engine's tensor-parallel ranks: all-reduce and all-gather, by gloo.
 
-Used by the forward pass. Every call has a timeout: if a rank is gone or stuck, the others fail,
-because an engine that has lost a rank has lost its turns' KV. The process group belongs to its
-object, not to the process, so an engine and its trainer may each have one.
+Used by the forward pass, over the loopback. Every call has a timeout: if a rank is gone or stuck,
+the others fail, because an engine that has lost a rank has lost its turns' KV. The process group
+belongs to its object, not to the process, so an engine and its trainer may each have one.
 """
 
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch.distributed
 
 from tidegate.errors import RankLost
 
-_distributed: Any = torch.distributed  # whose stubs know nothing of its gloo
+_distributed: Any = torch.distributed  # its stubs lack ProcessGroupGloo
 
 TIMEOUT_S = 30.0
 """Seconds for one collective. Ranks are at most one layer apart; the longest step

@@ -55,15 +55,16 @@ class Shard:
         )
 
     def vocabulary(self, config: ModelConfig) -> Part:
-        """Return the range of tokens whose embeddings and logits are this rank's; the
-        last may have fewer."""
+        """Return the range of tokens whose embeddings and logits are this rank's.
+
+        The last rank's may be shorter.
+        """
         size = self.vocabulary_rows(config)
         first = min(self.rank * size, config.vocab_size)
         return Part(0, first, min(size, config.vocab_size - first))
 
     def vocabulary_rows(self, config: ModelConfig) -> int:
-        """Return the vocabulary rows allocated on each rank; equal on all, so that logits
-        can be gathered."""
+        """Return the vocabulary rows of each rank; equal, so that logits can be gathered."""
         return -(-config.vocab_size // self.ranks)
 
     def layer_places(

@@ -74,7 +74,7 @@ class RankLoop:
             case rank.RankSleep(asked=asked):
                 self._sleeper.ask(asked)
                 while not (answers := self._sleeper.settle()):
-                    time.sleep(STAGING_POLL_S)  # until the copy under way is given up
+                    time.sleep(STAGING_POLL_S)  # until the current copy has stopped
                     self._tell()
                 self._send(memory_answer(answers[0]))
             case rank.RankWake(asked=asked):

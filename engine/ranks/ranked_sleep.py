@@ -27,8 +27,7 @@ from tidegate.transport.sleep_messages import (
 
 
 class Frozen:
-    """Stand-in for the scheduler on ranks other than 0, which have no turns and sleep
-    when rank 0 says so."""
+    """Stand-in for the scheduler on ranks other than 0, which have no turns of their own."""
 
     is_pause_asked = True
     is_pause_in_effect = True

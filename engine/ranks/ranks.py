@@ -69,8 +69,7 @@ class RankedRunner(Runner):
         return self._runner.cache_tensors()
 
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run each row's tokens; sample after the rows with ``sampling``, score the rows
-        with ``scoring``.
+        """Run each row's tokens; sample after rows with ``sampling``, score rows with ``scoring``.
 
         Raises:
             RankLost: a rank is gone or stuck, or failed within a step, after which the ranks cannot

@@ -128,8 +128,7 @@ class Team:
         return answers
 
     def blame(self, why: str) -> RankLost:
-        """Return the error for a failed collective or send: the failed rank's own report
-        if there is one."""
+        """Return the error for a failed collective or send: the rank's own report, if any."""
         for number, connection in enumerate(self._connections, start=1):
             try:
                 while connection.poll(LAST_WORD_S):

@@ -1,10 +1,11 @@
 """Compiler of grammars: runs each one in a helper process under limits first, then in a thread.
 
-llguidance compiles some grammars in cubic time and gigabytes: ``{"multipleOf": 1000003}`` takes
-5 s, 32 KB of alternatives a minute. Its own limits do not cover that work, and a thread that has
-begun it can't be stopped. So a helper process, which RLIMIT_CPU and RLIMIT_AS can end, compiles
-every grammar once; only a grammar that it has compiled is compiled again in the engine, by a thread
-and without the interpreter's lock. The engine's loop meanwhile decodes other turns.
+Used by ``grammar.py``. llguidance compiles some grammars in cubic time and gigabytes:
+``{"multipleOf": 1000003}`` takes 5 s, 32 KB of alternatives a minute. Its own limits do not cover
+that work, and a thread that has begun it cannot be stopped. So a helper process, which RLIMIT_CPU
+and RLIMIT_AS can end, compiles every grammar once; only a grammar that it has compiled is compiled
+again in the engine, by a thread and without the GIL. The engine's loop meanwhile decodes other
+turns.
 
 ``python -m tidegate.engine.sampling.grammar_compiler`` is the helper process. It imports no torch.
 """

@@ -1,8 +1,7 @@
-"""Samples one token per row from a step's logits, with log-probs and the details
-that a row asks for.
+"""Samples one token per row from a step's logits, with its log-prob and requested details.
 
 Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
-Every draw uses the row's own counter-based random number, so batching changes no outcome.
+Every draw uses the row's own counter-based random number, whatever else is in the batch.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
@@ -137,7 +136,6 @@ def _sample_parts(
 
 
 def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
-    """Sample all rows with torch."""
     columns = _columns(sampling)
     options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
     if options:
@@ -182,7 +180,6 @@ def _sample_with_options(
     sampling: Sequence[RowSampling],
     options: Mapping[int, RowOptions],
 ) -> StepOutput:
-    """Sample all rows with torch, some of which have ``options``."""
     logits = logits.contiguous()  # edits use flat indices
     raw_rows = [row for row, one in options.items() if one.raw_logprobs]
     raw = logits[raw_rows]  # a copy, because the logits are edited below
@@ -235,7 +232,6 @@ def _edit(
 def _details(
     weighed: Weighed, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
 ) -> dict[int, RowDetails]:
-    """Return the details of each row that asks for them."""
     told = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
     rows = [row for row, one in options.items() if one.top_logprobs]
     if not rows:

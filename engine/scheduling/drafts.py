@@ -46,12 +46,10 @@ class DraftSource(Protocol):
     """Source of draft tokens, implemented in ``engine/drafts``."""
 
     def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
-        """Return, for each turn, at most ``counts[i]`` draft tokens that may follow
-        the turn's tokens."""
+        """Return at most ``counts[i]`` draft tokens that may follow turn i's tokens."""
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """Forget a turn. ``is_whole`` says that it finished by itself, not by abort
-        or cancellation."""
+        """Forget a turn; ``is_whole`` says that it was neither aborted nor cancelled."""
 
 
 def share_that_pays(decodes: int) -> float:
@@ -64,8 +62,7 @@ def share_that_pays(decodes: int) -> float:
 
 
 class DraftPace:
-    """Chooses the number of draft tokens of one turn from the acceptance rate of
-    its earlier drafts."""
+    """Chooses a turn's number of draft tokens from the acceptance rate of its earlier drafts."""
 
     __slots__ = ("_next_at", "_rest", "_right", "_tried")
 
@@ -77,11 +74,11 @@ class DraftPace:
         self._next_at = 0
 
     def count(self, length: int, enough: float) -> int:
-        """Return how many tokens to draft for a turn of ``length`` tokens; drafts pay above
-        rate ``enough``.
+        """Return how many tokens to draft, if drafts pay above the acceptance rate ``enough``.
 
-        The count is the largest for which the whole draft is accepted with probability ``enough``.
-        If not even one token is, the result is 0, and 1 now and then to measure the rate again.
+        The count is the largest for which the whole draft is accepted with probability ``enough``
+        or more. If not even one token is, the result is 0, and 1 now and then to measure the rate
+        again.
         """
         share = self._right / self._tried
         if share <= enough:
@@ -91,8 +88,7 @@ class DraftPace:
         return int(math.log(enough) / math.log(share))
 
     def learn(self, drafted: int, accepted: int, length: int) -> None:
-        """Record that ``accepted`` of ``drafted`` tokens were right; the turn now has
-        ``length`` tokens."""
+        """Record that ``accepted`` of ``drafted`` tokens were right, at ``length`` tokens now."""
         self._right = REMEMBERED * self._right + accepted
         self._tried = REMEMBERED * self._tried + accepted + (accepted < drafted)
         if accepted:
@@ -103,8 +99,7 @@ class DraftPace:
 
 
 class Speculation:
-    """Asks one engine's draft source for tokens, and keeps each turn's ``DraftPace``. Used
-    by the scheduler."""
+    """Asks one engine's draft source for tokens, and keeps each turn's ``DraftPace``."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source = source
@@ -131,7 +126,7 @@ class Speculation:
             return []
         try:
             drafts = self._source.propose(asked, counts)
-        except Exception:  # noqa: BLE001 - guesses change only speed: a model's code ends no engine
+        except Exception:  # noqa: BLE001 - drafts change only speed, so no error ends the engine
             sys.stderr.write("warning: no more tokens are guessed, for the source failed:\n")
             traceback.print_exc()
             self._has_failed = True
@@ -143,8 +138,7 @@ class Speculation:
         self._paces[turn.handle].learn(drafted, accepted, turn.length)
 
     def ended(self, turn: TurnState, *, is_whole: bool) -> None:
-        """Forget a turn. ``is_whole`` says that it finished by itself, not by abort
-        or cancellation."""
+        """Forget a turn; ``is_whole`` says that it was neither aborted nor cancelled."""
         self._paces.pop(turn.handle, None)
         if not self._has_failed:
             self._source.ended(turn, is_whole=is_whole)

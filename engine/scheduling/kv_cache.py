@@ -9,9 +9,9 @@ be held by any number of turns. Its key is the parent node and the block's token
 rather than hashed, so two contexts never collide. The root stands for the weights that computed the
 KV, so KV of one weight version is never found from another version's root.
 
-Whoever holds a node holds all of its ancestors, and releases descendants first. The idle node that
-is least recently used therefore has no idle descendants, and is evicted first. Blocks that a
-session will want again are evicted after all others, and are wanted with all of their ancestors.
+A turn that holds a node holds all of its ancestors, and releases descendants first. So the least
+recently used idle node has no idle descendants, and is evicted first. Blocks that a session will
+want again are evicted after all others; a session that wants a node wants all of its ancestors.
 """
 
 from collections import Counter, OrderedDict
@@ -74,8 +74,7 @@ class KvCache:
     # ------------------------------------------------------------ blocks
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return ``count`` blocks to write to, evicting idle cached blocks; None
-        if fewer are free."""
+        """Take ``count`` blocks, evicting idle cached ones; None if fewer are free."""
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if count > self.free_blocks:
@@ -120,8 +119,7 @@ class KvCache:
                     self._idle_queue(block)[block] = None
 
     def count_held(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks have a holder; holding those leaves
-        ``free_blocks`` unchanged."""
+        """Return how many blocks have a holder; holding those costs no free block."""
         return sum(self._holders[block] > 0 for block in blocks)
 
     # ------------------------------------------------------------ wants
@@ -138,7 +136,7 @@ class KvCache:
         """Undo one ``want``, for the blocks that have not been evicted since."""
         for block, node in reversed(wanted):
             if self._keys[block] is None or self._nodes[block] != node:
-                continue  # room was needed
+                continue  # evicted since
             self._wants[block] -= 1
             if not self._wants[block] and block in self._wanted:
                 del self._wanted[block]
@@ -147,8 +145,7 @@ class KvCache:
     # ------------------------------------------------------------ contexts
 
     def root(self, weight_version: int, adapter: str = "", salt: str = "") -> Node:
-        """Return the root node of contexts whose KV these weights compute,
-        separate for each salt."""
+        """Return the root of contexts with KV of these weights and this salt."""
         key = (weight_version, adapter, salt)
         root = self._roots.get(key)
         if root is None:

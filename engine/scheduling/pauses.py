@@ -1,16 +1,15 @@
 """Pause state of an engine: whether turns may start and run, and whether a weight swap is due.
 
-Used by the scheduler; moves no turns itself. At most one pause and one swap are pending: a newer
-pause replaces the mode of an older one. Every pause that takes effect before it is lifted is
-answered with ``Paused``.
+Used by the scheduler and by ``external/bridge.py``; moves no turns itself. At most one pause and
+one swap are pending: a newer pause replaces the mode of an older one. Every pause that takes effect
+before it is lifted is answered with ``Paused``.
 """
 
 from tidegate.transport.messages import FinishWeightUpdate, Paused, PauseMode
 
 
 class PauseGate:
-    """Decides from the pending pause and swap, and the number of running turns,
-    what may happen now."""
+    """Decides from pending pause and swap, and the number of running turns, what may happen."""
 
     def __init__(self) -> None:
         self._mode: PauseMode | None = None

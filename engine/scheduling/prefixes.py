@@ -29,7 +29,7 @@ class Sessions:
         if not turn.session or turn.share_at == NEVER or not turn.shared_blocks:
             return
         wanted = self._cache.want(turn.blocks[: turn.shared_blocks])
-        self.end([turn.session])  # what it wanted before is the beginning of this, mostly
+        self.end([turn.session])  # the blocks wanted before are mostly a prefix of these
         self._wanted[turn.session] = wanted
         if len(self._wanted) > self._sessions_max:
             self._cache.unwant(self._wanted.popitem(last=False)[1])
@@ -60,8 +60,7 @@ class Prefixes:
         turn.share_at = self._block_tokens if self._are_shared else NEVER
 
     def forget(self, turns: list[TurnState], weight_version: int) -> None:
-        """Empty the prefix cache. ``turns`` that have KV keep it in private; the
-        others enter anew."""
+        """Empty the prefix cache; ``turns`` with KV keep it in private, others enter anew."""
         self._cache.forget()
         for turn in turns:
             turn.share_at = NEVER
@@ -87,8 +86,7 @@ class Prefixes:
         return found
 
     def take(self, turn: TurnState, found: list[int]) -> None:
-        """Replace the turn's own blocks by the ``found`` ones, and mark their
-        positions as computed."""
+        """Replace the turn's own blocks by the ``found`` ones; their positions are computed."""
         if not found:
             return
         end = turn.shared_blocks + len(found)
@@ -102,8 +100,7 @@ class Prefixes:
         self._advance(turn, self._cache.node(found[-1]), end)
 
     def share_planned(self, turn: TurnState) -> None:
-        """Cache the blocks that the planned step fills, so that other turns of the same
-        step share them.
+        """Cache the blocks that the planned step fills, for other turns of the same step.
 
         A block that ends with the last known token is left out: ``find`` never looks it up, so
         another turn may already have cached the same tokens. The same holds for positions to be

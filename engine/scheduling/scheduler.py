@@ -55,8 +55,7 @@ class StepPlanner:
         self._planned: list[TurnState] = []
 
     def plan(self, tokens: int, version: int, *, may_start: bool) -> list[TurnState]:
-        """Return the turns of a step of at most ``tokens`` tokens, each with its
-        chunk and drafts set.
+        """Return the turns of a step of at most ``tokens`` tokens, with chunks and drafts set.
 
         ``version`` is the live weights'. Waiting turns are admitted only if ``may_start``.
         """
@@ -179,8 +178,7 @@ class Scheduler:
         self._admit(message, self._arrivals - 1)
 
     def submit_prepared(self, message: SubmitTurn) -> None:
-        """Queue a turn once its grammars are compiled, in the order of arrival; at
-        once if it has none.
+        """Queue a turn once its grammars are compiled, in its place by arrival.
 
         A refusal after that is among ``take_answers``.
 
@@ -267,8 +265,7 @@ class Scheduler:
         self._gate.end_swap()
 
     def start_over(self) -> None:
-        """Drop pauses, swaps, sessions and scoring requests of a lost
-        orchestrator; turns continue."""
+        """Drop pauses, swaps, sessions and scores of a lost orchestrator; turns continue."""
         is_held = self._gate.is_held
         self._gate = PauseGate()
         self._gate.is_held = is_held
@@ -381,8 +378,7 @@ class Scheduler:
         return rows.columns(output, self.version) if rows.handles else None
 
     def fail(self, tokens: int) -> bool:
-        """Preempt all turns after a step ran out of memory; False if the step cannot
-        be made smaller.
+        """Preempt all turns after an out-of-memory step; False if it cannot be smaller.
 
         Later steps have half the tokens for a while. Turns outside the failed step are preempted
         too, because they may share blocks that it should have computed.
@@ -395,17 +391,16 @@ class Scheduler:
         return [[turn.next_row(), *turn.draft_rows()] for turn in self._planned]
 
     def probe_row(self) -> Row:
-        """Return a row of one token that belongs to no turn, to test whether the
-        model works at all."""
+        """Return a row of one token and no turn, to test whether the model works at all."""
         sampling = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
         samples = sampling if self.scores.generates else None
         return Row(np.zeros(1, np.int32), 0, [0], samples)
 
     def refuse_planned(self, failed: Mapping[int, str]) -> None:
-        """Refuse planned turns; ``failed`` maps places in the plan to reasons. The step
-        is planned anew.
+        """Refuse planned turns; ``failed`` maps places in the plan to reasons.
 
-        The other turns are preempted, because they may share KV with the refused ones.
+        The step is planned anew, and the other turns are preempted, because they may share KV with
+        the refused ones.
         """
         for place, why in failed.items():
             turn = self._planned[place]
@@ -528,7 +523,6 @@ class Scheduler:
         self._answers.append(messages.TurnRefused(turn=turn.handle, message=cut(why)))
 
     def _end(self, turn: TurnState, finish: int) -> None:
-        """Report a turn that has already been removed from the running set."""
         self._forget(turn, is_whole=False)
         self._ended.append(EndedTurn(turn.handle, finish))
 
@@ -542,6 +536,5 @@ class Scheduler:
     # ------------------------------------------------------------ for tests
 
     def check(self) -> None:
-        """Raise AssertionError unless turns and blocks agree, and no two turns
-        write to one block."""
+        """Raise AssertionError unless turns and blocks agree, and none is written twice."""
         self._seats.check()

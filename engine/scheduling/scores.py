@@ -192,8 +192,7 @@ class ScoreDesk:
         return self._traits.generates
 
     def cancel(self, request: int) -> None:
-        """Forget a request. Unknown ones are ignored, because the request may just
-        have been answered."""
+        """Forget a request; unknown ones are ignored, as it may just have been answered."""
         state = self._requests.pop(request, None)
         if state is not None:
             self._seats.remove(state)
@@ -326,5 +325,5 @@ def _refuse_nan(told: RowScore, version: int) -> None:
 
 
 def _column(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-    assert values is not None  # asked for
+    assert values is not None  # set, because it was requested
     return values

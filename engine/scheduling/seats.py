@@ -1,5 +1,4 @@
-"""Running set of an engine: admits waiting turns, allocates their KV blocks, and
-preempts the worst.
+"""Running set of an engine: admits turns, allocates their KV blocks, preempts the worst-ranked.
 
 Used by the scheduler; corresponds to vLLM's waiting and running queues with recompute preemption.
 Turns are ranked by priority, then arrival. The best-ranked running turn can always continue: if no
@@ -49,8 +48,7 @@ class Seats:
         heapq.heappush(self._waiting, (turn.rank, turn))
 
     def start_waiting(self, weight_version: int, running_max: int) -> Iterator[TurnState]:
-        """Admit waiting turns, best first, while blocks are free and fewer than
-        ``running_max`` run.
+        """Admit waiting turns, best first, while blocks are free and fewer run than may.
 
         A turn gets the blocks of all its known tokens at once, so that no prefill stops half way.
         One block per running turn must stay free, or the next decodes would preempt the turn just
@@ -106,8 +104,7 @@ class Seats:
             self._give_blocks(turn, max(0, min(missing, spare)))
 
     def recompute(self, turn: TurnState, weight_version: int) -> bool:
-        """Drop the KV that other weights computed for a running turn; return
-        whether there was any."""
+        """Drop a running turn's KV of other weights; return whether there was any."""
         blocks = turn.drop_kv_of_others(weight_version, self._limits.block_tokens)
         self._cache.release(blocks or [])
         return blocks is not None

@@ -84,7 +84,7 @@ class SampledRows:
     def add(self, turn: TurnState, place: int, sampled: list[int], version: int) -> AcceptedTokens:
         """Let a turn accept its samples, the first of which is at ``place``.
 
-        ``sampled`` is shorter than the turn's drafts if one of them gave non-finite log-probs.
+        There are fewer samples than draft tokens plus one if a sample's log-probs were not finite.
         """
         if turn.is_prefilling:
             self.prefills.append(turn.end_prefill(version))

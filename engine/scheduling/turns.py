@@ -107,7 +107,7 @@ class EngineLimits:
         return -(-tokens // self.block_tokens)
 
 
-class AcceptedTokens(NamedTuple):  # a tuple, for making one per token must cost little
+class AcceptedTokens(NamedTuple):  # a tuple, because one is made per token
     """Result of one step for one turn."""
 
     tokens: int
@@ -207,8 +207,7 @@ class TurnState:
         return self.length - 1
 
     def next_row(self) -> Row:
-        """Return the turn's row in the planned step; it samples if its chunk reaches the
-        last known token."""
+        """Return the turn's row; it samples if its chunk reaches the last known token."""
         row = self.row
         start = self.computed
         end = start + self.chunk_tokens
@@ -230,8 +229,7 @@ class TurnState:
             yield Row(token, place, self.blocks, sampling, adapter=self.adapter)
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
-        """Add a step's samples: the one after the last known token, then one after
-        each draft token.
+        """Add a step's samples: after the last known token, then after each draft token.
 
         A draft token is accepted if it equals the sampled one. The first mismatch, and the end of
         the turn, discards the samples after it.

@@ -1,5 +1,4 @@
-"""Accepts published tensors under both of a model's naming schemes, by
-transformers' own conversion.
+"""Accepts published tensors under both naming schemes of a model, by transformers' conversion.
 
 Used where a model is stored under one scheme, its ``state_dict()``'s (the transformers fallback) or
 its directory's (external engines), and trainers publish under either. The conversion that

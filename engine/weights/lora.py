@@ -143,7 +143,6 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> dict[str, _Pair]:
-    """Return the validated A and B matrices of each projection."""
     pairs: dict[str, _Pair] = {}
     for projection in sorted({name.rpartition(".lora_")[0] or name for name in tensors}):
         narrow = tensors.get(f"{projection}.lora_A.weight")

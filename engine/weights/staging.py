@@ -1,9 +1,9 @@
 """Stages new weights in a buffer beside the live ones, on a thread, while decoding continues.
 
-Used by the engine loop; implements the update phases of vLLM's weight-transfer API: init, start,
-update, finish. Every started update is answered once, by ``WeightsStaged`` or ``WeightsFailed``,
-unless it is restarted or abandoned before. Copies release the GIL, so the main thread's decode
-steps continue beside them.
+Used by the engine loop and by ``external/bridge.py``; the phases (init, start, update, finish) are
+those of vLLM's weight transfer. Every started update is answered once, by ``WeightsStaged`` or
+``WeightsFailed``, unless it is restarted or abandoned before. Copies release the GIL, so the main
+thread's decode steps continue beside them.
 """
 
 import threading
@@ -205,8 +205,7 @@ class Staging:
         return staged
 
     def give_up(self, why: str) -> bool:
-        """Stop the current update; return whether the thread is idle, so that the
-        buffer is unused."""
+        """Stop the current update; return whether the buffer is unused by now."""
         if self._update is not None and self._update.state is not _State.FAILED:
             self._fail(self._update, f"given up: {why}")
         return not self.is_busy
@@ -298,7 +297,7 @@ class Staging:
                 return None
             tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
             self._take(update, message.adapter, spec.name, tensor)
-            # After the copy, because the sender may overwrite the bytes during it.
+            # After the copy: bytes that match now were right when they were copied.
             if isinstance(view, memoryview):
                 check_sum(spec, view)
             elif spec.crc32 is not None:

@@ -1,8 +1,8 @@
-"""Base class of one weight version: validates each published tensor, copies it, and
-tracks the rest.
+"""Base class of one weight version: validates and copies each published tensor.
 
-Subclassed per implementation (``Weights``, ``FallbackWeights``, ``DeviceWeights``); filled by
-staging and by the loaders. Depends on neither versions nor weight channels.
+Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights``,
+``HostWeights``); filled by staging and by the loaders, and tracks what is missing. Depends on
+neither versions nor weight channels.
 """
 
 import math

@@ -1,5 +1,4 @@
-"""Fixtures of the tests with a real engine process: two models, and processes that serve the
-first."""
+"""Fixtures of tests with a real engine process: two models, and processes that serve one."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -118,7 +118,7 @@ class Orchestra:
         self.log: list[FromEngine] = []
         """All messages but heartbeats, in order."""
         self._waited_s = 0.0
-        """Seconds since the last message that was not a heartbeat."""
+        """Seconds waited since the last message that was not a heartbeat."""
         self._read_log = 0
         self._next_turn = 0
 

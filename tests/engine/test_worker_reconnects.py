@@ -61,7 +61,7 @@ def seqs_after(orchestra: Orchestra, hello: Hello) -> list[int]:
 
 
 def begin_anew(engine: Orchestra, *, credit_steps: int = 4) -> Hello:
-    """Start a new session with an engine that has no turns."""
+    """Start a new conversation with an engine that has no turns."""
     engine.break_connection()
     return engine.welcome(credit_steps=credit_steps)
 

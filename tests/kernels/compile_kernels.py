@@ -107,7 +107,7 @@ def layers(dtype: torch.dtype) -> None:
 
 
 def columns() -> None:
-    """Launch the kernels with one entry per row or token."""
+    """Launch the fused sampling kernel."""
     ids, ones, allowed = torch.zeros(4, dtype=torch.int64), torch.ones(4), torch.zeros(4, 4748)
     rows = SamplingColumns(ones, ids, ones, ones, ones.double(), allowed.int())
     fused_sample_triton(torch.zeros(4, 151_936), rows)

@@ -19,8 +19,7 @@ SHAPE = CacheShape(KV_HEADS, BLOCK_TOKENS)
 
 @dataclass
 class Case:
-    """Rows whose whole contexts are in a cache, with the last ``counts`` tokens of
-    each as queries."""
+    """Rows with whole contexts in a cache, whose last ``counts`` tokens are queries."""
 
     starts: np.ndarray[tuple[int], np.dtype[np.int64]]
     counts: np.ndarray[tuple[int], np.dtype[np.int64]]

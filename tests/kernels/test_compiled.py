@@ -28,7 +28,7 @@ class Home:
     monkeypatch: pytest.MonkeyPatch
 
     def cache(self, name: str) -> Path:
-        """Move the cache, because a process cannot load one file twice."""
+        """Use and return another cache directory, because a process cannot load one file twice."""
         self.monkeypatch.setenv("XDG_CACHE_HOME", str(self.path / name))
         return self.path / name / "tidegate"
 

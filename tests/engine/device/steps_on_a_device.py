@@ -1,5 +1,4 @@
-"""Checks without a GPU that a step stays on its device, and counts its kernel
-launches and variants.
+"""Checks without a GPU that steps stay on their device, and counts kernel launches and variants.
 
 Run by ``test_device_discipline.py`` as ``python -m tests.engine.device.steps_on_a_device``, without
 ``TRITON_INTERPRET``. Runs forward passes, draws and scores on fake tensors that have a device and

@@ -23,8 +23,7 @@ from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
 
 
 class Oracle:
-    """Draft source that knows the fake model's tokens, and gets each wrong with
-    some probability."""
+    """Draft source that knows the fake model's tokens, each wrong with some probability."""
 
     def __init__(self, right: float) -> None:
         self._right = right
@@ -269,8 +268,7 @@ def test_samples_of_a_prompt_that_is_always_asked_for_take_no_more_and_more_room
 
 
 class AnythingWithGuesses(AnythingAtAll):
-    """The scheduler's state machine, with draft tokens: pauses, swaps, preemptions
-    in a small cache."""
+    """The scheduler's state machine with draft tokens, in a cache that is too small."""
 
     def __init__(self) -> None:
         super().__init__()

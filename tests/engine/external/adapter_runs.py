@@ -32,8 +32,7 @@ async def solve(episode: tidegate.Episode, task: list[int]) -> float:
 
 
 class InTheMidst:
-    """Holds turns in a server double, so that the first new weights arrive in the
-    middle of a turn."""
+    """Holds turns in a server double, so that the first new weights arrive mid-turn."""
 
     def __init__(self) -> None:
         self._begun_by: str | None = None

@@ -37,7 +37,7 @@ def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcesso
 
 
 def nosy(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
-    """Raise an error that contains its arguments."""
+    """Raise, at the third call, an error that contains what the processor was given."""
     seen: list[Any] = []
 
     def look(logits: torch.Tensor, turn: TurnTokens) -> None:

@@ -218,8 +218,7 @@ PROMPTS = st.one_of(
 
 
 class AnythingAtAll(RuleBasedStateMachine):
-    """Random submissions, cancellations, pauses and swaps, in a cache that is
-    too small for them."""
+    """Random submissions, cancellations, pauses and swaps, in a cache that is too small."""
 
     def __init__(self) -> None:
         super().__init__()

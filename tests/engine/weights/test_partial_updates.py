@@ -1,6 +1,4 @@
-"""Partial weight sets change the tensors that they contain and nothing else; damaged
-ones are refused.
-"""
+"""Partial weight sets change the tensors that they contain, and nothing else."""
 
 import os
 from collections.abc import Iterator

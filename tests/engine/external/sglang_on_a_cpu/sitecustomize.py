@@ -67,8 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Unpinned(importlib.abc.MetaPathFinder):
-    """Replaces pinned memory, which SGLang's LoRA requests on every device and a
-    CPU does not have."""
+    """Replaces pinned memory, which SGLang's LoRA requests and a CPU does not have."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname != "sglang.srt.lora":
