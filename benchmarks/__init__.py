@@ -1,1 +1,2 @@
-"""How fast is Tidegate, against its peers and the machine's own limits? Run as modules."""
+"""Benchmarks of Tidegate against its peers and against the machine's limits; run them as
+modules."""
