@@ -19,7 +19,7 @@ from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
 
 @dataclass
 class Job:
-    """A group, as far as a policy sees it."""
+    """A group, as a policy sees it."""
 
     group_id: int
     version_floor: int
@@ -72,7 +72,7 @@ class Queue:
 
 
 def queue_of(groups: int) -> Queue:
-    """Some groups that go on."""
+    """Return a queue of running groups."""
     queue = Queue()
     queue.jobs.update({number: Job(number, 0) for number in range(groups)})
     return queue
@@ -80,7 +80,7 @@ def queue_of(groups: int) -> Queue:
 
 @dataclass
 class Outcome:
-    """What came of training for some versions on jobs that take any time they like."""
+    """Result of training for some versions on jobs of arbitrary durations."""
 
     staleness: list[int]
     outstanding_max: int
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
-    """Jobs end in any order, some very late; each batch makes a version."""
+    """Simulate training: jobs end in any order, some very late, and each batch makes a version."""
     chance, queue, version = random.Random(seed), Queue(), 0
     outcome, next_id, laziness = Outcome([], 0, 0, is_stuck=False), 0, chance.random()
     stragglers: set[int] = set()
@@ -181,7 +181,7 @@ def test_a_straggler_with_time_left_is_overtaken_and_one_without_is_waited_for()
 
 
 class Unread(Queue):
-    """Two jobs have ended, and one of old weights has not: nobody may look through them."""
+    """A queue whose groups must not be iterated: two have ended, an old one has not."""
 
     ended_ahead = 0
     floors = {0: 1, 1: 2}  # noqa: RUF012
@@ -197,7 +197,7 @@ class Unread(Queue):
 
 
 class Unlistable(tuple[Any, ...]):
-    """May be counted."""
+    """May be counted, but not iterated."""
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("each end of thousands would look through all of them")

@@ -1,4 +1,5 @@
-"""Does each policy choose by its rule, the same each time, and without looking at all engines?"""
+"""Tests that each routing policy follows its rule, deterministically, without scanning all
+engines."""
 
 import random
 
@@ -91,7 +92,7 @@ def test_an_engine_twice_as_fast_is_as_loaded_with_twice_the_turns() -> None:
 
 
 def test_an_outdated_load_is_no_measure_of_the_least() -> None:
-    """It may lie below every load that there is, and never above."""
+    """An outdated heap entry may lie below every current load, never above."""
     loads = loads_of({"a": 0, "b": 9})
     loads.set("a", 8, 10)
     assert loads.is_near_least("b", 1)

@@ -1,4 +1,4 @@
-"""Do the turns move that should, where there is room, and in the same way when asked again?"""
+"""Tests that the right turns move, only where there is room, and deterministically."""
 
 import random
 from collections import Counter
@@ -18,7 +18,7 @@ Running = dict[str, list[RunningTurn]]
 
 
 def views(policy: Stragglers, running: Running, closed: str = "") -> list[EngineView]:
-    """What a core would show of these engines."""
+    """Return the views that a core would pass for these engines."""
     reserved = policy.reserve(sorted(running))
     return [
         EngineView(

@@ -1,4 +1,4 @@
-"""Can a peer that floods, or reads nothing, fill memory or keep others from being heard?"""
+"""Tests that a peer that floods, or reads nothing, neither fills memory nor starves others."""
 
 import time
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""Is it only those with the right keys who get in, and is everybody else told why not?"""
+"""Tests of CURVE authentication: only allowed keys connect, and all others learn why not."""
 
 import contextlib
 import shutil
@@ -48,7 +48,7 @@ def listener(keys: Path) -> Iterator[RouterSocket]:
 
 
 def strangers_keys(directory: Path, orchestrator: bytes) -> EngineKeys:
-    """Good keys, but not on the list."""
+    """Create valid keys that are not on the allowed list."""
     own = read_engine_keys(make_keys(directory))
     return EngineKeys(own.public, own.secret, orchestrator)
 
@@ -267,7 +267,7 @@ async def test_the_list_of_keys_holds_from_the_next_connection_on(
         shutil.move(file, keys / "engine.key")
         with closing(DealerSocket(listener.address, b"b", keys=engine)) as second:
             assert "does not know this engine's key" in await_refusal(second)
-        first.send(Resumed())  # who is in stays in
+        first.send(Resumed())  # established connections stay open
         await inbox.wait_for(2)
     shutil.move(keys / "engine.key", file)
     with closing(DealerSocket(listener.address, b"c", keys=engine)) as third:
@@ -285,7 +285,7 @@ async def test_while_the_list_cannot_be_read_nobody_gets_in_and_then_they_do(
         dealer.send(Resumed())
         until(lambda: listener.statistics().refused_connections > 0)
         assert inbox.frames == []
-        assert dealer.refusal() is None  # it is to try again
+        assert dealer.refusal() is None  # a temporary failure, to be retried
     (keys / "engines" / "engine.key").chmod(0o600)
     with closing(DealerSocket(listener.address, b"b", keys=engine)) as dealer:
         dealer.send(Resumed())

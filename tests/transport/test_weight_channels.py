@@ -1,4 +1,5 @@
-"""Do weights arrive in another process as they were sent, and is nothing left when it is over?"""
+"""Tests of all weight channels: bytes arrive unchanged in another process, and nothing is left
+over."""
 
 import gc
 import json
@@ -63,7 +64,7 @@ class Engine:
         return dict(json.loads(self.process.stdout.readline()))
 
     def finish(self) -> str:
-        """End it; what it wrote to stderr."""
+        """End the process; return its standard error."""
         return self.process.communicate(timeout=60)[1]
 
     def kill(self) -> None:
@@ -77,7 +78,7 @@ class Engine:
 
 
 def bfloat16(name: str, *shape: int) -> NamedBuffer:
-    """Distinct, recognisable bytes of a tensor's size."""
+    """Return a tensor of random bytes."""
     nbytes = 2
     for dimension in shape:
         nbytes *= dimension
@@ -89,7 +90,7 @@ def hashes(tensors: list[NamedBuffer]) -> dict[str, str]:
 
 
 def shared_memory_files() -> set[str]:
-    """Those that could be ours: other programs come and go."""
+    """Return the files in /dev/shm that could be ours."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "tidegate"))}
 
 

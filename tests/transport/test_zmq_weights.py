@@ -1,4 +1,4 @@
-"""Do weights arrive over a network that breaks, from senders that die, and only where they may?"""
+"""Tests of the ZeroMQ weight channel over broken networks, dying senders, and with keys."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.wire
 
 WAIT_S = 30.0
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
-"""Nobody listens there; weights come from beside it."""
+"""Orchestrator's address, with no listener; weights use a port beside it."""
 
 HOME = Home(ORCHESTRATOR)
 
@@ -158,7 +158,7 @@ def test_a_chunk_is_made_a_frame_once_and_shows_what_is_written_since() -> None:
 
 
 class BreakingNetwork:
-    """A proxy before a sender that cuts each of its first connections after so many bytes."""
+    """A proxy that cuts each of its first connections after a number of bytes."""
 
     def __init__(self, port: int, *, bytes_before_cut: list[int]) -> None:
         self._port = port
