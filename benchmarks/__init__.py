@@ -1,2 +1,1 @@
-"""Benchmarks of Tidegate against its peers and against the machine's limits; run them as
-modules."""
+"""Benchmarks of Tidegate against peers and the machine's limits; run them as modules."""

@@ -1,5 +1,4 @@
-"""Overhead of driving an external engine (vLLM, SGLang) through Tidegate: tokens/s with and
-without.
+"""Overhead of driving an external engine (vLLM, SGLang) through Tidegate, in tokens/s.
 
 ``VLLM_PYTHON=PYTHON python -m benchmarks.adapters [--json] [--rounds 5]`` starts vLLM with a small
 random model and loads it alternately through a Tidegate run and directly through its own HTTP API,

@@ -1,5 +1,4 @@
-"""Crash-restart test: kills a run's processes at random, the orchestrator's included, and checks
-it.
+"""Crash-restart test: kills a run's processes at random and checks its promises.
 
 ``python -m benchmarks.chaos [--seconds 180] [--seed 0] [--json]`` trains the demo's model with real
 processes: four engines, and one process with trainer and orchestrator. Every 2 to 5 seconds one of

@@ -1,5 +1,4 @@
-"""Effect of staleness on learning, per sample and per second, on the demo task in seven
-configurations.
+"""Effect of staleness on learning, per sample and per second, on the demo task.
 
     python -m benchmarks.learning                       # 21 runs of the demo: about an hour
     python -m benchmarks.learning --seeds 1 --versions 20

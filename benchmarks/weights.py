@@ -1,5 +1,4 @@
-"""Time to bring a version to many engines: by relay, one by one, by gloo, and by Ray's object
-store.
+"""Time to bring a version to many engines: by relay, one by one, gloo, or Ray's object store.
 
 `python -m benchmarks.weights` measures, with real processes:
 

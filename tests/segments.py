@@ -1,5 +1,4 @@
-"""Lists the weight segments that this process has open; they are anonymous, so visible only
-here."""
+"""Lists the anonymous weight segments that this process has open."""
 
 import os
 from contextlib import suppress

@@ -388,8 +388,7 @@ class RouterSocket:
             self._on_frames(batch)
 
     def _read(self) -> tuple[list[tuple[bytes, bytes]], bool]:
-        """Read at most the budget of messages or bytes; return them, and whether the socket is
-        empty.
+        """Read up to the budget; return the frames, and whether the socket is empty.
 
         Calls ``recv`` per frame, because ``recv_multipart`` costs three times as much.
         """

@@ -1,5 +1,4 @@
-"""Engine worker that records the start of each step by four clocks, for
-:mod:`benchmarks.engine.steps`.
+"""Engine worker that records each step's start by four clocks, for :mod:`benchmarks.engine.steps`.
 
 ``python -m benchmarks.engine.watched_worker FILE ARGUMENT...`` runs ``tidegate.engine.worker
 ARGUMENT...`` and writes a JSON list of :class:`Mark` to FILE, one per step. It times compiled

@@ -1,5 +1,4 @@
-"""Process that runs many simulated engines over real ZeroMQ sockets, for the orchestrator
-benchmark."""
+"""Process that runs many simulated engines over real ZeroMQ sockets."""
 
 import argparse
 import math

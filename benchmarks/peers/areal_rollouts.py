@@ -1,5 +1,4 @@
-"""Peer benchmark: AReaL's rollout executor, by its public classes, with a trainer that takes no
-time.
+"""Peer benchmark: AReaL's rollout executor, with a trainer that takes no time.
 
 Runs in a Python that has AReaL (README.md here says how to make one) and prints one JSON line:
 ``in_process`` with an engine that answers at once or after a delay; ``http`` with AReaL's own HTTP

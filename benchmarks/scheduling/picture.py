@@ -1,5 +1,4 @@
-"""Plot of the scheduling benchmark: efficiency over the largest staleness, one panel per
-workload."""
+"""Plot of efficiency over the largest staleness, one panel per workload."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""One simulated run of a policy on a workload: the real orchestrator, everything else in virtual
-time.
+"""One run of a policy on a workload: real orchestrator, all else simulated in virtual time.
 
 Real: scheduler, core, fleet, weight coordinator, policy, episodes and the codec on both ends of the
 wire. Simulated: engines, the wire, the trainer and the clock.

@@ -1,5 +1,4 @@
-"""Stopwatch of the time spent in simulated parts; the rest of a process's time is the
-orchestrator's.
+"""Stopwatch of the time spent in simulated parts; the rest is the orchestrator's.
 
 It reads the wall clock, which is cheap, so other work on the machine lengthens everything.
 """

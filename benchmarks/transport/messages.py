@@ -1,5 +1,4 @@
-"""Receive rate of messages in one process, against zmq.asyncio, and the cost of CURVE
-encryption."""
+"""Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption."""
 
 import asyncio
 import subprocess

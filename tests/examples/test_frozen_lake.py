@@ -1,5 +1,4 @@
-"""Tests of the FrozenLake example: it can be won, is deterministic in a pool, and runs as a
-script."""
+"""Tests of the FrozenLake example: winnable, deterministic in a pool, runs as a script."""
 
 from collections import deque
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Tests that each correction is the published one, in either layout, whatever masked positions
-hold."""
+"""Tests that each correction is the published one, whatever masked positions hold."""
 
 import math
 from collections.abc import Callable

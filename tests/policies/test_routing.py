@@ -1,5 +1,4 @@
-"""Tests that each routing policy follows its rule, deterministically, without scanning all
-engines."""
+"""Tests that each routing policy follows its rule without scanning all engines."""
 
 import random
 

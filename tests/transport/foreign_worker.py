@@ -1,5 +1,4 @@
-"""Minimal engine worker without Tidegate's code, using only zmq and msgpack, as in another
-language.
+"""Minimal engine worker that uses only zmq and msgpack, as in another language.
 
 It joins, serves turns by counting upwards from the prompt's last token, keeps unacknowledged steps,
 resumes after a lost connection, and leaves when told to. Read it beside docs/protocol.md.

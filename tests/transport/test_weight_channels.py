@@ -1,5 +1,4 @@
-"""Tests of all weight channels: bytes arrive unchanged in another process, and nothing is left
-over."""
+"""Tests of all weight channels: bytes arrive unchanged, and nothing is left over."""
 
 import gc
 import json
