@@ -189,7 +189,9 @@ def staleness_in_order(
     of a reordering issue", here with arrivals at equal distances.
     """
     _refuse_none(groups_per_batch=groups_per_batch)
-    groups = max(1.0, longest_versions * groups_per_batch)  # that start while the longest runs
+    groups = max(
+        1.0, longest_versions * groups_per_batch
+    )  # groups that start while the longest runs
     stride = max(1, min(math.ceil(GRID_PER_VERSION / groups_per_batch), int(POINTS_MAX / groups)))
     merged = math.ceil(groups / POINTS_MAX)
     step = merged / (groups_per_batch * stride)
@@ -198,7 +200,7 @@ def staleness_in_order(
     if window_groups is None:
         return step * sum(-math.expm1(log) for log in logs)
     behind = [0.0] * (points + stride)
-    for point in reversed(range(points)):  # of this group and all before it
+    for point in reversed(range(points)):  # sums over this group and all earlier ones
         behind[point] = merged * logs[point] + behind[point + stride]
     skip = math.ceil(window_groups / merged) * stride
     skipped = itertools.chain(behind[skip:], itertools.repeat(0.0))

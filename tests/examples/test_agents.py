@@ -148,7 +148,7 @@ def test_every_useful_turn_fits_its_limit() -> None:
             assert len(tokenizer.encode(said).ids) < TURN_TOKENS_MAX
 
 
-# ---------------------------------------------------------------- the one that plays
+# ---------------------------------------------------------------- the FrozenLake player
 
 
 async def test_lessons_walk_as_a_player_would(

@@ -223,9 +223,12 @@ def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_fo
         queue.jobs[number] = job = Job(number, floor, running=int(number == 4))
         if number != 4:
             queue.done[number] = job
-    queue.done.move_to_end(5, last=False)  # it has ended first
+    queue.done.move_to_end(5, last=False)  # group 5 has ended first
     batch = policy.select(queue, groups=2, trainer_version=0) or []
-    assert sorted(job.group_id for job in batch) == [0, 5]  # one of the five, and the first
+    assert sorted(job.group_id for job in batch) == [
+        0,
+        5,
+    ]  # one of the five, and the first that ended
 
 
 def test_a_synchronous_run_admits_the_next_batch_only_when_the_last_one_is_published() -> None:
@@ -258,7 +261,7 @@ def test_stragglers_are_packed_into_a_round_of_their_own_once_they_fill_one() ->
     assert policy.admit(queue, training_groups=4) == 0
     assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (6, False)
     queue.jobs[0] = Job(0, 0)
-    queue.returned_tasks = 4  # a short round goes on as such
+    queue.returned_tasks = 4  # a short round in progress stays a short round
     assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (5, False)
     del queue.jobs[0]
     assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (4, True)
@@ -273,7 +276,7 @@ def test_what_bounds_no_age_must_say_how_much_may_be_outstanding() -> None:
     assert policy.admit(queue_of(2), training_groups=4) == 3
 
 
-# ---------------------------------------------------------------- adapting
+# ---------------------------------------------------------------- AdaptiveStaleness
 
 
 def test_eta_is_moved_to_where_samples_are_as_far_off_policy_as_they_may_be() -> None:

@@ -173,7 +173,7 @@ def test_log_ratios_of_fifty_stay_finite(
     assert batch[0].grad is not None
     assert torch.isfinite(batch[0].grad).all()
     assert all(math.isfinite(value) for value in astuple(diagnostics))
-    assert diagnostics.ess == pytest.approx(1.0)  # of one token, whatever its weight
+    assert diagnostics.ess == pytest.approx(1.0)  # 1 for a single token, whatever its weight
 
 
 def test_micro_batches_with_the_whole_batchs_count_add_up_to_its_loss() -> None:

@@ -294,7 +294,7 @@ def test_a_run_starts_fresh_and_ages_as_its_queue_grows() -> None:
 
     assert mean(2, 9, 0.5, 0, 3) == (0 + 1 + 2 + 2) / 4
     assert mean(None, 1.5, 0.5, 0, 3) == (0 + 1 + 1.5 + 1.5) / 4
-    assert mean(2, 9, 2.0, 5, 9) == 2  # it had begun before
+    assert mean(2, 9, 2.0, 5, 9) == 2  # the run was past its warm-up
     assert mean(4, 9, 0.5, 0, 1) == 0.5
     assert mean(0, 3, 0.5, 0, 9) == 0
     assert mean(4, 1, 1.5, 0, 9) == (0 + 1 + 2 + 2.5 + 3 + 3.5 + 4 * 4) / 10

@@ -120,7 +120,7 @@ def test_a_policy_chooses_somebody_who_may_be_chosen_and_the_same_one_when_asked
         asked = turn(number, chance.randrange(-3, 50), chance.choice((None, "engine-1", "gone")))
         chosen = policy.choose(loads, asked)
         assert chosen in known if known else chosen is None
-        assert policy.choose(loads_of(known, 8.0), asked) == chosen  # made anew, as after a crash
+        assert policy.choose(loads_of(known, 8.0), asked) == chosen  # rebuilt, as after a crash
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -136,7 +136,7 @@ def test_a_policy_leaves_no_engine_far_behind(policy: Routing) -> None:
     assert max(turns.values()) - min(turns.values()) <= 17  # the widest margin, and one turn
 
 
-# ---------------------------------------------------------------- one by one
+# ---------------------------------------------------------------- single policies
 
 
 def test_two_choices_take_the_less_loaded_of_two() -> None:

@@ -148,7 +148,7 @@ def test_a_version_that_is_kept_can_be_read_by_who_comes_late_and_nobody_need_ha
     channel: CudaIpcSender, trainer: HostGpu, end: CudaIpcReceiver
 ) -> None:
     kept = channel.write(1, tensors(50))
-    for _ in range(2):  # the first attempt comes to nothing
+    for _ in range(2):  # as if the first attempt had failed
         newest = channel.write(2, tensors(70), keep=[1])
     late = CudaIpcReceiver(wired(channel.init()), HostGpu())
     assert_arrived(read(late, kept), tensors(50))
@@ -201,7 +201,7 @@ def test_another_process_reads_the_bytes_that_were_sent(channel: CudaIpcSender) 
     assert json.loads(told.stdout) == [sums, 0]
 
 
-# ------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def check(decode: Callable[[bytes], Message], frame: bytes) -> None:
         why = str(refusal)
     else:
         why = ""
-        said = encode(message)  # compared as bytes, for a NaN in what may be anything is no NaN
+        said = encode(message)  # compared as bytes, because NaN != NaN
         assert encode(decode(said)) == said
     assert len(why) <= limits.TEXT_CHARS_MAX + 1
 

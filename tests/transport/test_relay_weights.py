@@ -160,7 +160,7 @@ def test_a_relay_that_ends_while_it_is_being_closed_is_closed(weights: Sender) -
     engine.close()
 
 
-# ------------------------------------------------------------------------------ who dies
+# ------------------------------------------------------------------------------ failover
 
 RELAY = """
 import sys
@@ -250,7 +250,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-# ------------------------------------------------------------------------------ who may
+# ------------------------------------------------------------------------------ keys
 
 
 def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def answers(address: str, fetch: Fetch) -> list[bytes]:
         return stranger.recv_multipart() if stranger.poll(500) else []
 
 
-# ------------------------------------------------------------------------------ who is before whom
+# ------------------------------------------------------------------------------ order of the chain
 
 
 def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:

@@ -178,7 +178,7 @@ def test_engines_that_the_run_starts_need_keys_too(keys: Path) -> None:
         run_settings(model="m", engines=1, keys=keys)
 
 
-# ------------------------------------------------------------------------------ who gets in
+# ------------------------------------------------------------------------------ connections
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", None], ids=["tcp", "ipc"])
@@ -247,7 +247,7 @@ async def test_no_older_protocol_gets_past_the_keys(
         raw.sendall(HANDSHAKES_WITHOUT_KEYS[version])
         raw.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionError):
-            while raw.recv(256):  # its own greeting at most; then it hangs up
+            while raw.recv(256):  # at most its own greeting, then the end
                 pass
     engine = read_engine_keys(keys / "engine")
     with closing(DealerSocket(listener.address, b"a", keys=engine)) as dealer:

@@ -273,7 +273,7 @@ def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
     raise AssertionError(f"nothing was heard within {WAIT_S} s")
 
 
-# ------------------------------------------------------------------------------ what is malformed
+# ------------------------------------------------------------------------------ malformed messages
 
 
 MULTIPART = st.lists(st.binary(max_size=40), min_size=1, max_size=5)

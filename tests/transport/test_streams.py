@@ -75,7 +75,7 @@ def test_each_kind_of_arrival_gets_its_verdict() -> None:
 def test_a_restarted_engine_begins_again_at_zero_and_its_past_is_dropped() -> None:
     window = ReceiveWindow(4)
     assert [window.accept(1, seq) for seq in range(3)] == [Verdict.NEW] * 3
-    assert window.accept(2, 1) is Verdict.GAP  # the later start is known now, its first step not
+    assert window.accept(2, 1) is Verdict.GAP  # epoch 2 is known now, but its step 0 is missing
     assert window.accept(1, 3) is Verdict.OLD_EPOCH
     assert window.accept(2, 0) is Verdict.NEW
     assert window.acknowledgement() == 0

@@ -162,7 +162,7 @@ def test_a_process_that_reads_nothing_is_killed_all_the_same(
     far = FarEnd(near.address, "far", keys)
     far.connection.sendall(b"x")
     assert received(tunnel.connection, 1) == b"x"
-    tunnel.connection.sendall(bytes(8_000_000))  # no socket holds that
+    tunnel.connection.sendall(bytes(8_000_000))  # more than the socket buffers hold
     near.kill(tunnel)
     far.thread.join(WAIT_S)
     assert not far.thread.is_alive()

@@ -128,7 +128,7 @@ def test_a_version_that_is_kept_can_still_be_read_whatever_is_written_beside_it(
     kept_hashes: dict[str, str] = {}
     sizes = [100, 100, 5000, 80, 80, 9000, 100]
     for version, rows in enumerate(sizes):
-        for _ in range(2):  # the first attempt comes to nothing
+        for _ in range(2):  # as if the first attempt had failed
             tensors = [bfloat16("w", rows), bfloat16("bias", 3)]
             keep = [] if kept is None else [kept.version]
             [update] = weights.write(version, tensors, keep=keep)
@@ -247,7 +247,7 @@ def test_a_segment_that_took_over_the_path_is_not_mistaken_for_the_senders() -> 
     second.close()
 
 
-# ------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def decode_round(frame: bytes) -> Round:
         raise BadFrame(f"unreadable answer from where weights come from: {error}") from error
 
 
-# ------------------------------------------------------------ torch, for those who use it
+# ------------------------------------------------------------ torch.distributed
 
 
 def own_gpu() -> str:
