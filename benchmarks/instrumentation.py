@@ -10,8 +10,8 @@ minus the lowest of the runs.
     cpu_us_per_rollout: of the whole process, with engines as fast as requested: a rollout is one
         turn, and costs little more than being recorded, which is the worst case. Once with
         everything on, once with the dashboard only
-    update_...: with 100 engines and 10,000 outstanding rollouts: bytes of an update, its time on
-    the run's loop, and the interval between updates at the viewer
+    update_...: with 100 engines and 10,000 outstanding rollouts: bytes of an update, its
+        time on the run's loop, and the interval between updates at the viewer
 """
 
 import argparse

@@ -189,9 +189,8 @@ def staleness_in_order(
     of a reordering issue", here with arrivals at equal distances.
     """
     _refuse_none(groups_per_batch=groups_per_batch)
-    groups = max(
-        1.0, longest_versions * groups_per_batch
-    )  # groups that start while the longest runs
+    # Number of groups that start while the longest one runs.
+    groups = max(1.0, longest_versions * groups_per_batch)
     stride = max(1, min(math.ceil(GRID_PER_VERSION / groups_per_batch), int(POINTS_MAX / groups)))
     merged = math.ceil(groups / POINTS_MAX)
     step = merged / (groups_per_batch * stride)

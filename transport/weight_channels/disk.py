@@ -1,4 +1,4 @@
-"""Weight channel by files: safetensors in a directory that trainer and engines share.
+"""Weight channel by files: safetensors in a directory that orchestrator and engines share.
 
 It needs no connection between hosts, only a shared file system. A file is renamed to its final name
 once complete, and never changes then. The format is written here, because the safetensors library
