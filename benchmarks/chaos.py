@@ -1,14 +1,14 @@
-"""Does a run keep its promises while its processes are killed, the orchestrator's included?
+"""Crash-restart test: kills a run's processes at random and checks its promises.
 
 ``python -m benchmarks.chaos [--seconds 180] [--seed 0] [--json]`` trains the demo's model with real
-processes: four engines, and one with the trainer and the orchestrator. Every 2 to 5 seconds one of
-the five, drawn from the seed, is killed with SIGKILL and started again a little later. Then it
-prints ``name, value, unit, limit, holds`` and exits with 1 if anything does not hold.
+processes: four engines, and one process with trainer and orchestrator. Every 2 to 5 seconds one of
+the five, drawn from the seed, is killed with SIGKILL and restarted a little later. At the end it
+prints ``name, value, unit, limit, holds`` and exits with 1 if any check fails.
 
-The trainer is forked from a process that has torch and transformers imported: it would spend most
-of its lives importing them. The checks use what the trainer itself wrote down of the batches its
-weights were made from, and the run's ledger. The seed says who is drawn and when; what they are
-doing then, it can't.
+The trainer is forked from a process that has torch and transformers imported, because it would
+otherwise spend most of its time importing them. The checks compare the trainer's own record of the
+batches it trained with the run's ledger. The seed determines the victims and times, but not what
+they are doing then.
 """
 
 import argparse
@@ -48,33 +48,35 @@ TRAINER = "trainer"
 MAX_STALENESS = 2
 KILL_INTERVAL_S = (2.0, 5.0)
 DOWN_S = (0.2, 1.5)
-"""From a kill to the next start."""
+"""Range of the delay between a kill and the restart."""
 TICK_S = 0.05
 FIRST_BATCH_TIMEOUT_S = 180.0
-"""Five processes import torch at once; on two busy cores that takes its time."""
+"""Timeout of the first batch: five processes import torch at once, which takes long on two busy
+cores."""
 STOP_TIMEOUT_S = 180.0
-"""For the last batch, once nobody is killed any more: then something hangs."""
+"""Timeout of the last batch, once the kills have stopped."""
 ENGINES_END_TIMEOUT_S = 90.0
-"""One that was started too late to hear of the run's end gives up after 60 s."""
+"""Timeout for the engines to exit; an engine started too late to learn of the run's end exits after
+60 s."""
 REWARD_SHARE = 0.25
-"""Of the batches, for the reward at the start and that at the end."""
+"""Share of the batches that make up the initial and the final reward."""
 
 
 class Process(Protocol):
-    """What is needed of a process, however it was started."""
+    """The common part of Popen and a forked process."""
 
     def poll(self) -> int | None:
-        """Its exit status, once it has ended."""
+        """Return the exit status, or None while the process runs."""
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
 
     def wait(self) -> int:
-        """Its exit status, waited for."""
+        """Wait for the end and return the exit status."""
 
 
 class Fork:
-    """A process that a fork server has made."""
+    """A process started by a fork server."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -82,11 +84,11 @@ class Fork:
         process.start()
 
     def poll(self) -> int | None:
-        """Its exit status, once it has ended."""
+        """Return the exit status, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self) -> int:
-        """Its exit status, waited for."""
+        """Wait for the end and return the exit status."""
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
@@ -94,7 +96,7 @@ class Fork:
 
 @dataclass(slots=True)
 class Member:
-    """A process that is started again whenever it ends."""
+    """A process of the run that is restarted whenever it ends."""
 
     name: str
     launch: Callable[[], "Process"]
@@ -102,19 +104,19 @@ class Member:
     starts_at_s: float = 0.0
     kills: int = 0
     ends: list[int] = field(default_factory=list)
-    """Exit statuses of when it ended by itself."""
+    """Exit statuses of the times when it ended by itself."""
 
     @property
     def is_up(self) -> bool:
-        """Whether it has been started and has not been seen to end."""
+        """Whether the process was started and is not known to have ended."""
         return self.process is not None
 
     def start(self) -> None:
-        """Start it, for the first time or again."""
+        """Start or restart the process."""
         self.process = self.launch()
 
     def kill(self) -> None:
-        """SIGKILL, whatever it is doing; if it ended by itself just before, that counts."""
+        """Kill the process; if it has just ended by itself, record its exit status instead."""
         assert self.process is not None
         self.process.kill()
         if (status := self.process.wait()) == -signal.SIGKILL:
@@ -124,7 +126,7 @@ class Member:
         self.process = None
 
     def notice_end(self) -> bool:
-        """Whether it has ended by itself since the last look."""
+        """Return whether the process has ended by itself since the last check."""
         if self.process is None or (status := self.process.poll()) is None:
             return False
         self.ends.append(status)
@@ -133,7 +135,7 @@ class Member:
 
 
 class Chaos:
-    """Keeps the members going, and kills them."""
+    """Restarts the members of a run, and kills them at random."""
 
     def __init__(self, directory: Path, model: Path, seed: int) -> None:
         self.directory = directory
@@ -147,7 +149,7 @@ class Chaos:
         self.members = [self.trainer, *self.engines]
 
     def run(self, seconds: float) -> None:
-        """Start all; from the first batch on, kill one after the other for so long."""
+        """Start all members; from the first batch on, kill one after the other for this long."""
         self._wait_for_first_batch()
         started_s = now_s = time.monotonic()
         kills_at_s = started_s + self._chance.uniform(*KILL_INTERVAL_S)
@@ -160,7 +162,8 @@ class Chaos:
             now_s = time.monotonic()
 
     def finish(self) -> bool:
-        """Let it end its last batch; whether the trainer, and then the engines, ended well."""
+        """Let the run finish its last batch; return whether the trainer and the engines exited
+        normally."""
         (self.directory / STOP_FILE).touch()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         while not self.trainer.ends and time.monotonic() < deadline_s:
@@ -174,13 +177,14 @@ class Chaos:
         return self.trainer.ends == [0] and not any(m.is_up for m in self.members)
 
     def kill_all(self) -> None:
-        """Leave nothing behind."""
+        """Kill all remaining processes."""
         for member in self.members:
             if member.is_up:
                 member.kill()
 
     def _keep_going(self, now_s: float, *, is_ending: bool = False) -> None:
-        """Start whoever is down: not a trainer that ended by itself, nor engines sent home."""
+        """Restart members that are down, except a trainer that has exited and engines of an ending
+        run."""
         for member in self.members:
             if member.notice_end():
                 stays_down = is_ending or member is self.trainer
@@ -207,7 +211,7 @@ class Chaos:
 
 
 def start_engine(name: str, options: Options) -> Process:
-    """As a user starts one by hand; what it says goes to the end of its log."""
+    """Start an engine with the command line; its output is appended to its log."""
     arguments = {"connect": options.address, "model": options.model, "engine": name}
     command: list[str | Path] = [
         Path(sys.executable).with_name("tidegate"),
@@ -221,11 +225,11 @@ def start_engine(name: str, options: Options) -> Process:
         )
 
 
-# ------------------------------------------------------------------------- what must hold
+# ------------------------------------------------------------------------- checks
 
 
 def rows(chaos: Chaos, ended_well: bool) -> list[Row]:
-    """All that is told and checked."""
+    """Return all measured and checked lines."""
     told = [
         Row("kills", sum(m.kills for m in chaos.members), "processes"),
         Row("kills_of_trainer_and_orchestrator", chaos.trainer.kills, "processes"),
@@ -252,12 +256,13 @@ def rows(chaos: Chaos, ended_well: bool) -> list[Row]:
 
 
 def early_ends(chaos: Chaos) -> int:
-    """The last end of each is the run's."""
+    """Return how often engines ended by themselves, other than at the end of the run."""
     return sum(max(0, len(engine.ends) - 1) for engine in chaos.engines)
 
 
 def recovery_s(diary: list[dict[str, Any]]) -> float:
-    """From a start of the trainer's process to its first batch, where it got so far."""
+    """Return the median time from a start of the trainer to its first batch, of starts that got so
+    far."""
     waits, started_s = [], None
     for line in diary:
         if line["event"] == "started":
@@ -269,7 +274,7 @@ def recovery_s(diary: list[dict[str, Any]]) -> float:
 
 
 def check_tasks(trained: list[TrainedBatch]) -> list[Row]:
-    """Each prompt once, and none left out: in the order of admission there are no gaps."""
+    """Check that each prompt was trained exactly once, without gaps in admission order."""
     times = Counter(number for batch in trained for number in batch.tasks)
     twice = sum(count > 1 for count in times.values())
     skipped = len(set(range(max(times, default=-1) + 1)) - times.keys())
@@ -283,7 +288,7 @@ def check_tasks(trained: list[TrainedBatch]) -> list[Row]:
 
 
 def check_ledger(trained: list[TrainedBatch], result: dict[str, Any]) -> list[Row]:
-    """The run's books over all lives, with themselves and with the trainer's own."""
+    """Check the ledger over all restarts, in itself and against the trainer's record."""
     ledger = result["ledger"]
     error = result["ledger_error"]
     difference = ledger["trained"] - sum(batch.sampled_tokens for batch in trained)
@@ -297,7 +302,7 @@ def check_ledger(trained: list[TrainedBatch], result: dict[str, Any]) -> list[Ro
 
 
 def check_staleness(trained: list[TrainedBatch]) -> list[Row]:
-    """Of each rollout's oldest token, from the versions recorded with it."""
+    """Check the staleness of each rollout's oldest token."""
     staleness = [b.trainer_version - v for b in trained for v in b.oldest_versions]
     oldest = max(staleness, default=0)
     backwards = sum(a.trainer_version >= b.trainer_version for a, b in pairwise(trained))
@@ -309,7 +314,7 @@ def check_staleness(trained: list[TrainedBatch]) -> list[Row]:
 
 
 def check_reward(trained: list[TrainedBatch]) -> list[Row]:
-    """Mean of the first batches, and of the last."""
+    """Check that the mean reward of the last batches exceeds that of the first."""
     rewards = [batch.reward for batch in trained]
     count = max(1, round(REWARD_SHARE * len(rewards)))
     first, last = fmean(rewards[:count] or [0]), fmean(rewards[-count:] or [0])
@@ -320,7 +325,7 @@ def check_reward(trained: list[TrainedBatch]) -> list[Row]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines; a line that a kill has cut is left out."""
+    """Read a JSON-lines file, skipping a line that a kill has truncated."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -331,7 +336,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run it; the exit status is 1 if something does not hold."""
+    """Run the test; exit status 1 if a check fails."""
     parser = argparse.ArgumentParser(description="Kill a run's processes, and check its promises.")
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, default=0, help="who is killed when")
@@ -355,7 +360,7 @@ def main() -> int:
 
 
 def sockets(directory: str, names: list[str]) -> list[str]:
-    """What can't be copied."""
+    """Return the sockets, which cannot be copied."""
     return [name for name in names if name.endswith(".sock")]
 
 

@@ -1,9 +1,9 @@
-"""How does a trainer live through being killed at any instant? By one checkpoint per batch.
+"""Trainer of the crash-restart test, which survives kills by one atomic checkpoint per batch.
 
-Asynchronous GRPO on the demo's task. Weights, optimizer, what was trained and the run's
-``state_dict()`` are saved in one piece before the weights made from them are published; started
-again, it goes on from there. Ends after the batch during which DIR/stop appears. Decides nothing
-about who is killed.
+Asynchronous GRPO on the demo's task. Weights, optimizer, the record of trained batches and the
+run's ``state_dict()`` are saved in one file before the weights are published; a restart resumes
+from it. It ends after the batch during which DIR/stop appears. :mod:`benchmarks.chaos` starts and
+kills it.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ STOP_FILE = "stop"
 
 @dataclass(frozen=True, slots=True)
 class NumberedTask:
-    """A task that can be told from all others: the demo's come again."""
+    """A task with a unique number, because the demo's tasks repeat."""
 
     number: int
     task: Task
@@ -39,12 +39,12 @@ class NumberedTask:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a trainer is started with, in each of its lives."""
+    """Options of the trainer, equal for each restart."""
 
     directory: Path
-    """For its checkpoint, its diary, its log and the run's own files."""
+    """Directory of its checkpoint, event log, output log and the run's own files."""
     address: str
-    """Where engines connect."""
+    """Address that engines connect to."""
     model: Path
     max_staleness: int
     seed: int
@@ -55,21 +55,21 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What the trainer itself knows of a batch that its weights were made from."""
+    """The trainer's own record of a batch that contributed to its weights."""
 
     number: int
-    """Of batches before it, and itself."""
+    """Number of the batch, counted from 1."""
     trainer_version: int
     tasks: list[int]
-    """One per group, in the order handed over."""
+    """Task numbers, one per group, in the order of hand-over."""
     oldest_versions: list[int]
-    """One per rollout: of the weights that sampled its oldest token."""
+    """Per rollout, the version that sampled its oldest token."""
     sampled_tokens: int
     reward: float
 
 
 class Trainer:
-    """A model, what changes it, and what it was made from."""
+    """Model, optimizer, and the batches they were trained on."""
 
     def __init__(self, options: Options) -> None:
         self.directory = options.directory
@@ -87,7 +87,7 @@ class Trainer:
         self.state = checkpoint["run"]
 
     def train(self, batch: tidegate.Batch, state: dict[str, Any]) -> None:
-        """Make new weights of a batch, and save them with what they were made from."""
+        """Take an optimizer step on a batch, and save a checkpoint."""
         train_step(self.model, self.optimizer, batch)
         self.trained.append(describe(batch, number=state["batches"]))
         self.state = state
@@ -107,7 +107,7 @@ class Trainer:
 
 
 def describe(batch: tidegate.Batch, number: int) -> TrainedBatch:
-    """Note of a batch what the checks want to know."""
+    """Extract from a batch what the checks need."""
     in_order = dict(zip(batch.group_ids.tolist(), batch.tasks, strict=True))
     never = torch.iinfo(batch.weight_versions.dtype).max
     oldest = batch.weight_versions.masked_fill(~batch.loss_mask, never).amin(1)
@@ -122,20 +122,20 @@ def describe(batch: tidegate.Batch, number: int) -> TrainedBatch:
 
 
 class Diary:
-    """What happened in all lives, those that led nowhere included."""
+    """Event log of all restarts, including those that never got far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def note(self, event: str, **facts: object) -> None:
-        """Add a line; what the process has written survives its end."""
+        """Append a line, which survives a kill of the process."""
         line = json.dumps({"event": event, "pid": os.getpid(), "at_s": time.time(), **facts})
         with self._path.open("a") as file:
             file.write(line + "\n")
 
 
 async def train(options: Options) -> None:
-    """Go on from the checkpoint, if there is one, until told to stop."""
+    """Resume from the checkpoint, if there is one, and train until told to stop."""
     diary = Diary(options.directory / DIARY_FILE)
     diary.note("started")
     trainer = Trainer(options)
@@ -171,7 +171,7 @@ async def train(options: Options) -> None:
 
 
 def write_result(directory: Path, trainer: Trainer, rollouts: tidegate.Rollouts) -> None:
-    """Leave what the surviving lineage trained, and the run's own books."""
+    """Write the final record of trained batches, and the run's ledger."""
     result = {
         "trained": [asdict(batch) for batch in trainer.trained],
         "ledger": asdict(rollouts.statistics().ledger),
@@ -181,22 +181,22 @@ def write_result(directory: Path, trainer: Trainer, rollouts: tidegate.Rollouts)
 
 
 def numbered(seed: int) -> Iterator[NumberedTask]:
-    """The same tasks in the same order in each life."""
+    """Yield the tasks in the same order for each restart."""
     for number, task in enumerate(tasks("train", seed)):
         yield NumberedTask(number, task)
 
 
 async def solve_numbered(episode: Episode, task: NumberedTask) -> float:
-    """One episode of the demo."""
+    """Play one episode of the demo."""
     return await solve(episode, task.task)
 
 
 def live(options: Options) -> None:
-    """One life of the trainer's process, its words in DIR/trainer.log."""
+    """Run the trainer in this process, its output in DIR/trainer.log."""
     with (options.directory / LOG_FILE).open("ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    # A progress bar has a lock of multiprocessing's, which a kill would leak.
+    # A progress bar holds a multiprocessing lock, which a kill would leak.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)

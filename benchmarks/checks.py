@@ -1,4 +1,4 @@
-"""How do the benchmarks that hold a run to its promises say what they found?"""
+"""Result table of the benchmarks that check a run's promises, with an exit status."""
 
 import json
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ class Row:
     value: float
     unit: str
     limit: str = ""
-    """What must hold; empty where it is only told."""
+    """Condition that must hold; empty if the value is only reported."""
     holds: bool = True
 
 
 def show(table: Sequence[Row], *, as_json: bool) -> int:
-    """Print the table; the exit status: 1 if something does not hold."""
+    """Print the table; return exit status 1 if any condition fails."""
     for row in table:
         if as_json:
             print(json.dumps(asdict(row)))

@@ -1,14 +1,14 @@
-"""What does a browser need for the dashboard of a full run? A real Chromium looks at one.
+"""Memory and update time of the dashboard's page in a real Chromium, during a full run.
 
 ``TIDEGATE_CHROMIUM=PATH python -m benchmarks.dashboard_page [--json]`` prints ``name, value, unit,
-peer, ratio``; it wants playwright. 100 engines that compute nothing, 10,000 rollouts outstanding;
-the peer is what the page may need at the most.
+peer, ratio``; it needs playwright. The run has 100 simulated engines and 10,000 outstanding
+rollouts; the peer is the limit for the page.
 
-    page_heap_mb        of JavaScript, the highest seen, garbage that was not yet collected included
-    page_process_mb     the process that shows the page: what is its own, and its part of what it
-                        shares with others (PSS); beside it, that of an empty page
-    page_update_s       from one update drawn to the next, the median
-    page_draw_ms        of the page's own thread for each update: what it can't do anything else in
+    page_heap_mb: highest JavaScript heap, uncollected garbage included
+    page_process_mb: memory (PSS) of the process that renders the page; beside it, that of an empty
+        page
+    page_update_s: median time between two drawn updates
+    page_draw_ms: main-thread time of the page per update
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.table import Row, compared, show
 
 BATCHES = 5
 LOOKS = 25
-"""Updates that are waited for; one comes each second."""
+"""Number of updates to wait for; one arrives each second."""
 MEMORY_MAX_MB = 200.0
 UPDATE_MAX_S = 1.0
 UPDATE_TIMEOUT_MS = 60_000
@@ -38,7 +38,7 @@ NEXT_UPDATE = "seen => Number(document.body.dataset.frames ?? 0) > seen"
 
 
 def renderer_mb(browser_pid: int) -> float:
-    """Of the largest of a browser's processes that show pages; others hold no page."""
+    """Return the memory of the browser's largest renderer process; the others show no page."""
     listed = subprocess.run(
         ["ps", "-e", "-o", "pid=,ppid=,args="], check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -55,7 +55,7 @@ def renderer_mb(browser_pid: int) -> float:
 
 
 def shared_out_mb(pid: int) -> float:
-    """A process' memory, what it shares divided by those who share it."""
+    """Return a process's proportional set size (PSS) in MiB."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
@@ -63,7 +63,7 @@ def shared_out_mb(pid: int) -> float:
 
 
 def look(url: str) -> None:
-    """Be the one who looks: a line of figures for each update."""
+    """Run the browser; print a line of figures for each update."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -95,7 +95,7 @@ def look(url: str) -> None:
 
 
 def looked_at() -> list[dict[str, Any]]:
-    """What a browser saw of a full run."""
+    """Return the browser's figures for a full run."""
     work = work_of("full")
     with (
         settings_for(work) as settings,
@@ -111,12 +111,12 @@ def looked_at() -> list[dict[str, Any]]:
         )
         for _ in itertools.islice(batches, BATCHES):
             rollouts.publish(WEIGHTS)
-        said, _ = viewer.communicate(timeout=300)  # the run goes on under it
+        said, _ = viewer.communicate(timeout=300)  # the run keeps going meanwhile
         return [json.loads(line) for line in said.splitlines()]
 
 
 def rows() -> Iterator[Row]:
-    """All that is measured. The first updates are of a page that is still being made."""
+    """Return all lines of the table. The first updates, while the page loads, are skipped."""
     found = looked_at()[2:]
     if len(found) < 2:
         raise SystemExit("the browser saw too few updates: does TIDEGATE_CHROMIUM name one?")
@@ -134,7 +134,7 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure, or be the browser."""
+    """Measure, or run as the browser process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--look", metavar="URL", help="be the one who looks, at this page")

@@ -1,9 +1,9 @@
-"""What do the same bits in every batch cost?
+"""Cost of batch-invariant computation, which gives the same bits in every batch.
 
-``python -m benchmarks.determinism [--json]`` prints ``name, value, unit, peer, ratio``. The model
-of :mod:`benchmarks.small_model` in this process, on one thread. The peer is the engine as it
-computes otherwise; both by turns, medians of CPU time. ``decode``: tokens sampled by that many
-turns at once. ``prefill``: tokens of one context, read in chunks of 512.
+``python -m benchmarks.determinism [--json]`` prints ``name, value, unit, peer, ratio``. It runs the
+model of :mod:`benchmarks.small_model` in this process, on one thread; the peer is the engine in its
+default mode. Both alternate; values are medians of CPU time. ``decode``: tokens sampled by that
+many turns at once. ``prefill``: tokens of one context, read in chunks of 512.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tidegate.engine.models.model_weights import load_directory
 
 
 def make_runner(path: Path, dtype: torch.dtype, *, is_deterministic: bool) -> ModelRunner:
-    """A runner with room for all that is measured."""
+    """Create a runner with room for all measurements."""
     config = ModelConfig.from_directory(path)
     packs = True if is_deterministic else None
     return ModelRunner(
@@ -34,7 +34,7 @@ def make_runner(path: Path, dtype: torch.dtype, *, is_deterministic: bool) -> Mo
 
 
 def rows(path: Path) -> Iterator[Row]:
-    """The whole table."""
+    """Return the whole table."""
     load(path)
     for dtype in (torch.float32, torch.bfloat16):
         ours, peer = (make_runner(path, dtype, is_deterministic=exact) for exact in (True, False))

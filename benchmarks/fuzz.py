@@ -1,10 +1,10 @@
 """Fuzzing of every place where frames and HTTP requests are read: a million frames and more.
 
 ``python -m benchmarks.fuzz [--frames N] [--bodies N] [--seed S] [--json]`` prints ``name, value,
-unit`` and ends with status 1 if anything raised, hung or grew. Half of the frames go to the
-orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to an engine,
-a quarter to a whole run over its socket. Bodies go to the gateway, and a fifth as many to the
-vLLM-compatible server, over HTTP: up to their limits, beside oversized headers and half requests.
+unit`` and exits with status 1 if anything raised, hung or leaked memory. Half of the frames go to
+the orchestrator's fleet and core in this process, where a seed replays exactly; a quarter to an
+engine, a quarter to a whole run over its socket. HTTP bodies go to the gateway, and a fifth as many
+to the vLLM-compatible server: up to their size limits, beside oversized headers and half requests.
 """
 
 import argparse
@@ -26,31 +26,32 @@ from benchmarks.fuzz_wire import FuzzedRun
 from benchmarks.table import Row, show
 
 FRAMES_DEFAULT = 1_250_000
-"""Four in five turn out to be malformed: a million."""
+"""Default number of frames; four in five turn out to be malformed, a million."""
 
 BODIES_DEFAULT = 125_000
-"""As many of them are malformed: a hundred thousand."""
+"""Default number of bodies; as many are malformed, a hundred thousand."""
 
 SERVER_PART = 5
-"""A fifth as many bodies go to the vLLM-compatible server: behind it an engine samples tokens."""
+"""Divisor of the bodies for the vLLM-compatible server, because an engine samples tokens behind
+it."""
 
 FAILURES_SHOWN_MAX = 5
 
 WARM_UP_SHARE = 0.2
-"""Of the frames: what is loaded and cached on the way is in place after them."""
+"""Share of the frames after which everything is loaded and cached."""
 
 GROWTH_MIB_MAX = 16.0
-"""Of the whole process, after the warm-up: what the allocator may round and keep."""
+"""Maximum memory growth of the process after the warm-up: what the allocator may round and keep."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of the frames at one place."""
+    """Result of the frames at one place."""
 
     place: str
     frames: int = 0
     malformed: int = 0
-    """Counted as such; of the others, most came too late or twice, and some were right."""
+    """Frames counted as malformed; most others came too late or twice, and some were valid."""
     healthy: int = 0
     """Steps and turns of the healthy peer that were served meanwhile."""
     growth_mib: float = 0.0
@@ -58,7 +59,7 @@ class Outcome:
     story: str = ""
 
     def rows(self) -> list[Row]:
-        """The figures."""
+        """Return the figures as rows."""
         return [
             Row(f"fuzz_{self.place}_frames", self.frames, "frames"),
             Row(f"fuzz_{self.place}_malformed", self.malformed, "frames"),
@@ -69,11 +70,11 @@ class Outcome:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it all went as it should."""
+        """Whether no exception, starvation or leak occurred."""
         return not self.exceptions and self.healthy > 0 and self.growth_mib < GROWTH_MIB_MAX
 
     def feed(self, frames: int, feed: Callable[[], bytes]) -> None:
-        """Feed frames one by one; what raises is told with the frame, and feeding goes on."""
+        """Feed frames one by one; record exceptions with the frame, and continue."""
         warm_up = int(frames * WARM_UP_SHARE)
         before_mib = 0.0
         for number in range(frames):
@@ -87,20 +88,20 @@ class Outcome:
         self.growth_mib = rss_mib() - before_mib
 
     def fail(self, why: str) -> None:
-        """Count something that must not be."""
+        """Record a failure."""
         self.exceptions += 1
         if self.exceptions <= FAILURES_SHOWN_MAX:
             self.story += f"{self.place}: {why}\n"
 
 
 def rss_mib() -> float:
-    """Memory that this process has in use."""
+    """Return this process's resident memory in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
 def fuzz_fleet(frames: int, seed: int) -> Outcome:
-    """The orchestrator's fleet and core, without a socket."""
+    """Fuzz the orchestrator's fleet and core, without a socket."""
     outcome, fleet = Outcome("fleet"), FuzzedFleet(seed)
     outcome.feed(frames, fleet.feed)
     outcome.malformed, outcome.healthy = fleet.fleet.malformed_frames, fleet.healthy_steps
@@ -108,7 +109,7 @@ def fuzz_fleet(frames: int, seed: int) -> Outcome:
 
 
 def fuzz_engine(frames: int, seed: int) -> Outcome:
-    """An engine's loop, over its socket."""
+    """Fuzz an engine's loop, over its socket."""
     outcome = Outcome("engine")
     with tempfile.TemporaryDirectory() as directory:
         engine = FuzzedEngine(seed, Path(directory))
@@ -125,7 +126,7 @@ def fuzz_engine(frames: int, seed: int) -> Outcome:
 
 
 def fuzz_wire(frames: int, seed: int) -> Outcome:
-    """A whole run, over its socket, flooded by another process."""
+    """Fuzz a whole run, over its socket, flooded by another process."""
     outcome = Outcome("wire", frames=frames)
     with tempfile.TemporaryDirectory() as directory, FuzzedRun(Path(directory)) as run:
         try:
@@ -142,7 +143,7 @@ def fuzz_wire(frames: int, seed: int) -> Outcome:
 
 
 def fuzz_http(bodies: int, seed: int) -> Outcome:
-    """The gateway, over HTTP."""
+    """Fuzz the gateway, over HTTP."""
     outcome = Outcome("http", frames=bodies)
     warm_up, before_mib = int(bodies * WARM_UP_SHARE), 0.0
 
@@ -151,7 +152,8 @@ def fuzz_http(bodies: int, seed: int) -> Outcome:
         if number == warm_up:
             before_mib = rss_mib()
 
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # warns of what is not HTTP
+    # it warns of requests that are not HTTP
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
         fuzzed = FuzzedGateway(seed, Path(directory))
         try:
@@ -166,7 +168,7 @@ def fuzz_http(bodies: int, seed: int) -> Outcome:
 
 
 def fuzz_server(bodies: int, seed: int) -> Outcome:
-    """The vLLM-compatible server with an engine, over HTTP."""
+    """Fuzz the vLLM-compatible server with an engine, over HTTP."""
     outcome = Outcome("server", frames=bodies)
     warm_up, before_mib = int(bodies * WARM_UP_SHARE), 0.0
 

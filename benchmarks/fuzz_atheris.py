@@ -1,7 +1,7 @@
-"""Can a fuzzer that watches the code find a frame that does harm? For who has ``atheris``.
+"""Coverage-guided fuzzing of the frame decoders with ``atheris``, which is installed separately.
 
-``pip install atheris`` into a virtual environment beside Tidegate, then
-``python -m benchmarks.fuzz_atheris -runs=1000000``; options are libFuzzer's. Not a dependency: its
+``pip install atheris`` into a virtual environment beside Tidegate, then ``python -m
+benchmarks.fuzz_atheris -runs=1000000``; options are libFuzzer's. Not a dependency, because its
 wheels exist for some versions of Python and Linux only.
 """
 
@@ -24,18 +24,19 @@ with atheris.instrument_imports(include=["tidegate"]):
     from tidegate.transport.messages import decode_from_orchestrator, encode
 
 FRAMES_PER_FLEET = 10_000
-"""Then a new one: what is found must not hang on too long a history."""
+"""Frames after which the fleet is recreated, so that a finding does not depend on a long
+history."""
 
 
 class Target:
-    """Where frames go: to an engine's decoder, and to a whole fleet and core."""
+    """Fuzz target: an engine's decoder, and a whole fleet and core."""
 
     def __init__(self) -> None:
         self._fleet = FuzzedFleet(seed=0)
         self._frames = 0
 
     def __call__(self, frame: bytes) -> None:
-        """Take one frame; whatever it raises is a finding."""
+        """Process one frame; any exception but BadFrame is a finding."""
         with contextlib.suppress(BadFrame):
             decode_from_orchestrator(frame)
         self._frames += 1
@@ -45,14 +46,14 @@ class Target:
 
 
 def mutate(frame: bytes, bytes_max: int, seed: int) -> bytes:
-    """By libFuzzer's ways, which know no MessagePack, or by ours."""
+    """Mutate a frame by libFuzzer, which does not know MessagePack, or by our mutator."""
     if seed % 2:
         return bytes(atheris.Mutate(frame, len(frame)))
     return FrameMaker(seed, ENGINE_EXAMPLES).mutate(frame)[:bytes_max]
 
 
 def main() -> None:
-    """Fuzz from one right message of each kind on."""
+    """Start fuzzing from one valid message of each kind."""
     with tempfile.TemporaryDirectory() as directory:
         for number, example in enumerate((*ENGINE_EXAMPLES, *ORCHESTRATOR_EXAMPLES)):
             frame = encode(example(LiveState(engine="healthy", turns=[0, 1])))

@@ -1,7 +1,8 @@
-"""Does an engine stand whatever its orchestrator says? A real one but for its size, on a thread.
+"""Fuzz target: a real engine loop on a thread, with a tiny model, fed by a hostile orchestrator.
 
-The model has one tiny layer of random weights; everything else, the socket included, is what a
-worker process runs. It may end itself, for reasons it is made to end for; then it is started again.
+The model has one tiny layer of random weights; everything else, the socket included, is a worker's
+code. The engine may exit by design, for example on Shutdown; then it is restarted.
+:mod:`benchmarks.fuzz` runs it.
 """
 
 import threading
@@ -42,10 +43,10 @@ from tidegate.transport.messages import (
 from tidegate.transport.sockets import DealerSocket
 
 PATIENCE_S = 60.0
-"""An engine that hasn't read what it was sent after so long hangs."""
+"""Timeout after which an engine that has not read its frames counts as hung."""
 
 FRAMES_AHEAD_MAX = 2000
-"""Sent and not read yet. Far less than a socket holds, so that nothing is lost with it."""
+"""Maximum number of unread frames, far below the socket's limits, so that none is lost."""
 
 LIMITS = EngineLimits(
     max_running_turns=8,
@@ -72,13 +73,13 @@ _CONFIG = ModelConfig(
 
 
 class FuzzedEngine:
-    """An engine, and the hostile orchestrator it is connected to. Close it."""
+    """An engine, and the hostile orchestrator that it is connected to. Close it after use."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.frames = 0
         self.starts = self.steps = 0
         self.failures: list[str] = []
-        """What it died of that it should not die of."""
+        """Tracebacks of unexpected deaths."""
         self.malformed = 0
         self._maker = FrameMaker(seed, ORCHESTRATOR_EXAMPLES)
         self._state = LiveState(vocab_size=LIMITS.vocab_size, turns=[1])
@@ -91,7 +92,7 @@ class FuzzedEngine:
         self._start()
 
     def feed(self) -> bytes:
-        """Send one frame of nonsense, which is read a little later; the frame."""
+        """Send one fuzzed frame, which is read a little later; return it."""
         frame = self._maker.frame(self._state)
         self._state.turns[0] = self.frames % 7
         self.frames += 1
@@ -104,7 +105,7 @@ class FuzzedEngine:
         return frame
 
     def settle(self) -> None:
-        """Return once it has read all it was sent; start it again if it has ended."""
+        """Wait until the engine has read all frames; restart it if it has ended."""
         deadline_s = time.monotonic() + PATIENCE_S
         while self._thread.is_alive() and self._read < self._sent:
             self._hear()
@@ -115,7 +116,7 @@ class FuzzedEngine:
             self._restart()
 
     def still_serves(self) -> bool:
-        """Whether, after all that, a turn asked for is a turn sampled."""
+        """Return whether the engine still samples a submitted turn."""
         self._restart()
         self._submit(4_000_000_000)
         deadline_s = time.monotonic() + PATIENCE_S
@@ -127,7 +128,7 @@ class FuzzedEngine:
         return False
 
     def close(self) -> None:
-        """End the engine, and free the address."""
+        """Stop the engine, and release the address."""
         self._end()
         self._router.close()
         self._context.term()
@@ -149,11 +150,11 @@ class FuzzedEngine:
         self._send(encode(SubmitTurn(turn=turn, token_ids=prompt, sampling=sampling)))
 
     def _hear(self) -> list[FromEngine]:
-        """Read what it says; welcome it, and acknowledge its steps."""
+        """Read the engine's messages; welcome it, and acknowledge its steps."""
         heard: list[FromEngine] = []
         while self._router.poll(0):
             peer, *frames = self._router.recv_multipart()
-            if peer != self._name:  # the last words of one before
+            if peer != self._name:  # last messages of a previous engine
                 continue
             message = decode_from_engine(frames[0])
             heard.append(message)
@@ -202,7 +203,7 @@ class FuzzedEngine:
         try:
             self._loop.run()
         except TidegateError:
-            pass  # it ends itself, as it should
+            pass  # it exits by design
         except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
             self.failures.append(traceback.format_exc())
 

@@ -1,7 +1,7 @@
-"""Does the orchestrator's side stand whatever an engine says? A real fleet and core, fed by hand.
+"""Fuzz target: the orchestrator's fleet and core, without sockets or threads, fed frame by frame.
 
-No socket and no thread, so the same seed does the same. One engine is healthy and has its turns
-answered; the other sends what :mod:`fuzz_frames` makes, and so do strangers.
+Deterministic for a seed. One healthy engine has its turns answered; a hostile engine and strangers
+send what :mod:`fuzz_frames` generates. :mod:`benchmarks.fuzz` runs it.
 """
 
 import random
@@ -26,23 +26,25 @@ from tidegate.transport.messages import (
 from tidegate.transport.zeromq import sendable
 
 S_PER_FRAME = 0.002
-"""Of the receiver's clock: 500 frames are a second, so complaints run out and come back."""
+"""Advance of the receiver's clock per frame: 500 frames are a second, so rate limits run out and
+recover."""
 
 FRAMES_PER_HEALTHY_STEP = 25
 
 FRAMES_PER_CHECK = 250
 
 FRAMES_PER_PROGRESS = 10_000
-"""20 s of the receiver's clock: longer than any engine may keep turns and say nothing."""
+"""Interval of progress checks, 20 s of the receiver's clock: longer than an engine may hold turns
+silently."""
 
 TURNS_SHOWN = 16
-"""Of its turns the hostile engine speaks of so many: a step of more rows finds no more."""
+"""Number of its turns that the hostile engine uses; larger steps would find nothing more."""
 
 STRANGERS = (b"", b"\xff\xfe", b"\0\0\0\0\1", b"\xef\xbf\xbd", b"x" * 255)
 
 
 class FuzzedFleet:
-    """A run's core and fleet, and what happened to them."""
+    """A run's core and fleet under fuzzing."""
 
     def __init__(self, seed: int) -> None:
         settings = FleetSettings(
@@ -70,7 +72,7 @@ class FuzzedFleet:
         self._do(ev.BatchAsked())
 
     def feed(self) -> bytes:
-        """Have it hear one frame, and now and then something sensible; the frame."""
+        """Process one fuzzed frame, and now and then a valid one; return the frame."""
         self.frames += 1
         self._now_s += S_PER_FRAME
         if "bad" not in self.fleet.engines and self.frames % 50 == 0:
@@ -96,10 +98,10 @@ class FuzzedFleet:
             return self._chance.choice(STRANGERS)
         return b"stranger-%d" % self._chance.randrange(10**6)
 
-    # ------------------------------------------------------------ the shell around the core
+    # ------------------------------------------------------------ stand-in for the scheduler
 
     def hear(self, peer: bytes, frame: bytes) -> int:
-        """Have it hear one frame and act on it; how many steps were taken in."""
+        """Process one frame and its commands; return the number of steps accepted."""
         steps = 0
         for item in self.fleet.hear([(peer, frame)], self._now_s):
             if isinstance(item, Answer):
@@ -141,7 +143,7 @@ class FuzzedFleet:
                 self._publish()
 
     def _publish(self) -> None:
-        """Every engine serves the next version at once; the trainer wants another batch."""
+        """Make every engine serve the next version at once, and request another batch."""
         self.batches += 1
         version = self.fleet.newest_version + 1
         self.fleet.newest_version = self._healthy.version = self._bad.version = version
@@ -152,7 +154,7 @@ class FuzzedFleet:
         self._events.append(ev.BatchAsked())
 
     def _send(self, peer: bytes, message: Message) -> bool:
-        sendable(message)  # as the socket does: what is too large is a defect of ours
+        sendable(message)  # as the socket does: an oversized message would be our own bug
         state = {b"healthy": self._healthy, b"bad": self._bad}.get(peer)
         if state is not None and isinstance(message, SubmitTurn):
             state.turns = [*state.turns, message.turn][-TURNS_SHOWN:]
@@ -160,14 +162,14 @@ class FuzzedFleet:
             state.turns.remove(message.turn)
         return True
 
-    # ------------------------------------------------------------ sensible engines
+    # ------------------------------------------------------------ valid engines
 
     def _join(self, state: LiveState) -> None:
         state.seq, state.turns = 0, []
         self.hear(state.engine.encode(), encode(hello_of(state, self.fleet.newest_version)))
 
     def _answer_turns(self) -> None:
-        """The healthy engine ends all of its turns."""
+        """Let the healthy engine end all of its turns."""
         step = step_of(self._healthy, finish=b"\1" * len(self._healthy.turns))
         self.healthy_steps += 1
         self.healthy_tokens += len(self._healthy.turns)
@@ -182,7 +184,7 @@ class FuzzedFleet:
             self._do(event)
 
     def _check_rollout(self, rollout: Rollout) -> None:
-        """Nothing that no engine can have sampled may reach the trainer."""
+        """Check that a rollout holds only tokens that an engine can have sampled."""
         tokens, logprobs = rollout.token_ids, rollout.logprobs
         if not 0 <= min(tokens) <= max(tokens) < self._bad.vocab_size:
             raise AssertionError(f"a batch with tokens {tokens}")
@@ -195,7 +197,7 @@ class FuzzedFleet:
                 raise AssertionError(f"a batch by weights to come: {turn.spans()}")
 
     def _check(self) -> None:
-        """Nothing that is counted may be off, and nothing that is remembered may grow."""
+        """Check the core's invariants, and that no table grows."""
         self.core.check()
         if self.frames % FRAMES_PER_PROGRESS == 0:
             if self.healthy_tokens == self._tokens_before:

@@ -1,7 +1,7 @@
-"""What might a hostile or broken peer send? Frames that are nearly right, from a seed.
+"""Generator of malformed wire frames from a seed: nearly valid messages with mutations.
 
-Bytes are flipped, cut and spliced; values are swapped for others that a type, a range or a length
-should refuse. It sends nothing, and knows of the receiver only the turns and numbers it is told.
+Bytes are flipped, cut and spliced; values are replaced by others that a type, range or length check
+should refuse. The fuzz targets feed the frames and keep :class:`LiveState` up to date.
 """
 
 import math
@@ -52,10 +52,10 @@ from tidegate.transport.messages import (
 )
 
 NESTING_MAX = 3000
-"""Deep enough to break a decoder that recurses; 3 KB."""
+"""Nesting depth that breaks a recursive decoder; 3 KB."""
 
 LARGE_CHARS = 300_000
-"""More than any text may have."""
+"""Length of a string beyond every text limit."""
 
 ODD_VALUES: tuple[Any, ...] = (
     *(0, 1, -1, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
@@ -68,7 +68,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 @dataclass(slots=True)
 class LiveState:
-    """What makes a frame look as if it belonged: kept up to date by who runs the receiver."""
+    """State that makes frames plausible, kept up to date by the fuzz target."""
 
     engine: str = "bad"
     epoch: int = 1
@@ -80,7 +80,7 @@ class LiveState:
 
 
 class FrameMaker:
-    """Makes frames without end. Same seed, same states, same frames."""
+    """Endless generator of frames, deterministic for a seed and sequence of states."""
 
     def __init__(self, seed: int, examples: Sequence[Callable[[LiveState], Message]]) -> None:
         self._chance = random.Random(seed)
@@ -107,7 +107,7 @@ class FrameMaker:
         self._last = b"\x80"
 
     def frame(self, state: LiveState) -> bytes:
-        """The next frame; most are malformed, some are only implausible, a few are right."""
+        """Return the next frame; most are malformed, some only implausible, a few valid."""
         chance = self._chance
         kind = chance.random()
         if kind < 0.02:
@@ -123,7 +123,7 @@ class FrameMaker:
         return frame
 
     def mutate(self, frame: bytes) -> bytes:
-        """The same frame, but for one thing."""
+        """Apply one mutation to a frame."""
         return self._chance.choice(self._mutations)(frame)
 
     # ------------------------------------------------------------ bytes
@@ -161,10 +161,10 @@ class FrameMaker:
             self._swap_one(content)
             return msgspec.msgpack.encode(content)
         except (msgspec.DecodeError, ValueError, RecursionError, TypeError, OverflowError):
-            return frame  # damaged too much by an earlier mutation to be read
+            return frame  # damaged too much by an earlier mutation to be decoded
 
     def _swap_one(self, content: Any) -> None:
-        """Replace, drop or add one value, somewhere in the tree."""
+        """Replace, drop or add one value somewhere in the tree."""
         chance = self._chance
         while True:
             key = chance.choice(list(content) if isinstance(content, dict) else range(len(content)))
@@ -194,7 +194,7 @@ class FrameMaker:
     # ------------------------------------------------------------ steps
 
     def _odd_step(self, step: Step, state: LiveState) -> Step:
-        """A well-formed step of the receiver's own turns, with one thing that can't be."""
+        """Make one field of a well-formed step impossible."""
         rows = len(step.turns) // 4
         odd = self._chance.choice(self._oddities)(step, state, rows)
         return msgspec.structs.replace(step, **odd)
@@ -218,7 +218,7 @@ class FrameMaker:
         return {"counts": struct.pack("<I", count) * rows}
 
     def _long_rows(self, step: Step, state: LiveState, rows: int) -> dict[str, Any]:
-        """Right in itself; but nobody asked for so many tokens."""
+        """Return more tokens than were requested, otherwise consistent."""
         count = self._chance.choice((1, 3, 40))
         return {
             "counts": struct.pack("<I", count) * rows,
@@ -257,11 +257,11 @@ def _replaced(column: bytes, typecode: str, at: int, value: float) -> bytes:
     return values.tobytes()
 
 
-# ---------------------------------------------------------------- what is damaged
+# ---------------------------------------------------------------- valid messages to mutate
 
 
 def hello_of(state: LiveState, weight_version: int = 0) -> Hello:
-    """How an engine introduces itself."""
+    """Return a valid hello of an engine."""
     return Hello(
         protocol=1,
         engine=state.engine,
@@ -281,7 +281,7 @@ def hello_of(state: LiveState, weight_version: int = 0) -> Hello:
 
 
 def step_of(state: LiveState, finish: bytes = b"") -> Step:
-    """The next step of all its turns, one token each, as it should be."""
+    """Return the next valid step of all turns, one token each."""
     rows = len(state.turns)
     return Step(
         seq=state.seq,
@@ -323,7 +323,7 @@ ENGINE_EXAMPLES: Examples = (
     lambda state: Goodbye(reason="tired"),
     lambda state: Complaint(message="what?"),
 )
-"""Each kind that an engine sends; steps are most of it."""
+"""A valid message of each kind from an engine; mostly steps."""
 
 
 def _submit(state: LiveState) -> Message:
@@ -363,4 +363,4 @@ ORCHESTRATOR_EXAMPLES: Examples = (
         version=state.version + 1, pause_mode="keep", kv_policy="recompute"
     ),
 )
-"""Each kind that an engine is to obey; those that end it at once are left out."""
+"""A valid message of each kind to an engine, except those that end it at once."""

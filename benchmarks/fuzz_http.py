@@ -1,8 +1,8 @@
 """Fuzzing of the gateway and the vLLM-compatible server over HTTP.
 
-Bodies are right ones with a part replaced, garbled text, nesting without end, bodies up to their
-limits, headers without end, half requests, and requests that are not HTTP. A healthy client asks in
-between, and must get what it asks for.
+Bodies are valid ones with a part replaced, garbled text, endless nesting, bodies up to their size
+limits, endless headers, half requests, and requests that are not HTTP. A healthy client sends
+requests in between, and must be answered correctly. :mod:`benchmarks.fuzz` runs it.
 """
 
 import asyncio
@@ -31,19 +31,19 @@ from tidegate.transport.messages import SamplingParams
 WORDS = "what the model says"
 
 BODIES_PER_SESSION = 200
-"""Bodies that turn out to be right make rows: a session and its rows end after so many."""
+"""Requests per session, because valid bodies create rows, which end with their session."""
 
 ANSWER_TIMEOUT_S = 120.0
-"""Far more than any answer takes: reaching it is a failure."""
+"""Timeout of an answer, far above any real one; reaching it is a failure."""
 
 LARGE_SHARE = 1 / 500
-"""Of the requests: those with bodies up to their limit."""
+"""Share of requests with bodies up to the size limit."""
 
 HALF_SHARE = 0.02
-"""Of the requests: those that end in their midst, and whose connection stays open for a while."""
+"""Share of requests that are cut off while their connection stays open for a while."""
 
 HALVES_HELD = 32
-"""Half requests whose connections are open at once; the oldest is closed for a new one."""
+"""Maximum number of open half requests; the oldest is closed for a new one."""
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CHAT = {
@@ -115,10 +115,10 @@ MAY_FAIL = frozenset(
         "/v1/unload_lora_adapter",
     }
 )
-"""Paths whose refusals are vLLM's: 500 for an update that can't be, 501 for what is not served."""
+"""Paths that may refuse with vLLM's statuses: 500 for an impossible update, 501 if not served."""
 
 SERVER_CONTEXT_TOKENS = 128
-"""So short that a request without ``max_tokens`` ends soon."""
+"""Context length, so short that a request without ``max_tokens`` ends soon."""
 
 ODD: tuple[Callable[[random.Random], Any], ...] = (
     lambda chance: None,
@@ -132,11 +132,11 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
     lambda chance: [chance.randrange(-5, 200_000) for _ in range(chance.randrange(20))],
     lambda chance: {str(chance.randrange(10**6)): chance.random() * 1e9},
 )
-"""What takes the place of a part of a body."""
+"""Generators of values that replace a part of a body."""
 
 
 class FixedEngine:
-    """Says the same, at once or a little later."""
+    """Turn source that returns fixed text, at once or after a delay."""
 
     def __init__(self, model: ModelFiles, words: str, latency_s: float = 0.0) -> None:
         self._latency_s = latency_s
@@ -146,7 +146,7 @@ class FixedEngine:
     async def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
-        """A whole turn."""
+        """Return a whole turn."""
         turn = Turn(rollout, sampling)
         rollout.turns.append(turn)
         if self._latency_s:
@@ -157,33 +157,33 @@ class FixedEngine:
         return turn
 
     async def rejoin(self, rollout: Rollout) -> Turn:
-        """Never."""
+        """Not used here."""
         raise AssertionError("nothing is resumed here")
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        """Nobody is cancelled here."""
+        """No-op."""
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
-        """Nothing is resumed here."""
+        """No-op."""
 
     def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
-        """Nobody counts."""
+        """No-op: phases are not counted."""
         return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:
-        """They have all time."""
+        """Always False."""
         return False
 
     async def park(self, rollout: Rollout) -> None:
-        """Nobody waits here."""
+        """Not used here."""
         raise AssertionError("nobody waits for newer weights here")
 
     async def score(self, rollout: Rollout, asked: object) -> NoReturn:
-        """Nobody scores here."""
+        """Not used here."""
         raise AssertionError("nobody has tokens scored here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
-        """Another row."""
+        """Create another row."""
         self._rows += 1
         branch = Rollout(self._rows, rollout.group_id, rollout.index)
         branch.branch_of, branch.fork_reason = rollout, reason
@@ -192,7 +192,7 @@ class FixedEngine:
 
 
 class Client:
-    """One connection, made again when the server has closed it."""
+    """An HTTP connection that is reopened when the server has closed it."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -200,7 +200,7 @@ class Client:
         self._halves: deque[asyncio.StreamWriter] = deque()
 
     async def post(self, path: str, key: str, body: bytes) -> tuple[int, bytes]:
-        """Ask properly; the answer's status and body."""
+        """Send a valid request; return the answer's status and body."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self.port)
         reader, writer = self._streams
@@ -217,7 +217,7 @@ class Client:
         return status, said
 
     async def say(self, raw: bytes) -> bytes:
-        """Send what may not be HTTP, over a connection of its own, and read to the end."""
+        """Send arbitrary bytes over a new connection, and read to the end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(raw)
@@ -243,14 +243,14 @@ class Client:
             self._halves.popleft().close()
 
     def close(self) -> None:
-        """The next request makes another connection."""
+        """Close the connection; the next request opens another one."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
 
 
 def head_of(path: str, key: str, length: int) -> bytes:
-    """The head of a right request."""
+    """Return the head of a valid request."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
@@ -258,7 +258,7 @@ def head_of(path: str, key: str, length: int) -> bytes:
 
 
 def large_body(chance: random.Random, right: dict[str, Any], bytes_max: int) -> bytes:
-    """A body of nearly as many bytes as there may be, or some more."""
+    """Return a body near the size limit, or somewhat over it."""
     size = chance.choice([bytes_max // 16, bytes_max - 4096, bytes_max, bytes_max + 4096])
     values: list[Callable[[], str]] = [
         lambda: "{}," * (size // 3) + "{}",
@@ -278,7 +278,8 @@ def large_body(chance: random.Random, right: dict[str, Any], bytes_max: int) -> 
 
 
 def oversized_head(chance: random.Random, path: str, key: str) -> bytes:
-    """Headers of a megabyte: one, many, in the path, as trailers, or as sizes of chunks."""
+    """Return a request with headers of a megabyte: one, many, in the path, as trailers or chunk
+    sizes."""
     begun = head_of(path, key, 2)[:-2]
     chunked = begun.replace(b"Content-Length: 2", b"Transfer-Encoding: chunked") + b"\r\n"
     size = chance.choice([60_000, 70_000, 2**20])
@@ -296,16 +297,16 @@ def oversized_head(chance: random.Random, path: str, key: str) -> bytes:
 
 @dataclass(slots=True)
 class FuzzedGateway:
-    """A gateway under bodies by chance."""
+    """A gateway under fuzzed requests."""
 
     seed: int
     directory: Path
     bodies: int = 0
     refused: int = 0
-    """Told what is wrong with them: 4xx, or a connection closed on what is not HTTP."""
+    """Requests that were refused with 4xx, or whose connection was closed."""
     healthy: int = 0
     large: int = 0
-    """Bodies near their limit, or over it."""
+    """Requests with bodies near or over their limit."""
     failures: list[str] = field(default_factory=list)
     chance: random.Random = field(init=False)
 
@@ -313,7 +314,7 @@ class FuzzedGateway:
         self.chance = random.Random(self.seed)
 
     async def feed(self, bodies: int, each: Callable[[int], None]) -> None:
-        """Send so many; ``each`` hears the number of each before it is sent."""
+        """Send this many requests; ``each`` is called with each number before."""
         path = add_chat_template(self.directory / "model", "chatml")
         tokenizer = read_tokenizer(path / "tokenizer.json")
         stop = tokenizer.token_to_id(ENDS["chatml"]) or 0
@@ -350,7 +351,7 @@ class FuzzedGateway:
     async def send(
         self, client: Client, path: str, key: str, right: dict[str, Any], bytes_max: int
     ) -> None:
-        """Send one request, right but for what chance makes of it."""
+        """Send one fuzzed request."""
         self.bodies += 1
         kind, body = self.chance.random(), b""
         try:
@@ -406,7 +407,7 @@ class FuzzedGateway:
         return self.chance.choice([self.chance.randbytes(depth % 999), opened * depth, b""])
 
     def _replaced(self, part: Any) -> Any:
-        """A copy with one to three parts replaced, left out, or put under another name."""
+        """Return a copy with one to three parts replaced or left out."""
         copy = json.loads(json.dumps(part))
         for _ in range(self.chance.randrange(1, 4)):
             holder: Any = copy
@@ -437,7 +438,7 @@ class FuzzedGateway:
 
 
 class FuzzedServer:
-    """A vLLM-compatible server with an engine, under requests by chance."""
+    """A vLLM-compatible server with an engine, under fuzzed requests."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.fuzzed = FuzzedGateway(seed, directory)
@@ -447,7 +448,7 @@ class FuzzedServer:
         self._model = add_chat_template(path, "chatml")
 
     def feed(self, bodies: int, each: Callable[[int], None]) -> None:
-        """Send so many; ``each`` hears the number of each before it is sent."""
+        """Send this many requests; ``each`` is called with each number before."""
         with tidegate.vllm_server(model=self._model, engines=1) as server:
             asyncio.run(self._feed(server, bodies, each))
             self.longest_block_s = server.statistics().loop_longest_block_s
@@ -474,7 +475,7 @@ class FuzzedServer:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await resuming.post("/resume", key, b"")
             asking = asyncio.ensure_future(client.post(path, key, json.dumps(body).encode()))
-            # Half a request for a pause may take effect after the first resume.
+            # A half request for a pause may take effect after the first resume.
             while not (await asyncio.wait({asking}, timeout=1.0))[0]:
                 await resuming.post("/resume", key, b"")
             status, said = await asking

@@ -1,7 +1,7 @@
-"""Does a whole run stand a flood over its real socket? One healthy engine, one flooding process.
+"""Fuzz target: a whole run over its real socket, with one healthy engine and a flooding process.
 
-The flood never joins the run and never reads; it comes under ever new names, and leaves again. As a
-program (``python -m benchmarks.fuzz_wire ADDRESS FRAMES SEED``) this is that flood.
+The flood never joins the run and never reads; it reconnects under ever new names. As a program
+(``python -m benchmarks.fuzz_wire ADDRESS FRAMES SEED``) this module is that flood.
 """
 
 import json
@@ -33,10 +33,11 @@ from tidegate.transport.sockets import DealerSocket
 PATIENCE_S = 120.0
 
 FRAMES_PER_NAME = 500
-"""Then the flood hangs up, and calls again under another name."""
+"""Frames per connection; then the flood reconnects under another name."""
 
 FRAMES_AHEAD_MAX = 10 * FRAMES_PER_NAME
-"""Sent and not read yet. Sockets limit what waits per connection, not how many there are."""
+"""Maximum number of unread frames; sockets limit the queue per connection, not the number of
+connections."""
 
 TASKS_AT_ONCE = 8
 
@@ -44,7 +45,7 @@ VOCAB_SIZE = 1000
 
 
 class FuzzedRun:
-    """A run that is evaluated over and over while it is flooded. Use it as a context."""
+    """A run that is evaluated over and over while it is flooded; a context manager."""
 
     def __init__(self, directory: Path) -> None:
         address = f"ipc://{directory}/run"
@@ -78,7 +79,7 @@ class FuzzedRun:
         self._engine.join(PATIENCE_S)
 
     def flood(self, frames: int, seed: int) -> None:
-        """Begin to send that many malformed frames."""
+        """Start to send that many malformed frames."""
         arguments = [self._address, str(frames), str(seed)]
         self._flood = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.fuzz_wire", *arguments],
@@ -87,14 +88,14 @@ class FuzzedRun:
         )
 
     def evaluate(self) -> None:
-        """Have the healthy engine serve some turns; all must come back."""
+        """Have the healthy engine serve some turns; all must complete."""
         work = self._run.submit(lambda run: run.evaluate(list(range(TASKS_AT_ONCE)), _episode))
         rollouts = work.result(PATIENCE_S)
         self.episodes += sum(rollout.reward == 1.0 for rollout in rollouts)
 
     @property
     def frames(self) -> int:
-        """Frames of the flood that the run has read; at least so many."""
+        """Lower bound of the flood's frames that the run has read."""
         healthy = self._engine.sent
         assert self._run.scheduler is not None
         statistics = self._run.scheduler._router.statistics()  # type: ignore[attr-defined]
@@ -102,13 +103,13 @@ class FuzzedRun:
 
     @property
     def malformed(self) -> int:
-        """Frames that the run has refused."""
+        """Number of frames that the run has refused."""
         assert self._run.scheduler is not None
         many_frames = self._run.scheduler._router.statistics().malformed  # type: ignore[attr-defined]
         return int(many_frames) + self._run.scheduler.fleet.malformed_frames
 
     def await_frames(self, count: int) -> None:
-        """Return once that many have been read."""
+        """Wait until that many frames have been read."""
         assert self._flood is not None
         assert self._flood.stdin is not None
         read, deadline_s = -1, 0.0
@@ -136,7 +137,7 @@ class _HealthyEngine(threading.Thread):
     def __init__(self, address: str) -> None:
         super().__init__(name="healthy engine")
         self.sent = 0
-        """Frames."""
+        """Number of frames sent."""
         self._socket = DealerSocket(address, b"healthy")
         self._state = LiveState(engine="healthy", vocab_size=VOCAB_SIZE)
 
@@ -169,7 +170,7 @@ class _HealthyEngine(threading.Thread):
 
 
 def _model_directory(path: Path) -> Path:
-    """All that an orchestrator reads of a model."""
+    """Write the files of a model directory that an orchestrator reads."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     words = {f"w{number}": number for number in range(VOCAB_SIZE)}
@@ -181,17 +182,19 @@ def _model_directory(path: Path) -> Path:
 
 
 def flood(address: str, frames: int, seed: int) -> None:
-    """Send frames, as many as the standard input has let through."""
+    """Send frames, as many as standard input has permitted."""
     chance = random.Random(seed)
     maker = FrameMaker(seed, ENGINE_EXAMPLES)
-    state = LiveState(turns=[1, 2, 3])  # under a name that is never the sender's: none may join
+    # the name in hello never matches the sender's, so none can join
+    state = LiveState(turns=[1, 2, 3])
     with zmq.Context() as context:
         for begin in range(0, frames, FRAMES_PER_NAME):
             if begin % (FRAMES_AHEAD_MAX // 2) == 0:
-                sys.stdin.buffer.read(1)  # may go on
+                sys.stdin.buffer.read(1)  # blocks until the run has caught up
             socket = context.socket(zmq.DEALER)
             name = b"bad-%d" % begin
-            # Each once: who comes back under a name takes it from the connection before, unread.
+            # Names are used once: a reconnect under a name would replace the earlier, unread
+            # connection.
             socket.identity = chance.choice((b"\xff" + name, name))
             socket.connect(address)
             for _ in range(min(FRAMES_PER_NAME, frames - begin)):

@@ -1,17 +1,17 @@
-"""What does it cost to watch a run? Its throughput and CPU time, watched and not, and a full page.
+"""Cost of observing a run: throughput and CPU time with and without dashboard, metrics and records.
 
 ``python -m benchmarks.instrumentation [--json]`` prints ``name, value, unit, peer, ratio``. Engines
-are those of :mod:`benchmarks.orchestrator`: they compute nothing, in a process of their own. All
+are those of :mod:`benchmarks.orchestrator`: they compute nothing, in a process of their own. "all"
 means a dashboard with one viewer, a scrape every second, and a run directory; the peer is the same
-run with none of it, by turns, each in a process of its own. Values are medians; a spread is the
-highest of the runs less the lowest.
+run without any, alternately, each in its own process. Values are medians; a spread is the highest
+minus the lowest of the runs.
 
-    rollouts_per_s        engines at the pace of 256 turns of 64 tokens in 0.64 s
-    cpu_us_per_rollout    of the whole process, engines as fast as they are asked: a rollout here is
-                          one turn, and costs hardly more than being noted; the worst case. Once
-                          with all on, once with the dashboard only
-    update_...            100 engines, 10,000 rollouts outstanding: bytes of an update, what it
-                          takes of the run's loop, from one update to the next at the viewer
+    rollouts_per_s: with engines at the pace of 256 turns of 64 tokens in 0.64 s
+    cpu_us_per_rollout: of the whole process, with engines as fast as requested: a rollout is one
+        turn, and costs little more than being recorded, which is the worst case. Once with
+        everything on, once with the dashboard only
+    update_...: with 100 engines and 10,000 outstanding rollouts: bytes of an update, its
+        time on the run's loop, and the interval between updates at the viewer
 """
 
 import argparse
@@ -38,12 +38,12 @@ PACED = {"engines": 4, "slots": 64, "tokens": 64, "steps": 64, "turn_s": 0.64, "
 FAST = {"engines": 4, "slots": 64, "tokens": 64, "steps": 4, "turn_s": 0.008, "step_s": 0.002}
 FULL = {"engines": 100, "slots": 128, "tokens": 64, "steps": 64, "turn_s": 12.8, "step_s": 0.2}
 BATCHES = {"paced": (4, 14), "fast": (10, 60), "full": (1, 4)}
-"""Of kind: batches of 256 rollouts to warm up by, and to measure."""
+"""Batches of 256 rollouts to warm up and to measure, by kind."""
 KINDS: dict[str, dict[str, Any]] = {"paced": PACED, "fast": FAST, "full": FULL}
 
 
 def work_of(kind: str) -> argparse.Namespace:
-    """What is to be done, as :mod:`benchmarks.orchestrator.subject` understands it."""
+    """Return the workload, as options of :mod:`benchmarks.orchestrator.subject`."""
     rollouts = 10_000 if kind == "full" else 512
     return argparse.Namespace(
         **KINDS[kind], rollouts=rollouts, group_size=8, batch=32, in_process=False
@@ -51,7 +51,7 @@ def work_of(kind: str) -> argparse.Namespace:
 
 
 class Viewer(threading.Thread):
-    """Looks at a run as a page does, and scrapes it: in a process of its own, told by lines."""
+    """Viewer process that reads updates as a page does, and scrapes metrics."""
 
     CODE = """
 import json, sys, threading, time, urllib.request
@@ -77,21 +77,21 @@ for line in urllib.request.urlopen(url + "api/updates"):
         self.updates: list[tuple[int, float | None]] = []
 
     def run(self) -> None:
-        """Take note of each update."""
+        """Record the size and interval of each update."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             size, gap_s = json.loads(line)
             self.updates.append((size, gap_s))
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the viewer process."""
         self._process.kill()
         self._process.wait()
         self.join()
 
 
 def subject(kind: str, watched: str) -> dict[str, Any]:
-    """One run, measured from inside."""
+    """Measure one run from inside."""
     warm_up, batches = BATCHES[kind]
     work = work_of(kind)
     with settings_for(work) as settings, tempfile.TemporaryDirectory() as directory:
@@ -114,7 +114,7 @@ def subject(kind: str, watched: str) -> dict[str, Any]:
 
 
 def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dict[str, float]:
-    """Rollouts, CPU and wall time of so many batches, after some to warm up."""
+    """Return the rollouts, CPU and wall time of the batches after a warm-up."""
     started_s = cpu_started_s = 0.0
     counted = 0
     for number, batch in enumerate(rollouts.batches(itertools.count(), episode=solve)):
@@ -129,7 +129,7 @@ def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dic
 
 
 def looked_at(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
-    """How long the run's loop is kept by one look, in CPU time of its own thread."""
+    """Measure how long one observation blocks the run's loop, in CPU time of its thread."""
     from tidegate.observability.dashboard.observation import group_lines
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
@@ -148,7 +148,7 @@ def looked_at(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
 
 
 def in_own_process(kind: str, watched: str) -> dict[str, Any]:
-    """Its answer is its last line."""
+    """Run :func:`subject` in its own process; the result is its last line."""
     command = [sys.executable, "-m", "benchmarks.instrumentation", "--subject", kind, watched]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -156,14 +156,14 @@ def in_own_process(kind: str, watched: str) -> dict[str, Any]:
 
 
 def rows(runs: int) -> Iterator[Row]:
-    """All that is measured."""
+    """Return all lines of the table."""
     yield from compared_rows("paced", ("nothing", "all"), runs)
     yield from compared_rows("fast", WATCHED, runs)
     yield from full_rows(in_own_process("full", "dashboard"))
 
 
 def compared_rows(kind: str, ways: tuple[str, ...], runs: int) -> Iterator[Row]:
-    """By turns, so that a busy machine slows them alike."""
+    """Compare the ways alternately, so that a busy machine slows them alike."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(runs):
         for way in ways:
@@ -185,7 +185,7 @@ def compared_rows(kind: str, ways: tuple[str, ...], runs: int) -> Iterator[Row]:
 
 
 def full_rows(found: dict[str, Any]) -> Iterator[Row]:
-    """Of a page that shows as much as it ever will."""
+    """Return the figures of a page that shows a full run."""
     sizes = [size for size, _ in found["updates"]]
     gaps_s = [gap_s for _, gap_s in found["updates"] if gap_s is not None]
     yield Row("update_rollouts_outstanding", found["outstanding"], "rollouts")
@@ -197,7 +197,7 @@ def full_rows(found: dict[str, Any]) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure all of it, or one run."""
+    """Measure everything, or one run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--runs", type=int, default=RUNS, help="of each kind")

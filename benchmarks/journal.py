@@ -1,8 +1,9 @@
-"""How much does the journal take in, how soon is it on the disk, and how much room does it need?
+"""Throughput, commit latency and disk usage of the journal, against SQLite and plain files.
 
 ``python -m benchmarks.journal [--json] [--directory DIR]`` prints ``name, value, unit, peer,
-ratio``; each value is the median of five runs, ours and the peer's by turns. The directory decides
-which disk is measured. A group's record is 8 rollouts of 64 tokens of 8 bytes, and ids: 5 KB.
+ratio``; each value is the median of five runs, ours and the peer's alternately. The directory
+decides which disk is measured. A group's record is 8 rollouts of 64 tokens of 8 bytes, and ids: 5
+KB.
 """
 
 import argparse
@@ -27,39 +28,39 @@ SMALL_BYTES = 100
 GROUPS = 40_000
 SMALL_RECORDS = 400_000
 PEER_RECORDS = 400
-"""The peers that commit each record alone need no more."""
+"""Records of the peers that commit each record alone; they are slow enough for that few."""
 CHUNK_BYTES = 8 * 1024 * 1024
 PACED_S = 1.5
 TICK_S = 0.001
 ROUNDS = 8
-"""Of filling and compacting."""
+"""Rounds of filling and compacting."""
 TIMEOUT_S = 120.0
 
 
 class Bench:
-    """Measures in one directory, each time with a new file."""
+    """Measurements in one directory, each with a new file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files = 0
 
     def path(self) -> Path:
-        """Of a file that does not exist; those before it go, and with them the disk's backlog."""
+        """Return an unused path; earlier files are deleted, and with them the disk's backlog."""
         for file in self._directory.iterdir():
             file.unlink()
         self._files += 1
         return self._directory / f"{self._files}.sqlite"
 
     def journal(self) -> Journal:
-        """A new one, started."""
+        """Create and start a journal."""
         journal = Journal.create(self.path(), header=b"")
         journal.start(lambda lsn: None, _raise)
         return journal
 
-    # ------------------------------------------------------------------------- how much
+    # ------------------------------------------------------------------------- throughput
 
     def append_ours(self, record: bytes, count: int) -> float:
-        """Records per second from the first append until the last one is committed."""
+        """Return the records per second from the first append until the last commit."""
         with self.journal() as journal:
             started_s = time.perf_counter()
             for _ in range(count):
@@ -68,7 +69,7 @@ class Bench:
             return count / (time.perf_counter() - started_s)
 
     def insert_each(self, record: bytes) -> float:
-        """The peer: SQLite with the same settings, a commit for each record."""
+        """Measure the peer: SQLite with the same settings, one commit per record."""
         connection = sqlite3.connect(self.path(), isolation_level=None)
         for pragma in (f"page_size = {PAGE_BYTES}", "journal_mode = WAL", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
@@ -81,7 +82,7 @@ class Bench:
         return per_s
 
     def write_each(self, record: bytes) -> float:
-        """The peer: a plain file, fsync after each record."""
+        """Measure the peer: a plain file, fsync after each record."""
         framed = struct.pack("<I", len(record)) + record
         with self.path().open("wb", buffering=0) as file:
             started_s = time.perf_counter()
@@ -91,7 +92,7 @@ class Bench:
             return PEER_RECORDS / (time.perf_counter() - started_s)
 
     def write_chunks(self, record: bytes, count: int) -> float:
-        """What the disk can do at all: a plain file, fsync after each 8 MiB."""
+        """Measure the disk's limit: a plain file, fsync after each 8 MiB."""
         framed = struct.pack("<I", len(record)) + record
         per_chunk = CHUNK_BYTES // len(framed)
         chunk = framed * per_chunk
@@ -102,10 +103,10 @@ class Bench:
                 os.fsync(file.fileno())
             return count // per_chunk * per_chunk / (time.perf_counter() - started_s)
 
-    # ------------------------------------------------------------------------- how soon
+    # ------------------------------------------------------------------------- latency
 
     def latencies_ms(self, record: bytes, groups_per_s: int) -> list[float]:
-        """From append to told as committed, at a steady pace."""
+        """Return the latencies from append to the commit notification, at a steady rate."""
         appended_s: list[float] = []
         latencies: list[float] = []
 
@@ -126,17 +127,17 @@ class Bench:
         return latencies
 
     def append_us(self, record: bytes) -> float:
-        """What ``append`` costs its caller, the writer at work beside it."""
+        """Return the cost of ``append`` to its caller, while the writer thread works."""
         with self.journal() as journal:
             started_s = time.perf_counter()
             for _ in range(SMALL_RECORDS // 4):
                 journal.append(record)
             return (time.perf_counter() - started_s) / (SMALL_RECORDS // 4) * 1e6
 
-    # ------------------------------------------------------------------------- how large
+    # ------------------------------------------------------------------------- size
 
     def disk_bytes(self, record: bytes, count: int) -> float:
-        """Of the closed file, per record."""
+        """Return the size of the closed file per record."""
         path = self.path()
         with Journal.create(path, header=b"") as journal:
             journal.start(lambda lsn: None, _raise)
@@ -145,7 +146,7 @@ class Bench:
         return path.stat().st_size / count
 
     def disk_bytes_after_rounds(self, record: bytes, count: int, rounds: int) -> float:
-        """Of the open file, WAL included, after filling and compacting it so many times."""
+        """Return the size of the open file in MB, WAL included, after filling and compacting it."""
         with self.journal() as journal:
             for _ in range(rounds):
                 for _ in range(count):
@@ -156,7 +157,7 @@ class Bench:
             return journal.statistics().file_bytes / 1e6
 
     def reopen_records_per_s(self, record: bytes, count: int) -> float:
-        """Records per second of opening, checking and reading all."""
+        """Return the records per second of opening, checking and reading all."""
         path = self.path()
         with Journal.create(path, header=b"") as journal:
             journal.start(lambda lsn: None, _raise)
@@ -168,7 +169,7 @@ class Bench:
             return records / (time.perf_counter() - started_s)
 
     def read_lines_per_s(self, record: bytes, count: int) -> float:
-        """The peer: a plain file of length-prefixed records, unchecked."""
+        """Measure the peer: a plain file of length-prefixed records, unchecked."""
         path = self.path()
         path.write_bytes((struct.pack("<I", len(record)) + record) * count)
         started_s, records = time.perf_counter(), 0
@@ -184,7 +185,7 @@ def _raise(error: BaseException) -> None:
 
 
 def compare(name: str, unit: str, ours: Callable[[], float], peer: Callable[[], float]) -> Row:
-    """Run both by turns and take the medians."""
+    """Run both alternately and compare the medians."""
     pairs = [(ours(), peer()) for _ in range(RUNS)]
     value = statistics.median(pair[0] for pair in pairs)
     peer_value = statistics.median(pair[1] for pair in pairs)
@@ -192,7 +193,7 @@ def compare(name: str, unit: str, ours: Callable[[], float], peer: Callable[[], 
 
 
 def rows(bench: Bench) -> list[Row]:
-    """All that is measured; a name says the peer where it is not one commit per record."""
+    """Return all rows; a name states the peer unless that is one commit per record."""
     group, small = os.urandom(GROUP_BYTES), os.urandom(SMALL_BYTES)
     return [
         *appended_rows(bench, group, small),
@@ -208,7 +209,7 @@ def rows(bench: Bench) -> list[Row]:
 
 
 def appended_rows(bench: Bench, group: bytes, small: bytes) -> list[Row]:
-    """How fast records are taken."""
+    """Measure how fast records are appended."""
 
     def groups() -> float:
         return bench.append_ours(group, GROUPS)
@@ -241,7 +242,7 @@ def appended_rows(bench: Bench, group: bytes, small: bytes) -> list[Row]:
 
 
 def latency_rows(bench: Bench, group: bytes) -> list[Row]:
-    """How long a record takes until it is safe."""
+    """Measure how long a record takes until it is durable."""
 
     def latency_ms(share: float, groups_per_s: int) -> float:
         ordered = sorted(bench.latencies_ms(group, groups_per_s))
@@ -260,7 +261,7 @@ def latency_rows(bench: Bench, group: bytes) -> list[Row]:
 
 
 def size_rows(bench: Bench, group: bytes, small: bytes) -> list[Row]:
-    """How large the file gets."""
+    """Measure the size of the file."""
     fill = GROUPS // 2
     return [
         compare(

@@ -1,7 +1,7 @@
-"""Which work are kernels compared on? Each case is done by ours and by torch's own operations.
+"""Cases of the kernel benchmark: the same work by our Triton kernel and by torch's own operations.
 
-It measures nothing. Bytes are what a case has to move at least, each input read and each output
-written once; operations are those of its matrix products.
+:mod:`benchmarks.kernels` times them. ``moved_bytes`` is the minimum traffic of a case, each input
+read and each output written once; ``flops`` are those of its matrix products.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the model and the step that cases are made of."""
+    """Sizes of the model and the step that the cases are made of."""
 
     rows: int
     context_tokens: int
     chunk_tokens: int
-    """Query tokens of the one row that prefills, at the end of its context."""
+    """Query tokens of the prefilling row, at the end of its context."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -51,12 +51,12 @@ REAL = Sizes(
     scored_tokens=4096,
     dtype=torch.bfloat16,
 )
-"""The shape of an 8-billion-parameter Llama with Qwen's vocabulary, at 128 turns."""
+"""Shape of an 8-billion-parameter Llama with Qwen's vocabulary, at 128 turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One piece of work, done twice from equal inputs."""
+    """One piece of work, done by two implementations from equal inputs."""
 
     name: str
     ours: Callable[[], torch.Tensor]
@@ -66,7 +66,7 @@ class Case:
 
 
 def cases(sizes: Sizes, device: str) -> Iterator[Case]:
-    """Make them one at a time: each one's tensors may fill much of a GPU."""
+    """Yield the cases one at a time, because their tensors may fill much of a GPU."""
     generator = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -97,9 +97,9 @@ def _attention(
     mask = mask.tril(sizes.context_tokens - counts)
 
     def peer() -> torch.Tensor:
-        """Gather the context, then attend: torch has no paged attention of its own."""
+        """Gather the context, then attend, because torch has no paged attention."""
         context = cache[tables.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [2, R, K, C, D]
-        if counts == 1:  # the heads that share a KV head take the place of query tokens
+        if counts == 1:  # the query heads that share a KV head take the place of query tokens
             asked = query.view(rows, sizes.kv_heads, -1, sizes.head_dim)
             return F.scaled_dot_product_attention(asked, context[0], context[1]).view_as(query)
         asked = query.view(rows, counts, *query.shape[1:]).transpose(1, 2)
@@ -162,7 +162,7 @@ def _head(sizes: Sizes, randn: Callable[..., torch.Tensor]) -> Case:
     token_ids = torch.randint(0, sizes.vocab, (sizes.scored_tokens,), device=hidden.device)
 
     def peer() -> torch.Tensor:
-        """Logits in the weights' dtype, and their softmax in float32: the usual way."""
+        """Compute logits in the weights' dtype, and their log-softmax in float32."""
         logprobs = torch.log_softmax((hidden @ head.t()).float(), -1)
         return logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
 
@@ -199,7 +199,7 @@ def _sampling(sizes: Sizes, randn: Callable[..., torch.Tensor]) -> Iterator[Case
 
 
 def _sample(logits: torch.Tensor, top_k: int, top_p: float, uniform: float) -> torch.Tensor:
-    """The usual way: sort, limit, and search the cumulative sum; log-probabilities [S]."""
+    """Sort, filter, and search the cumulative sum; return log-probabilities [S]."""
     if top_k:
         ranked = logits.topk(min(top_k, logits.shape[-1])).values
         probabilities = torch.softmax(ranked, -1)

@@ -1,10 +1,10 @@
-"""How fast are the kernels on this GPU, beside torch and beside what the hardware allows?
+"""Speed of the GPU kernels, against torch's operations and the hardware's roofline.
 
 ``python -m benchmarks.kernels [--json]`` prints ``name, value, unit, peer, ratio``, and writes the
 same with the device's name to benchmarks/results/kernels.jsonl. ``peer`` is the time of torch's own
-operations, ``ratio`` how many times ours it is. ``roofline_share`` is the least time that the bytes
-and operations take, at the rates that a copy and a large matrix product reach here, over ours.
-``error_max`` is the largest difference from torch's result. Without a GPU it ends with status 2.
+operations, ``ratio`` how many times ours it is. ``roofline_share`` is the minimum time of the bytes
+and operations, at the rates that a copy and a large matrix product reach here, over ours.
+``error_max`` is the largest difference from torch's result. Without a GPU it exits with status 2.
 """
 
 import argparse
@@ -22,16 +22,17 @@ from benchmarks.kernel_cases import REAL, Case, cases
 RESULTS = Path(__file__).parent / "results" / "kernels.jsonl"
 RUNS = 50
 WARMUP_RUNS = 5
-"""The first compiles."""
+"""Runs before timing; the first compiles."""
 COPY_BYTES = 2**30
 GEMM_SIDE = 8192
 FLUSH_BYTES = 2**28
-"""More than any GPU's cache: what a run reads is in its memory, as in a step of many layers."""
+"""Bytes written between runs, more than any GPU's cache: inputs come from memory, as in a step of
+many layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this GPU reaches where nothing else is asked of it."""
+    """Peak rates that this GPU reaches."""
 
     bytes_per_us: float
     flops_per_us: float
@@ -47,7 +48,7 @@ class Row:
     peer: float
     ratio: float
     spread: float
-    """The middle half of our times, as a share of their median."""
+    """Interquartile range of our times, as a share of their median."""
     roofline_share: float
     error_max: float
     device: str
@@ -55,7 +56,7 @@ class Row:
 
 
 def times_us(work: Callable[[], torch.Tensor]) -> list[float]:
-    """GPU time of each run, out of a cold cache."""
+    """Return the GPU time of each run, with a cold cache."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(WARMUP_RUNS):
         work()
@@ -74,7 +75,7 @@ def _mark() -> torch.cuda.Event:
 
 
 def rates() -> Rates:
-    """Measure them."""
+    """Measure this GPU's copy and GEMM rates."""
     source = torch.zeros(COPY_BYTES, dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     copy_us = statistics.median(times_us(lambda: target.copy_(source)))
@@ -84,7 +85,7 @@ def rates() -> Rates:
 
 
 def measure(case: Case, limits: Rates) -> Row:
-    """Compare first, then time both."""
+    """Compare the results, then time both."""
     error_max = float((case.ours().float() - case.peer().float()).abs().max())
     ours, peer = times_us(case.ours), statistics.median(times_us(case.peer))
     value = statistics.median(ours)
@@ -105,7 +106,7 @@ def measure(case: Case, limits: Rates) -> Row:
 
 
 def main() -> int:
-    """Measure all, print, and write."""
+    """Measure all cases, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object a line")
     as_json = parser.parse_args().json

@@ -1,11 +1,11 @@
-"""What does staleness cost in learning, and what does it buy in time? The demo task, many ways.
+"""Effect of staleness on learning, per sample and per second, on the demo task.
 
     python -m benchmarks.learning                       # 21 runs of the demo: about an hour
     python -m benchmarks.learning --seeds 1 --versions 20
     python -m benchmarks.learning --picture docs/learning.png
 
-Each way of running is trained with the same seeds, from the same models, one run after the other.
-Rewards of batches are against samples and against the trainer's clock.
+Each configuration is trained with the same seeds, from the same models, one run after the other.
+Batch rewards are shown over samples and over the trainer's clock.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPEATS_SMOOTHED = 5
-"""Batches whose mean a point of the picture is: one has 128 rollouts of 16 tasks."""
+"""Batches averaged into a point of the picture; one has 128 rollouts of 16 tasks."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running the demo."""
+    """One configuration of the demo."""
 
     name: str
     options: tuple[str, ...]
@@ -33,8 +33,8 @@ TASK = (
     *("--task", "short", "--step-time-s", "0", "--slots", "16"),
     *("--held-out", "512", "--learning-rate", "3e-4"),
 )
-"""Short sums on engines at this machine's own pace: the question here is what is learned from how
-many samples. What each mode takes in time is the demo's own comparison."""
+"""Options of the task: short sums on unpaced engines, because the question here is what is learned
+from how many samples. The demo's own comparison covers time."""
 
 WAYS = (
     Way("sync", ("--mode", "sync")),
@@ -45,26 +45,27 @@ WAYS = (
     Way("async η=2, uncorrected", ("--max-staleness", "2", "--correction", "none")),
     Way("async η=8, uncorrected", ("--max-staleness", "8", "--correction", "none")),
 )
-"""A synchronous run has nothing to correct but numerics."""
+"""Configurations. A synchronous run has nothing to correct but numerics, so it has no uncorrected
+variant."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run."""
+    """Result of one run."""
 
     way: str
     seed: int
     rewards: list[float]
-    """Mean of each batch."""
+    """Mean reward of each batch."""
     wall_s: list[float]
-    """When the trainer had received each, from the first on."""
+    """Time at which the trainer received each batch, from the first one on."""
     reward_after: float
-    """On held-out tasks."""
+    """Reward on held-out tasks after training."""
     staleness_mean: float
 
 
 def run(way: Way, seed: int, options: argparse.Namespace) -> Curve:
-    """Train once, unless that was done before."""
+    """Train once, unless the run exists already."""
     name = f"learning-{way.name.replace(' ', '-')}-seed{seed}-{options.versions}"
     directory: Path = options.runs / name
     if not (directory / "report.md").exists():
@@ -86,7 +87,8 @@ def run(way: Way, seed: int, options: argparse.Namespace) -> Curve:
 
 
 def rows_of(curves: list[Curve]) -> Iterator[dict[str, object]]:
-    """One row per way and figure: medians over seeds, against the synchronous run."""
+    """Yield one row per configuration and figure: medians over seeds, relative to the synchronous
+    run."""
     sync = [curve for curve in curves if curve.way == "sync"]
     for way in WAYS:
         ours = [curve for curve in curves if curve.way == way.name]
@@ -113,7 +115,7 @@ def _row(
 
 
 def draw(path: Path, curves: list[Curve]) -> None:
-    """Reward against samples, and against time."""
+    """Plot the reward over samples and over time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -148,7 +150,7 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all, and print the table."""
+    """Run all configurations, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--versions", type=int, default=60)

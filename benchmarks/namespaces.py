@@ -1,6 +1,6 @@
-"""Hosts with addresses and links of their own, on this machine: network namespaces on a bridge.
+"""Simulated hosts on one machine: network namespaces on a bridge, with rate-limited links.
 
-Needs root. It knows nothing of what runs in them.
+Needs root. The weight benchmark and the tests of broken links use it.
 """
 
 import os
@@ -10,7 +10,7 @@ from types import TracebackType
 
 
 def are_allowed() -> bool:
-    """Whether this process may make namespaces and links."""
+    """Return whether this process may create namespaces and links."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"tgtry{os.getpid()}"
@@ -25,19 +25,19 @@ def are_allowed() -> bool:
 
 
 class Network:
-    """A bridge that this process is on, and hosts, each behind a link of its own."""
+    """A bridge that includes this process, and hosts behind a link each; a context manager."""
 
     def __init__(self, hosts: int, *, link_mbit_per_s: int | None = None) -> None:
-        """``link_mbit_per_s``: what each link, this process's too, carries in either direction."""
+        """``link_mbit_per_s`` limits each link, this process's included, in either direction."""
         number = os.getpid() % 200 + 20
         self._prefix = f"tg{os.getpid() % 100_000}"
         self._bridge = f"{self._prefix}b"
         self._subnet = f"10.231.{number}"
         self._rate = link_mbit_per_s
         self.names = [f"{self._prefix}h{index}" for index in range(hosts)]
-        """Of namespaces."""
+        """Names of the hosts' namespaces."""
         self.address = f"{self._subnet}.1"
-        """This process's."""
+        """IP address of this process on the bridge."""
 
     def __enter__(self) -> "Network":
         try:
@@ -61,19 +61,19 @@ class Network:
         self.remove()
 
     def command(self, host: int, *command: str) -> list[str]:
-        """That command line, in a host."""
+        """Return a command line that runs in a host."""
         return ["ip", "netns", "exec", self.names[host], *command]
 
     def cut(self, host: int) -> None:
-        """No packet comes or goes, and nobody is told, as they are of a link set down."""
+        """Drop all packets of a host silently, unlike a link set down, which both ends notice."""
         _ip("link", "set", f"{self.names[host]}o", "nomaster")
 
     def mend(self, host: int) -> None:
-        """They do again."""
+        """Undo :meth:`cut`."""
         _ip("link", "set", f"{self.names[host]}o", "master", self._bridge)
 
     def remove(self) -> None:
-        """All of it. Harmless if repeated."""
+        """Remove all namespaces and links. Idempotent."""
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
             subprocess.run(["ip", "link", "del", f"{name}o"], capture_output=True, check=False)

@@ -1,13 +1,13 @@
-"""How much prefill do shared prefixes save, and what does their bookkeeping cost?
+"""Prefill saved by prefix caching, and the CPU cost of its bookkeeping.
 
 ``python -m benchmarks.prefixes [--json]`` prints ``name, value, unit, peer, ratio``. The engine's
-real scheduler runs without a model, so only decisions are measured: tokens are drawn at random.
-The peer is the same scheduler without shared prefixes.
+real scheduler runs without a model on randomly drawn tokens, so only scheduling is measured. The
+peer is the same scheduler without prefix caching.
 
 ``demo``: groups of 8 that answer in turns of a few tokens, as the example's calculator does.
-``agents``: long prompts, and three turns with what tools say in between. Weights are swapped now
-and then, and all KV computed again. ``us_per_token``: CPU time to plan a step and take it in, per
-token, with 128 turns that decode; the median of several runs of each by turns.
+``agents``: long prompts, and three turns with tool output in between. Weights are swapped from time
+to time, and all KV is recomputed. ``us_per_token``: CPU time per token to plan and complete a step,
+with 128 decoding turns; the median of several alternating runs.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked of an engine; means of geometric draws, in tokens."""
+    """Workload of an engine; means of geometric draws, in tokens."""
 
     groups: int
     prompt_tokens: int
@@ -91,7 +91,7 @@ WORKLOADS = {
 
 
 class Session:
-    """One rollout: its context, and the turns it still has."""
+    """One rollout: its context and its remaining turns."""
 
     def __init__(self, prompt: list[int], turns: int) -> None:
         self.context = prompt
@@ -99,7 +99,7 @@ class Session:
 
 
 class Engine:
-    """A scheduler whose model says anything, in no time."""
+    """A scheduler with random tokens in place of a model."""
 
     def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
         self.scheduler = Scheduler(limits, shares_prefixes=shares_prefixes)
@@ -109,7 +109,7 @@ class Engine:
         self._handles = 0
 
     def submit(self, context: list[int], max_tokens: int) -> int:
-        """Queue a turn; its handle."""
+        """Queue a turn; return its handle."""
         self._handles += 1
         self.scheduler.submit(
             SubmitTurn(
@@ -121,7 +121,7 @@ class Engine:
         return self._handles
 
     def step(self) -> Iterator[tuple[int, int, bool]]:
-        """(handle, token, whether it was the turn's last) of each row that sampled."""
+        """Run a step; yield (handle, token, whether it was the turn's last) of each sampled row."""
         rows = self.scheduler.plan()
         output = self.sample(rows)
         columns = self.scheduler.complete(output)
@@ -135,13 +135,13 @@ class Engine:
             yield handle, token, code != 0
 
     def sample(self, rows: list[EngineRow]) -> StepOutput:
-        """Any tokens, for the rows that want one."""
+        """Return random tokens for the rows that sample."""
         count = sum(row.sampling is not None for row in rows)
         tokens = self._chance.integers(0, VOCAB, count).astype(np.int32)
         return StepOutput(tokens, np.zeros(count, np.float32))
 
     def swap(self) -> None:
-        """Have other weights, and all KV computed again."""
+        """Swap weights, so that all KV is recomputed."""
         update = FinishWeightUpdate(
             version=self.scheduler.version + 1, pause_mode="keep", kv_policy="recompute"
         )
@@ -149,7 +149,7 @@ class Engine:
 
 
 def prefilled_per_sampled(work: Workload, *, shares_prefixes: bool) -> float:
-    """Tokens that prefills compute for each one sampled."""
+    """Return the number of prefilled tokens per sampled token."""
     chance = np.random.default_rng(1)
     engine = Engine(work.limits, shares_prefixes=shares_prefixes)
     sessions = _sessions(work, chance)
@@ -195,7 +195,7 @@ def _submit(
 
 
 def us_per_token(*, shares_prefixes: bool) -> float:
-    """CPU time of the scheduler alone, for a token of a turn that decodes."""
+    """Return the scheduler's CPU time per token of decoding turns."""
     engine = Engine(_limits(DECODING_TURNS, 8192), shares_prefixes=shares_prefixes)
     for number in range(DECODING_TURNS):
         engine.submit([number] * 8, DECODED_TOKENS)
@@ -214,7 +214,7 @@ def us_per_token(*, shares_prefixes: bool) -> float:
 
 
 def measure() -> Iterator[Row]:
-    """Every row of the table."""
+    """Measure every row of the table."""
     for name, work in WORKLOADS.items():
         peer = prefilled_per_sampled(work, shares_prefixes=False)
         value = prefilled_per_sampled(work, shares_prefixes=True)

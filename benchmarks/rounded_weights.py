@@ -1,9 +1,9 @@
-"""What do weights of a byte each save, in memory and in time?
+"""Memory and CPU time saved by int8 weights.
 
-``python -m benchmarks.rounded_weights [--json]`` prints ``name, value, unit, peer, ratio``. The
-model of :mod:`benchmarks.small_model` in this process, on one thread, by turns with the same model
-as it is published; medians of CPU time. ``decode``: tokens sampled by that many turns at once.
-``prefill``: tokens of one context. ``weights``: bytes of one version, whose peer is that one's.
+``python -m benchmarks.rounded_weights [--json]`` prints ``name, value, unit, peer, ratio``. It runs
+the model of :mod:`benchmarks.small_model` in this process, on one thread, alternately with the same
+model unquantized; values are medians of CPU time. ``decode``: tokens sampled by that many turns at
+once. ``prefill``: tokens of one context. ``weights``: bytes of one version.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ DTYPES: tuple[DtypeChoice, ...] = ("float32", "bfloat16")
 
 
 def make_runner(path: Path, dtype: DtypeChoice, quantize: Quantization | None) -> ModelRunner:
-    """A runner with room for all that is measured."""
+    """Create a runner with room for all measurements."""
     runner = open_model(path, dtype, quantize=quantize).make_runner(
         num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS
     )
@@ -28,7 +28,7 @@ def make_runner(path: Path, dtype: DtypeChoice, quantize: Quantization | None) -
 
 
 def rows(path: Path) -> Iterator[Row]:
-    """The whole table."""
+    """Return the whole table."""
     load(path)
     for dtype in DTYPES:
         ours, peer = make_runner(path, dtype, "int8"), make_runner(path, dtype, None)
@@ -37,7 +37,7 @@ def rows(path: Path) -> Iterator[Row]:
 
 
 def weight_bytes(runner: ModelRunner) -> float:
-    """What one version takes."""
+    """Return the size of one version in bytes."""
     return float(sum(region.nbytes for region in regions_of(runner.weights.tensors())))
 
 

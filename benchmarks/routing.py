@@ -1,9 +1,9 @@
-"""What does it cost to find an engine for a turn, among ten and among a thousand?
+"""CPU cost of routing a turn, with ten engines and with a thousand.
 
 ``python -m benchmarks.routing [--json]`` prints ``name, value, unit, peer, ratio``. One turn is
-sent to the engine that the policy chooses, and the oldest of those that run is taken back; 50 run
-per engine. The CPU time of both is a value, the same among ten engines its peer; values are
-medians. The garbage collector is off, for it looks at all turns, whoever chooses.
+sent to the engine that the policy chooses, and the oldest running one is cancelled; 50 run per
+engine. The value is the CPU time of both, the peer the same with ten engines; values are medians.
+The garbage collector is off, because it scans all turns whatever the policy.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RUNS = 5
 
 
 class Crowd:
-    """A turn book with many turns, one of which comes and one goes."""
+    """A turn table with many running turns, to which one is added as one is removed."""
 
     def __init__(self, policy: Routing, engines: int) -> None:
         self._book = TurnBook(PlacementRules(routing=policy))
@@ -58,7 +58,7 @@ class Crowd:
         self._book.submit(turn, rollout.group_id)
 
     def us_per_turn(self) -> float:
-        """CPU time to send one and take one back."""
+        """Return the CPU time to send one turn and cancel one."""
         began_s = process_time()
         for _ in range(TURNS):
             self._send()
@@ -67,7 +67,7 @@ class Crowd:
 
 
 def measure(name: str, policy: Routing) -> Row:
-    """Both sizes by turns, so that a busy machine slows them alike."""
+    """Measure both sizes alternately, so that a busy machine slows them alike."""
     few, many = Crowd(policy, 10), Crowd(policy, 1000)
     samples = [(few.us_per_turn(), many.us_per_turn()) for _ in range(RUNS)]
     peer, value = (statistics.median(column) for column in zip(*samples, strict=True))

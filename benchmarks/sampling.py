@@ -1,10 +1,10 @@
-"""What does each sampling option cost, beside drawing without any?
+"""CPU cost of each sampling option per row of logits, against plain sampling.
 
 ``python -m benchmarks.sampling [--json]`` prints ``name, value, unit, peer, ratio``: CPU time of a
-thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two sizes of vocabulary.
-Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 takes some 60 tokens.
-The peer is the same without options; both are measured by turns, and values are medians. For
-``plain_beside_kernel`` it is the kernel by itself, called with columns ready made.
+thread to sample a row of logits, in batches of 32 turns of 700 tokens, at two vocabulary sizes.
+Probabilities fall as ``rank ** -1.5``, so that a top-p of 0.9 keeps some 60 tokens. The peer is the
+same without options, measured alternately; values are medians. For ``plain_beside_kernel`` the peer
+is the kernel alone, called with prepared columns.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Row:
 
 
 class Batch:
-    """Turns that ask for the same, and what a model might say to them."""
+    """Turns with the same options, and random logits for them."""
 
     def __init__(self, vocab_size: int, asked: dict[str, Any], askers: int = ROWS) -> None:
         random = np.random.default_rng(0)
@@ -83,12 +83,12 @@ class Batch:
             self._rows.append(RowSampling(1.0, 0, sampling.top_p, seed, OUTPUT_TOKENS, options))
 
     def us_per_row(self) -> float:
-        """CPU time to sample one; the logits are copied first, which is not counted."""
+        """Return the CPU time to sample a row, without copying the logits."""
         logits = self._logits.clone()
         return _us(lambda: sample_rows(logits, self._rows))
 
     def kernel_us_per_row(self) -> float:
-        """The same without options, as a kernel is called."""
+        """Return the CPU time of the kernel alone, without options."""
         ones, zeros = np.ones(ROWS, np.float32), np.zeros(ROWS, np.int64)
         uniforms = np.linspace(0, 0.99, ROWS)
         return _us(lambda: sample(self._logits, ones, zeros, ones, uniforms))
@@ -101,7 +101,7 @@ def _us(work: Callable[[], object]) -> float:
 
 
 def rows_of(vocab_size: int) -> list[Row]:
-    """All options at one size."""
+    """Measure all options at one vocabulary size."""
     plain = Batch(vocab_size, {})
     batches = {name: Batch(vocab_size, asked) for name, asked in OPTIONS.items()}
     batches["penalties_of_1_row"] = Batch(vocab_size, OPTIONS["penalties"], askers=1)

@@ -1,16 +1,15 @@
-"""What does a step message cost the orchestrator with 1,000 engines, and a node's death a run?
+"""Orchestrator cost per step message with up to 1,000 engines, and recovery from a node's death.
 
 ``python -m benchmarks.scale [--json] [--only PART …]`` prints ``name, value, unit, peer, ratio``.
 
-    simulated   CPU time of the run's whole process per step message of 64 rows, one token each, all
-                that rollouts cost included: 10, 100 and 1,000 engines of 64 slots, which compute
-                nothing, in a process of their own, at the same 1,000 steps/s in all; the peer is 10
-                engines. 2.5 minutes
-    real        the same of 2, 8 and 32 real worker processes with a random tiny model, 8 slots
-                each; the peer is 2. They share the machine's cores, so they step more slowly the
-                more they are. 4 minutes on 2 cores, 7 GB
-    node        seconds from a Ray node's death (SIGKILL of all its processes) to the next batch, to
-                the run's knowing, and from a new node to its engine; wants Ray. 2 minutes
+    simulated: CPU time of the run's whole process per step message of 64 rows, one token each, all
+        rollout costs included: 10, 100 and 1,000 simulated engines of 64 slots, in a process of
+        their own, at the same 1,000 steps/s in all; the peer is 10 engines. 2.5 minutes
+    real: the same for 2, 8 and 32 real worker processes with a random tiny model, 8 slots each; the
+        peer is 2. They share the machine's cores, so more engines step more slowly. 4 minutes on 2
+        cores, 7 GB
+    node: seconds from a Ray node's death (SIGKILL of all its processes) to the next batch and to
+        its detection, and from a new node to its engine; needs Ray. 2 minutes
 """
 
 import argparse
@@ -33,7 +32,8 @@ from benchmarks.orchestrator.subject import WEIGHTS, settings_for, solve, wait_f
 from benchmarks.table import Row, compared, show
 
 STEPS_PER_S = 1000
-"""Of all engines together: a third of a core's worth, so that the orchestrator is never behind."""
+"""Steps per second of all engines together: a third of a core's work, so that the orchestrator
+never falls behind."""
 
 SLOTS = 64
 TURN_STEPS = 32
@@ -46,7 +46,7 @@ STORE_BYTES = 100 * 1024 * 1024
 
 
 def simulated(engines: int) -> dict[str, float]:
-    """So many that compute nothing."""
+    """Measure this many simulated engines."""
     step_s = engines / STEPS_PER_S
     work = argparse.Namespace(
         engines=engines,
@@ -55,7 +55,7 @@ def simulated(engines: int) -> dict[str, float]:
         steps=TURN_STEPS,
         turn_s=step_s * TURN_STEPS,
         step_s=step_s,
-        rollouts=engines * SLOTS * 5 // 4,  # a batch more than run, or slots would be empty
+        rollouts=engines * SLOTS * 5 // 4,  # a batch more than run at once, or slots would be empty
         group_size=8,
         batch=engines * SLOTS // 8 // 4,
         in_process=False,
@@ -66,7 +66,7 @@ def simulated(engines: int) -> dict[str, float]:
 
 
 def real(engines: int) -> dict[str, float]:
-    """So many worker processes."""
+    """Measure this many worker processes."""
     from tests.models import make_model_directory
 
     with tempfile.TemporaryDirectory() as directory:
@@ -89,7 +89,7 @@ def real(engines: int) -> dict[str, float]:
 def _measured(
     rollouts: tidegate.SyncRollouts, weights: dict[str, torch.Tensor], *, warm_up_steps: int
 ) -> dict[str, float]:
-    """CPU time and steps of some seconds, from one batch to another."""
+    """Measure the CPU time and steps of some seconds, from one batch to another."""
     begun: tuple[float, float, int, int] | None = None
     now = (0.0, 0.0, 0, 0)
     for _ in rollouts.batches(itertools.count(), episode=solve):
@@ -111,7 +111,7 @@ def _taken(rollouts: tidegate.SyncRollouts) -> tuple[float, float, int, int]:
 
 
 def flat_rows(kind: str, counts: tuple[int, ...]) -> Iterator[Row]:
-    """Each beside the first, in a process of its own."""
+    """Compare each count with the first, each in its own process."""
     first: float | None = None
     for count in counts:
         command = [sys.executable, "-m", "benchmarks.scale", "--subject", kind, str(count)]
@@ -125,7 +125,7 @@ def flat_rows(kind: str, counts: tuple[int, ...]) -> Iterator[Row]:
 
 
 def node_rows(_: str, nodes: tuple[int, ...]) -> Iterator[Row]:
-    """A run over a Ray cluster of nodes that are processes of this machine; one is killed."""
+    """Run on a Ray cluster whose nodes are processes of this machine, and kill one."""
     try:
         import ray
         from ray.cluster_utils import Cluster
@@ -190,7 +190,7 @@ def _trained(
 
 
 def _until(batches: Iterator[Any], is_so: Callable[[], bool]) -> None:
-    """The trainer goes on meanwhile."""
+    """Train on until a condition holds."""
     while not is_so():
         next(batches)
 
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def _raise_file_limit() -> None:
-    """A thousand connections are a thousand descriptors at either end."""
+    """Raise the limit of open files: a thousand connections need a thousand at either end."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

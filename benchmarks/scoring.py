@@ -1,9 +1,9 @@
-"""What does it cost to score given tokens, beside one plain forward pass of transformers?
+"""Throughput of scoring given tokens, against plain forward passes of transformers.
 
 ``python -m benchmarks.scoring [--json]`` prints ``name, value, unit, peer, ratio``: tokens scored
-per CPU-second of one thread, medians of a few rounds by turns. Ours goes through the engine's
+per CPU-second of one thread, medians of alternating rounds. Ours goes through the engine's
 scheduler in chunks, all sequences at once; the peer is a forward pass, log_softmax and gather, a
-sequence at a time. ``group`` is eight answers to each prompt, scored from the prompt's end on: ours
+sequence at a time. ``group`` is eight answers per prompt, scored from the prompt's end on: ours
 computes a prompt once. Random weights in float32; the wire is left out.
 """
 
@@ -29,7 +29,7 @@ from tidegate.transport.scoring import Scored, ScoreTokens
 
 ROUNDS = 3
 MODELS = {"tiny": 64, "small": 8}
-"""How many sequences are scored of each: the whole takes a minute."""
+"""Number of sequences scored with each model; the whole takes a minute."""
 
 GROUP = 8
 SEQUENCE_TOKENS = 256
@@ -37,11 +37,11 @@ PROMPT_TOKENS = 160
 BLOCK_TOKENS = 16
 
 Sequences = list[tuple[list[int], int]]
-"""Token ids, and the first position that is scored."""
+"""Token ids of each sequence, and the first position to score."""
 
 
 def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
-    """Score them once by an engine, its weights loaded before and its cache empty."""
+    """Return a function that scores with the engine, weights loaded and cache empty."""
     model = open_model(path, "float32")
     limits = EngineLimits(
         max_running_turns=64,
@@ -68,7 +68,7 @@ def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
 
 
 def theirs(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
-    """The same by transformers."""
+    """Return a function that scores with transformers."""
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(path, dtype=torch.float32).eval()
 
@@ -113,7 +113,7 @@ def rows() -> Iterator[Row]:
 def _measured(name: str, path: Path, sequences: Sequences) -> Row:
     peers = [ours(path, sequences), theirs(path, sequences)]
     for mine, other in zip(*(score() for score in peers), strict=True):
-        np.testing.assert_allclose(mine, other, atol=1e-3)  # or it was not the same work
+        np.testing.assert_allclose(mine, other, atol=1e-3)  # otherwise it was not the same work
     rates: list[list[float]] = [[], []]
     tokens = sum(len(ids) - start for ids, start in sequences)
     for _ in range(ROUNDS):

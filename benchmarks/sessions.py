@@ -1,12 +1,12 @@
-"""How much prefill do sessions save while agents wait for tools, in a cache that is too small?
+"""Prefill saved by keeping sessions' KV while agents wait for tools, in a cache that is too small.
 
 The engine's real scheduler runs without a model, in virtual time: a step takes what the published
 model of a rollout engine says (8 ms, 0.12 ms a row, 25,000 prompt tokens a second), and a tool call
-a log-normal time with a long tail. Trajectories in flight are some times the decode slots, and the
-cache holds a share of what they would fill.
+takes a log-normal time with a long tail. The trajectories in flight are a multiple of the decode
+slots, and the cache holds a share of their context. :mod:`benchmarks.agents` prints the rows.
 
-``saved_share`` is what found its KV of all that could have: with a cache without end every turn
-computes only what was said since the last, and a group's prompt once.
+``saved_share`` is the share of reusable context tokens whose KV was found: with an infinite cache
+every turn computes only what is new since the last, and a group's prompt once.
 """
 
 import heapq
@@ -24,12 +24,12 @@ from tidegate.transport.messages import SamplingParams, SubmitTurn
 VOCAB = 32_000
 BLOCK_TOKENS = 16
 STEP_S, ROW_S, PREFILL_S = 0.008, 0.00012, 1 / 25_000
-"""Of a step, a row in it, and a token that it prefills."""
+"""Seconds of a step, of a row in it, and of a prefilled token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """What is asked of an engine; means of geometric draws, in tokens."""
+    """Workload of an engine; means of geometric draws, in tokens."""
 
     slots: int = 16
     trajectories_per_slot: float = 3.0
@@ -42,16 +42,16 @@ class Agents:
     tool_median_s: float = 2.5
     tool_sigma: float = 1.0
     cache_share: float = 1.0
-    """Blocks, over those that all trajectories in flight fill when they are half done."""
+    """Cache size over the blocks that all trajectories in flight fill when they are half done."""
 
     @property
     def trajectories(self) -> int:
-        """In flight at once."""
+        """Number of trajectories in flight at once."""
         return round(self.slots * self.trajectories_per_slot)
 
     @property
     def limits(self) -> EngineLimits:
-        """The engine's."""
+        """Limits of the engine."""
         said = (self.turn_tokens + self.observation_tokens) * self.turns / 2
         tokens = self.trajectories * (said + self.prompt_tokens / self.group_size)
         return EngineLimits(
@@ -66,32 +66,32 @@ class Agents:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One rollout: its context, and what it still asks for."""
+    """One rollout: its context, and its remaining turns."""
 
     number: int
     group: int
     context: list[int]
     turns: list[tuple[int, int, float]]
-    """Tokens sampled, tokens observed, seconds of the tool; the last first."""
+    """(tokens sampled, tokens observed, tool seconds) per turn; the last turn first."""
     known_tokens: int = 0
-    """Of the context, as much as a cache without end would have."""
+    """Context tokens whose KV an infinite cache would have."""
 
 
 @dataclass(slots=True)
 class Counted:
-    """What came of a run."""
+    """Counters of a run."""
 
     asked_tokens: int = 0
     """Context positions of all turns."""
     ideal_tokens: int = 0
-    """Of them, those that a cache without end would have."""
+    """Context positions that an infinite cache would have."""
     cached_tokens: int = 0
     seconds: float = 0.0
     sampled_tokens: int = 0
 
     @property
     def saved_share(self) -> float:
-        """Prefill saved over what could have been."""
+        """Prefill saved as a share of what could have been saved."""
         return self.cached_tokens / self.ideal_tokens
 
 
@@ -105,7 +105,7 @@ class Bench:
     counted: Counted = field(default_factory=Counted)
 
     def run(self, seed: int) -> Counted:
-        """Play all trajectories, so many at once."""
+        """Play all trajectories, with the configured number in flight."""
         self.scheduler = Scheduler(self.agents.limits)
         chance = np.random.default_rng(seed)
         todo = list(_trajectories(self.agents, chance))[::-1]
@@ -161,7 +161,7 @@ class Bench:
     def _step(
         self, running: dict[int, Trajectory], chance: np.random.Generator
     ) -> tuple[float, list[Trajectory]]:
-        """One step: how long it takes, and whose turns end with it."""
+        """Run one step; return its duration and the trajectories whose turns ended."""
         rows = self.scheduler.plan()
         tokens = sum(len(row.token_ids) for row in rows)
         count = sum(row.sampling is not None for row in rows)
@@ -199,7 +199,7 @@ def _trajectories(agents: Agents, chance: np.random.Generator) -> Iterator[Traje
 
 
 def rows() -> list[Row]:
-    """Caches that hold all trajectories half done, and less; the peer knows of no sessions."""
+    """Compare caches that hold all half-done trajectories, and less, with and without sessions."""
     lines: list[Row] = []
     for share in (1.0, 0.8):
         agents = Agents(cache_share=share)

@@ -1,7 +1,6 @@
-"""Which model do benchmarks run in their own process, and how fast is it in two forms, by turns?
+"""Small in-process model of several benchmarks, with decode and prefill rates of two variants.
 
-12 layers of 512, a vocabulary of 8,192, random weights; one thread, no wire. What is compared, and
-what a figure means, is theirs to say.
+12 layers of width 512, a vocabulary of 8,192, random weights; one thread, no wire.
 """
 
 import argparse
@@ -32,11 +31,12 @@ DECODE_STEPS = 20
 DECODE_BLOCKS = 16
 
 BLOCKS = max(CONTEXT_TOKENS // BLOCK_TOKENS, max(DECODING) * DECODE_BLOCKS)
-"""Hold all that :func:`compared_rates` computes."""
+"""KV blocks for everything that :func:`compared_rates` computes."""
 
 
 def load(path: Path, *, kept: float = 1.0, changed: float = 0.0, layers: int = LAYERS) -> Weights:
-    """The model's weights: layers that add so much, noise of that share, the first layers only."""
+    """Create weights; ``kept`` scales the layers' output, ``changed`` adds noise of that share,
+    ``layers`` truncates."""
     import transformers
 
     config = transformers.Qwen3Config(
@@ -65,7 +65,7 @@ def load(path: Path, *, kept: float = 1.0, changed: float = 0.0, layers: int = L
 
 
 def decode(runner: ModelRunner, turns: int) -> float:
-    """Tokens per CPU second, from the 128th position of their contexts on."""
+    """Return the decoded tokens per CPU-second, from context position 128 on."""
     started = process_time()
     for step in range(DECODE_STEPS):
         token = np.array([step], np.int32)
@@ -84,7 +84,7 @@ def decode(runner: ModelRunner, turns: int) -> float:
 
 
 def prefill(runner: ModelRunner) -> float:
-    """Tokens per CPU second."""
+    """Return the prefilled tokens per CPU-second."""
     tokens = np.arange(CONTEXT_TOKENS, dtype=np.int32) % VOCAB
     blocks = list(range(CONTEXT_TOKENS // BLOCK_TOKENS))
     started = process_time()
@@ -94,7 +94,7 @@ def prefill(runner: ModelRunner) -> float:
 
 
 def compared_rates(dtype: str, ours: ModelRunner, peer: ModelRunner) -> Iterator[Row]:
-    """Both, decoding and reading, by turns; medians."""
+    """Compare both runners' decode and prefill rates, alternately; medians."""
     works: dict[str, Callable[[ModelRunner], float]] = {
         f"decode/{turns}": partial(decode, turns=turns) for turns in DECODING
     }
@@ -113,7 +113,7 @@ def show_table(
     rows: Callable[[Path], Iterator[Row]],
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Print what ``rows`` measures, which has a directory for its models."""
+    """Print what ``rows`` measures; it gets a directory for its models."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="one object a line")
     arguments = parser.parse_args(argv)

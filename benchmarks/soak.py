@@ -1,9 +1,9 @@
-"""Does a run that goes on for long need more and more memory, tasks, threads or descriptors?
+"""Soak test: checks that a long run leaks no memory, asyncio tasks, threads or file descriptors.
 
 ``python -m benchmarks.soak [--minutes 30] [--json]`` trains the demo's model with real engine
-processes, journal and records included, and looks at every process each few seconds. Over the last
-two thirds it fits a line: ``name, value, unit, limit, holds`` say what that line gained. The first
-third is for caches and pools to fill.
+processes, journal and records included, and samples every process every few seconds. It fits a line
+over the last two thirds, when caches and pools are full: ``name, value, unit, limit, holds`` report
+the line's gain.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from examples.tiny_model import make_model
 
 SAMPLE_INTERVAL_S = 5.0
 WARM_SHARE = 1 / 3
-"""Of the samples, left out of the fit."""
+"""Share of the samples left out of the fit."""
 MEMORY_GAIN_MAX = 0.02
-"""Of the mean."""
+"""Maximum gain of memory, as a share of its mean."""
 COUNT_GAIN_MAX = 0.02
 ERRORS_OF_SLOPE = 3.0
-"""A count that merely varies must not be taken for one that grows."""
+"""Gain in standard errors below which a count only fluctuates."""
 WEIGHTS_KEPT = 4
-"""Versions left on the disk: all of them are for audits, and would be gigabytes here."""
+"""Versions kept on disk; all of them, kept for audits, would be gigabytes here."""
 
 
 class Samples:
-    """What was counted, by name, at each look."""
+    """Time series of counts, by name."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -54,7 +54,7 @@ class Samples:
         self._loops.add(asyncio.get_running_loop())
 
     def take(self) -> None:
-        """Look at this process and at its children."""
+        """Sample this process and its children."""
         now_s = time.monotonic()
         trainer = psutil.Process()
         engines = [p for p in trainer.children() if "tidegate.engine.worker" in p.cmdline()]
@@ -65,21 +65,22 @@ class Samples:
                 self.add(f"{name}_threads", now_s, process.num_threads())
         tasks = [task for loop in self._loops for task in asyncio.all_tasks(loop)]
         lasting = [task for task in tasks if not task.get_name().startswith("rollout ")]
-        self.add("asyncio_tasks_but_rollouts", now_s, len(lasting))  # admission bounds those
+        # admission bounds rollout tasks
+        self.add("asyncio_tasks_but_rollouts", now_s, len(lasting))
         self.add("python_objects", now_s, len(gc.get_objects()))
 
     def series(self) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Each name's (time, count), the first third left out."""
+        """Yield each name's (time, count), without the first third."""
         for name, points in self._counts.items():
             yield name, points[int(len(points) * WARM_SHARE) :]
 
     def add(self, name: str, at_s: float, count: float) -> None:
-        """Note one count."""
+        """Record one count."""
         self._counts[name].append((at_s, count))
 
 
 def engine_name(process: psutil.Process) -> str:
-    """As its command line says."""
+    """Return the engine's name from its command line."""
     command = process.cmdline()
     return command[command.index("--engine") + 1]
 
@@ -90,15 +91,15 @@ class Fit:
 
     mean: float
     gain: float
-    """From the first to the last."""
+    """Gain from the first sample to the last."""
     gain_error: float
-    """One standard error of it."""
+    """Standard error of the gain."""
     spread: float
-    """Largest minus smallest."""
+    """Largest minus smallest count."""
 
 
 def fit(points: list[tuple[float, float]]) -> Fit:
-    """Least squares."""
+    """Fit by least squares."""
     times, counts = zip(*points, strict=True)
     middle, mean = fmean(times), fmean(counts)
     width = sum((t - middle) ** 2 for t in times)
@@ -110,7 +111,7 @@ def fit(points: list[tuple[float, float]]) -> Fit:
 
 
 def rows(samples: Samples) -> list[Row]:
-    """What each count gained over the last two thirds."""
+    """Return the gain of each count over the last two thirds."""
     table = []
     for name, points in samples.series():
         line = fit(points)
@@ -118,7 +119,7 @@ def rows(samples: Samples) -> list[Row]:
         if name.endswith("_rss_mb"):
             limit, holds = f"±{MEMORY_GAIN_MAX:.0%}", abs(share) <= MEMORY_GAIN_MAX
         elif name == "python_objects":
-            limit, holds = "", True  # tells what grows, if something does
+            limit, holds = "", True  # only reported, to find what grows
         else:
             limit = f"<= +{COUNT_GAIN_MAX:.0%}, or {ERRORS_OF_SLOPE:.0f} standard errors"
             noise = ERRORS_OF_SLOPE * line.gain_error
@@ -137,7 +138,7 @@ async def train(options: argparse.Namespace, directory: Path, samples: Samples) 
     ends_s = time.monotonic() + 60 * options.minutes
 
     async def solve_watched(episode: Episode, task: Task) -> float:
-        samples.watch_loop()  # the run's own
+        samples.watch_loop()  # the run's own event loop
         return await solve(episode, task)
 
     async with tidegate.serve(
@@ -171,7 +172,7 @@ async def train(options: argparse.Namespace, directory: Path, samples: Samples) 
 
 
 def journal_bytes(directory: Path) -> int:
-    """What the journal takes on disk."""
+    """Return the size of the journal on disk."""
     return sum(file.stat().st_size for file in directory.glob("journal.db*"))
 
 
@@ -185,7 +186,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more."""
+        """Stop sampling."""
         self._is_over.set()
         self._thread.join()
 
@@ -197,7 +198,7 @@ class Sampler:
 
 
 def main() -> int:
-    """Run it; the exit status is 1 if something grows."""
+    """Run the test; exit status 1 if something grows."""
     parser = argparse.ArgumentParser(description="Train for long, and see what grows.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--engines", type=int, default=2)

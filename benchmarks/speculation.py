@@ -1,14 +1,14 @@
-"""What do guesses save, and what do they cost where nothing is to be guessed?
+"""Speculative decoding: CPU time saved with each source of draft tokens, and the cost of failing.
 
 ``python -m benchmarks.speculation [--json]`` prints ``name, value, unit, peer, ratio``. Scheduler
 and model (:mod:`benchmarks.small_model`, in float32) run in this process, on one thread, without
-the wire. The peer is the same engine without guesses; both by turns, medians of CPU time.
-``accepted``: the share of verified guesses that were right.
+the wire. The peer is the same engine without drafts, alternately; values are medians of CPU time.
+``accepted``: the share of verified draft tokens that were accepted.
 
-``repeats``: a model that mostly says again what it said last, so a context tells what comes.
-``again``: prompts that were sampled before, by weights that then changed a little; greedy.
-``random``: a model that never repeats itself. What is lost there is the price of trying.
-The draft model is the first two layers of the large one.
+``repeats``: a model that mostly repeats itself, so its context predicts what comes. ``again``:
+prompts that were sampled before, by slightly different weights; greedy. ``random``: a model that
+never repeats itself, which shows the cost of failing drafts. The draft model is the first two
+layers of the large one.
 """
 
 import statistics
@@ -40,10 +40,10 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 CONCURRENT = (1, 8)
 
 KEPT = 0.02
-"""Of what layers add to the residual stream, in the model that repeats itself."""
+"""Scale of the layers' output in the model that repeats itself."""
 
 CHANGED = 0.01
-"""Of weights, by an update between two samples of a prompt."""
+"""Relative change of weights between two samples of a prompt."""
 
 LIMITS = EngineLimits(
     max_running_turns=max(CONCURRENT),
@@ -57,7 +57,7 @@ LIMITS = EngineLimits(
 
 @dataclass(slots=True)
 class Spent:
-    """What a number of turns took."""
+    """Cost of a set of turns."""
 
     cpu_s: float
     tokens: int
@@ -74,7 +74,7 @@ class Engine:
         self._handles = count()
 
     def run(self, turns: int, temperature: float) -> Spent:
-        """Sample that many turns at once, of prompts that are the same in every call."""
+        """Sample that many turns at once, with the same prompts in every call."""
         for number in range(turns):
             chance = np.random.default_rng(number)
             prompt = chance.integers(0, VOCAB, PROMPT_TOKENS).astype("<i4")
@@ -95,7 +95,7 @@ class Engine:
 
 
 def make_runner(weights: Weights) -> ModelRunner:
-    """A runner by the fastest code there is."""
+    """Create a runner with the fastest available code."""
     native = native_for(weights.config, torch.float32)
     return ModelRunner(
         weights.config, weights, num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS, native=native
@@ -110,7 +110,7 @@ def measure(
     temperature: float,
     before: Weights | None = None,
 ) -> Iterator[Row]:
-    """Sample with guesses and without; ``before``: these weights have sampled the prompts once."""
+    """Sample with and without drafts; ``before``: weights that sampled the prompts once before."""
     for turns in CONCURRENT:
         rates: dict[bool, list[float]] = {True: [], False: []}
         spent = Spent(0.0, 0, 0, 0)
@@ -130,7 +130,7 @@ def measure(
 
 
 def rows(directory: Path) -> Iterator[Row]:
-    """The whole table."""
+    """Return the whole table."""
     repeats = load(directory / "repeats", kept=KEPT)
     small = load(directory / "draft", kept=KEPT, layers=DRAFT_LAYERS)
     anything = load(directory / "random")

@@ -1,4 +1,4 @@
-"""How does a benchmark say what it measured, beside a peer? It measures nothing itself."""
+"""Result table of the benchmarks that compare with a peer."""
 
 import json
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ class Row:
     value: float
     unit: str
     peer: float | None = None
-    """The peer's value, in the same unit and run; None where there is none, or it wasn't run."""
+    """The peer's value, in the same unit and run; None if there is no peer, or it was not run."""
     ratio: float | None = None
     """Ours over the peer's."""
 
 
 def compared(name: str, unit: str, value: float, peer: float | None) -> Row:
-    """A row with its ratio."""
+    """Return a row with its ratio."""
     return Row(name, value, unit, peer, value / peer if peer else None)
 
 
 def show(rows: Iterable[Row], *, as_json: bool) -> None:
-    """Print rows as they come: measuring the next one may take minutes."""
+    """Print rows as they are measured, because the next one may take minutes."""
     for row in rows:
         print(json.dumps(asdict(row)) if as_json else _text(row), flush=True)
 

@@ -1,6 +1,7 @@
-"""One receiver of weights, in a process of its own: it copies each tensor out, as an engine does.
+"""Receiver process of the weight benchmark; copies each tensor out, as an engine does.
 
-Told by lines: an encoded message, in hex. Says ``ready`` and, for each version, ``done``.
+It reads encoded messages in hex, one per line, and prints ``ready`` and, for each version,
+``done``.
 """
 
 import sys
@@ -13,7 +14,7 @@ from tidegate.transport.weight_channels import Home, WeightReceiver, receiver
 
 
 def main() -> None:
-    """Arguments: the orchestrator's address, the host's name, and keys or nothing."""
+    """Run with the orchestrator's address, the host's name, and optional keys as arguments."""
     address, host, *keys = sys.argv[1:]
     engine_keys = EngineKeys(*(key.encode() for key in keys)) if keys else None
     end: WeightReceiver | None = None

@@ -1,10 +1,10 @@
-"""How long until many engines have a version? By relays, one by one, by gloo, by Ray's store.
+"""Time to bring a version to many engines: by relay, one by one, gloo, or Ray's object store.
 
 `python -m benchmarks.weights` measures, with real processes:
 
-* on this machine as it is, where every copy costs its processors: 1 to 32 engines on 1 host or 4;
-* if it may, between network namespaces whose links carry 200 Mbit/s, where the network is what
-  costs, as between machines; beside what the models say.
+* on this machine, where every copy costs its CPUs: 1 to 32 engines on 1 host or 4;
+* if permitted, between network namespaces whose links carry 200 Mbit/s, where the network is the
+  bottleneck, as between machines; compared with the models' predictions.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LINK_BYTES = 16 * 1024 * 1024
 REPEATS = 3
 
 GLOO_MAX = 8
-"""Engines; each loads torch."""
+"""Maximum number of engines with gloo, each of which loads torch."""
 
 RAY_MAX = 8
 
@@ -45,7 +45,7 @@ RAY_TIMEOUT_S = 300.0
 
 
 class Receivers:
-    """Processes, and the sender that they fetch from."""
+    """Receiver processes, and the sender that they fetch from."""
 
     def __init__(self, weights: WeightSender, commands: list[list[str]]) -> None:
         self._weights = weights
@@ -59,7 +59,7 @@ class Receivers:
             self._heard(process, "ready")
 
     def fan_out_s(self, tensors: list[NamedBuffer]) -> float:
-        """From the trainer's tensors to the last engine's copy."""
+        """Return the seconds from the trainer's tensors to the last engine's copy."""
         self._version += 1
         begun_s = time.monotonic()
         [update] = self._weights.write(self._version, tensors)
@@ -70,11 +70,11 @@ class Receivers:
         return time.monotonic() - begun_s
 
     def cpu_s(self) -> float:
-        """Of this process and all of theirs, so far."""
+        """Return the CPU seconds of this process and all receivers so far."""
         return time.process_time() + sum(map(_cpu_s, (p.pid for p in self._all)))
 
     def close(self) -> None:
-        """End them all."""
+        """End all receivers."""
         for process in self._all:
             process.communicate()
         self._weights.close()
@@ -94,26 +94,26 @@ class Receivers:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of a process, all its threads: fields 14 and 15 of proc(5)'s stat, whose second may have
-    blanks."""
+    """Return a process's CPU seconds: fields 14 and 15 of proc(5)'s stat, whose second field may
+    contain blanks."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class FanOut:
-    """What it took to bring a version to all."""
+    """Cost of bringing a version to all engines."""
 
     wall_s: float
-    """The median."""
+    """Median wall time."""
     cpu_s: float
-    """Of the sender and all engines, on the mean."""
+    """Mean CPU time of the sender and all engines."""
     silent: int
-    """Relays that another one took for dead, over all versions."""
+    """Number of relays that another one took for dead, over all versions."""
 
 
 def measured(weights: WeightSender, commands: list[list[str]], nbytes: int) -> FanOut:
-    """Some fan-outs, once pages and connections are warm."""
+    """Measure some fan-outs, once pages and connections are warm."""
     made = Receivers(weights, commands)
     try:
         made.fan_out_s(tensors_of(nbytes))
@@ -127,14 +127,14 @@ def measured(weights: WeightSender, commands: list[list[str]], nbytes: int) -> F
 
 
 def tensors_of(nbytes: int) -> list[NamedBuffer]:
-    """So much, in a few tensors."""
+    """Return this many bytes in a few tensors."""
     size = nbytes // TENSORS
     data = np.random.default_rng(0).integers(0, 255, size, np.uint8).data
     return [NamedBuffer(f"w{n}", "uint8", (size,), data) for n in range(TENSORS)]
 
 
 def local_rows(counts: list[int]) -> Iterator[Row]:
-    """On this machine as it is."""
+    """Yield the rows of this machine."""
     for count in counts:
         naive = measured(sender("zmq", address=HOME), local(count, 1), LOCAL_BYTES)
         what = f"{count} engines, {LOCAL_BYTES >> 20} MiB"
@@ -159,17 +159,17 @@ def local_rows(counts: list[int]) -> Iterator[Row]:
 
 
 HOME = "tcp://127.0.0.1:5555"
-"""The orchestrator's address, if there were one: weights come from a port beside it."""
+"""Placeholder for the orchestrator's address; weights use a port beside it."""
 
 
 def local(count: int, hosts: int) -> list[list[str]]:
-    """Command lines of engines that share a host with ``count / hosts - 1`` others."""
+    """Return the commands of engines spread over this many simulated hosts."""
     engine = [sys.executable, "-m", "benchmarks.weight_engine", HOME]
     return [[*engine, f"host{index % hosts}"] for index in range(count)]
 
 
 def by_ray(count: int) -> float | None:
-    """In a process of its own, which may fail alone; None without Ray."""
+    """Measure Ray's object store in its own process, which may fail; None without Ray."""
     if find_spec("ray") is None:
         return None
     command = [sys.executable, "-m", "benchmarks.weights", "--ray-store", str(count)]
@@ -184,7 +184,8 @@ def by_ray(count: int) -> float | None:
 
 
 def ray_store_s(count: int) -> float:
-    """Put into Ray's object store by one process, copied out of it by actors; the median."""
+    """Return the median seconds to put weights into Ray's object store and copy them out by
+    actors."""
     import ray
 
     ray.init(
@@ -212,7 +213,7 @@ def ray_store_s(count: int) -> float:
 
 
 def network_rows(counts: list[int]) -> Iterator[Row]:
-    """Between hosts with links of their own, and keys."""
+    """Yield the rows of hosts with links of their own, with keys."""
     if not are_allowed():
         return
     bytes_per_s = LINK_MBIT_PER_S * 1e6 / 8
@@ -231,13 +232,13 @@ def network_rows(counts: list[int]) -> Iterator[Row]:
         model_s = once_s + (hosts - 1) * chunk_s
         yield compared(f"{relays}; peer: its model", "s", chain.wall_s, model_s)
         yield compared(f"{what}: one by one; peer: its model", "s", naive.wall_s, hosts * once_s)
-        # Where the CPU time comes near the wall time of a busy machine's share, that is the limit.
+        # If the CPU time approaches the wall time, CPU is the bottleneck.
         yield compared(f"{relays}; peer: one by one", "CPU-s", chain.cpu_s, naive.cpu_s)
         yield Row(f"{relays}: taken for dead by another", chain.silent, "relays")
 
 
 def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender]) -> FanOut:
-    """One engine on each host, with keys."""
+    """Measure one engine per host, with keys."""
     orchestrator, engine = passing_keys()
     address = f"tcp://{network.address}:5555"
     keys = [engine.public.decode(), engine.secret.decode(), engine.orchestrator.decode()]
@@ -247,7 +248,7 @@ def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender])
 
 
 def main() -> None:
-    """Print a table, or with --json one object a line."""
+    """Print a table, or with --json one object per line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])

@@ -1,8 +1,8 @@
 """Advantage estimators, per rollout and per token: GRPO, Dr. GRPO, RLOO, REINFORCE++ and GAE.
 
-Trainers call these on a batch's rewards. All but GAE return one number per rollout, which the
-trainer spreads over the rollout's tokens (``advantages[:, None]`` for padded rows,
-``advantages[row_ids]`` for packed tokens).
+A run's batches use GRPO's; trainers call the others on a batch's rewards. All but GAE return one
+number per rollout, which the trainer spreads over the rollout's tokens (``advantages[:, None]`` for
+padded rows, ``advantages[row_ids]`` for packed tokens).
 
 Shapes: R rollouts, over any number of groups of any size; tokens as in
 :mod:`tidegate.policies.aggregation`.
@@ -102,8 +102,9 @@ def generalised_advantages(
     discount: float = 1.0,
     trace_decay: float = 0.95,
 ) -> Tensor:
-    """Return GAE: ``A_t = d_t + discount trace_decay A_{t+1}``, ``d_t = r_t + discount V_{t+1} -
-    V_t``.
+    """Return generalised advantage estimates (GAE), per token.
+
+    ``A_t = d_t + discount trace_decay A_{t+1}`` with ``d_t = r_t + discount V_{t+1} - V_t``.
 
     Time counts tokens with a true ``mask``: t + 1 is the sequence's next sampled token, across any
     environment output in between. A sequence is one episode, so ``V`` after its last token is 0.
@@ -166,8 +167,7 @@ class _Groups:
         return segment_sum(values, self.of_rollout, len(self.sizes))
 
     def deviation(self, rewards: Tensor) -> Tensor:
-        """Return each reward minus its group's mean, exactly 0 if all of the group are equal. [R]
-        -> [R]
+        """Return each reward minus its group's mean, exactly 0 if all are equal. [R] -> [R]
 
         The mean of equal numbers can differ from them by an ulp. Trainers find groups without a
         gradient by testing for exact zeros.

@@ -78,8 +78,7 @@ class Sequences:
         return self.tokens == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return each sequence's sum, accumulated in float64 because 32,768 small terms lose
-        digits.
+        """Return each sequence's sum, accumulated in float64: 32,768 small terms lose digits.
 
         ``values`` has the mask's shape or broadcasts to it. Returns [R] in the dtype of ``values``.
         """
@@ -96,10 +95,9 @@ class Sequences:
         return per_sequence[self.row_ids]
 
     def positions(self) -> Tensor:
-        """Return each token's index within its sequence, counting tokens only. The mask's shape,
-        int64.
+        """Return each token's index within its sequence, counting tokens only. int64
 
-        Sequences may be interleaved. Positions with a false mask get 0.
+        The mask's shape. Sequences may be interleaved. Positions with a false mask get 0.
         """
         rows = self.row_ids[self.mask]
         order = rows.argsort(stable=True)
@@ -115,12 +113,12 @@ class Sequences:
 
 
 def mean_by_token(values: Tensor, mask: Tensor, *, tokens_in_batch: int | None = None) -> Tensor:
-    """Return ``sum_t v_t / tokens``: every token weighs the same, so long sequences weigh more. ->
-    []
+    """Return ``sum_t v_t / tokens``: every token weighs the same. -> []
 
-    ``tokens_in_batch`` replaces the number of tokens in ``mask``. For micro-batches pass the whole
-    batch's number; the results then add up. A constant, such as rows times ``max_tokens``, gives
-    the loss of Dr. GRPO (arXiv 2503.20783), which has no length bias.
+    So long sequences weigh more than short ones. ``tokens_in_batch`` replaces the number of tokens
+    in ``mask``. For micro-batches pass the whole batch's number; the results then add up. A
+    constant, such as rows times ``max_tokens``, gives the loss of Dr. GRPO (arXiv 2503.20783),
+    which has no length bias.
 
     Source: DAPO, arXiv 2503.14476 (token-level loss).
     """

@@ -1,5 +1,4 @@
-"""Consumption orders: in which order ended groups form batches, and the staleness each order
-allows.
+"""Consumption orders: how ended groups form batches, and the staleness each order allows.
 
 The staleness policies' ``select`` methods call these functions with the waiting groups.
 
@@ -107,8 +106,7 @@ def by_deadline(
 
 
 def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> list[G] | None:
-    """Return due groups that have ended at least by half, then the oldest ended ones, and
-    remainders.
+    """Return due groups ended at least by half, then the oldest ended ones, and remainders.
 
     A due group with a few running stragglers is trained without them: otherwise its ended rollouts
     would reach the staleness bound while they wait for the group's advantages. A group of which

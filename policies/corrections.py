@@ -40,8 +40,7 @@ def tis_token(log_ratio: Tensor, mask: Tensor, *, weight_max: float = 2.0) -> Te
 def tis_sequence(
     log_ratio: Tensor, mask: Tensor, *, row_ids: Tensor | None = None, weight_max: float = 2.0
 ) -> Tensor:
-    """Return ``min(prod_t w_t, weight_max)``: TIS by sequence, the same weight on each of its
-    tokens.
+    """Return ``min(prod_t w_t, weight_max)``: TIS by sequence, on each of its tokens.
 
     Without truncation it is unbiased, with a variance exponential in the length (published: 2 to
     10).
@@ -58,8 +57,7 @@ def tis_sequence(
 def mis_token(
     log_ratio: Tensor, mask: Tensor, *, weight_min: float = 0.5, weight_max: float = 2.0
 ) -> Tensor:
-    """Return ``w_t if weight_min <= w_t <= weight_max else 0``: masked importance sampling, by
-    token.
+    """Return ``w_t if weight_min <= w_t <= weight_max else 0``: masked importance sampling.
 
     A ratio far from 1 means that the engine's log-probability is suspect, so the token is dropped
     rather than down-weighted.
@@ -98,8 +96,7 @@ def mis_geometric(
     weight_min: float = 0.999,
     weight_max: float = 1.001,
 ) -> Tensor:
-    """Return ``G if weight_min <= G <= weight_max else 0``, ``G = (prod_t w_t)^(1/tokens)``, per
-    token.
+    """Return ``G if weight_min <= G <= weight_max else 0``, ``G = (prod_t w_t)^(1/tokens)``.
 
     The geometric mean does not penalise long sequences; it varies little, hence the narrow bounds.
     To reject sequences by it and weigh tokens by another correction, use :func:`geometric_mask`.
@@ -131,8 +128,9 @@ def geometric_mask(
 def icepop(
     log_ratio: Tensor, mask: Tensor, *, weight_min: float = 0.5, weight_max: float = 5.0
 ) -> Tensor:
-    """Return ``w_t if weight_min <= w_t <= weight_max else 0``: IcePop, :func:`mis_token` with
-    wider bounds.
+    """Return :func:`mis_token` with wider bounds: IcePop.
+
+    ``w_t if weight_min <= w_t <= weight_max else 0``.
 
     Source: Ring-1T, arXiv 2510.18855; the bounds as in INTELLECT-3, arXiv 2512.16144.
     """
@@ -184,8 +182,7 @@ def dppo_mask(
     *,
     shift_max: float = 0.2,
 ) -> Tensor:
-    """Drop tokens whose probability has moved more than ``shift_max`` in their advantage's
-    direction.
+    """Drop tokens whose probability moved more than ``shift_max`` the way they are pushed.
 
     Drops ``|p - q| > shift_max`` and ``(p - q) A > 0`` with ``p = w q`` and ``q`` the behaviour
     policy's probability: binary total variation as a trust region. A bound on the ratio lets likely

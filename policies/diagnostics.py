@@ -1,6 +1,6 @@
 """Off-policyness metrics of a batch: effective sample size, KL, chi-squared, by lag; length bias.
 
-Trainers log them, and batches compute them for the dashboard and reports; no gradient passes
+Trainers compute them, log them, and report them with ``rollouts.observe``; no gradient passes
 through any.
 
 Symbols: ``w`` is the ratio of a token's probabilities under the training policy and the behaviour

@@ -37,11 +37,11 @@ def ppo_losses(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """Return PPO's ``-min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)``, ``u = target /
-    proximal``.
+    """Return PPO's ``-min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)``.
 
-    Multiplied with a weight for ``proximal / behaviour`` it is decoupled PPO; with
-    :func:`interpolated_proximal_logprobs` as proximal log-probabilities it is A-3PO.
+    ``u = target / proximal`` is the ratio of probabilities. Multiplied with a weight for ``proximal
+    / behaviour`` it is decoupled PPO; with :func:`interpolated_proximal_logprobs` as proximal
+    log-probabilities it is A-3PO.
 
     Source: PPO, arXiv 1707.06347, section 3; two clips: DAPO, arXiv 2503.14476.
     """
@@ -89,11 +89,11 @@ def cispo_losses(
     weight_min: float = 0.0,
     weight_max: float = 5.0,
 ) -> Tensor:
-    """Return CISPO's ``-sg(clip(w_t, weight_min, weight_max)) A_t log target``, ``w = target /
-    behaviour``.
+    """Return CISPO's ``-sg(clip(w_t, weight_min, weight_max)) A_t log target``.
 
-    The weight is clipped and carries no gradient (sg is stop-gradient), so no token's gradient is
-    cut off. ``weight_min`` and ``weight_max`` are the papers' 1 - e_low and 1 + e_high.
+    ``w = target / behaviour`` is the ratio of probabilities. The weight is clipped and carries no
+    gradient (sg is stop-gradient), so no token's gradient is cut off. ``weight_min`` and
+    ``weight_max`` are the papers' 1 - e_low and 1 + e_high.
 
     Source: MiniMax-M1, arXiv 2506.13585; robust in its upper bound: ScaleRL, arXiv 2510.13786.
     """
@@ -135,13 +135,13 @@ def interpolated_proximal_logprobs(
     *,
     trainer_version: int,
 ) -> Tensor:
-    """Return A-3PO's proximal log-probs: ``log behaviour + lag/(lag + 1) (log target - log
-    behaviour)``.
+    """Return the proximal log-probabilities of A-3PO, without a forward pass.
 
-    ``lag = trainer_version - weight_versions``, per token. The update makes version
-    ``trainer_version + 1`` from ``trainer_version``, so the proximal policy lies ``lag/(lag + 1)``
-    of the way from behaviour to target, and needs no forward pass. For a token of lag 0 the
-    proximal policy is the behaviour policy. [R, T] or [N]; 0 where masked.
+    ``log behaviour + lag/(lag + 1) (log target - log behaviour)`` with ``lag = trainer_version -
+    weight_versions``, per token. The update makes version ``trainer_version + 1`` from
+    ``trainer_version``, so the proximal policy lies ``lag/(lag + 1)`` of the way from behaviour to
+    target. For a token of lag 0 the proximal policy is the behaviour policy. [R, T] or [N]; 0 where
+    masked.
 
     Source: A-3PO, arXiv 2512.06547.
     """
@@ -186,10 +186,10 @@ def decoupled_ppo_loss(
     weight: Tensor | None = None,
     tokens_in_batch: int | None = None,
 ) -> tuple[Tensor, LossDiagnostics]:
-    """Return ``-sum_t min(w_t, C) min(u_t A_t, clip(u_t, 1 - e, 1 + e) A_t) / tokens``, and
-    diagnostics.
+    """Return ``-sum_t min(w_t, C) min(u_t A_t, clip(u_t, 1 - e, 1 + e) A_t) / tokens``.
 
-    ``u = target / proximal`` carries the gradient; ``w = proximal / behaviour`` does not.
+    Also returns the diagnostics. ``u = target / proximal`` carries the gradient; ``w = proximal /
+    behaviour`` does not.
 
     Args:
         logprobs: log-probabilities under the weights being optimised.

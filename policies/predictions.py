@@ -1,6 +1,6 @@
 """Closed-form predictions of a run's throughput and staleness from a few measured figures.
 
-The planning command, the run report and each batch's metrics call them; all inputs are measured or
+The planning simulation and the run's staleness forecast call them; all inputs are measured or
 assumed by the caller.
 
 Symbols: B groups per batch of G rollouts each, η ``max_staleness``; L a rollout's length in tokens;
@@ -24,7 +24,7 @@ POINTS_MAX = 4096
 waits use a coarser grid."""
 
 
-# ---------------------------------------------------------------- how fast
+# ---------------------------------------------------------------- throughput
 
 
 def work_conserving_batch_s(
@@ -43,8 +43,7 @@ def work_conserving_batch_s(
 def disaggregated_batch_s(
     rollout_work_s: float, trainer_work_s: float, *, rollout_devices: int, trainer_devices: int
 ) -> float:
-    """Return ``max(W_R / N_r, W_T / N_t)``: lower bound if each device does one kind of work, as
-    ours.
+    """Return ``max(W_R / N_r, W_T / N_t)``: lower bound if devices do not switch roles, as ours.
 
     It equals :func:`work_conserving_batch_s` at rho = 1 only, that is ``N_t / N_r = W_T / W_R``.
     Source: the slower of two pipeline stages limits throughput.
@@ -55,8 +54,7 @@ def disaggregated_batch_s(
 
 
 def throughput_ratio(*, rollout_batch_s: float, trainer_batch_s: float) -> float:
-    """Return rho, ``(W_T / N_t) / (W_R / N_r)``: the trainer's seconds per batch over the
-    rollout's.
+    """Return rho, ``(W_T / N_t) / (W_R / N_r)``: trainer seconds per batch over rollout seconds.
 
     Source: Applied Compute, July 2026, on staleness in asynchronous RL.
     """
@@ -84,8 +82,7 @@ class DecodeCost:
 def fit_decode_cost(
     *, steps: float, rows: float, rows_squared: float, busy_s: float, rows_busy_s: float
 ) -> DecodeCost | None:
-    """Return the least-squares line through steps' (rows, seconds), from their sums; None without
-    steps.
+    """Return the least-squares line through steps' (rows, seconds), or None without steps.
 
     Neither part is negative. If all steps had equally many rows, the parts cannot be told apart,
     and all time counts as per row: the throughput at any width is then the measured one.
@@ -118,8 +115,7 @@ def abort_cost_s(
     mean_squared_tokens: float,
     prefill_tokens_per_s: float,
 ) -> float:
-    """Return ``C (prompt + E[L^2] / 2 E[L]) / P``: seconds that an ``abort`` update costs each
-    engine.
+    """Return ``C (prompt + E[L^2] / 2 E[L]) / P``: seconds an ``abort`` update costs an engine.
 
     All running turns are prefilled again; C here is one engine's slots. ``keep`` with recomputed KV
     costs the same, ``keep`` with kept KV nothing. Source: AReaL, arXiv 2505.24298, for the
@@ -130,12 +126,11 @@ def abort_cost_s(
     return slots_per_engine * context / prefill_tokens_per_s
 
 
-# ---------------------------------------------------------------- how old
+# ---------------------------------------------------------------- staleness
 
 
 def tail_factor(groups: Sequence[Sequence[float]]) -> float:
-    """Return M_tail, ``E[max of a group's L] / E[L]``: the length of a group over that of a
-    rollout.
+    """Return M_tail, ``E[max of a group's L] / E[L]``: group length over rollout length.
 
     1 if there are no tokens. Source: Applied Compute 2026, "tailness".
     """
@@ -161,8 +156,7 @@ def staleness_in_flight(
 
 
 def staleness_in_queue(*, rho: float, queue_batches: float = 1.0) -> float:
-    """Return IQS, ``rho`` if rho < 1 else ``(2q + rho - 1) / 2rho``: versions made while a group
-    waits.
+    """Return IQS, ``rho`` if rho < 1 else ``(2q + rho - 1) / 2rho``: versions while a group waits.
 
     q is how many batches the queue holds before the oldest is dropped. The batch in training is
     counted. Source: Applied Compute 2026.
@@ -195,7 +189,8 @@ def staleness_in_order(
     of a reordering issue", here with arrivals at equal distances.
     """
     _refuse_none(groups_per_batch=groups_per_batch)
-    groups = max(1.0, longest_versions * groups_per_batch)  # that start while the longest runs
+    # Number of groups that start while the longest one runs.
+    groups = max(1.0, longest_versions * groups_per_batch)
     stride = max(1, min(math.ceil(GRID_PER_VERSION / groups_per_batch), int(POINTS_MAX / groups)))
     merged = math.ceil(groups / POINTS_MAX)
     step = merged / (groups_per_batch * stride)
@@ -204,7 +199,7 @@ def staleness_in_order(
     if window_groups is None:
         return step * sum(-math.expm1(log) for log in logs)
     behind = [0.0] * (points + stride)
-    for point in reversed(range(points)):  # of this group and all before it
+    for point in reversed(range(points)):  # sums over this group and all earlier ones
         behind[point] = merged * logs[point] + behind[point + stride]
     skip = math.ceil(window_groups / merged) * stride
     skipped = itertools.chain(behind[skip:], itertools.repeat(0.0))
@@ -273,8 +268,7 @@ def staleness_from_latency(
     rollout_devices: float = 1.0,
     trainer_devices: float = 1.0,
 ) -> float:
-    """Return ``K = (rollout latency / train step) (N_roll / N_train)``: a first guess of the steady
-    lag.
+    """Return ``K = (rollout latency / train step) (N_roll / N_train)``: a guess of the steady lag.
 
     Use it if only durations are known. Source: Huang 2026, "Is frontier async RL solved?".
     """

@@ -1,5 +1,4 @@
-"""Round-based staleness policies, for engines that idle during training: synchronous,
-over-sampling.
+"""Round-based staleness policies, for engines that idle while the trainer trains.
 
 Users choose one in ``tidegate.serve``; the orchestrator's core asks it which groups to admit and
 hand over.
@@ -35,8 +34,7 @@ class Synchronous(StalenessPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class OverSampling(StalenessPolicy):
-    """Starts more groups than a batch takes, and carries the unfinished ones over to the next
-    round.
+    """Starts more groups than a batch takes, and carries unfinished ones to the next round.
 
     These are active partial rollouts (APRIL, arXiv:2509.18521): when B groups have ended,
     generation pauses, running turns are aborted, and they continue from their tokens under the next

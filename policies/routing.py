@@ -79,8 +79,7 @@ class EngineLoads:
         return self._loads[name]
 
     def is_near_least(self, name: str, margin_turns: int) -> bool:
-        """Return whether an engine has at most ``margin_turns`` turns above the least loaded one's
-        load.
+        """Return whether an engine has at most ``margin_turns`` turns above the least load.
 
         False if the engine is not eligible.
         """

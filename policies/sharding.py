@@ -1,6 +1,6 @@
 """Splits a batch's rows among data-parallel ranks: whole groups where possible, equal row counts.
 
-The orchestrator calls :func:`split_rows` when a trainer with several ranks asks for a batch.
+The orchestrator's batches call :func:`split_rows` for trainers with several ranks.
 """
 
 from collections.abc import Sequence

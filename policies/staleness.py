@@ -180,8 +180,7 @@ class StalenessPolicy:
     # ------------------------------------------------------------ select
 
     def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
-        """Return the next batch, ``groups`` ended groups plus any ended split remainders, or None
-        to wait.
+        """Return the next batch: ``groups`` ended groups and any ended remainders; None to wait.
 
         Called whenever its inputs have changed, so it should return None quickly.
         """

@@ -70,8 +70,7 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTailLane(Stragglers):
-    """Reserves some engines for long turns, and keeps those lightly loaded so that they decode
-    fast.
+    """Reserves some engines for long turns, lightly loaded so that they decode fast.
 
     A turn that has sampled ``min_tokens`` may move to one of ``engines`` reserved engines (the
     first by name) while that has fewer than ``slots`` turns; the oldest group's turns move first,

@@ -1,7 +1,7 @@
-"""Where do kernels run in tests, for how long may any, and what may none leave? See each below.
+"""Shared test configuration: kernel backend, timeouts, and checks for leaked processes and sockets.
 
-Kernels run on a GPU, else in Triton's interpreter.
-Triton reads the variable when it is imported, which any test's imports may do: so it is set before.
+Kernels run on a GPU, else in Triton's interpreter. Triton reads the environment variable when it is
+imported, which any test's imports may do, so it is set here first.
 """
 
 import os
@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 SLOW_TIMEOUT_S = 600
-"""A whole run that takes one minute on an idle machine took more than three beside eight others."""
+"""Timeout of slow tests: a run that takes one minute on an idle machine took more than three beside
+eight others."""
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns, an error in tests
-# In what a shell runs in the background it is ignored, also by all programs that tests start.
+# A shell ignores SIGINT in background jobs, and programs that tests start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not Path("/dev/nvidia0").exists():
@@ -31,7 +32,7 @@ _FORBIDDEN_IN_UNIT_TESTS = {"subprocess.Popen", "os.fork", "socket.connect", "so
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have unit tests fail that start a process or open a socket: they want the mark `wire`."""
+    """Make unit tests fail that start a process or open a socket; those need the mark `wire`."""
     if UNIT not in config.option.markexpr:
         return
 
@@ -51,7 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_started_by_a_module_outlives_it() -> Iterator[None]:
-    """Else the next one that looks for processes of its own is blamed for this one's."""
+    """Check for leaked processes, so that a later module that counts its processes is not
+    blamed."""
     before = psutil.Process().children(recursive=True)
     yield
     left = [each for each in psutil.Process().children(recursive=True) if each not in before]

@@ -1,7 +1,7 @@
-"""A trainer that forks in the midst of its run, in every way that trainers do.
+"""Trainer process that forks during its run, in each way that trainers do.
 
-``python -m tests.forking_trainer MODEL DIRECTORY`` prints a line for each call of a child process,
-with the error it raised, and ends with status 0 if the run was none the worse for it.
+``python -m tests.forking_trainer MODEL DIRECTORY`` prints a line for each call in a child process,
+with the error it raised, and exits with status 0 if the run was unaffected.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ CHILD_TIMEOUT_S = 60
 
 
 def met(name: str, ask: Callable[[], object]) -> None:
-    """Print what a call in a child process raises; a call that hangs is ended by SIGALRM."""
+    """Print what a call in a child process raises; SIGALRM ends a call that hangs."""
     signal.alarm(CHILD_TIMEOUT_S)
     try:
         said: object = ask()
@@ -33,7 +33,7 @@ def met(name: str, ask: Callable[[], object]) -> None:
 
 
 class Batches(IterableDataset[Any]):
-    """A user's own dataset over a run, which a DataLoader's worker reads."""
+    """A user's dataset over a run, read by a DataLoader's worker."""
 
     def __init__(self, rollouts: tidegate.SyncRollouts) -> None:
         self._rollouts = rollouts
@@ -52,7 +52,7 @@ def first_loaded(dataset: Batches) -> object:
 
 
 def fork_and_leave(rollouts: tidegate.SyncRollouts) -> None:
-    """Fork; the child uses the run, and ends as a process does that was not told it is a child."""
+    """Fork; the child uses the run, and exits as a process that does not know it is a child."""
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         assert status == 0, f"the forked child ended with status {status}"

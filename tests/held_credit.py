@@ -1,8 +1,8 @@
-"""How does a test keep a turn from ending before what is to happen meanwhile? It holds credit back.
+"""Holds back an engine's credit, so that a turn cannot end before a certain message is sent.
 
-An engine that hears of no acknowledgement stops when its credit is used up, ``credit_steps`` after
-the last one. So a turn of more steps than that is still going on when engines are told what the
-test waits for, however fast they are and however late that is; then they get their credit back.
+An engine that gets no acknowledgement stops after ``credit_steps`` steps. So a turn of more steps
+is still running when the engines get the awaited message, however fast they are and however late it
+is; then they get their credit back.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def running(run: tidegate.Rollouts | tidegate.VLLMServer) -> Run:
 
 
 def paused(message: Message) -> bool:
-    """Whether it has an engine pause, in any mode."""
+    """Return whether the message is a pause, in any mode."""
     return isinstance(message, Pause)
 
 
@@ -29,7 +29,7 @@ def paused(message: Message) -> bool:
 def turns_go_on_until(
     run: tidegate.Rollouts | tidegate.VLLMServer, is_told: Callable[[Message], bool]
 ) -> Iterator[None]:
-    """Give no engine credit back before it was told such a message; afterwards all of it."""
+    """Hold back each engine's acknowledgements until it was sent such a message."""
     scheduler = running(run).scheduler
     assert scheduler is not None
     fleet, send = scheduler.fleet, scheduler.fleet._send
@@ -38,7 +38,7 @@ def turns_go_on_until(
 
     def hold(peer: bytes, message: Message) -> bool:
         if isinstance(message, Ack) and peer not in told:
-            held[peer] = message  # it confirms all that those before it do
+            held[peer] = message  # it acknowledges all that earlier ones do
             return True
         is_there = send(peer, message)
         if is_told(message):

@@ -1,7 +1,7 @@
-"""What stands in for a GPU whose memory processes share, where there is none? Memory of the host.
+"""Stand-in for a GPU with CUDA IPC, backed by host memory, for machines without one.
 
-Its handles are as long as torch's, and lead other processes to the same bytes; nothing else of it
-is CUDA's. The channel, the wire and the engine around it are the real ones.
+Its handles are as long as torch's and give other processes access to the same bytes. The channel,
+the wire and the engine around it are real.
 """
 
 import mmap
@@ -19,15 +19,15 @@ TOTAL_BYTES = 2**30
 
 
 class HostGpu:
-    """One process's view of it."""
+    """One process's view of the simulated GPU."""
 
     def __init__(self, uuid: str = UUID, *, free_bytes: int = TOTAL_BYTES) -> None:
         self.uuid = uuid
         self.total_bytes = TOTAL_BYTES
         self.shared: list[SharedMemory] = []
-        """Not taken back yet."""
+        """Handles that have not been released yet."""
         self.opened: list[SharedMemory] = []
-        """All that was ever opened here."""
+        """All handles that this process ever opened."""
         self._rooms: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._fds: dict[int, int] = {}
@@ -35,12 +35,12 @@ class HostGpu:
 
     @property
     def rooms_bytes(self) -> int:
-        """Of memory that was made here and is referred to."""
+        """Size of the memory that was allocated here and is still referenced."""
         return sum(len(room) for room in self._rooms)
 
     @property
     def mapped(self) -> int:
-        """How much memory of others is open here."""
+        """Number of other processes' memories that are open here."""
         return len(self._mapped)
 
     def room(self, nbytes: int) -> torch.Tensor:

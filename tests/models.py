@@ -1,6 +1,6 @@
-"""What do the tests run on? Tiny random Hugging Face model directories, made on the spot.
+"""Tiny random Hugging Face model directories for tests, created on the fly.
 
-Biases and norm weights are random too, so that code which forgets one gives other tokens.
+Biases and norm weights are random too, so code that omits one produces other tokens.
 """
 
 import json
@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 
 EOS_TOKEN = "<|end|>"
 EOS_TOKEN_ID = 0
-"""The other ids are the printable characters: id 1 is the space, id 95 the tilde."""
+"""Id of the end token. The other ids are the printable characters: id 1 is the space, id 95 the
+tilde."""
 
 CONTEXT_TOKENS_MAX = 512
 """``max_position_embeddings`` of every directory made here."""
@@ -38,7 +39,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"attn_logit_softcapping": 3.0},
     "gemma3_text": _GEMMA | {"num_hidden_layers": 3, "sliding_window_pattern": 3},
 }
-"""What tests need of each model type: windows shorter than their contexts, caps that bite."""
+"""Config fields by model type that tests need: windows shorter than their contexts, active caps."""
 
 
 def make_model_directory(
@@ -78,7 +79,7 @@ def make_model(
 ) -> Any:
     """Make a random transformers model of a model type, in float32 and eval mode.
 
-    With ``labels`` it ends in a classification head of so many, in place of the LM head.
+    ``labels`` replaces the LM head by a classification head of this many labels.
     """
     import transformers
 
@@ -126,7 +127,7 @@ def _cut_into_shards(path: Path, shards: int) -> None:
 
 
 def _save_tokenizer(path: Path, vocab_size: int) -> None:
-    """One token per printable character; further ids are names nobody writes."""
+    """Write a tokenizer with one token per printable character; further ids are unused names."""
     words = [EOS_TOKEN, *map(chr, range(32, 127))]
     words += [f"<|{number}|>" for number in range(len(words), vocab_size)]
     vocab = {word: number for number, word in enumerate(words[:vocab_size])}

@@ -1,7 +1,7 @@
-"""A trainer that may be killed at any moment: started again, it goes on from its checkpoint.
+"""Trainer process that may be killed at any time and resumes from its checkpoint.
 
-``python -m tests.mortal_trainer MODEL DIRECTORY ADDRESS TASKS`` prints a line per batch trained,
-and takes the next once it is given a line: else it could be through before anybody kills it.
+``python -m tests.mortal_trainer MODEL DIRECTORY ADDRESS TASKS`` prints a line per trained batch,
+and waits for a line on standard input before the next, so that a test can kill it in time.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import tidegate
 
 
 async def two_turns(episode: tidegate.Episode, task: int) -> float:
-    """Two turns with an observation between them; the reward is no concern here."""
+    """Two turns with an observation between them; the reward is arbitrary."""
     episode.append([10 + task % 40, 11, 12])
     await episode.generate(max_tokens=10)
     episode.append([13, 14])
@@ -27,14 +27,14 @@ async def two_turns(episode: tidegate.Episode, task: int) -> float:
 
 
 def weights(model: Path, batches: int) -> dict[str, torch.Tensor]:
-    """Those that a trainer would have after so many batches: the same whenever it is asked."""
+    """Return the weights after this many batches, deterministically."""
     noise = torch.Generator().manual_seed(batches)
     state = load_file(model / "model.safetensors")
     return {k: t + 0.02 * torch.randn(t.shape, generator=noise) for k, t in state.items()}
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Replace the checkpoint in one piece."""
+    """Replace the checkpoint atomically."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(checkpoint))
     os.replace(draft, path)

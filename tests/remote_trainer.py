@@ -1,6 +1,6 @@
-"""A trainer in a process of its own: ``python -m tests.remote_trainer ADDRESS MODEL [JSON]``.
+"""Trainer in a process of its own: ``python -m tests.remote_trainer ADDRESS MODEL [JSON]``.
 
-It prints a line of JSON per batch, and may be told to die at one.
+It prints a line of JSON per batch, and can be told to die at one.
 """
 
 import json
@@ -16,13 +16,13 @@ import tidegate
 
 
 def say(**facts: Any) -> None:
-    """One line for the test that started this."""
+    """Print one line for the test that started this process."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def weights(model: Path, batches: int) -> dict[str, torch.Tensor]:
-    """Those that a trainer would have after so many batches: the same whenever it is asked."""
+    """Return the weights after this many batches, deterministically."""
     noise = torch.Generator().manual_seed(batches)
     state = load_file(model / "model.safetensors")
     return {k: t + 0.02 * torch.randn(t.shape, generator=noise) for k, t in state.items()}

@@ -1,4 +1,4 @@
-"""What do tests of guesses run on? A random model that mostly says again what it said last."""
+"""Random model that mostly repeats its last token, for tests of speculative decoding."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save_file
 from tests.models import make_model_directory
 
 KEPT = 0.1
-"""Of what layers add to the residual stream: its embedding stays the likeliest token's."""
+"""Scale of the layers' output: the last token's embedding dominates, so it stays the most
+likely."""
 
 
 def make_repeating_model(path: Path, architecture: str = "mistral") -> Path:

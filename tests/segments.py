@@ -1,4 +1,4 @@
-"""Which segments of weights has this process open? They have no names, so they show only here."""
+"""Lists the anonymous weight segments that this process has open."""
 
 import os
 from contextlib import suppress
@@ -6,10 +6,11 @@ from pathlib import Path
 
 
 def weights_open() -> set[str]:
-    """Files and mappings of them; what other programs keep in /dev/shm is no concern of ours."""
+    """Return the open files and mappings of weight segments, ignoring other programs' shared
+    memory."""
     files = []
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the directory itself is closed by now
+        with suppress(FileNotFoundError):  # the directory's own descriptor is closed by now
             files.append(os.readlink(f"/proc/self/fd/{number}"))
     mappings = Path("/proc/self/maps").read_text().splitlines()
     return {each for each in (*files, *mappings) if "memfd:tidegate-weights" in each}

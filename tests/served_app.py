@@ -1,4 +1,4 @@
-"""How do tests reach an ASGI application over real HTTP? On a free loopback port, in a thread."""
+"""Serves an ASGI application to tests over real HTTP, on a free loopback port, in a thread."""
 
 import asyncio
 import socket
@@ -17,10 +17,10 @@ START_TIMEOUT_S = 60
 def served(
     make_app: Callable[[], tuple[Any, Callable[[], Coroutine[Any, Any, None]] | None]],
 ) -> Iterator[str]:
-    """Serve until left; yields the URL.
+    """Serve until the context is left; yield the URL.
 
-    ``make_app`` is called on the server's own loop, and returns the application and what runs
-    beside it for as long.
+    ``make_app`` is called on the server's own loop. It returns the application, and an optional
+    coroutine function that runs beside it.
     """
     listening = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
@@ -51,7 +51,7 @@ def served(
 
 
 def guarded(app: Any, key: str | None, is_guarded: Callable[[str], bool]) -> Any:
-    """The same, but the paths that ``is_guarded`` picks are for whoever sends the key."""
+    """Wrap an application so that paths for which ``is_guarded`` is true require the key."""
     refused = JSONResponse({"error": "Unauthorized"}, 401)
 
     async def ask(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""Do the pages lead where they say? Their code is run by test_docs_code.py."""
+"""Tests that the documentation's links lead somewhere; test_docs_code.py runs its code."""
 
 import re
 from pathlib import Path

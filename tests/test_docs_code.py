@@ -1,7 +1,7 @@
-"""Does the code on our pages do what it is there to show? Each block is run, or says why not.
+"""Tests that run the code blocks of the documentation, unless a block says why not.
 
-Python is run in virtual time over simulated engines, the blocks of a page one after another. What
-a reader need not see is in comments of the page's source, right before a block:
+Python runs in virtual time over simulated engines, the blocks of a page one after another. What a
+reader need not see is in comments of the page's source, right before a block:
 
     <!-- before: … -->   code that is run first        <!-- after: … -->   and code that is run then
     <!-- not run: why -->   it is compiled only         <!-- run: pytest -->   (at the top) as tests
@@ -46,7 +46,7 @@ LOOKS_LIKE_CODE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block, and what its page's source says about it."""
+    """A fenced block, with the instructions in the comments before it."""
 
     page: Path
     line: int
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """For tests and tracebacks."""
+        """Page and line, for test ids and tracebacks."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
@@ -183,7 +183,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_tidegate(arguments: list[str]) -> None:
-    """Parse them as the command does; nothing is run."""
+    """Parse the arguments as the command does, without running it."""
     group = typer.main.get_command(app)
     with group.make_context("tidegate", [], resilient_parsing=True) as context:
         command = group.get_command(context, arguments[0])  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Does no page of the site have a link into the code, which is not on it?"""
+"""Tests that no page of the site links into the code, which is not part of it."""
 
 import importlib.util
 import re

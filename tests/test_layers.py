@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md, read off the source: who may import whom."""
+"""Tests of the layers in docs/architecture.md: who may import whom, read from the source."""
 
 import ast
 import re
@@ -17,10 +17,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "transport": {"msgspec", "numpy", "safetensors", "torch", "zmq"},
     "kernels": {"torch", "triton", "numpy"},
 }
-"""What the lowest layer may import from outside the standard library."""
+"""Third-party packages that the lowest layer may import."""
 
 FORBIDDEN = {"asyncio", "time", "random", "socket", "threading"}
-"""No I/O, no clock and no randomness in policies."""
+"""Modules that policies must not import: no I/O, no clock and no randomness."""
 
 
 def imports(path: Path) -> list[str]:
@@ -95,7 +95,8 @@ def test_importing_one_thing_does_not_load_another(module: str, unwanted: str) -
 
 
 def test_no_folder_of_tests_hides_a_package_that_tests_ask_for() -> None:
-    """pytest puts test folders on the path: a folder there is a package of its name."""
+    """pytest puts test folders on the path, so a folder there would become a package of its
+    name."""
     asked = {
         name
         for path in (ROOT / "tests").rglob("*.py")

@@ -1,2 +1,1 @@
-"""The wire between orchestrator, engines and trainers: messages, ZeroMQ sockets, weight
-channels."""
+"""The wire between orchestrator, engines and trainers: messages, sockets, weight channels."""

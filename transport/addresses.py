@@ -24,8 +24,7 @@ _EXAMPLES = "use ipc:///an/absolute/path or tcp://127.0.0.1:5555"
 
 
 def check_listener(address: str, *, has_keys: bool) -> None:
-    """Check an address to bind: it must be well-formed, and local to this host unless there are
-    keys.
+    """Check an address to bind: well-formed, and local to this host unless there are keys.
 
     Raises:
         ConfigError: states the fault and what to do.
@@ -34,8 +33,7 @@ def check_listener(address: str, *, has_keys: bool) -> None:
 
 
 def check_connector(address: str, *, has_keys: bool) -> None:
-    """Check an address to connect to: well-formed, complete, and on this host unless there are
-    keys.
+    """Check an address to connect to: complete, and on this host unless there are keys.
 
     Raises:
         ConfigError: states the fault and what to do.
@@ -73,8 +71,7 @@ def at_host_of(address: str, told: str) -> str:
 
 
 def own_address_towards(address: str) -> str | None:
-    """Return a wildcard-port address of this host's interface towards ``address``; None without
-    ports.
+    """Return a wildcard-port address of the interface towards ``address``; None if no ports.
 
     Connects a UDP socket to look up the route, which sends nothing.
     """

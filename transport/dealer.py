@@ -41,16 +41,14 @@ _FINAL_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_P
 
 
 class DealerSocket:
-    """An engine's DEALER socket: connects to the orchestrator, and reconnects after a lost
-    connection.
+    """An engine's DEALER socket, which reconnects by itself after a lost connection.
 
     Synchronous; all calls must come from one thread. Messages sent while disconnected are queued
     for the next connection.
     """
 
     def __init__(self, address: str, identity: bytes, *, keys: EngineKeys | None = None) -> None:
-        """Connect to ``address``, which need not be bound yet, with an identity that is unique in
-        the run.
+        """Connect to ``address``, which need not be bound yet; ``identity`` is unique in the run.
 
         Raises:
             ConfigError: a malformed address, one on another host without keys, or a bad identity.
@@ -104,8 +102,7 @@ class DealerSocket:
             self._socket.send(frame, zmq.NOBLOCK)
 
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
-        """Return all messages that have arrived, in order; block up to ``timeout_s`` if there are
-        none.
+        """Return all arrived messages, in order; block up to ``timeout_s`` if there are none.
 
         Unreadable messages are counted, answered with a ``Complaint``, and left out.
         """

@@ -141,8 +141,7 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDetails(msgspec.Struct, frozen=True, array_like=True):
-    """Optional per-token data of one row beside its log-probs; C tokens in the row, k top tokens
-    each.
+    """Optional data per token of one row; C tokens in the row, k top tokens each.
 
     Each column is empty unless ``SamplingParams`` asks for it.
     """

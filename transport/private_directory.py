@@ -3,7 +3,8 @@
 A directory lies below the system's temporary directory, only this user can enter it, and its
 creator holds an ``flock`` on it for the lifetime of the process. A directory whose lock is free is
 therefore abandoned, and is removed by the next process that creates one, or by an engine that
-outlives its run. Sockets, weight files and rank sockets use them.
+outlives its run. The run's sockets and the ``disk`` and ``relay`` weight channels use them;
+:func:`make_private_file` is for a run's records.
 """
 
 import contextlib
@@ -62,8 +63,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def make_private_file(path: Path) -> None:
-    """Create a file with mode 0600, for others to open and write; an existing file keeps its
-    content.
+    """Create a file with mode 0600; an existing file keeps its content.
 
     A run's files hold prompts, answers and rewards, and a temporary or shared directory may be
     readable by all.

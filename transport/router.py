@@ -177,9 +177,8 @@ def _ask_pyzmq(socket: Socket, answer: ctypes.c_int) -> None:
 def _libzmq() -> Any:
     """Return the libzmq that pyzmq uses; None if unreachable (another build, no CPython)."""
     try:
-        # Located through the extension module that links it, because its file name differs by
-        # build.
-        # # PyDLL keeps the GIL, because the call is shorter than releasing it.
+        # Located through the extension module that links it, because its name differs by build.
+        # PyDLL keeps the GIL, because the call is shorter than releasing it.
         library = ctypes.PyDLL(str(importlib.import_module("zmq.backend.cython._zmq").__file__))
         return library if hasattr(library, "zmq_getsockopt") else None
     except (ImportError, OSError):
@@ -388,8 +387,7 @@ class RouterSocket:
             self._on_frames(batch)
 
     def _read(self) -> tuple[list[tuple[bytes, bytes]], bool]:
-        """Read at most the budget of messages or bytes; return them, and whether the socket is
-        empty.
+        """Read up to the budget; return the frames, and whether the socket is empty.
 
         Calls ``recv`` per frame, because ``recv_multipart`` costs three times as much.
         """

@@ -1,5 +1,4 @@
-"""Sampling options of a turn, as they travel in ``SubmitTurn``: temperature, top-p, penalties,
-stops.
+"""Sampling options of a turn, as they travel in ``SubmitTurn``.
 
 The orchestrator fills them from the user's options; engines apply them to logits. Names, formulas
 and their order are those of vLLM's sampler (``vllm/v1/sample``).
@@ -91,8 +90,7 @@ class Processor(msgspec.Struct, frozen=True):
     arguments: dict[str, Any] = {}
 
     def to_str(self) -> str:
-        """Serialise as JSON with keys in their own order, because a schema's properties are
-        generated in that order.
+        """Serialise as JSON, keys in their own order, which is that of generation in a schema.
 
         Raises:
             ConfigError: an argument cannot be represented in JSON.

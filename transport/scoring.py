@@ -1,5 +1,4 @@
-"""Messages of the scoring protocol: log-probs, embeddings, hidden states or rewards of given
-tokens.
+"""Messages of the scoring protocol: log-probs, embeddings or rewards of given tokens.
 
 The orchestrator sends ``ScoreTokens``; the engine answers with ``Scored``, and samples nothing.
 Requests have numbers of their own and belong to no rollout. Unlike turns, they do not survive a

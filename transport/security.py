@@ -58,7 +58,7 @@ class EngineKeys:
     """Public key of the orchestrator that this end accepts."""
 
 
-# ------------------------------------------------------------ making
+# ------------------------------------------------------------ key creation
 
 
 def make_keys(directory: Path, engine: str = ENGINE_DEFAULT) -> Path:
@@ -129,7 +129,7 @@ def passing_keys() -> tuple[OrchestratorKeys, EngineKeys]:
     return orchestrator, EngineKeys(public, secret, own_public)
 
 
-# ------------------------------------------------------------ reading
+# ------------------------------------------------------------ key files
 
 
 def read_orchestrator_keys(directory: Path) -> OrchestratorKeys:
@@ -222,7 +222,7 @@ def _check_mode(path: Path, mode: int, forbidden: int) -> None:
         )
 
 
-# ------------------------------------------------------------ using
+# ------------------------------------------------------------ sockets
 
 
 def secure_listener(socket: Socket, keys: OrchestratorKeys) -> None:

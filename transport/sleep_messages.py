@@ -15,7 +15,7 @@ MemoryTag = Literal["weights", "kv_cache"]
 MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 SleepLevel = Literal[1, 2]
-"""Sleep level: 1 backs the weights up so that waking restores them, 2 discards them."""
+"""Sleep level: 1 offloads the weights so that waking restores them, 2 discards them."""
 
 
 class Sleep(Message, frozen=True, kw_only=True, tag="sleep"):

@@ -1,5 +1,4 @@
-"""Both ends of a resumable stream of step messages: acknowledgements, replay and credit-based flow
-control.
+"""Resumable stream of step messages: acknowledgements, replay, credit-based flow control.
 
 Engines hold a :class:`SendWindow`, the orchestrator one :class:`ReceiveWindow` per engine. The
 sender keeps unacknowledged messages and replays them after a reconnect; the receiver accepts each

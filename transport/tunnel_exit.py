@@ -1,7 +1,7 @@
 """Far end of a tunnel: forwards a local process's socket and output to another host over ZeroMQ.
 
-The host that runs the process uses it; :mod:`tunnels` has the near end. The bytes are not
-interpreted.
+The Ray actor that runs an environment worker uses it; :mod:`tunnels` has the near end. The bytes
+are not interpreted.
 """
 
 import os

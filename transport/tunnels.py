@@ -1,6 +1,6 @@
 """TCP tunnels: give the orchestrator's host a local socket to a process on another host.
 
-Remote environments and worker processes use them. Bytes are forwarded in numbered pieces over one
+Environment workers on a Ray cluster use them. Bytes are forwarded in numbered pieces over one
 ZeroMQ ROUTER; if a connection breaks and a piece is lost, the tunnel ends, and with it the process
 at its far end (:mod:`tunnel_exit`).
 """

@@ -1,8 +1,8 @@
 """Thread-safe wakeup of a thread that polls sockets, by an eventfd.
 
-The tunnel and weight-relay threads use it. All access goes through one lock, because writing to a
-descriptor by number after the other thread has closed it would hit whatever file has the number
-since.
+The threads of tunnels, weight relays and remote trainers use it. All access goes through one lock,
+because writing to a descriptor by number after the other thread has closed it would hit whatever
+file has the number since.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ class Wakeup:
         self._descriptor: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return the descriptor to poll, for the waiting thread, which is also the one that closes
-        it.
+        """Return the descriptor to poll, for the waiting thread, which also closes it.
 
         Raises:
             ValueError: the wakeup is closed.

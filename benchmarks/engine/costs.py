@@ -1,13 +1,14 @@
-"""What does an abort cost, and a second rank?
+"""CPU cost of an aborting weight swap, and of tensor parallelism with two ranks.
 
-``python -m benchmarks.engine.costs [--json]`` prints ``name, value, unit, peer, ratio``. Workers of
-the small model in float32, each driven over its wire, one thread each; medians.
+``python -m benchmarks.engine.costs [--json]`` prints ``name, value, unit, peer, ratio``. Workers
+run the small model in float32, on one thread each, driven over the wire protocol; values are
+medians.
 
-    abort/cpu_ms_per_turn     CPU time that a swap to new weights takes more if it aborts running
-                              turns, which are at once asked for again, than if it keeps them. The
-                              peer is the prefill of contexts as long, and one token of each
-    ranks/2/tokens_per_cpu_s  of both processes together, beside an engine of one rank; by turns
-    ranks/2/tokens_per_s      by wall time: on a machine whose cores are in use it says little
+    abort/cpu_ms_per_turn: extra CPU time of a swap that aborts running turns, which are resubmitted
+    at once, over a swap that keeps them. The peer is the prefill of equally long contexts, and one
+    token of each
+    ranks/2/tokens_per_cpu_s: tokens per CPU-second of both processes, against an engine of one rank
+    ranks/2/tokens_per_s: the same by wall time, of little meaning on a busy machine
 """
 
 import argparse
@@ -43,24 +44,25 @@ SHAPE = SHAPES["small"]
 TURNS = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 48
 SWAP_AFTER_TOKENS = 32
-"""Of each turn: what an abort has computed again are 96 tokens."""
+"""Tokens of each turn before the swap; with the prompt, an abort recomputes 96 tokens."""
 
 RUNS = 3
 
 
 class SwapDriver(Driver):
-    """Swaps weights in the midst of turns, and asks again for those that end with ``abort``."""
+    """Swaps weights while turns run, and resubmits turns that end with ``abort``."""
 
     def __init__(self, socket: RouterSocket) -> None:
         super().__init__(socket)
         self._asked: dict[int, SubmitTurn] = {}
-        """By handle."""
+        """Submitted turns by handle."""
         self._said: dict[int, array[int]] = {}
         self._swap: FinishWeightUpdate | None = None
         self.aborted = 0
 
     def ask(self, requests: Sequence[Request], swap: FinishWeightUpdate | None = None) -> None:
-        """Ask for all answers; ``swap`` once each turn has said so many tokens."""
+        """Submit all requests; send ``swap`` once each turn has sampled this many tokens on
+        average."""
         self.finished.clear()
         self.live.clear()
         self._swap, self.tokens, self.aborted = swap, 0, 0
@@ -69,7 +71,7 @@ class SwapDriver(Driver):
             self._submit(array("i", one.prompt), sampling)
 
     def take(self, step: Step) -> None:
-        """Keep what was said of each turn, to go on from there."""
+        """Record each turn's tokens, to resume it after an abort."""
         token_ids, first = array("i", step.token_ids), 0
         counts = array("I", step.counts) or [1] * (len(step.turns) // 4)
         codes = step.finish or bytes(len(step.turns) // 4)
@@ -108,14 +110,14 @@ class SwapDriver(Driver):
 
 @dataclass(slots=True)
 class Engine:
-    """One worker, and who drives it."""
+    """One worker with its driver."""
 
     driver: SwapDriver
     worker: subprocess.Popen[bytes]
     errors: IO[str]
 
     async def spent(self, requests: Sequence[Request], swap: FinishWeightUpdate | None) -> "Spent":
-        """What it takes to answer all of them."""
+        """Return the cost of answering all requests."""
         before_s, began_s = cpu_s(self.worker), time.perf_counter()
         self.driver.ask(requests, swap)
         await until(self.driver.finished, self.worker, self.errors)
@@ -127,7 +129,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a number of answers took."""
+    """Cost of a set of answers."""
 
     cpu_s: float
     wall_s: float
@@ -136,7 +138,7 @@ class Spent:
 
 @contextlib.asynccontextmanager
 async def started(model: Path, *options: str) -> AsyncIterator[Engine]:
-    """A worker that has answered once."""
+    """Start a worker and warm it up."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryFile("w+") as errors:
         line = [*command(socket.address, model, TURNS), *options]
@@ -155,14 +157,15 @@ async def started(model: Path, *options: str) -> AsyncIterator[Engine]:
 def requests(
     seed: int, *, count: int = TURNS, prompt: int = PROMPT_TOKENS, output: int = OUTPUT_TOKENS
 ) -> list[Request]:
-    """All of one length. Each seed has prompts of its own, so that none is known already."""
+    """Return prompts of equal length; each seed has its own, so that none is in the prefix
+    cache."""
     vocab = SHAPE.fields["vocab_size"]
     prompts = np.random.default_rng(seed).integers(3, vocab, (count, prompt))
     return [Request(one.tolist(), output) for one in prompts]
 
 
 async def abort_rows(model: Path) -> list[Row]:
-    """A swap that aborts beside one that keeps, and beside the prefill that it can't do without."""
+    """Compare an aborting swap with a keeping one, and with the prefill that it requires."""
     channel = sender("shm", None)
     try:
         async with started(model) as engine:
@@ -179,7 +182,7 @@ async def abort_rows(model: Path) -> list[Row]:
 async def abort_costs(
     engine: Engine, channel: WeightSender, model: Path, run: int
 ) -> tuple[float, float]:
-    """CPU seconds: of an abort beyond keeping, and of the prefill alone."""
+    """Return the CPU seconds of an abort beyond a keep, and of the prefill alone."""
     spent: dict[PauseMode, float] = {}
     modes: tuple[PauseMode, ...] = ("keep", "abort")
     for number, mode in enumerate(modes):
@@ -195,7 +198,7 @@ async def abort_costs(
 
 
 async def rank_rows(model: Path) -> list[Row]:
-    """Two ranks beside one; whichever is not asked sleeps."""
+    """Compare two ranks with one, alternately; the idle engine sleeps."""
     taken: list[list[Spent]] = [[], []]
     async with started(model) as one, started(model, "--tensor-parallel", "2") as two:
         for run in range(RUNS):

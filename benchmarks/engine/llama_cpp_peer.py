@@ -1,10 +1,10 @@
-"""How fast does llama.cpp answer, with all sequences in one batch?
+"""Peer benchmark: llama.cpp, with all sequences in one batch.
 
 ``LLAMA_PYTHON benchmarks/engine/llama_cpp_peer.py MODEL REQUESTS --dtype D`` prints one JSON object
-like :mod:`benchmarks.engine.ours`. It runs in a Python of its own, so it imports nothing of ours;
-see README.md. The weights are the same, written as GGUF beside the model. llama.cpp gives logits; a
-token is drawn from them, and its log-prob computed, with numpy: ``cpu_s`` is with that,
-``model_cpu_s`` without.
+like :mod:`benchmarks.engine.ours`. It runs in its own Python, so it imports nothing of ours; see
+README.md. The weights are the same, written as GGUF beside the model. llama.cpp returns logits; the
+token is sampled and its log-prob computed with numpy: ``cpu_s`` includes that, ``model_cpu_s`` does
+not.
 """
 
 import argparse
@@ -37,7 +37,7 @@ NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor."""
+    """Return llama.cpp's name of a tensor."""
     if name == "model.embed_tokens.weight":
         return "token_embd.weight"
     if name == "model.norm.weight":
@@ -48,7 +48,8 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(model: Path, dtype: str) -> Path:
-    """The same weights; matrices in ``dtype``, vectors in float32, as llama.cpp wants them."""
+    """Write the weights as GGUF; matrices in ``dtype``, vectors in float32, as llama.cpp
+    requires."""
     config = json.loads((model / "config.json").read_text())
     path = model / "model.gguf"
     writer = gguf.GGUFWriter(path, config["model_type"])
@@ -84,7 +85,7 @@ def write_gguf(model: Path, dtype: str) -> Path:
 
 
 class Llama:
-    """One context with a sequence per request."""
+    """A llama.cpp context with one sequence per request."""
 
     def __init__(self, path: Path, requests: list[Any], dtype: str) -> None:
         llama_cpp.llama_backend_init()
@@ -105,7 +106,7 @@ class Llama:
         self.model_cpu_s = 0.0
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Rows of token, position, sequence, and whether its logits are wanted."""
+        """Decode rows of (token, position, sequence, whether its logits are needed)."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
@@ -119,7 +120,7 @@ class Llama:
             raise SystemExit(f"llama_decode returned {status}")
 
     def _sample(self, row: int) -> tuple[int, float]:
-        """A token at temperature 1, and its log-prob."""
+        """Sample a token at temperature 1; return it with its log-prob."""
         pointer = llama_cpp.llama_get_logits_ith(self._context, row)
         logits = np.ctypeslib.as_array(pointer, (self._vocab,))
         largest = logits.max()
@@ -130,7 +131,7 @@ class Llama:
         return token, float(logits[token] - largest - np.log(total))
 
     def run(self, requests: list[Any]) -> int:
-        """Prefill all, as many in a batch as fit, then decode those that have not ended."""
+        """Prefill all requests in batches, then decode until all have ended."""
         memory = llama_cpp.llama_get_memory(self._context)
         llama_cpp.llama_memory_clear(memory, True)
         last: dict[int, int] = {}

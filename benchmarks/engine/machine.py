@@ -1,9 +1,9 @@
-"""What is the least time that this machine needs for a decode step? Measured, not looked up.
+"""Roofline of a decode step on this machine, from measured memory bandwidth and GEMM throughput.
 
-A step reads every weight once and multiplies it with each row: the slower of both is the limit.
-KV and sampling are left out, so a share of it can't reach 1. The rate of multiplication is that of
-large matrices, by torch or by the engine's own product, whichever is faster: in float32 torch's is
-less than half of it on some processors.
+A step reads every weight once and multiplies it with each row; the slower of the two is the limit.
+KV and sampling are left out, so no engine can reach 100%. The GEMM rate is that of large matrices,
+by torch or by the engine's own kernel, whichever is faster: in float32 torch's is less than half of
+it on some processors.
 """
 
 import statistics
@@ -16,22 +16,22 @@ from benchmarks.engine.shapes import Shape
 from tidegate.kernels.weight_matrix import make_matrix
 
 READ_BYTES = 256 * 1024 * 1024
-"""More than a core's own caches hold."""
+"""Size of the read benchmark, larger than a core's caches."""
 
 GEMM_SIZE = 1024
-"""Where a processor has no bfloat16, larger ones take minutes."""
+"""GEMM size; larger ones take minutes on processors without bfloat16."""
 
 RUNS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One core's limits."""
+    """Limits of one core."""
 
     read_bytes_per_s: float
     flops_per_s: float
-    """In the dtype that it was measured with; or in float32 where that is faster, for weights can
-    be widened on the way."""
+    """GEMM throughput in the model's dtype, or in float32 if that is faster, because weights can be
+    widened on the fly."""
 
     @classmethod
     def measured(cls, dtype: str) -> "Machine":
@@ -47,7 +47,8 @@ class Machine:
         return cls(READ_BYTES / read_s, 2 * GEMM_SIZE**3 / gemm_s)
 
     def step_us(self, shape: Shape, dtype: str, rows: int) -> float:
-        """The limit of a step of ``rows``; the head counts as stored in the model's dtype."""
+        """Return the minimum time of a step of ``rows``; the head counts as stored in the model's
+        dtype."""
         parameters = _parameters(shape)
         read_s = parameters * (4 if dtype == "float32" else 2) / self.read_bytes_per_s
         multiply_s = 2 * parameters * rows / self.flops_per_s
@@ -75,7 +76,7 @@ def _cpu_s(work: object) -> float:
 
 
 def _parameters(shape: Shape) -> int:
-    """Those that a token is multiplied with: the layers, and the head."""
+    """Return the number of parameters that each token is multiplied with: layers and head."""
     fields = shape.fields
     hidden, inner = fields["hidden_size"], fields["intermediate_size"]
     head_dim = fields.get("head_dim", hidden // fields["num_attention_heads"])

@@ -1,8 +1,8 @@
-"""How fast does our engine answer? A real worker process, driven over its wire.
+"""Our engine's speed: a real worker process, driven over the wire protocol.
 
-``python -m benchmarks.engine.ours MODEL REQUESTS`` prints one JSON object: tokens, and the CPU and
-wall time that the worker's process took for them, its I/O threads included. Then the same prompts
-get answers of one length, so that all run in many a step: how long such a step takes.
+``python -m benchmarks.engine.ours MODEL REQUESTS`` prints one JSON object: tokens, and the worker's
+CPU and wall time for them, I/O threads included. Then the same prompts get answers of equal length,
+so that all run in many steps, to measure the time of a full step.
 """
 
 import argparse
@@ -46,13 +46,13 @@ from tidegate.transport.weight_channels import WeightSender, sender
 
 CREDIT_STEPS = 256
 FULL_TOKENS = 64
-"""Of the answers of one length."""
+"""Length of the equal answers, in tokens."""
 
 TIMEOUT_S = 3600.0
 
 
 class Driver:
-    """The orchestrator's end of one engine, which keeps nothing but counts."""
+    """Minimal orchestrator end of one engine, which only counts."""
 
     def __init__(self, socket: RouterSocket) -> None:
         self._socket = socket
@@ -68,7 +68,7 @@ class Driver:
         socket.attach(asyncio.get_running_loop(), self._on_frames)
 
     def submit(self, requests: Sequence[Request], seed: int) -> None:
-        """Ask for all answers at once."""
+        """Submit all requests at once."""
         self.finished.clear()
         self._open_turns += len(requests)
         for one in requests:
@@ -79,11 +79,11 @@ class Driver:
             self.say(turn)
 
     def say(self, message: Message) -> None:
-        """To the engine."""
+        """Send a message to the engine."""
         self._socket.send(self._peer, message)
 
     async def publish(self, model: Path, version: int = 1) -> None:
-        """All four phases of a weight update, through shared memory."""
+        """Run all four phases of a weight update, through shared memory."""
         channel = sender("shm", None)
         try:
             self.say(channel.init())
@@ -95,7 +95,7 @@ class Driver:
             channel.close()
 
     async def stage(self, version: int, channel: WeightSender, model: Path) -> None:
-        """Bring weights beside the live ones."""
+        """Stage a version beside the live weights."""
         self.staged.clear()
         self.say(StartWeightUpdate(version=version))
         for update in channel.write(version, named_buffers(dict(read_tensors(model)))):
@@ -116,7 +116,7 @@ class Driver:
             self.say(Ack(seq=last_seq))
 
     def take(self, step: Step) -> None:
-        """Count what it sampled and ended."""
+        """Count the tokens and ends of a step."""
         self.steps.append(step)
         self.tokens += len(step.token_ids) // 4
         self._open_turns -= len(step.finish) - step.finish.count(0)
@@ -142,7 +142,7 @@ class Driver:
 
 
 def measure(model: Path, requests: Sequence[Request], device: str = "cpu") -> dict[str, float]:
-    """Start a worker, have it answer, and end it."""
+    """Start a worker, measure it, and stop it."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryFile("w+") as errors:
         started = [*command(socket.address, model, len(requests)), "--device", device]
@@ -161,7 +161,7 @@ async def drive(
     errors: IO[str],
     requests: Sequence[Request],
 ) -> dict[str, float]:
-    """Warm up on some of the requests, then have all of them answered."""
+    """Warm up on some of the requests, then measure all of them."""
     driver = Driver(socket)
     await until(driver.greeted, worker, errors)
     driver.submit(requests[: len(requests) // 4], seed=0)
@@ -184,14 +184,14 @@ async def drive(
 
 
 def command(address: str, model: Path, concurrent: int) -> list[str]:
-    """What starts a worker."""
+    """Return the command that starts a worker."""
     started = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
     started += ["--model", str(model), "--engine", "engine-0", "--threads", "1"]
     return [*started, "--max-running-turns", str(concurrent)]
 
 
 async def until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: IO[str]) -> None:
-    """Wait for news of a worker that may die first."""
+    """Wait for an event, or exit with the worker's errors if it dies."""
     while not event.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), 1.0)
@@ -201,7 +201,7 @@ async def until(event: asyncio.Event, worker: subprocess.Popen[bytes], errors: I
 
 
 def cpu_s(worker: subprocess.Popen[bytes]) -> float:
-    """What the worker's process has taken so far, and its other ranks'."""
+    """Return the CPU time of the worker's process and its other ranks so far."""
     process = psutil.Process(worker.pid)
     all_times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
     return float(sum(times.user + times.system for times in all_times))

@@ -1,6 +1,6 @@
-"""Which models and how long answers? The same for everyone who is measured.
+"""Model shapes and requests of the engine benchmarks, equal for all competitors.
 
-Random weights, so nothing is downloaded; their shapes are those of real models.
+Weights are random, so nothing is downloaded; the shapes are those of real models.
 """
 
 import json
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 PROMPT_TOKENS = (16, 64)
-"""Uniform, both included."""
+"""Range of prompt lengths, uniform and inclusive."""
 
 LENGTH_SIGMA = 0.8
-"""Of the answers' log-normal lengths: some are ten times as long as others."""
+"""Sigma of the answers' log-normal lengths: some are ten times as long as others."""
 
 LENGTH_MIN_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model, and how long its answers are."""
+    """A model, with the distribution of its answers' lengths."""
 
     architecture: str
     fields: dict[str, Any]
-    """Of its Hugging Face config."""
+    """Fields of its Hugging Face config."""
     median_tokens: int
-    """Of the answers; large models get short ones, for the run's sake."""
+    """Median length of the answers; shorter for large models, to limit the benchmark's time."""
     longest_tokens: int
 
 
@@ -60,7 +60,7 @@ SHAPES = {
         median_tokens=32,
         longest_tokens=128,
     ),
-    "0.5b": Shape(  # of Qwen2.5-0.5B
+    "0.5b": Shape(  # Qwen2.5-0.5B
         "Qwen2",
         {
             "vocab_size": 151_936,
@@ -79,14 +79,15 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, and how long its answer is made."""
+    """A prompt, with the forced length of its answer."""
 
     prompt: list[int]
     output_tokens: int
 
 
 def requests(shape: Shape, count: int, seed: int = 0) -> list[Request]:
-    """Draw ``count`` requests; all are there from the start, so the last run in a thin batch."""
+    """Draw ``count`` requests; all are present from the start, so the batch thins out at the
+    end."""
     chance = np.random.default_rng(seed)
     low, high = PROMPT_TOKENS
     prompts = chance.integers(low, high + 1, count)
@@ -100,7 +101,7 @@ def requests(shape: Shape, count: int, seed: int = 0) -> list[Request]:
 
 
 def make_directory(path: Path, shape: Shape, dtype: str, *, tied: bool = True) -> Path:
-    """Write a random model as Hugging Face does; all who are measured read this one."""
+    """Write a random Hugging Face model directory, which all competitors read."""
     import torch
     import transformers
 
@@ -121,10 +122,10 @@ def make_directory(path: Path, shape: Shape, dtype: str, *, tied: bool = True) -
 
 
 def dump(requests: list[Request]) -> str:
-    """As the processes that are measured read them."""
+    """Serialise requests for the measured processes."""
     return json.dumps([[one.prompt, one.output_tokens] for one in requests])
 
 
 def load(text: str) -> list[Request]:
-    """What :func:`dump` wrote."""
+    """Parse the output of :func:`dump`."""
     return [Request(prompt, length) for prompt, length in json.loads(text)]

@@ -1,19 +1,18 @@
-"""Where does a step's time go, and by how much does a weight update stall it?
+"""Breakdown of an engine step's CPU time, and the stall that a weight update causes.
 
-``python -m benchmarks.engine.steps MODEL REQUESTS`` prints one JSON object, of rounds of answers of
-one length: in every other one weights are published, staged and swapped. What is looked at is a
-:mod:`benchmarks.engine.watched_worker`, from each step's beginning to the next's, and only steps in
-which every turn decodes. Medians.
+``python -m benchmarks.engine.steps MODEL REQUESTS`` prints one JSON object, from rounds of equally
+long answers: in every other round weights are published, staged and swapped. It observes a
+:mod:`benchmarks.engine.watched_worker` from each step's start to the next one's, only in steps in
+which every turn decodes. Values are medians.
 
-    overhead_share             of the CPU time of the stepping thread, that outside of kernels:
-                               compiled functions, less what a call that computes nothing takes,
-                               and torch's products. So planning, dispatch, columns, messages.
-                               Kernels are timed in every other step, the rest is of the others
-    update_stall_steps         by how many steps the longest of a round with an update exceeds the
-                               usual one, less what its thread, ready to run, waited for a core:
-                               so other processes don't count, nor a copy that takes their turn
-    update_stall_wall_steps    the same by wall time
-    without_update_stall_…     both, of the rounds without an update
+    overhead_share: share of the stepping thread's CPU time outside of kernels, that is planning,
+        dispatch, columns and messages. Kernels are compiled functions (less the cost of an empty
+        call) and torch's products; they are timed in every other step, the total in the others
+    update_stall_steps: by how many usual steps the longest step of a round with an update exceeds
+        one, without the time that its runnable thread waited for a core: so neither other processes
+        count, nor a copy that takes their turn
+    update_stall_wall_steps: the same by wall time
+    without_update_stall_…: both, for the rounds without an update
 """
 
 import argparse
@@ -36,18 +35,18 @@ from tidegate.transport.messages import Shutdown
 from tidegate.transport.sockets import RouterSocket
 
 ROUNDS_MAX = 24
-"""Half of them with an update."""
+"""Maximum number of rounds; half of them have an update."""
 
 ROUNDS_MIN = 6
 
 ENOUGH_S = 120.0
-"""Once there are as many rounds as there must be, none begins after so long."""
+"""After this time no further round starts, once there are ``ROUNDS_MIN``."""
 
 WATCHED = "benchmarks.engine.watched_worker"
 
 
 class Round(NamedTuple):
-    """Answers of one length to all requests; by the monotonic clock, in ns."""
+    """A round of equally long answers to all requests; times of the monotonic clock, in ns."""
 
     began: int
     ended: int
@@ -55,19 +54,19 @@ class Round(NamedTuple):
 
 
 class Step(NamedTuple):
-    """From one step's beginning to the next's, in ns."""
+    """Time from one step's start to the next one's, in ns."""
 
     wall: int
     served: int
-    """Without the time for which its thread was ready to run, and had to wait for a core."""
+    """Wall time without the time that the thread was runnable and waited for a core."""
     cpu: int
-    """Of its thread."""
+    """CPU time of the stepping thread."""
     kernels: int | None
-    """Of it; None of a step whose kernels were not timed."""
+    """Part of ``cpu`` spent in kernels; None in steps whose kernels were not timed."""
 
 
 def measure(model: Path, requests: Sequence[Request], device: str) -> dict[str, float]:
-    """Start a worker, have it answer round after round, and read what it noted."""
+    """Start a worker, run the rounds, and evaluate its marks."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
         noted = Path(directory) / "marks.json"
@@ -92,7 +91,7 @@ async def _drive(
     requests: Sequence[Request],
     model: Path,
 ) -> list[Round]:
-    """Every other round with an update, after one to warm up."""
+    """Run the rounds after one to warm up; every other one has an update."""
     driver = Driver(socket)
     await until(driver.greeted, worker, errors)
     rounds: list[Round] = []
@@ -105,7 +104,7 @@ async def _drive(
         is_updated = number > 0 and number % 2 == 0
         if is_updated:
             await driver.publish(model, version=number)
-        is_in_time = not driver.finished.is_set()  # or the update came after the answers
+        is_in_time = not driver.finished.is_set()  # otherwise the update came after the answers
         await until(driver.finished, worker, errors)
         if number > 0 and is_in_time:
             rounds.append(Round(began_ns, time.monotonic_ns(), is_updated))
@@ -114,7 +113,7 @@ async def _drive(
 
 
 def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
-    """The steps of a round in which every turn decodes, and no other step came between."""
+    """Return the steps of a round in which every turn decodes, and so does the next step."""
     return [
         Step(
             after.at - mark.at,
@@ -130,7 +129,7 @@ def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
 
 
 def told(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> dict[str, float]:
-    """What the module's docstring says."""
+    """Compute the figures that the module's docstring describes."""
     still = [steps for one, steps in rounds if steps and not one.is_updated]
     updated = [steps for one, steps in rounds if steps and one.is_updated]
     kernels = [step.kernels for steps in still for step in steps if step.kernels is not None]
@@ -148,9 +147,9 @@ def told(rounds: Sequence[tuple[Round, Sequence[Step]]]) -> dict[str, float]:
 
 
 def _stall(rounds: Sequence[Sequence[int]]) -> float:
-    """By how many usual steps the longest of a round exceeds one."""
+    """Return by how many usual steps the longest step of a round exceeds one, as a median."""
     if not rounds:
-        return float("nan")  # no update came before the answers ended
+        return float("nan")  # no update completed before the answers ended
     usual_ns = [statistics.median(steps) for steps in rounds]
     longest_ns = [max(steps) for steps in rounds]
     pairs = zip(longest_ns, usual_ns, strict=True)

@@ -1,8 +1,8 @@
-"""How fast does `transformers` answer, in a fixed batch or with continuous batching?
+"""Peer benchmark: `transformers`, with a static batch or continuous batching.
 
 ``python -m benchmarks.engine.transformers_peer static|continuous MODEL REQUESTS`` prints one JSON
-object like :mod:`benchmarks.engine.ours`. Sampled at temperature 1, from the raw distribution;
-only tokens that were asked for count, though a fixed batch goes on until its longest answer ends.
+object like :mod:`benchmarks.engine.ours`. Tokens are sampled at temperature 1 from the raw
+distribution; only requested tokens count, though a static batch runs until its longest answer ends.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.engine.shapes import Request, load
 
 
 def static(model: Any, requests: Sequence[Request]) -> int:
-    """One call of ``generate`` for all, padded on the left, with the log-probs that it can give."""
+    """Run one left-padded ``generate`` call for all requests."""
     width = max(len(one.prompt) for one in requests)
     ids = torch.tensor([[0] * (width - len(one.prompt)) + one.prompt for one in requests])
     mask = torch.tensor(
@@ -38,7 +38,7 @@ def static(model: Any, requests: Sequence[Request]) -> int:
 
 
 def continuous(model: Any, requests: Sequence[Request]) -> int:
-    """Its continuous batching over a paged cache."""
+    """Run transformers' continuous batching over a paged cache."""
     classes: Any = transformers
     config = classes.GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     blocks = sum(-(-(len(one.prompt) + one.output_tokens) // 16) + 1 for one in requests)

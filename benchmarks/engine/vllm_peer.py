@@ -1,8 +1,8 @@
-"""How fast does vLLM's CPU build answer, in process?
+"""Peer benchmark: vLLM's CPU build, in process.
 
 ``VLLM_PYTHON benchmarks/engine/vllm_peer.py MODEL REQUESTS`` prints one JSON object like
-:mod:`benchmarks.engine.ours`. It runs in a Python of its own, so it imports nothing of ours; see
-README.md. Processed log-probs are returned, prefixes are not cached.
+:mod:`benchmarks.engine.ours`. It runs in its own Python, so it imports nothing of ours; see
+README.md. Processed log-probs are returned, and prefix caching is off.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""When does each step of an engine begin, by four clocks? A worker that notes it for later.
+"""Engine worker that records each step's start by four clocks, for :mod:`benchmarks.engine.steps`.
 
-``python -m benchmarks.engine.watched_worker FILE ARGUMENT...`` is ``tidegate.engine.worker
-ARGUMENT...``, and leaves in FILE a JSON list of :class:`Mark`, one for each step. It knows of
-compiled functions and of torch's products; of nothing else that a step calls.
+``python -m benchmarks.engine.watched_worker FILE ARGUMENT...`` runs ``tidegate.engine.worker
+ARGUMENT...`` and writes a JSON list of :class:`Mark` to FILE, one per step. It times compiled
+functions and torch's products, nothing else in a step.
 """
 
 import ctypes
@@ -19,28 +19,29 @@ import torch
 from tidegate.kernels import compiled
 
 IDLE_CALLS = 2000
-"""A millisecond or two, for a mean."""
+"""Number of calls averaged, a millisecond or two."""
 
 
 class Mark(NamedTuple):
-    """The beginning of a step, all in ns; what lies between two is a step, messages and all."""
+    """The start of a step, in ns; the span between two marks is a step with its messages."""
 
     at: int
-    """By the monotonic clock of this machine, which the driver reads, too."""
+    """Monotonic clock of the machine, which the driver reads too."""
     cpu: int
-    """CPU time of the thread that steps."""
+    """CPU time of the stepping thread."""
     unserved: int
-    """How long that thread has been ready to run, and none of the machine's cores was its."""
+    """Time that the stepping thread was runnable without a core, from schedstat."""
     kernels: int
-    """Of ``cpu``, what went by in compiled functions and torch's products, in steps so timed."""
+    """Part of ``cpu`` in compiled functions and torch's products, over the timed steps."""
     is_timed: bool
-    """Whether the step that begins is: every other one, for timing takes time."""
+    """Whether kernels are timed in the step that starts here: every other one, because timing costs
+    time."""
     rows: int
     tokens: int
 
 
 class Watch:
-    """Times what kernels take, and the calls of them, by CPU time of the thread that calls."""
+    """Accumulates the CPU time of kernels in the calling thread."""
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
@@ -50,7 +51,8 @@ class Watch:
         self._served: int | None = None
 
     def timed(self, compute: Callable[..., Any], idle_ns: int = 0) -> Callable[..., Any]:
-        """As ``compute``; ``idle_ns`` is what a call takes that computes nothing."""
+        """Wrap ``compute`` with timing; ``idle_ns`` is the cost of an empty call, which is
+        subtracted."""
         less_ns = self._look_ns + idle_ns
 
         def call(*args: Any) -> Any:
@@ -64,7 +66,7 @@ class Watch:
         return call
 
     def mark(self, rows: Sequence[Any]) -> None:
-        """A step of these rows begins."""
+        """Record the start of a step of these rows."""
         if self._served is None:
             self._served = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         unserved = int(os.pread(self._served, 100, 0).split()[1])
@@ -75,13 +77,14 @@ class Watch:
 
 
 def _look_ns() -> int:
-    """What a look at the clock takes, and so lies between two."""
+    """Return the cost of one clock read."""
     looks = [time.thread_time_ns() for _ in range(IDLE_CALLS)]
     return (looks[-1] - looks[0]) // IDLE_CALLS
 
 
 def _idle_ns(arguments: Sequence[Any]) -> int:
-    """What a call of a function with such arguments takes that does nothing: libc's ``labs``."""
+    """Return the cost of an empty ctypes call with such arguments, measured with libc's
+    ``labs``."""
     idle = ctypes.CFUNCTYPE(compiled.INT, *arguments)(("labs", ctypes.CDLL(None)))
     given = [1.0 if one is compiled.FLOAT else 1 for one in arguments]
     began_ns = time.thread_time_ns()
@@ -91,7 +94,7 @@ def _idle_ns(arguments: Sequence[Any]) -> int:
 
 
 def watch_kernels(watch: Watch) -> None:
-    """Have every function timed that the modules which take compiled ones ask for from now on."""
+    """Time every compiled function that modules look up from now on."""
     found = compiled.function
 
     def function(
@@ -101,14 +104,14 @@ def watch_kernels(watch: Watch) -> None:
         dtype: torch.dtype | None = None,
     ) -> Callable[..., int]:
         one = found(functions, name, arguments, dtype)
-        packs = name.startswith("tg_pack")  # which another thread calls, beside steps
+        packs = name.startswith("tg_pack")  # called by another thread, beside the steps
         return one if packs else watch.timed(one, _idle_ns(arguments))
 
     compiled.function = function
 
 
 def watch_steps(watch: Watch) -> None:
-    """Mark every step; and time torch's products."""
+    """Record every step, and time torch's products."""
     from tidegate.engine.execution.runner import ModelRunner
     from tidegate.kernels.weight_matrix import PlainMatrix
 
@@ -124,9 +127,9 @@ def watch_steps(watch: Watch) -> None:
 
 
 def main() -> int:
-    """Be a worker, then write what was noted."""
+    """Run a worker, then write the marks."""
     watch = Watch()
-    watch_kernels(watch)  # before those are imported that ask for compiled functions by name
+    watch_kernels(watch)  # before the modules that look up compiled functions are imported
     from tidegate.engine.worker import main as work
 
     watch_steps(watch)

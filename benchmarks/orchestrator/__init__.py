@@ -1,1 +1,1 @@
-"""What does a rollout cost the orchestrator, and what does it cost others? See ``__main__``."""
+"""Benchmarks of the orchestrator's CPU and memory cost per rollout, against its peers."""

@@ -1,26 +1,27 @@
-"""What does a rollout cost the orchestrator, how many fit, and what do they cost its peers?
+"""CPU and memory cost of a rollout in the orchestrator, against AReaL and SkyRL.
 
 ``python -m benchmarks.orchestrator [--json]`` prints ``name, value, unit, peer, ratio``. Each value
-is the median of some runs, ours and the peers' by turns, each in a process of its own, so that a
-busy machine slows them alike. A rollout has a prompt of 128 tokens and one turn of 64. The trainer
-takes no time, but has its batches of 256 as tensors and publishes after each. All CPU time of the
-measured process counts; engines are in others.
+is the median of some runs, ours and the peers' alternately, each in its own process, so that a busy
+machine slows them alike. A rollout has a prompt of 128 tokens and one turn of 64. The trainer takes
+no time, but gets its batches of 256 as tensors and publishes after each. All CPU time of the
+measured process counts; engines are in other processes.
 
-    rollouts_per_s             per CPU-second of the orchestrator's process, 512 at once, over the
-                               wire; the peer is AReaL over HTTP
-    rollouts_per_s_skyrl       the same; the peer is SkyRL's asynchronous loop over HTTP
-    rollouts_per_s_in_process  the same without any wire; the peer is AReaL's executor
-    ..._groups_of_8            these three with 8 rollouts to a prompt, as in GRPO
-    ideal_share                of 4,096 / 0.5 s, with 4,096 rollouts at once that sleep 0.5 s
-    ideal_share_skyrl          the same beside SkyRL's loop; above it is AReaL's executor
-    bytes_per_rollout          resident, of 100,000 whose episodes await their turns, less tokens
-    cpu_us_per_event           100,000 at once over 10 engines. A rollout has 8 events here: its
-                               task is admitted, its turn asked for, 4 step rows, the turn's end,
-                               the episode's end
-    cpu_us_per_event_1000      over 1,000 engines; the peer is 10 engines, and the ratio 1,000 : 10
+    rollouts_per_s: per CPU-second of the orchestrator's process, 512 at once, over the wire; the
+        peer is AReaL over HTTP
+    rollouts_per_s_skyrl: the same; the peer is SkyRL's asynchronous loop over HTTP
+    rollouts_per_s_in_process: the same without any wire; the peer is AReaL's executor
+    ..._groups_of_8: these three with 8 rollouts per prompt, as in GRPO
+    ideal_share: share of 4,096 / 0.5 s, with 4,096 rollouts at once that sleep 0.5 s; the peer is
+        AReaL's executor
+    ideal_share_skyrl: the same; the peer is SkyRL's loop
+    bytes_per_rollout: resident memory of 100,000 rollouts whose episodes await their turns, without
+        tokens
+    cpu_us_per_event: 100,000 rollouts at once over 10 engines. A rollout has 8 events here: its
+        task is admitted, its turn requested, 4 step rows, the turn's end, the episode's end
+    cpu_us_per_event_1000: over 1,000 engines; the peer is 10 engines, and the ratio 1,000 : 10
 
-Peers are run if ``AREAL_PYTHON`` and ``SKYRL_PYTHON`` (or the options) name a Python that has them:
-see benchmarks/peers/README.md.
+Peers run if ``AREAL_PYTHON`` and ``SKYRL_PYTHON`` (or the options) name a Python that has them: see
+benchmarks/peers/README.md.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.table import Row, compared, show
 PEERS = Path(__file__).parent.parent / "peers"
 
 EVENTS_PER_ROLLOUT = 8
-"""See above."""
+"""Events of a rollout; the module's docstring lists them."""
 
 SLEEPING_ROLLOUTS = 4096
 SLEEP_S = 0.5
@@ -55,12 +56,12 @@ Sample = Callable[[], Measured]
 
 
 def subject(*options: str) -> Measured:
-    """Run ours once."""
+    """Run :mod:`benchmarks.orchestrator.subject` once."""
     return sample([sys.executable, "-m", "benchmarks.orchestrator.subject", *options])
 
 
 def sample(command: list[str]) -> Measured:
-    """Run a process that says what it measured in its last line."""
+    """Run a process that prints its measurements as JSON in its last line."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     measured: Measured = json.loads(done.stdout.splitlines()[-1])
@@ -68,28 +69,28 @@ def sample(command: list[str]) -> Measured:
 
 
 def per_cpu_s(measured: Measured) -> float:
-    """Rollouts per second of CPU."""
+    """Return the rollouts per CPU-second."""
     return measured["rollouts"] / measured["cpu_s"]
 
 
 def ideal_share(measured: Measured) -> float:
-    """Of what as many sleepers could do who are woken at once."""
+    """Return the throughput as a share of what rollouts that only sleep would reach."""
     return measured["rollouts"] / measured["wall_s"] / (SLEEPING_ROLLOUTS / SLEEP_S)
 
 
 def cpu_us_per_event(measured: Measured) -> float:
-    """CPU per event of a rollout."""
+    """Return the CPU time per event of a rollout."""
     return measured["cpu_s"] / measured["rollouts"] / EVENTS_PER_ROLLOUT * 1e6
 
 
 class Peers:
-    """The Pythons that have a peer, where there are any."""
+    """The Pythons that have the peers installed."""
 
     def __init__(self, areal: str | None, skyrl: str | None) -> None:
         self._pythons = {"areal": areal, "skyrl": skyrl}
 
     def sample(self, name: str, *options: str) -> Sample | None:
-        """Runs a peer once; None if there is no Python that has it."""
+        """Return a function that runs a peer once; None if no Python has it."""
         python = self._pythons[name]
         if not python:
             print(f"without {name}: {name.upper()}_PYTHON is not set", file=sys.stderr)
@@ -101,7 +102,7 @@ class Peers:
 def compare(
     runs: int, figure: Callable[[Measured], float], *samples: Sample | None
 ) -> list[float | None]:
-    """The median of each one's figure, all run by turns."""
+    """Return the median of each competitor's figure, run alternately."""
     figures: list[list[float]] = [[] for _ in samples]
     for _ in range(runs):
         for take, taken in zip(samples, figures, strict=True):
@@ -111,13 +112,13 @@ def compare(
 
 
 def row(name: str, unit: str, ours: float | None, peer: float | None) -> Row:
-    """A row of something that was run for certain."""
+    """Return a row of a figure that was certainly measured."""
     assert ours is not None
     return compared(name, unit, ours, peer)
 
 
 def rollouts_per_s(runs: int, peers: Peers) -> list[Row]:
-    """Over the wire against peers over HTTP, and without either."""
+    """Compare over the wire with peers over HTTP, and without either."""
     return [
         *_rollouts(runs, peers, "", SINGLE),
         *_rollouts(runs, peers, "_groups_of_8", GROUPS_OF_8),
@@ -126,7 +127,7 @@ def rollouts_per_s(runs: int, peers: Peers) -> list[Row]:
 
 def _rollouts(runs: int, peers: Peers, suffix: str, groups: list[str]) -> list[Row]:
     work = [*AWAKE, *groups]
-    # An engine answers with the whole turn at once, as over HTTP.
+    # An engine returns the whole turn at once, as over HTTP.
     ours = ["throughput", *work, "--slots", "128", "--steps", "1", "--step-s", "0.05"]
     wire, areal, skyrl = compare(
         runs,
@@ -150,10 +151,10 @@ def _rollouts(runs: int, peers: Peers, suffix: str, groups: list[str]) -> list[R
 
 
 def ideal_shares(runs: int, peers: Peers) -> list[Row]:
-    """Thousands that sleep: ours over the wire, the peers' in their own process."""
+    """Compare thousands of sleeping rollouts: ours over the wire, the peers' in process."""
     at_once = ["--rollouts", str(SLEEPING_ROLLOUTS)]
-    # Two batches more than sleep at once may be outstanding, theirs too: one is gathered, and one
-    # trained on until its weights are live. How many sleep is bounded by the engines' slots.
+    # Two batches more than sleep at once may be outstanding, the peers' too: one is gathered, and
+    # one is in training until its weights are live. The engines' slots bound how many sleep.
     ours = ["--rollouts", str(SLEEPING_ROLLOUTS + 512), "--slots", str(SLEEPING_ROLLOUTS // 4)]
     share, areal, skyrl = compare(
         runs,
@@ -169,14 +170,14 @@ def ideal_shares(runs: int, peers: Peers) -> list[Row]:
 
 
 def memory(runs: int, peers: Peers) -> list[Row]:
-    """A crowd that waits."""
+    """Measure the memory of rollouts that wait."""
     waiting = ["--turn-s", "3600", "--step-s", "1", "--slots", "64"]
     [figure] = compare(runs, lambda m: m["bytes"], lambda: subject("memory", *CROWD, *waiting))
     return [row("bytes_per_rollout", "bytes", figure, None)]
 
 
 def events(runs: int, peers: Peers) -> list[Row]:
-    """A crowd over few engines and over many; both send as many steps, of as many rows."""
+    """Compare many rollouts over few engines and over many, with equal total steps and rows."""
     few, many = compare(
         runs,
         cpu_us_per_event,
@@ -190,8 +191,8 @@ def events(runs: int, peers: Peers) -> list[Row]:
 
 
 def _engines(engines: int) -> list[str]:
-    """As many as asked for, which together are slower than the orchestrator, so that all have
-    full steps of 16 rows."""
+    """Return options of this many engines, which together are slower than the orchestrator, so that
+    all have full steps of 16 rows."""
     turn_s = 16 * engines / ENGINES_TURNS_PER_S
     work = ["--slots", "16", "--turn-s", str(turn_s), "--step-s", str(turn_s / 4)]
     return [*work, "--engines", str(engines), "--warm-up", "5", "--batches", "6"]

@@ -1,8 +1,8 @@
-"""What does the orchestrator hear of an engine? All of that, from one that computes nothing.
+"""Simulated engine that speaks the wire protocol but computes nothing.
 
-It speaks the protocol as a real engine does: slots, a queue, steps in columns, credits, weights. A
-turn is answered with the same tokens each time, after the time asked for. It has no socket and no
-clock: one process, or the orchestrator's own, can be a thousand of them.
+It has slots, a queue, steps in columns, credits and weight updates like a real engine. A turn is
+answered with the same tokens each time, after a configured time. Sans-IO: no socket and no clock,
+so one process, or the orchestrator's own, can run a thousand of them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ VOCAB_SIZE = 4096
 
 
 def add_work_options(parser: argparse.ArgumentParser) -> None:
-    """What engines do, as options of a command line."""
+    """Add the engines' workload as command-line options."""
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--slots", type=int, default=64, help="turns that an engine runs at once")
     parser.add_argument("--tokens", type=int, default=64, help="per turn")
@@ -47,21 +47,21 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
 
 
 class FakeEngine:
-    """One engine: slots, a queue, and turns that are due at a known time."""
+    """One engine: slots, a queue, and turns with known due times."""
 
     def __init__(
         self, number: int, work: argparse.Namespace, send: Callable[[bytes], object]
     ) -> None:
         self.name = f"engine-{number}"
         self.has_ended = False
-        """Whether it was told to end."""
+        """Whether the engine was told to shut down."""
         self._send_frame = send
         self._slots: int = work.slots
         self._steps: int = work.steps
         self._turn_s: float = work.turn_s
         self._step_s: float = work.step_s
         self._phase_s: float = work.step_s * number / work.engines
-        """Engines don't step in time with each other."""
+        """Offset of this engine's steps, so that engines do not step in unison."""
         tokens = work.tokens // work.steps
         self._token_ids = array("i", range(tokens)).tobytes()
         self._logprobs = array("f", [-1.0] * tokens).tobytes()
@@ -70,15 +70,16 @@ class FakeEngine:
         self._version = 0
         self._waiting: deque[int] = deque()
         self._due: deque[tuple[float, int, int]] = deque()
-        """(when, turn, steps left), earliest first: the interval is the same for all."""
+        """(due time, turn, steps left), earliest first, because the interval is the same for
+        all."""
 
     @property
     def due_s(self) -> float | None:
-        """When the next step is due; None while there is nothing to do, or no credit to do it."""
+        """When the next step is due; None while there is no work, or no credit."""
         return self._due[0][0] if self._due and self._window.is_open else None
 
     def start(self) -> None:
-        """Say hello."""
+        """Send the hello."""
         self._send(
             Hello(
                 protocol=PROTOCOL,
@@ -99,7 +100,7 @@ class FakeEngine:
         )
 
     def hear(self, message: FromOrchestrator, now_s: float) -> None:
-        """Take in one message."""
+        """Process one message."""
         match message:
             case SubmitTurn(turn=turn):
                 self._waiting.append(turn)
@@ -120,7 +121,7 @@ class FakeEngine:
                 self.has_ended = True
 
     def step(self, now_s: float) -> None:
-        """Send what is due as one step message."""
+        """Send everything due as one step message."""
         turns, finish = array("I"), bytearray()
         due = self._due
         for _ in range(len(due)):
@@ -147,7 +148,7 @@ class FakeEngine:
         self._window.sent(seq, self._send(message))
 
     def beat(self) -> None:
-        """Say that it lives."""
+        """Send a heartbeat."""
         self._send(
             EngineHeartbeat(
                 weight_version=self._version,
@@ -163,7 +164,8 @@ class FakeEngine:
             self._due.append((self._step_after(now_s), self._waiting.popleft(), self._steps))
 
     def _step_after(self, now_s: float) -> float:
-        """When the step is that lies nearest to one interval from now; on average, exactly then."""
+        """Return the engine's step time nearest to one interval from now, which is exact on
+        average."""
         if not self._turn_s:
             return now_s
         steps = round((now_s + self._turn_s / self._steps - self._phase_s) / self._step_s)

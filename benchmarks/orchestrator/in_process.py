@@ -1,6 +1,6 @@
-"""What does a rollout cost without any wire? The same engines, in the orchestrator's own loop.
+"""Engines inside the orchestrator's event loop, to measure rollouts without a wire.
 
-Stands in for the socket, below which nothing is left out: messages are encoded and decoded.
+It replaces the socket only: messages are still encoded and decoded.
 """
 
 import argparse
@@ -15,7 +15,8 @@ OnFrames = Callable[[list[tuple[bytes, bytes]]], None]
 
 
 class InProcessEngines:
-    """What a run sees of its :class:`~tidegate.orchestrator.fleet.wire.Wire`, and all beyond it."""
+    """Implements :class:`~tidegate.orchestrator.fleet.wire.Wire` with simulated engines behind
+    it."""
 
     def __init__(self, work: argparse.Namespace) -> None:
         self.address = "in-process"
@@ -27,7 +28,7 @@ class InProcessEngines:
         self._is_due = False
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """An engine hears this now, and steps before the loop's next turn."""
+        """Deliver a message to an engine now; it steps before the loop's next turn."""
         assert self._loop is not None
         engine = self._engines[peer]
         assert isinstance(message, FromOrchestrator)
@@ -36,7 +37,7 @@ class InProcessEngines:
         return True
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: OnFrames) -> None:
-        """The run begins: engines say hello."""
+        """Start the engines, which send their hellos."""
         self._loop, self._on_frames = loop, on_frames
         for number in range(self._work.engines):
             peer = f"engine-{number}".encode()
@@ -49,11 +50,11 @@ class InProcessEngines:
         self._frames.append((peer, frame))
 
     def detach(self) -> None:
-        """Nobody listens any more."""
+        """Stop delivering frames."""
         self._on_frames = lambda frames: None
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """No-op."""
 
     def _schedule(self) -> None:
         assert self._loop is not None

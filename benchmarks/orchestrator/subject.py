@@ -1,8 +1,8 @@
-"""What does one run of Tidegate cost its process? Measured from inside, told as one JSON line.
+"""The measured process of the orchestrator benchmark; prints its CPU, wall time or memory as JSON.
 
-A run as users have it (``serve_sync``, episodes, batches as tensors, a publish per batch), whose
-engines are another process (:mod:`benchmarks.orchestrator.wire_engines`). All CPU time of this
-process counts: event loop, trainer and ZeroMQ's own thread.
+It runs Tidegate as users do (``serve_sync``, episodes, batches as tensors, a publish per batch),
+with engines in another process (:mod:`benchmarks.orchestrator.wire_engines`). All CPU time of this
+process counts: event loop, trainer and ZeroMQ's I/O thread.
 """
 
 import argparse
@@ -32,22 +32,22 @@ from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncScorer
 
 PROMPT_TOKENS = 128
 PROMPTS = [[number, *range(1, PROMPT_TOKENS)] for number in range(64)]
-"""A task has its own; a group's rollouts share it."""
+"""Prompts of the tasks; the rollouts of a group share one."""
 WEIGHTS = {"w": torch.zeros(4)}
 JOIN_TIMEOUT_S = 120.0
 CONTEXT_TOKEN_BYTES = 8
-"""An int32 and a float32."""
+"""Size of a context token: an int32 and a float32."""
 
 
 async def solve(episode: tidegate.Episode, task: int) -> float:
-    """One turn and a reward."""
+    """Run one turn and return a reward."""
     episode.append(PROMPTS[task % len(PROMPTS)])
     await episode.generate()
     return 1.0
 
 
 def write_model(directory: Path) -> Path:
-    """A model directory with as much as the orchestrator reads of one."""
+    """Write a model directory with what the orchestrator reads."""
     (directory / "config.json").write_text(json.dumps({"eos_token_id": 0}))
     Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(directory / "tokenizer.json"))
     return directory
@@ -55,7 +55,7 @@ def write_model(directory: Path) -> Path:
 
 @contextmanager
 def settings_for(work: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Engines, and the settings of a run that they connect to."""
+    """Start engines, and yield the settings of a run that they connect to."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         address = f"ipc://{directory}/socket"
@@ -77,7 +77,7 @@ def settings_for(work: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def engines_over(address: str, work: argparse.Namespace) -> Iterator[None]:
-    """Engines in a process of their own."""
+    """Start the engines in a process of their own."""
     command = [sys.executable, "-m", "benchmarks.orchestrator.wire_engines", address]
     for option in ("engines", "slots", "steps", "tokens", "turn_s", "step_s"):
         command += [f"--{option.replace('_', '-')}", str(getattr(work, option))]
@@ -90,13 +90,13 @@ def engines_over(address: str, work: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def engines_in_process(work: argparse.Namespace) -> Iterator[None]:
-    """Engines in the run's own loop, where its socket would be."""
+    """Replace the run's socket by engines in its own loop."""
     with patch.object(run, "RouterSocket", lambda *_, **__: InProcessEngines(work)):
         yield
 
 
 def wait_for_engines(rollouts: Scorer | SyncScorer, engines: int) -> None:
-    """Return once so many have joined."""
+    """Wait until this many engines have joined."""
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
     while (joined := len(rollouts.statistics().engines)) < engines:
         if time.monotonic() > deadline_s:
@@ -105,7 +105,7 @@ def wait_for_engines(rollouts: Scorer | SyncScorer, engines: int) -> None:
 
 
 def throughput(work: argparse.Namespace) -> dict[str, float]:
-    """Rollouts, CPU and wall time of so many batches, after some to warm up."""
+    """Return the rollouts, CPU and wall time of the batches after a warm-up."""
     with settings_for(work) as settings, tidegate.serve_sync(**settings) as rollouts:
         wait_for_engines(rollouts, work.engines)
         started_s = cpu_started_s = 0.0
@@ -122,7 +122,7 @@ def throughput(work: argparse.Namespace) -> dict[str, float]:
 
 
 async def memory(work: argparse.Namespace) -> dict[str, float]:
-    """Resident bytes per rollout whose episode awaits its turn, without its tokens."""
+    """Return the resident bytes per waiting rollout, without its tokens."""
     with settings_for(work) as settings:
         async with tidegate.serve(**settings) as rollouts:
             wait_for_engines(rollouts, work.engines)
@@ -137,24 +137,24 @@ async def memory(work: argparse.Namespace) -> dict[str, float]:
 
 
 async def first_batch(rollouts: Rollouts) -> None:
-    """Ask for a batch that will never come."""
+    """Request a batch that never comes."""
     async for _ in rollouts.batches(itertools.count(), episode=solve):
         break
 
 
 def turns_on_engines(rollouts: Scorer | SyncScorer) -> int:
-    """As their last heartbeats say."""
+    """Return the number of turns according to the engines' last heartbeats."""
     return sum(e.running_turns + e.waiting_turns for e in rollouts.statistics().engines)
 
 
 def resident_bytes() -> int:
-    """Of this process, once garbage is collected."""
+    """Return this process's resident memory after a garbage collection."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def main() -> None:
-    """Measure one thing."""
+    """Run one measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("throughput", "memory"))
     add_work_options(parser)

@@ -1,4 +1,4 @@
-"""How can a thousand engines be had for nothing? One process that speaks the protocol for all."""
+"""Process that runs many simulated engines over real ZeroMQ sockets."""
 
 import argparse
 import math
@@ -15,7 +15,7 @@ Socket = zmq.Socket[bytes]
 
 
 def connect(address: str, work: argparse.Namespace) -> dict[Socket, FakeEngine]:
-    """All engines, by the socket that each has to itself."""
+    """Create the engines, each with its own socket."""
     context: zmq.Context[Socket] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, max(1024, 2 * work.engines))
     engines = {}
@@ -32,7 +32,7 @@ def connect(address: str, work: argparse.Namespace) -> dict[Socket, FakeEngine]:
 
 
 def serve(engines: dict[Socket, FakeEngine]) -> None:
-    """Be all these engines until they are told to end."""
+    """Run all engines until they are told to shut down."""
     poller = zmq.Poller()
     for socket in engines:
         poller.register(socket, zmq.POLLIN)
@@ -53,7 +53,7 @@ def serve(engines: dict[Socket, FakeEngine]) -> None:
 
 
 def read(socket: Socket, engine: FakeEngine) -> None:
-    """Hand over all that has arrived."""
+    """Deliver all arrived messages to an engine."""
     now_s = time.monotonic()
     while True:
         try:
@@ -64,7 +64,7 @@ def read(socket: Socket, engine: FakeEngine) -> None:
 
 
 def main() -> None:
-    """Connect, serve, end."""
+    """Connect, and run until told to shut down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     add_work_options(parser)

@@ -1,1 +1,1 @@
-"""What others' rollout loops cost, each run in a Python of its own. See ``README.md`` here."""
+"""Peer rollout loops (AReaL, SkyRL), each run in its own Python; see ``README.md`` here."""

@@ -1,8 +1,8 @@
-"""What does a rollout cost AReaL's executor? Its public classes, a trainer that takes no time.
+"""Peer benchmark: AReaL's rollout executor, with a trainer that takes no time.
 
-Runs in a Python that has AReaL (README.md here says how to make one), told as one JSON line:
-``in_process`` with an engine that answers at once, or after a while; ``http`` with AReaL's own
-HTTP client and ``http_engine.py`` at the other end.
+Runs in a Python that has AReaL (README.md here says how to make one) and prints one JSON line:
+``in_process`` with an engine that answers at once or after a delay; ``http`` with AReaL's own HTTP
+client and ``http_engine.py`` at the other end.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class LocalEngine:
-    """An engine in this process: the same tokens each time, after the time asked for."""
+    """In-process engine: the same tokens each time, after a configured delay."""
 
     def __init__(self, work: argparse.Namespace) -> None:
         self._tokens = list(range(work.tokens))
@@ -30,15 +30,15 @@ class LocalEngine:
         self._version = 0
 
     def get_version(self) -> int:
-        """Asked by the executor's staleness manager."""
+        """Return the weight version, for AReaL's staleness manager."""
         return self._version
 
     def set_version(self, version: int) -> None:
-        """What a publish comes to."""
+        """Set the weight version, as a publish does."""
         self._version = version
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """One turn."""
+        """Run one turn."""
         await asyncio.sleep(self._turn_s)
         return ModelResponse(
             input_tokens=request.input_ids,
@@ -50,13 +50,14 @@ class LocalEngine:
 
 
 class OneTurn(RolloutWorkflow):
-    """One turn and a reward, as tensors: what AReaL's RLVRWorkflow makes, without a tokenizer."""
+    """One turn and a reward, as tensors: the output of AReaL's RLVRWorkflow, without a
+    tokenizer."""
 
     def __init__(self, tokens: int) -> None:
         self._sampling = GenerationHyperparameters(n_samples=1, max_new_tokens=tokens)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """One rollout."""
+        """Run one rollout."""
         sampling = self._sampling.new(n_samples=1)
         request = ModelRequest(rid=str(data["id"]), input_ids=list(PROMPT), gconfig=sampling)
         answer = await engine.agenerate(request)
@@ -73,10 +74,10 @@ class OneTurn(RolloutWorkflow):
 
 
 def config_for(work: argparse.Namespace) -> InferenceEngineConfig:
-    """As many rollouts at once as asked for, and staleness that never holds one back.
+    """Configure the requested concurrency, and a staleness bound that never holds a rollout back.
 
-    AReaL counts groups as one rollout each, and one batch more than its bound. So two batches
-    more than run at once may be outstanding: one is gathered, and one trained on.
+    AReaL counts a group as one rollout, and allows one batch more than its bound. So two batches
+    more than run at once may be outstanding: one is gathered, and one is in training.
     """
     groups = work.rollouts // work.group_size
     return InferenceEngineConfig(
@@ -90,7 +91,7 @@ def config_for(work: argparse.Namespace) -> InferenceEngineConfig:
 
 
 def train(executor: Any, engine: Any, work: argparse.Namespace) -> None:
-    """Take batches and count up the version; tell what that cost after the warm-up."""
+    """Take batches and advance the version; print the cost after the warm-up."""
     dataloader = StatefulDataLoader(
         [{"id": number} for number in range(65_536)],
         batch_size=work.batch,
@@ -110,7 +111,7 @@ def train(executor: Any, engine: Any, work: argparse.Namespace) -> None:
 
 
 def in_process(work: argparse.Namespace) -> None:
-    """The executor alone."""
+    """Measure the executor alone."""
     engine = LocalEngine(work)
     executor = WorkflowExecutor(config_for(work), engine)
     executor.initialize(train_data_parallel_size=1)
@@ -121,7 +122,7 @@ def in_process(work: argparse.Namespace) -> None:
 
 
 def over_http(work: argparse.Namespace) -> None:
-    """The executor, and AReaL's HTTP client."""
+    """Measure the executor with AReaL's HTTP client."""
     with http_engine(work.tokens) as address:
         engine = RemoteInfEngine(config_for(work), SGLangBackend())
         engine.initialize(engine_id="benchmark", addr=address, train_data_parallel_size=1)
@@ -132,7 +133,7 @@ def over_http(work: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure one thing."""
+    """Run one measurement."""
     work = options(__doc__)
     torch.set_num_threads(1)
     if work.what == "http":

@@ -1,8 +1,8 @@
-"""What is an inference server to a peer's client? Something that answers POSTs with the same JSON.
+"""Minimal inference server for the peers' HTTP clients; it answers each POST with the same JSON.
 
-Speaks as much of SGLang's ``/generate`` and of vLLM's ``/inference/v1/generate`` as the clients of
-AReaL and SkyRL read. No framework: an answer is one write of bytes made beforehand, so that the
-client is what is measured. Standard library only: it may run in any Python.
+It serves as much of SGLang's ``/generate`` and vLLM's ``/inference/v1/generate`` as the clients of
+AReaL and SkyRL read. Each answer is one write of prepared bytes, so that only the client's cost is
+measured. Standard library only, so that it runs in any Python.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 
 
 def sglang_answer(tokens: int) -> dict[str, object]:
-    """As SGLang answers with ``return_logprob``."""
+    """Return SGLang's answer with ``return_logprob``."""
     return {
         "text": "",
         "meta_info": {
@@ -24,7 +24,7 @@ def sglang_answer(tokens: int) -> dict[str, object]:
 
 
 def vllm_answer(tokens: int) -> dict[str, object]:
-    """As vLLM answers a generate request with token ids and log-probs."""
+    """Return vLLM's answer to a generate request with token ids and log-probs."""
     content = [{"token": f"token_id:{token}", "logprob": -1.0} for token in range(tokens)]
     choice = {
         "index": 0,
@@ -36,7 +36,7 @@ def vllm_answer(tokens: int) -> dict[str, object]:
 
 
 def http_answer(body: object) -> bytes:
-    """A whole response."""
+    """Return a whole HTTP response."""
     text = json.dumps(body).encode()
     head = (
         f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
@@ -45,7 +45,7 @@ def http_answer(body: object) -> bytes:
 
 
 class Engine(asyncio.Protocol):
-    """One connection: counts its way through the requests, looks into none."""
+    """One connection: finds the ends of requests without parsing them."""
 
     def __init__(self, answers: dict[bytes, bytes], other: bytes) -> None:
         self._answers = answers
@@ -54,12 +54,12 @@ class Engine(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has come."""
+        """Store the transport of a new connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer each request that is complete."""
+        """Answer each complete request."""
         self._received += data
         while (head_end := self._received.find(b"\r\n\r\n")) >= 0:
             head = self._received[:head_end]
@@ -79,7 +79,7 @@ def _content_length(head: bytes) -> int:
 
 
 async def main() -> None:
-    """Listen on a free port, say which, and serve until killed."""
+    """Listen on a free port, print it, and serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
     tokens = parser.parse_args().tokens

@@ -1,6 +1,6 @@
-"""What do the peers' scripts share? Their options, the server beside them, and one JSON line.
+"""Shared parts of the peers' scripts: options, HTTP engine process, and the JSON result line.
 
-Standard library only: it runs in a peer's Python.
+Standard library only, because it runs in a peer's Python.
 """
 
 import argparse
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROMPT = list(range(128))
-"""Token ids."""
+"""Token ids of the prompt."""
 
 
 def options(description: str | None) -> argparse.Namespace:
-    """What to measure. The names are those of ``benchmarks.orchestrator.subject``."""
+    """Parse the options, named as those of ``benchmarks.orchestrator.subject``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("what", choices=("http", "in_process"))
     parser.add_argument("--tokens", type=int, default=64, help="per turn")
@@ -32,7 +32,7 @@ def options(description: str | None) -> argparse.Namespace:
 
 @contextmanager
 def http_engine(tokens: int) -> Iterator[str]:
-    """``host:port`` of a server in another process that answers with so many tokens."""
+    """Start the HTTP engine in another process; yield its ``host:port``."""
     command = [sys.executable, str(Path(__file__).with_name("http_engine.py"))]
     command += ["--tokens", str(tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -44,14 +44,14 @@ def http_engine(tokens: int) -> Iterator[str]:
 
 
 class Stopwatch:
-    """Wall time, and CPU time of this process."""
+    """Measures wall time, and CPU time of this process."""
 
     def __init__(self) -> None:
         self._since_s = time.perf_counter()
         self._cpu_since_s = time.process_time()
 
     def tell(self, rollouts: int) -> None:
-        """Print how long so many took since the watch was made."""
+        """Print the time since creation as JSON."""
         wall_s = time.perf_counter() - self._since_s
         cpu_s = time.process_time() - self._cpu_since_s
         print(json.dumps({"rollouts": rollouts, "cpu_s": cpu_s, "wall_s": wall_s}))

@@ -1,8 +1,8 @@
-"""What does a rollout cost SkyRL's fully asynchronous loop? Its own, with its simulated trainer.
+"""Peer benchmark: SkyRL's fully asynchronous loop, with its own simulated trainer.
 
-Runs in a Python that has SkyRL (README.md here says how to make one), told as one JSON line:
-``in_process`` with an engine that answers at once, or after a while; ``http`` with SkyRL's own
-HTTP client and ``http_engine.py`` at the other end.
+Runs in a Python that has SkyRL (README.md here says how to make one) and prints one JSON line:
+``in_process`` with an engine that answers at once or after a delay; ``http`` with SkyRL's own HTTP
+client and ``http_engine.py`` at the other end.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any
 import typing_extensions
 from peer import PROMPT, Stopwatch, http_engine, options
 
-os.environ["TQDM_DISABLE"] = "1"  # what it prints would be measured too
-typing.TypedDict = typing_extensions.TypedDict  # pydantic asks for it before Python 3.12
+os.environ["TQDM_DISABLE"] = "1"  # its output would be measured too
+typing.TypedDict = typing_extensions.TypedDict  # pydantic requires it before Python 3.12
 
 from loguru import logger  # noqa: E402
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402
@@ -27,40 +27,40 @@ from skyrl.train.generators.base import GeneratorInterface  # noqa: E402
 
 
 class NoTokenizer:
-    """Decodes to nothing: text is not what is measured."""
+    """Tokenizer stub that decodes to empty text, which is not measured."""
 
     pad_token_id = 0
     eos_token_id = 0
 
     def decode(self, *_: object, **__: object) -> str:
-        """One row."""
+        """Decode one row."""
         return ""
 
     def batch_decode(self, rows: list[list[int]], **_: object) -> list[str]:
-        """Several."""
+        """Decode several rows."""
         return [""] * len(rows)
 
 
 class NoTracker:
-    """Takes metrics, keeps none."""
+    """Tracker stub that discards metrics."""
 
     def log(self, *_: object, **__: object) -> None:
-        """Take some."""
+        """Discard metrics."""
 
     def finish(self) -> None:
-        """No more come."""
+        """No-op."""
 
 
 class Prompts(list[dict[str, object]]):
     """A dataset in memory."""
 
     def collate_fn(self, items: list[dict[str, object]]) -> list[dict[str, object]]:
-        """As they are."""
+        """Return the items unchanged."""
         return items
 
 
 class LocalClient:
-    """An engine in this process: the same tokens each time, after the time asked for."""
+    """In-process engine: the same tokens each time, after a configured delay."""
 
     def __init__(self, work: argparse.Namespace) -> None:
         self._token_ids = list(range(work.tokens))
@@ -68,7 +68,7 @@ class LocalClient:
         self._turn_s = work.turn_s
 
     async def generate(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One turn of each rollout of a group."""
+        """Generate one turn for each rollout of a group."""
         await asyncio.sleep(self._turn_s)
         rows = len(batch["prompt_token_ids"])
         return {
@@ -78,24 +78,24 @@ class LocalClient:
         }
 
     async def pause_generation(self) -> None:
-        """Part of a publish."""
+        """No-op part of a publish."""
 
     async def resume_generation(self) -> None:
-        """Part of a publish."""
+        """No-op part of a publish."""
 
     def increment_weight_version(self) -> None:
-        """Part of a publish."""
+        """No-op part of a publish."""
 
 
 class OneTurn(GeneratorInterface):
-    """One turn and a reward: what SkyRL's gym generator makes, without tokenizer and gym."""
+    """One turn and a reward: the output of SkyRL's gym generator, without tokenizer and gym."""
 
     def __init__(self, client: Any, tokens: int) -> None:
         self._client = client
         self._sampling = {"max_tokens": tokens, "temperature": 1.0, "logprobs": 0}
 
     async def generate(self, input_batch: dict[str, Any]) -> dict[str, Any]:
-        """A group."""
+        """Generate a group."""
         rows = len(input_batch["prompts"])
         answer = await self._client.generate(
             {
@@ -130,7 +130,7 @@ class Trainer(FullyAsyncTrainerSim):
 
 
 def config_for(work: argparse.Namespace) -> SkyRLTrainConfig:
-    """As many rollouts at once as asked for, and no model anywhere."""
+    """Configure the requested concurrency, without any model."""
     groups = work.rollouts // work.group_size
     config = SkyRLTrainConfig()
     trainer, generator = config.trainer, config.generator
@@ -156,7 +156,7 @@ def config_for(work: argparse.Namespace) -> SkyRLTrainConfig:
 
 
 async def train(client: Any, work: argparse.Namespace) -> None:
-    """Run one epoch; tell what its steps after the warm-up cost."""
+    """Run one epoch; print the cost of its steps after the warm-up."""
     tasks = work.batch * (work.warm_up + work.batches)
     row = {"prompt": [{"role": "user", "content": ""}], "env_class": "none", "env_extras": {}}
     trainer = Trainer(
@@ -167,14 +167,14 @@ async def train(client: Any, work: argparse.Namespace) -> None:
         inference_engine_client=client,
         generator=OneTurn(client, work.tokens),
     )
-    logger.remove()  # as above; the constructor has set it up
+    logger.remove()  # not measured; the constructor has set it up
     trainer.warm_up = work.warm_up
     await trainer.train()
     trainer.watch.tell(work.batch * work.batches * work.group_size)
 
 
 async def over_http(url: str, work: argparse.Namespace) -> None:
-    """The loop, and SkyRL's HTTP client."""
+    """Measure the loop with SkyRL's HTTP client."""
     client = RemoteInferenceClient(
         proxy_url=url, server_urls=[url], data_parallel_size=1, tokenizer=NoTokenizer()
     )
@@ -182,7 +182,7 @@ async def over_http(url: str, work: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure one thing."""
+    """Run one measurement."""
     work = options(__doc__)
     if work.what == "http":
         with http_engine(work.tokens) as address:

@@ -1,1 +1,1 @@
-"""How near does the scheduler come to what the machines could do? In virtual time."""
+"""Efficiency and staleness of the scheduling policies, in virtual time."""

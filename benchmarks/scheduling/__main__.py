@@ -1,23 +1,23 @@
-"""How near does each staleness policy come to what the machines could do, and at what age?
+"""Efficiency and staleness of each staleness policy, in virtual time, against a published model.
 
 ``python -m benchmarks.scheduling`` runs the real orchestrator in virtual time over 12 simulated
-engines and a trainer on 4 machines (16 and 16 where they take turns on the same ones), and prints
-for each run, beside the figures of the published model of the same machines:
+engines and a trainer on 4 machines (16 and 16 for policies that share them), and prints for each
+run, beside the figures of the published model of the same machines:
 
-    efficiency              unmasked trained tokens per second, over those of machines never idle
-    max_staleness           versions, of the oldest token that was trained; the warm-up counts too
-    mean_staleness          versions, of each rollout's oldest token
-    mixed_share             of trained rollouts, sampled by two or more versions
-    masked_share            of trained tokens, too old for the loss
-    wasted_share            of generated tokens, discarded
-    length_bias             mean length of trained rollouts over that of the tasks given
-    tail_bias               share of those longer than half the cap, over that of the tasks given
-    speedup_over_sync       trained tokens per second over those of sync-colocated
-    orchestrator_cpu_share  CPU-seconds of the orchestrator per virtual second. An engine's
-                            message has up to 128 tokens of each turn here, a real one's has one,
-                            so this is the cost of deciding; benchmarks.orchestrator has the wire's
+    efficiency: unmasked trained tokens per second, over those of machines that are never idle
+    max_staleness: largest lag of any trained token, in versions, warm-up included
+    mean_staleness: mean lag of each rollout's oldest token, in versions
+    mixed_share: share of trained rollouts that two or more versions sampled
+    masked_share: share of trained tokens that were too old for the loss
+    wasted_share: share of generated tokens that were discarded
+    length_bias: mean length of trained rollouts over that of the given tasks
+    tail_bias: share of rollouts longer than half the cap, over that of the given tasks
+    speedup_over_sync: trained tokens per second over those of sync-colocated
+    orchestrator_cpu_share: CPU-seconds of the orchestrator per virtual second. A step message has
+        up to 128 tokens of each turn here and one in reality, so this is the cost of deciding;
+        benchmarks.orchestrator measures the wire's
 
-All but the last are the same in each run of a seed. Without options: every policy on reasoning-32k.
+All but the last are deterministic for a seed. Without options: every policy on reasoning-32k.
 """
 
 import argparse
@@ -58,10 +58,10 @@ def _all_runs(options: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def _runs(workload: Workload, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Each run of a workload."""
+    """Yield the rows of each run of a workload."""
     sync = _run(workload, Variant(SYNC, POLICIES[SYNC], 0), "keep", options.seed)
     for variant in variants(options.policy, options.eta):
-        # Where nothing runs while weights change, all modes are one.
+        # All pause modes are equal for policies with a barrier: nothing runs while weights change.
         for mode in options.mode[:1] if variant.is_barrier else options.mode:
             is_sync = variant.name == SYNC
             outcome = sync if is_sync else _run(workload, variant, mode, options.seed)

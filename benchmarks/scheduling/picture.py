@@ -1,4 +1,4 @@
-"""What does the table look like? Efficiency over the greatest age, one panel per workload."""
+"""Plot of efficiency over the largest staleness, one panel per workload."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ MARKERS = "osD^vP*X<>hpd"
 PANEL_INCHES = (4.6, 4.2)
 
 MODES: dict[str, FillStyleType] = {"keep": "full", "abort": "left", "wait": "none"}
-"""How a marker is filled."""
+"""Fill style of the markers, by pause mode."""
 
 
 def draw(table: Sequence[Row], path: Path) -> None:
-    """Write the picture."""
+    """Draw the picture into a file."""
     workloads = list(dict.fromkeys(row.workload for row in table))
     policies = list(dict.fromkeys(row.policy for row in table))
     width, height = PANEL_INCHES

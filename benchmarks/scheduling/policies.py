@@ -1,6 +1,6 @@
-"""Which policies are compared? Each by the name that the table shows.
+"""The compared staleness policies, by the name that the table shows.
 
-A line more here is a policy more in the table.
+Add an entry to :data:`POLICIES` to add a policy to the table.
 """
 
 from collections.abc import Callable
@@ -18,27 +18,27 @@ from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.staleness import StalenessPolicy
 
 Make = Callable[[int, int], StalenessPolicy]
-"""From groups per batch and η."""
+"""Creates a policy from groups per batch and η."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A way to bound staleness, for any η."""
+    """A family of staleness policies, parametrised by η."""
 
     make: Make
     etas: tuple[int, ...]
-    """What the table shows."""
+    """Values of η that the table shows."""
     is_colocated: bool = False
-    """Whether all machines roll out and train by turns."""
+    """Whether all machines alternate between rollout and training."""
     is_barrier: bool = False
-    """Whether nothing runs while weights change, so that all pause modes are one."""
+    """Whether nothing runs while weights change, so that all pause modes are equal."""
     takes_eta: bool = True
-    """Whether η is its own to choose."""
+    """Whether the policy has a free parameter η."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A policy with its η."""
+    """A policy with a value of η."""
 
     name: str
     policy: Policy
@@ -46,21 +46,21 @@ class Variant:
 
     @property
     def is_colocated(self) -> bool:
-        """As its policy says."""
+        """Whether the policy is colocated."""
         return self.policy.is_colocated
 
     @property
     def is_barrier(self) -> bool:
-        """As its policy says."""
+        """Whether the policy has a barrier."""
         return self.policy.is_barrier
 
     def staleness_policy(self, groups_per_batch: int) -> StalenessPolicy:
-        """What the run is told."""
+        """Create the policy for a run."""
         return self.policy.make(groups_per_batch, self.eta)
 
 
 SYNC = "sync-colocated"
-"""What speed-ups are against: the strongest of the simple ones."""
+"""Baseline of the speed-ups: the fastest of the simple policies."""
 
 
 def _bounded(order: Order = "admission", on_deadline: OnDeadline = "wait") -> Make:
@@ -120,11 +120,12 @@ POLICIES: dict[str, Policy] = {
         (1, 2, 4),
     ),
 }
-"""In the order of the table. ``completion`` has admission's bound and none on age."""
+"""Policies in the order of the table. ``completion`` has the admission bound, but no bound on
+staleness."""
 
 
 def variants(names: list[str], etas: list[int] | None) -> list[Variant]:
-    """The policies of these names, each with all its η, or with these where it takes any."""
+    """Return the named policies with each of their η, or with ``etas`` where η is free."""
     found = []
     for name in names:
         policy = POLICIES[name]

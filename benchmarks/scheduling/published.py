@@ -1,8 +1,8 @@
-"""What did the model come to that these workloads were published with? Figures, and no more.
+"""Figures of the published model that the scheduling workloads come from.
 
-An event-driven model of the same machines, with exact processor sharing in its engines and nothing
-between them and the trainer. Its groups are consumed in the order of completion unless a row's
-policy says otherwise. Figures are given with two digits, so ratios are good to about a percent.
+It is an event-driven model of the same machines, with exact processor sharing in its engines and no
+overhead between engines and trainer. It consumes groups in completion order unless a row's policy
+says otherwise. Figures have two digits, so ratios are good to about a percent.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the model has of one policy on one workload; None where it doesn't say."""
+    """The model's figures for one policy on one workload; None if not published."""
 
     efficiency: float
     speedup_over_sync: float | None = None
@@ -23,7 +23,7 @@ class Published:
 
 
 def published(workload: str, policy: str, eta: int, mode: str) -> Published | None:
-    """The model's figures for this row, if it has it."""
+    """Return the model's figures for a row, if published."""
     orders = _ORDERS if (workload, mode) == ("reasoning-32k", "keep") else {}
     by_mode = _TABLES[workload]
     return (
@@ -119,7 +119,7 @@ _TABLES: dict[str, dict[tuple[str, int, str], Published]] = {
         ("unbounded", 0, "abort"): Published(0.5, 2.51, 4, 1.75, 0.71, 0.0),
     },
 }
-"""By (policy, η, mode); an empty mode where it makes no difference there."""
+"""Figures by (policy, η, mode); the mode is empty if it makes no difference."""
 
 _ORDERS: dict[tuple[str, int], Published] = {
     ("window-3B", 1): Published(0.54, None, 3, 1.0, length_bias=0.98),
@@ -149,4 +149,4 @@ _ORDERS: dict[tuple[str, int], Published] = {
     ("cancel", 4): Published(0.68, None, 4, 2.13, wasted_share=0.281, length_bias=0.80),
     ("mask", 4): Published(0.74, None, 4, masked_share=0.20),
 }
-"""What else can be done about age, by (policy, η): for reasoning-32k with ``keep``."""
+"""Figures of other consumption orders by (policy, η), for reasoning-32k with ``keep``."""

@@ -1,4 +1,4 @@
-"""What does the table say? Rows of an outcome, each beside the published model's figure."""
+"""Rows of the scheduling table: an outcome's figures, beside the published model's."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NAMES = (
     "speedup_over_sync",
     "orchestrator_cpu_share",
 )
-"""In the order of the table."""
+"""Figures in the order of the table."""
 
 UNITS = {
     "max_staleness": "versions",
@@ -31,18 +31,18 @@ UNITS = {
     "tail_bias": "of the population's share",
     "speedup_over_sync": "times",
 }
-"""The others are shares of 1."""
+"""Units of the figures; the others are shares of 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure."""
+    """One figure of a run."""
 
     name: str
     value: float
     unit: str
     peer: float | None
-    """The published model's; None where it has none."""
+    """The published model's figure; None if it has none."""
     ratio: float | None
     """Ours over the model's."""
     workload: str
@@ -54,7 +54,7 @@ class Row:
 def rows(
     workload: Workload, variant: Variant, mode: str, outcome: Outcome, sync: Outcome
 ) -> list[Row]:
-    """All figures of one run; ``sync`` is the run that its speed is compared with."""
+    """Return all figures of one run; ``sync`` is the baseline of the speed-up."""
     peer = published(workload.name, variant.name, variant.eta, mode)
     values = _values(workload, outcome, sync)
     return [
@@ -93,7 +93,7 @@ def _tokens_per_s(outcome: Outcome) -> float:
 
 
 def show(run: Sequence[Row], *, as_json: bool) -> None:
-    """Print one run: a line for each figure, or one for all of them."""
+    """Print one run: a line for each figure as JSON, or one for all of them."""
     if as_json:
         for row in run:
             print(json.dumps(asdict(row)), flush=True)
@@ -104,7 +104,7 @@ def show(run: Sequence[Row], *, as_json: bool) -> None:
 
 
 def read(paths: Sequence[Path]) -> list[list[Row]]:
-    """The runs in files that ``--json`` has written; of a run that is there twice, the last."""
+    """Read runs that ``--json`` has written; a later run replaces an earlier equal one."""
     runs: dict[tuple[str, str, int, str], dict[str, Row]] = {}
     for path in paths:
         for line in path.read_text().splitlines():
@@ -114,7 +114,7 @@ def read(paths: Sequence[Path]) -> list[list[Row]]:
 
 
 def heading() -> str:
-    """Of the lines that :func:`show` prints."""
+    """Return the heading of the lines that :func:`show` prints."""
     words = "".join(f"{_short(name):>14}" for name in NAMES)
     return f"{'workload':14}{'policy':16}{'eta':>3} {'mode':6}{words}"
 
@@ -126,7 +126,7 @@ def _short(name: str) -> str:
 
 
 def _cell(row: Row) -> str:
-    """Ours, and the model's in brackets."""
+    """Format our figure, with the model's in brackets."""
     digits = 0 if row.name == "max_staleness" else 4 if row.name.endswith("cpu_share") else 2
     theirs = "" if row.peer is None else f" ({row.peer:.{digits}f})"
     return f"{row.value:.{digits}f}{theirs}"

@@ -1,4 +1,4 @@
-"""How does one policy do on one workload? The real orchestrator, and all else in virtual time.
+"""One run of a policy on a workload: real orchestrator, all else simulated in virtual time.
 
 Real: scheduler, core, fleet, weight coordinator, policy, episodes and the codec on both ends of the
 wire. Simulated: engines, the wire, the trainer and the clock.
@@ -36,40 +36,40 @@ from tidegate.simulation.wire import SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 SLOWEST_STEPS = 60.0
-"""A step that takes so many times the bound gets nowhere."""
+"""Time limit of a step, as a multiple of the bound."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What had happened by some version."""
+    """Cumulative counters at the time of a version."""
 
     at_s: float = 0.0
     cpu_s: float = 0.0
-    """Of this process, all in all."""
+    """CPU time of this process."""
     wall_s: float = 0.0
     simulated_s: float = 0.0
-    """Of that, in engines and trainer."""
+    """Part of the wall time spent in simulated engines and the trainer."""
     rollouts: int = 0
     trained_tokens: int = 0
-    """Those that are masked too: they are read all the same."""
+    """Trained tokens, including masked ones, because they pass through the model too."""
     masked_tokens: int = 0
     tail_rollouts: int = 0
-    """Longer than half the cap."""
+    """Number of rollouts longer than half the cap."""
     mixed_rollouts: int = 0
     generated_tokens: int = 0
     discarded_tokens: int = 0
-    """Not the masked ones."""
+    """Discarded tokens, without masked ones."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Rollouts by staleness."""
+    """Number of rollouts by staleness."""
 
     @property
     def orchestrator_cpu_s(self) -> float:
-        """Its part of the CPU is taken for its part of the wall clock's time: to ask for CPU time
-        at each of an engine's messages would cost more than the message."""
+        """CPU time of the orchestrator, estimated from its share of wall time: reading the CPU
+        clock at each engine message would cost more than the message."""
         return self.cpu_s * (1.0 - self.simulated_s / self.wall_s)
 
     def since(self, start: "Tally") -> "Tally":
-        """What has happened in between."""
+        """Return the difference to an earlier tally."""
         return Tally(
             self.at_s - start.at_s,
             self.cpu_s - start.cpu_s,
@@ -88,27 +88,27 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run, from the end of its warm-up on."""
+    """Result of one run, after its warm-up."""
 
     tally: Tally
     steps: int
     mean_tokens: float
-    """Of as many tasks as were trained, in the order in which they were given."""
+    """Mean length of as many tasks' rollouts as were trained, in the order of the tasks."""
     tail_share: float
-    """Of those tasks' rollouts."""
+    """Share of those rollouts that are longer than half the cap."""
     bound: int | None
-    """The staleness that the policy guarantees."""
+    """Staleness bound that the policy guarantees."""
     oldest_ever: int
-    """The greatest staleness of the whole run."""
+    """Largest staleness of the whole run."""
 
     @property
     def step_s(self) -> float:
-        """From one version to the next."""
+        """Mean time between two versions."""
         return self.tally.at_s / self.steps
 
 
 class Trainer:
-    """Takes a batch, trains for as long as that takes, publishes; and counts."""
+    """Takes batches, simulates training time, publishes, and counts."""
 
     def __init__(
         self, workload: Workload, variant: Variant, scheduler: Scheduler, stopwatch: Stopwatch
@@ -122,7 +122,7 @@ class Trainer:
         self._total = Tally()
 
     async def run(self, versions: int) -> list[Tally]:
-        """Train for so many versions; what had happened by each, from 0 on."""
+        """Train for this many versions; return the tally at each, from 0 on."""
         tallies = [self._tally()]
         while len(tallies) <= versions:
             batch = await self._scheduler.next_batch()
@@ -137,7 +137,7 @@ class Trainer:
         return tallies
 
     def _count(self, batch: HandOver) -> int:
-        """Take in a batch; how many tokens it has."""
+        """Count a batch; return its number of tokens."""
         total = self._total
         rollouts = [rollout for group in batch.groups for rollout in group.kept]
         lengths = [rollout.sampled_tokens for rollout in rollouts]
@@ -164,7 +164,7 @@ class Trainer:
 
 
 async def play(episode: Episode, task: Task) -> float:
-    """One rollout, as long as its task says."""
+    """Play one rollout, as long as its task says."""
     episode.append([0] * PROMPT_TOKENS)
     tools = task.tool_s[episode.index]
     for tokens, tool_s in zip(task.turns(episode.index), tools, strict=False):
@@ -175,10 +175,10 @@ async def play(episode: Episode, task: Task) -> float:
 
 
 def of_so_many(trajectories: int) -> Callable[[Episode, Task], Awaitable[float]]:
-    """:func:`play` for no more rollouts at once, in the order in which they were admitted.
+    """Return :func:`play` limited to this many rollouts at once, in admission order.
 
-    Nobody needs to: a rollout that waits for its tool holds no slot of an engine. A fleet of
-    environments with so many places, or a pool of threads, does that to a run.
+    It models a run whose environments or thread pool have limited places; Tidegate itself needs no
+    such limit, because a rollout that waits for its tool holds no engine slot.
     """
     places = asyncio.Semaphore(trajectories)
 
@@ -197,7 +197,7 @@ def run_once(
     seed: int = 0,
     trajectories: int | None = None,
 ) -> Outcome:
-    """Run one policy on one workload; with ``trajectories``, no more rollouts than that at once."""
+    """Run one policy on one workload; ``trajectories`` limits the rollouts at once."""
     limit_s = SLOWEST_STEPS * workload.versions * workload.batch_tokens
     virtual_time = VirtualTime(limit_s=limit_s / workload.bound_tokens_per_s)
     settings = _settings(workload, variant, mode, seed)
@@ -237,7 +237,7 @@ async def _main(
     router = SimulatedRouter(loop, BlankTape(), Hardships())
     init = InitWeights(channel="shm")
     scheduler = Scheduler(settings, model_of_no_words(), router, init, recorder=None)
-    # Weights that engines and trainer hand to each other on the spot are part of the switch.
+    # In a colocated run the weights are exchanged as part of the switch.
     costs = replace(workload.costs, swap_s=0.0) if variant.is_colocated else workload.costs
     engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES
     for number in range(engines):

@@ -1,13 +1,13 @@
-"""How much of a process's time goes to what it only simulates? The rest is the orchestrator's own.
+"""Stopwatch of the time spent in simulated parts; the rest is the orchestrator's.
 
-By the wall clock, which costs nothing to read; so other work on the machine makes all of it longer.
+It reads the wall clock, which is cheap, so other work on the machine lengthens everything.
 """
 
 import time
 
 
 class Stopwatch:
-    """Adds up the time of everything run ``with`` it. It can't be entered twice at once."""
+    """Adds up the time spent in ``with`` blocks; not reentrant."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

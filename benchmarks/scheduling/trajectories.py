@@ -1,10 +1,9 @@
-"""How many trajectories does an agent's run need beside its engines' slots? Rows, in virtual time.
+"""Efficiency of an agentic run by the ratio of trajectories to engine slots, in virtual time.
 
-A trajectory that waits for its tool leaves its slot to another, so engines are busy only if there
-are more trajectories than slots. The peer is the published model of the same machines, lengths and
-tools at the same bound (twelve engines of 64 slots, 20 turns, tools of 4 s in the median with a
-long tail), which has a figure for each share of trajectories to slots; the last row has as many as
-admission lets in.
+A trajectory that waits for its tool frees its slot, so engines are busy only if there are more
+trajectories than slots. The peer is the published model of the same machines, lengths and tools at
+the same bound (twelve engines of 64 slots, 20 turns, tools of 4 s in the median with a long tail),
+which has a figure for each ratio; the last row has as many trajectories as admission allows.
 """
 
 import argparse
@@ -17,19 +16,20 @@ from benchmarks.table import Row, compared, show
 
 WORKLOAD = WORKLOADS["agentic"]
 MODEL = {1.0: 0.52, 1.5: 0.71, 2.0: 0.88, 3.0: 0.95}
-"""Efficiency by trajectories over slots, at a bound of 4 versions."""
+"""The model's efficiency by trajectories over slots, at a bound of 4 versions."""
 ETA = 4
 POLICY = "admission"
-"""The default: consumed in the order of admission, which is stricter than the model's."""
+"""Default policy: admission order, which is stricter than the model's order."""
 STRICT = (POLICY, "deadline", "window-B", "window-2B")
-"""All that bound the age of each token. ``deadline`` is ``order="completion"``, by the same bound;
-windows may pass it, see docs/scheduling.md."""
+"""Policies that bound the age of every token. ``deadline`` is ``order="completion"`` with the same
+bound; windows may exceed it, see docs/scheduling.md."""
 
 
 def rows(
     policy: str = POLICY, seed: int = 0, shares: Sequence[float] = tuple(MODEL)
 ) -> Iterator[Row]:
-    """``efficiency_AT_ONCEx``: trained tokens per second over those of machines never idle."""
+    """Return ``efficiency_AT_ONCEx``: trained tokens per second over those of machines never
+    idle."""
     slots = ROLLOUT_MACHINES * WORKLOAD.costs.slots
     for share in shares:
         ours = efficiency(round(share * slots), policy, seed)
@@ -39,14 +39,14 @@ def rows(
 
 
 def efficiency(trajectories: int | None, policy: str = POLICY, seed: int = 0) -> float:
-    """Of one run; the same each time."""
+    """Return the efficiency of one run, which is deterministic."""
     variant = Variant(policy, POLICIES[policy], ETA)
     tally = run_once(WORKLOAD, variant, mode="keep", seed=seed, trajectories=trajectories).tally
     return tally.trained_tokens / tally.at_s / WORKLOAD.bound_tokens_per_s
 
 
 def main() -> None:
-    """``python -m benchmarks.scheduling.trajectories --policy deadline --shares 3 --seed 1``"""
+    """Parse the options, run, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", choices=STRICT, default=POLICY)
     parser.add_argument("--seed", type=int, default=0)

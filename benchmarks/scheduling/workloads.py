@@ -1,7 +1,7 @@
-"""What do rollouts and trainers of the published model cost? Lengths, seconds, and the bounds.
+"""Workloads of the scheduling benchmark, from the published model: lengths, costs and bounds.
 
-Symbols: B groups to a batch, G rollouts to a group, L tokens of a rollout, C slots of an engine;
-N_r and N_t machines that roll out and that train. A step is what lies between two versions.
+Symbols: B groups per batch, G rollouts per group, L tokens of a rollout, C slots of an engine; N_r
+and N_t machines that roll out and that train. A step is the time between two versions.
 """
 
 import math
@@ -14,36 +14,37 @@ from tidegate.simulation.engine_costs import EngineCosts
 ROLLOUT_MACHINES = 12
 TRAINER_MACHINES = 4
 MACHINES = ROLLOUT_MACHINES + TRAINER_MACHINES
-"""All of them roll out, and all train, where a policy does one after the other."""
+"""Number of machines; for colocated policies all of them roll out and train."""
 
 RHO = 0.9
-"""Seconds that a step takes the trainer over those it takes the engines, at their peak."""
+"""Ratio of the trainer's seconds per step to the engines', both at their peak."""
 
 SWITCH_S = 4.0
-"""Between rolling out and training on the same machines, both ways together."""
+"""Seconds to switch between rollout and training on the same machines, both ways together."""
 
 GROUP_CORRELATION = 0.5
-"""Of the logarithms of two lengths in a group: some prompts are hard for every rollout."""
+"""Correlation of the logarithms of two lengths in a group: some prompts are hard for every
+rollout."""
 
 PROMPT_TOKENS = 512
-"""As :class:`EngineCosts` has them."""
+"""Prompt length, as in :class:`EngineCosts`."""
 
 TOOL_SIGMA = 1.0
-"""Of the logarithm of a tool call's seconds."""
+"""Standard deviation of the logarithm of a tool call's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt: how long each of its rollouts will be."""
+    """One prompt, with the length of each of its rollouts."""
 
     index: int
     lengths: tuple[int, ...]
-    """In tokens, over all turns of a rollout."""
+    """Tokens of each rollout, over all its turns."""
     tool_s: tuple[tuple[float, ...], ...]
-    """Per rollout, after each of its turns."""
+    """Tool seconds after each turn, per rollout."""
 
     def turns(self, rollout: int) -> list[int]:
-        """Tokens of each turn; all as long, as far as they can be."""
+        """Return the tokens of each turn, as equal as possible."""
         count = min(len(self.tool_s[rollout]), self.lengths[rollout])
         whole, rest = divmod(self.lengths[rollout], count)
         return [whole + (turn < rest) for turn in range(count)]
@@ -51,31 +52,31 @@ class Task:
 
 @dataclass(frozen=True)
 class Workload:
-    """Log-normal lengths, capped; ``turns`` calls of a tool, if it is an agent's."""
+    """Capped log-normal lengths; agents have ``turns`` turns with a tool call between them."""
 
     name: str
     median_tokens: float
     sigma: float
     cap_tokens: int
     mean_tokens: float
-    """Of the capped distribution."""
+    """Mean of the capped distribution."""
     groups_per_batch: int = 64
     turns: int = 1
     tool_median_s: float = 0.0
     versions: int = 24
-    """A run's length: enough that a version's figures vary by a few percent."""
+    """Length of a run: enough that figures vary by a few percent."""
     warm_up_versions: int = 7
-    """Before them the pipeline is not full, so they don't count."""
+    """Versions of the warm-up, until the pipeline is full; they do not count."""
     costs: EngineCosts = field(default_factory=EngineCosts)
 
     @property
     def group_size(self) -> int:
-        """G."""
+        """Number of rollouts per group, G."""
         return self.costs.group_size
 
     @property
     def batch_tokens(self) -> float:
-        """Of a batch, on average."""
+        """Mean number of tokens per batch."""
         return self.groups_per_batch * self.group_size * self.mean_tokens
 
     @property
@@ -94,24 +95,24 @@ class Workload:
 
     @property
     def bound_tokens_per_s(self) -> float:
-        """No policy is faster: no machine is ever idle."""
+        """Upper bound of any policy's tokens per second: no machine is ever idle."""
         bound_s = (self.rollout_machine_s + self.training_machine_s) / MACHINES
         return self.batch_tokens / bound_s
 
     def of_versions(self, versions: int) -> "Workload":
-        """The same for a shorter or longer run; as much of it is warm-up."""
+        """Return the workload for a shorter or longer run, with a proportional warm-up."""
         warm_up = self.warm_up_versions * versions // self.versions
         return replace(self, versions=versions, warm_up_versions=warm_up)
 
     def tasks(self, seed: int) -> Iterator[Task]:
-        """Prompts without end; the same for the same seed."""
+        """Yield prompts endlessly, deterministically for a seed."""
         index = 0
         while True:
             yield self.task(seed, index)
             index += 1
 
     def task(self, seed: int, index: int) -> Task:
-        """One prompt."""
+        """Generate one prompt."""
         chance = random.Random(f"{self.name}/{seed}/{index}")
         of_group = math.sqrt(GROUP_CORRELATION) * chance.gauss(0.0, 1.0)
         own = math.sqrt(1.0 - GROUP_CORRELATION)
@@ -125,7 +126,7 @@ class Workload:
         return max(1, min(self.cap_tokens, round(self.median_tokens * math.exp(self.sigma * z))))
 
     def _tool_s(self, chance: random.Random) -> Iterator[float]:
-        """The last turn calls no tool."""
+        """Yield the tool seconds of each turn; the last turn calls no tool."""
         for turn in range(self.turns):
             is_last = turn == self.turns - 1
             yield 0.0 if is_last else self.tool_median_s * chance.lognormvariate(0.0, TOOL_SIGMA)
@@ -160,4 +161,4 @@ WORKLOADS = {
         ),
     )
 }
-"""As the published model has them (its section 6.6)."""
+"""Workloads of the published model (its section 6.6)."""

@@ -1,1 +1,1 @@
-"""What does the wire cost, and what do other ways of doing the same? See ``__main__``."""
+"""Benchmarks of the wire: messages, tokens and weights, against other transports."""

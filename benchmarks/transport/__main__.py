@@ -1,8 +1,8 @@
-"""How fast are messages, tokens and weights moved, beside other ways of moving them?
+"""Throughput of messages, tokens and weights, against other transports.
 
 ``python -m benchmarks.transport [--json] [messages] [tokens] [weights]`` prints ``name, value,
-unit, peer, ratio``, with who the peer is and the spread of ours. Figures per core are by CPU time
-of the receiving process, its I/O threads included, for the machine may be busy with other things.
+unit, peer, ratio``, with the peer's name and the spread of ours. Figures per core use the CPU time
+of the receiving process, its I/O threads included, because the machine may be busy otherwise.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What does a sender with ZeroMQ's own socket do, with keys or without? It sends, and says no more.
+"""Sending process with a plain ZeroMQ DEALER, with or without CURVE keys.
 
 ``python -m benchmarks.transport.dealer ADDRESS COUNT BYTES [KEYS]``
 """
@@ -12,11 +12,12 @@ from tidegate.transport.security import read_engine_keys, secure_connector
 
 
 def main() -> None:
-    """Send, and end once all is on its way."""
+    """Send all messages, and exit once they are sent."""
     address, count, size, *keys = sys.argv[1:]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.IDENTITY, b"engine")
-        socket.sndhwm = 64 if int(size) > 4096 else 0  # bytes wait in memory that is used again
+        # bounded for large messages, so that their memory is reused
+        socket.sndhwm = 64 if int(size) > 4096 else 0
         if keys:
             secure_connector(socket, read_engine_keys(Path(keys[0])))
         socket.connect(address)

@@ -1,7 +1,7 @@
-"""What would an engine send that computes nothing? Step messages, over any of four transports.
+"""Sending process that streams an engine's step messages over ZeroMQ, gRPC or HTTP.
 
 ``python -m benchmarks.transport.engine zmq|grpc|http ADDRESS --tokens T …`` is the other end of
-:mod:`benchmarks.transport.tokens`. Whatever the transport, the frames are the same.
+:mod:`benchmarks.transport.tokens`. The frames are the same for each transport.
 """
 
 import argparse
@@ -31,7 +31,7 @@ IDLE_S = 0.1
 
 
 def hello() -> Hello:
-    """The first word."""
+    """Return the engine's hello."""
     return Hello(
         protocol=PROTOCOL,
         engine=NAME,
@@ -50,9 +50,9 @@ def hello() -> Hello:
 
 
 def frames(work: argparse.Namespace) -> list[bytes]:
-    """All step messages: in each wave, the same turns from their first token to their last.
+    """Encode all step messages; in each wave, the same turns from their first token to their last.
 
-    Encoded beforehand, so that it is the receiver that is waited for.
+    They are encoded in advance, so that the receiver is the bottleneck.
     """
     rows, tokens = work.turns, work.tokens
     turns = array("I", range(rows)).tobytes()
@@ -77,7 +77,7 @@ def frames(work: argparse.Namespace) -> list[bytes]:
 
 
 def over_zmq(work: argparse.Namespace) -> None:
-    """As a real engine does: credits, acknowledgements, the real socket."""
+    """Send over the real socket, with credits and acknowledgements, as an engine does."""
     steps = frames(work)
     dealer = DealerSocket(work.address, NAME.encode())
     dealer.send(hello())
@@ -102,7 +102,7 @@ def over_zmq(work: argparse.Namespace) -> None:
 
 
 def over_http(work: argparse.Namespace) -> None:
-    """One response whose chunks are the frames, as engines stream tokens over HTTP."""
+    """Send one chunked response whose chunks are the frames, as engines stream tokens over HTTP."""
     steps = frames(work)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(work.address)
@@ -118,7 +118,7 @@ def over_http(work: argparse.Namespace) -> None:
 
 
 def over_grpc(work: argparse.Namespace) -> None:
-    """One stream whose messages are the frames."""
+    """Send one gRPC stream whose messages are the frames."""
     import grpc
 
     frames_sent = frames(work)

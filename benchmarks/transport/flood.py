@@ -1,4 +1,4 @@
-"""How can messages be sent at no cost, so that only their receiver is measured? By hand.
+"""Cheapest possible message sender, so that only the receiver is measured: hand-written ZMTP.
 
 ``python -m benchmarks.transport.flood PATH COUNT BYTES`` writes ZMTP 3.0
 (https://rfc.zeromq.org/spec/23/) to a unix socket, a thousand messages per system call.
@@ -13,7 +13,7 @@ GREETING_BYTES = 64
 
 
 def main() -> None:
-    """Connect, send, wait until the receiver has hung up."""
+    """Connect, send, and wait until the receiver has hung up."""
     path, count, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     writes, rest = divmod(count, MESSAGES_PER_WRITE)
     if rest or not 0 < size < 256:
@@ -24,7 +24,7 @@ def main() -> None:
         ready = b"\x05READY" + _property("Socket-Type", "DEALER") + _property("Identity", "engine")
         peer.sendall(bytes([4, len(ready)]) + ready)
         size_of_answer = _read(peer, GREETING_BYTES + 2)[-1]
-        _read(peer, size_of_answer)  # sooner, messages would be taken for part of the handshake
+        _read(peer, size_of_answer)  # earlier messages would be taken for part of the handshake
         messages = (bytes([0, size]) + bytes(size)) * MESSAGES_PER_WRITE
         for _ in range(writes):
             peer.sendall(messages)

@@ -1,4 +1,4 @@
-"""How many messages does one process receive, and at what price with encryption?"""
+"""Receive rate of messages, against zmq.asyncio, and the cost of CURVE encryption."""
 
 import asyncio
 import subprocess
@@ -20,7 +20,7 @@ from tidegate.transport.sockets import RouterSocket
 SMALL_BYTES = 200
 SMALL_MESSAGES = 400_000
 PEER_MESSAGES = 40_000
-"""The peer needs no more: it is an order of magnitude slower."""
+"""Number of the peer's messages; it is an order of magnitude slower."""
 CURVE_MESSAGES = 100_000
 CHUNK_BYTES = 1024 * 1024
 CHUNKS = 400
@@ -30,7 +30,7 @@ Figures = dict[str, float]
 
 
 class Meter:
-    """Rates from the first batch to the last, by the clock and by the process's CPU time."""
+    """Receive rates from the first batch to the last, by wall clock and by CPU time."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -39,7 +39,7 @@ class Meter:
         self.done: asyncio.Future[Figures] = asyncio.get_running_loop().create_future()
 
     def add(self, received: int) -> None:
-        """So many have arrived."""
+        """Count arrived messages."""
         if self._received == 0:
             self._first = received
             self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
@@ -55,7 +55,7 @@ class Meter:
 
 
 def sender(module: str, address: str, count: int, size: int, keys: Path | None = None) -> list[str]:
-    """The command of a sending process."""
+    """Return the command of a sending process."""
     command = [sys.executable, "-m", f"benchmarks.transport.{module}"]
     return [*command, address, str(count), str(size), *([str(keys)] if keys else [])]
 
@@ -63,7 +63,7 @@ def sender(module: str, address: str, count: int, size: int, keys: Path | None =
 async def receive_ours(
     count: int, size: int = SMALL_BYTES, *, by: str = "dealer", keys: Path | None = None
 ) -> Figures:
-    """Receive with the socket that a run has."""
+    """Receive with a run's own socket."""
     own_keys = read_orchestrator_keys(keys) if keys else None
     router = RouterSocket(None, name="benchmark", keys=own_keys)
     meter = Meter(count)
@@ -80,10 +80,10 @@ async def receive_ours(
 
 
 async def receive_with_zmq_asyncio(count: int) -> Figures:
-    """Receive as others do, with pyzmq's own asyncio sockets."""
+    """Receive with pyzmq's own asyncio sockets."""
     with tempfile.TemporaryDirectory() as directory, zmq.asyncio.Context() as context:
         router = context.socket(zmq.ROUTER)
-        router.rcvhwm = 16_384  # as ours has
+        router.rcvhwm = 16_384  # same as ours
         router.bind(f"ipc://{directory}/s")
         meter = Meter(count)
         command = sender("flood", f"{directory}/s", count, SMALL_BYTES)
@@ -97,7 +97,7 @@ async def receive_with_zmq_asyncio(count: int) -> Figures:
 
 
 def rows() -> Iterator[Row]:
-    """200-byte messages over ipc, both on uvloop; then what encryption takes."""
+    """Compare 200-byte messages over ipc, both on uvloop; then the cost of encryption."""
     figures = by_turns(
         {
             "ours": lambda: uvloop.run(receive_ours(SMALL_MESSAGES, by="flood")),
@@ -119,7 +119,7 @@ def rows() -> Iterator[Row]:
 
 
 def _curve(keys: Path) -> Iterator[Row]:
-    """Ours with keys, against ours without."""
+    """Compare ours with and without keys."""
     figures = by_turns(
         {
             f"{what} {'with' if used else 'without'}": partial(_received, count, size, used)

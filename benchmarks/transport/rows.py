@@ -1,7 +1,7 @@
-"""How do ours and a peer's compare? By turns in one run, so that a busy machine slows both.
+"""Alternating measurements of ours and a peer in one run, so that a busy machine slows both.
 
-A row's value is the median of its runs; its spread, half the distance between the quartiles as a
-share of that. It knows nothing of what is measured.
+A row's value is the median of its runs; its spread, half the interquartile range as a share of the
+median.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 RUNS = 5
 
 Measure = Callable[[], Mapping[str, float]]
-"""One run: what came out, by name."""
+"""One run; returns its figures by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Row:
     ratio: float
     """Ours over the peer's."""
     against: str
-    """Who the peer is."""
+    """Name of the peer."""
     spread: float
-    """Of ours."""
+    """Spread of our value."""
 
 
 def by_turns(
     measures: Mapping[str, Measure], *, runs: int = RUNS
 ) -> dict[str, dict[str, list[float]]]:
-    """Run all by turns; for each measure, what came out by name, one figure per run."""
+    """Run all alternately; return each measure's figures by name, one per run."""
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in measures}
     for _ in range(runs):
         for name, measure in measures.items():
@@ -56,7 +56,7 @@ def _spread(figures: list[float]) -> float:
 
 
 def show(rows: Iterable[Row], *, as_json: bool) -> None:
-    """Print each as soon as it is there."""
+    """Print each row as soon as it is measured."""
     for one in rows:
         if as_json:
             print(json.dumps(asdict(one)), flush=True)
@@ -69,5 +69,5 @@ def show(rows: Iterable[Row], *, as_json: bool) -> None:
 
 
 def skipped(what: str, module: str) -> None:
-    """Say why a peer has no row."""
+    """Print why a peer has no row."""
     print(f"# {what} is left out: {module} is not installed (pip install 'tidegate[bench]')")

@@ -1,8 +1,8 @@
-"""What does it cost to receive tokens and file them, from the socket to the rollout?
+"""CPU cost of receiving tokens, from the socket to the rollout, against gRPC, HTTP and zmq.asyncio.
 
-The path is the run's own: socket, decode, checks, receive window, find the rollout, append, version
-runs. A peer's transport brings the same frames to the same path. All CPU time of this process
-counts, less what it takes to begin a wave of turns.
+The path is the run's own: socket, decode, checks, receive window, rollout lookup, append, version
+spans. A peer's transport delivers the same frames to the same path. All CPU time of this process
+counts, except for starting a wave of turns.
 """
 
 import asyncio
@@ -39,25 +39,25 @@ CREDIT_STEPS = 256
 TIMEOUT_S = 120.0
 
 VERSUS = {"grpc.aio": "_vs_grpc", "aiohttp": "_vs_http"}
-"""What tells the rows of one name apart; the one without is against what others use."""
+"""Suffix of a peer's rows; the baseline, zmq.asyncio, has none."""
 
 PEERS = {"grpc.aio": "grpc", "aiohttp": "aiohttp"}
-"""Who may be missing, and the module that it takes."""
+"""Optional peers, with the module that each needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How many tokens come how."""
+    """Amount and pace of the tokens."""
 
     tokens: int
-    """Per turn and step."""
+    """Tokens per turn and step."""
     waves: int
     steps_per_s: float = 0.0
-    """0: as fast as they go."""
+    """Steps per second; 0: as fast as possible."""
 
     @property
     def steps_per_wave(self) -> int:
-        """Until the turns have ended."""
+        """Number of steps until the turns have ended."""
         return TURN_TOKENS // self.tokens
 
 
@@ -67,7 +67,7 @@ PACED = Work(tokens=1, waves=2, steps_per_s=1000.0)
 
 
 class Subject:
-    """A core and a fleet that frames are given to, and the time they take."""
+    """A core and a fleet that process frames, and the time they take."""
 
     def __init__(self, work: Work, send: Callable[[bytes, Message], bool]) -> None:
         self._work = work
@@ -87,7 +87,7 @@ class Subject:
         self.done: asyncio.Future[dict[str, float]] = self._loop.create_future()
 
     def take(self, frames: list[tuple[bytes, bytes]]) -> None:
-        """As the scheduler does with what the socket brings."""
+        """Process frames as the scheduler does."""
         for item in self._fleet.hear(frames, self._loop.time()):
             match item:
                 case ev.StepArrived():
@@ -139,7 +139,7 @@ class Subject:
 
 
 async def ours(work: Work, directory: Path) -> dict[str, float]:
-    """The run's own socket."""
+    """Receive with the run's own socket."""
     router = RouterSocket(None, name="benchmark")
     subject = Subject(work, router.send)
     router.attach(asyncio.get_running_loop(), subject.take)
@@ -151,7 +151,7 @@ async def ours(work: Work, directory: Path) -> dict[str, float]:
 
 
 async def zmq_asyncio(work: Work, directory: Path) -> dict[str, float]:
-    """What others use: ``await recv_multipart()``."""
+    """Receive with ``await recv_multipart()`` of zmq.asyncio."""
     address = f"ipc://{directory}/socket"
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
@@ -173,7 +173,7 @@ async def zmq_asyncio(work: Work, directory: Path) -> dict[str, float]:
 
 
 async def grpc_aio(work: Work, directory: Path) -> dict[str, float]:
-    """A stream of messages, each of them a frame."""
+    """Receive a gRPC stream whose messages are the frames."""
     import grpc.aio
 
     subject = Subject(work, lambda peer, message: True)
@@ -186,7 +186,7 @@ async def grpc_aio(work: Work, directory: Path) -> dict[str, float]:
 
 
 async def aiohttp_chunks(work: Work, directory: Path) -> dict[str, float]:
-    """A chunked response, each chunk a frame."""
+    """Receive a chunked HTTP response whose chunks are the frames."""
     import aiohttp
 
     subject = Subject(work, lambda peer, message: True)
@@ -211,7 +211,7 @@ async def aiohttp_chunks(work: Work, directory: Path) -> dict[str, float]:
 
 @contextlib.asynccontextmanager
 async def engine(transport: str, address: str, work: Work) -> AsyncIterator[None]:
-    """The sending process; what takes too long is an error."""
+    """Start the sending process; exceeding the timeout is an error."""
     options = {
         "turns": TURNS,
         "tokens": work.tokens,
@@ -232,7 +232,7 @@ async def engine(transport: str, address: str, work: Work) -> AsyncIterator[None
 def measured(
     transport: Callable[[Work, Path], Awaitable[dict[str, float]]], work: Work
 ) -> dict[str, float]:
-    """One run."""
+    """Measure one run."""
 
     async def run() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as directory:
@@ -250,7 +250,7 @@ TRANSPORTS = {
 
 
 def rows() -> Iterator[Row]:
-    """Tokens per CPU-second in two sizes of chunks, and the price of a quiet stream."""
+    """Yield tokens per CPU-second for two chunk sizes, and the cost of a paced stream."""
     names = []
     for name in TRANSPORTS:
         if importlib.util.find_spec(PEERS.get(name, "zmq")):

@@ -1,10 +1,10 @@
-"""What does one end of a weight transfer cost? A process that takes part each time it is told to.
+"""Process at one end of a weight transfer, which reports its CPU time after each one.
 
 ``python -m benchmarks.transport.weight_end fetch HOME`` fetches what the messages on its standard
-input say, and ``… copy HOME`` copies it to a place of its own, too. ``… gloo RANK RANKS FILE
-'SHAPES'`` takes part in a broadcast for each line, and ``… plain DESCRIPTOR RANK BYTES`` moves so
-many over a socket by system calls alone. After each transfer it prints the CPU seconds that this
-process spent since the one before.
+input say, and ``… copy HOME`` also copies it to its own memory. ``… gloo RANK RANKS FILE 'SHAPES'``
+takes part in a broadcast for each line, and ``… plain DESCRIPTOR RANK BYTES`` moves that many bytes
+over a socket by system calls alone. After each transfer it prints the CPU seconds that this process
+spent since the one before.
 """
 
 import json
@@ -22,12 +22,12 @@ from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
 
 
 def fetch(home: str) -> None:
-    """Be an engine that receives weights."""
+    """Receive weights as an engine does."""
     _receive(home, lambda tensor: None)
 
 
 def copy(home: str) -> None:
-    """The same where engines of one host share what one of them fetches: each wants its own."""
+    """Receive weights and copy them, because engines of one host share what one of them fetches."""
     own = np.empty(0, np.uint8)
 
     def take(tensor: npt.NDArray[np.uint8]) -> None:
@@ -53,7 +53,7 @@ def _receive(home: str, take: Callable[[npt.NDArray[np.uint8]], None]) -> None:
 
 
 def broadcast(rank: str, ranks: str, file: str, shapes: str) -> None:
-    """Be one of the ranks of gloo."""
+    """Take part in gloo broadcasts as one rank."""
     import torch
     from torch import distributed
 
@@ -71,7 +71,7 @@ def broadcast(rank: str, ranks: str, file: str, shapes: str) -> None:
 
 
 def plain(descriptor: str, rank: str, nbytes: str) -> None:
-    """Be the sending (rank 0) or the receiving end of a socket, and nothing else."""
+    """Send (rank 0) or receive on a socket by system calls alone."""
     memory = np.ones(int(nbytes), np.uint8).data
     with socket.socket(fileno=int(descriptor)) as connection:
         for _ in sys.stdin:

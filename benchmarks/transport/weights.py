@@ -1,4 +1,4 @@
-"""What does a version of weights cost on its way, in shared memory and over TCP?"""
+"""CPU cost of transferring a version of weights, by shared memory and by ZeroMQ, against gloo."""
 
 import contextlib
 import json
@@ -22,26 +22,26 @@ from tidegate.transport.weight_channels import NamedBuffer, receiver, sender
 from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
 
 SHM_BYTES = 256 * 1024 * 1024
-"""More than any cache of one core."""
+"""Size of the shared-memory benchmark, larger than a core's caches."""
 
 PER_TENSOR = "gloo, a broadcast per tensor"
 ONE_BUFFER = "gloo, one buffer"
 PLAIN_TCP = "send and recv of a TCP socket"
 PLAIN_UNIX = "send and recv of a Unix socket"
-"""What no way through the kernel falls below, for it copies at both ends."""
+"""Peers that set the lower limit of any transfer through the kernel, which copies at both ends."""
 UNIT = "GB/s per core, both ends"
 
 SIBLINGS = 4
-"""Engines of one host."""
+"""Number of engines on one host."""
 SIBLINGS_UNIT = f"GB/s per core to {SIBLINGS} engines of a host, all ends, each with a copy"
 GLOO_TO_SIBLINGS = f"gloo, a broadcast per tensor to {SIBLINGS}"
 
 HOME = "tcp://127.0.0.1:5555"
-"""The orchestrator's address, if there were one: weights come from a port beside it."""
+"""Placeholder for the orchestrator's address; weights use a port beside it."""
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """Half the layers of a model of half a billion parameters: 373 MB in bfloat16."""
+    """Return half the layers of a model of half a billion parameters: 373 MB in bfloat16."""
     width, kv_width, hidden, vocab = 896, 128, 4864, 18_992
     layer: list[tuple[int, ...]] = [
         (width, width),
@@ -61,14 +61,14 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def rows() -> Iterator[Row]:
-    """Shared memory against memcpy; ZeroMQ against gloo, by CPU time of both ends."""
+    """Compare shared memory with memcpy, and ZeroMQ with gloo, by CPU time of both ends."""
     yield from _shared_memory()
     yield from _network()
     yield from _siblings()
 
 
 def _shared_memory() -> Iterator[Row]:
-    """Writing a version, and copying it out of the receiver's views, into memory used before."""
+    """Measure writing a version, and copying it out of the receiver's views into warm memory."""
     trained, live = _memory(), _memory()
     tensor = NamedBuffer("w", "bfloat16", (SHM_BYTES // 2,), trained.data)
     out = sender("shm")
@@ -95,15 +95,16 @@ def _shared_memory() -> Iterator[Row]:
 
 
 def _memory() -> npt.NDArray[np.uint8]:
-    """As torch's tensors have it: numpy's own large arrays lie in large pages, whose reads are
-    quicker than those of any memory that processes share."""
+    """Allocate memory as torch does: numpy's own large arrays lie in huge pages, which are faster
+    to read than any memory that processes share."""
     memory = np.frombuffer(mmap.mmap(-1, SHM_BYTES), dtype=np.uint8)
     memory[:] = 1
     return memory
 
 
 def _gb_per_s(copy: Callable[[], object]) -> dict[str, float]:
-    """Speed of something that moves the weights once; the best of four, for others run too."""
+    """Return the speed of moving the weights once; the best of four, because other processes run
+    too."""
     times_s = []
     for _ in range(4):
         started_s = time.perf_counter()
@@ -149,7 +150,8 @@ def _network() -> Iterator[Row]:
 
 
 def _siblings() -> Iterator[Row]:
-    """To several engines of one host, which fetch a version once: what a broadcast is for."""
+    """Compare the transfer to several engines of one host, which fetch a version once, with a
+    broadcast."""
     every = shapes()
     gb = 2 * sum(math.prod(shape) for shape in every) * SIBLINGS / 1e9
     with contextlib.ExitStack() as stack:
@@ -163,14 +165,14 @@ def _siblings() -> Iterator[Row]:
 
 
 Run = Callable[[], dict[str, float]]
-"""One transfer: CPU seconds of both ends, by what is counted."""
+"""One transfer; returns the CPU seconds of both ends, by what is counted."""
 
 
 @contextlib.contextmanager
 def _channel(
     name: str, home: str | None, every: list[tuple[int, ...]], *roles: str
 ) -> Iterator[Run]:
-    """Ours: this process sends, others receive, each in its role."""
+    """Set up our channel: this process sends, others receive, each in its role."""
     tensors = [
         NamedBuffer(f"w{n}", "bfloat16", shape, np.ones(2 * math.prod(shape), np.uint8).data)
         for n, shape in enumerate(every)
@@ -201,7 +203,7 @@ def _channel(
 
 @contextlib.contextmanager
 def _gloo(file: Path, every: list[tuple[int, ...]], ranks: int = 2) -> Iterator[Run]:
-    """The peer's: processes of its own, one of which sends."""
+    """Set up gloo: separate processes, one of which sends."""
     with contextlib.ExitStack() as stack:
         yield _together(
             [
@@ -215,7 +217,7 @@ def _gloo(file: Path, every: list[tuple[int, ...]], ranks: int = 2) -> Iterator[
 
 @contextlib.contextmanager
 def _plain(pair: tuple[socket.socket, socket.socket], nbytes: int) -> Iterator[Run]:
-    """Two processes that do no more than call the kernel."""
+    """Set up two processes that only make system calls."""
     sending, receiving = (one.detach() for one in pair)
     with (
         _end("plain", str(sending), "0", str(nbytes), descriptor=sending) as one,
@@ -235,7 +237,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _together(ends: "list[_End]") -> Run:
-    """Processes that each take part once they are told to; once, to touch all pages."""
+    """Return a function that runs all ends once; run it once to touch all pages."""
 
     def run() -> dict[str, float]:
         for end in ends:
@@ -255,12 +257,12 @@ class _End:
         self._stdin, self._stdout = process.stdin, process.stdout
 
     def tell(self, line: str) -> None:
-        """Have it take part."""
+        """Start its part of a transfer."""
         self._stdin.write(line + "\n")
         self._stdin.flush()
 
     def hear(self) -> float:
-        """The CPU seconds it took."""
+        """Return the CPU seconds that its part took."""
         return float(self._stdout.readline())
 
 

@@ -1,4 +1,4 @@
-"""The agents' demo in a short form, and what their models are shown: is it what they will see?"""
+"""Tests of the agent demo in a short form, and of its warm-up demonstrations."""
 
 import json
 from itertools import islice
@@ -30,7 +30,7 @@ SCHEMAS: list[Any] = [{"type": "function", "function": {"name": "calculate"}}]
 
 @pytest.fixture(scope="module")
 def hardly_warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It has learned next to nothing; both agents can use it."""
+    """A model with hardly any warm-up, which both agents can use."""
     path = tmp_path_factory.mktemp("model") / "tiny"
     make_model(path, recipe=TOOL_AGENT, steps_max=3)
     return path
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_be_found_is_said_to_be_missing(
 
 
 async def called_here(name: str, arguments: Any) -> ToolAnswer:
-    """In the test's own process, whose time is not the clock's."""
+    """Call the tool in the test's own process, because a worker's time is not virtual."""
     assert name == "calculate"
     try:
         return ToolAnswer(calculate(**arguments))
@@ -82,7 +82,7 @@ async def called_here(name: str, arguments: Any) -> ToolAnswer:
 async def test_what_is_demonstrated_is_the_context_of_an_agent_that_does_so(
     hardly_warm: Path, tidegate_serve: ServeInTests
 ) -> None:
-    """Token for token, as the run records it."""
+    """The demonstration equals the recorded context of such an agent, token for token."""
     lessons = ToolLessons(agent_tokenizer(), 0)
     task = next(task for task in tasks("train", 1) if len(task.expression.split()) == 5)
     script = [*map(said_for, sums(task)), task.answer]
@@ -148,13 +148,13 @@ def test_every_useful_turn_fits_its_limit() -> None:
             assert len(tokenizer.encode(said).ids) < TURN_TOKENS_MAX
 
 
-# ---------------------------------------------------------------- the one that plays
+# ---------------------------------------------------------------- the FrozenLake player
 
 
 async def test_lessons_walk_as_a_player_would(
     hardly_warm: Path, tidegate_serve: ServeInTests
 ) -> None:
-    """Lake, observations and reward are the environment's, token for token."""
+    """Lake, observations and reward equal the environment's, token for token."""
     tokenizer = agent_tokenizer()
     lessons = LakeLessons(tokenizer, 0)
     task = next(lakes("held_out", 3))

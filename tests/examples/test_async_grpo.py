@@ -1,4 +1,4 @@
-"""The demo in a short form: the same script, the same small model, fewer versions."""
+"""Tests of the demo in a short form: the same script and small model, fewer versions."""
 
 import json
 import os

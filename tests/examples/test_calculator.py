@@ -1,4 +1,4 @@
-"""The calculator task: its tool, its grader, its lengths, and no sum in both splits."""
+"""Tests of the calculator task: its tool, its grader, its lengths, and disjoint splits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Said:
 
 @dataclass
 class ScriptedEpisode:
-    """A policy that says what it was told to, and a record of what it read and said."""
+    """A scripted policy that records the transcript."""
 
     script: list[str]
     transcript: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ def test_the_longest_of_a_batch_of_long_tailed_sums_has_three_times_the_mean_of_
 
 
 def test_a_fifth_of_the_sums_is_held_out() -> None:
-    """By the split of all 200 sums of two terms, each of which turns up within these."""
+    """Checked on all 200 sums of two terms, each of which occurs within these samples."""
     train = {task.expression for task in islice(tasks("train", 0), 8000)}
     held_out = {task.expression for task in islice(tasks("held_out", 0), 2000)}
     two_terms = [{sum_ for sum_ in split if len(sum_.split()) == 3} for split in (train, held_out)]

@@ -1,4 +1,4 @@
-"""Reward over time of a recorded run, and the time that it takes to reach a reward."""
+"""Tests of the mode comparison: reward over time, and time to a reward."""
 
 from typing import Any, cast
 

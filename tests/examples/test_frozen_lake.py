@@ -1,4 +1,4 @@
-"""The example of a game of many turns: it can be won, is the same in a pool, and runs as it is."""
+"""Tests of the FrozenLake example: winnable, deterministic in a pool, runs as a script."""
 
 from collections import deque
 from pathlib import Path
@@ -16,7 +16,7 @@ STEPS = dict(zip(MOVES, ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True))
 
 
 def walks(request: TurnRequest) -> str:
-    """A model that takes the shortest way over the lake that it was shown last."""
+    """A scripted model that takes the shortest way over the lake it was shown last."""
     lake = request.text.rpartition("\n> ")[0].split("\n")[-4:]
     fields = {(row, column): lake[row][column] for row in range(4) for column in range(4)}
     (start,) = (place for place, field in fields.items() if field == "P")

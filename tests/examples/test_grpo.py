@@ -1,4 +1,4 @@
-"""Is a train step in parts the same as one over all rows at once, padded?"""
+"""Tests that a GRPO step in parts equals one over all rows at once, padded."""
 
 import copy
 from pathlib import Path
@@ -20,7 +20,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_batch() -> Any:
-    """Rows that differ much in length; the second teaches nothing."""
+    """Rows of very different lengths; the second has no advantage."""
     numbers = torch.Generator().manual_seed(0)
     is_token = torch.arange(60) < LENGTHS[:, None]  # [R, T]
     is_sampled = is_token & (torch.rand(6, 60, generator=numbers) < 0.4)

@@ -1,4 +1,4 @@
-"""Is the demo's model a whole Hugging Face directory, made the same way every time?"""
+"""Tests of the demo's model: a complete Hugging Face directory, built deterministically."""
 
 import json
 import math
@@ -132,7 +132,8 @@ def test_mastery_is_the_chance_of_the_ways_that_were_demonstrated(
     task = next(some_tasks)
 
     def chance(actions: list[str], given: int) -> float:
-        """Of these actions, the first ``given`` of their tokens taken as said. One by one."""
+        """Probability of these actions, with the first ``given`` tokens fixed, computed one by
+        one."""
         way = demonstrate(task, actions, tokenizer)
         logprobs = model(input_ids=torch.tensor([way.token_ids])).logits[0].log_softmax(-1)
         own = [at for at, is_action in enumerate(way.is_action) if is_action][given:]
@@ -153,7 +154,7 @@ def test_the_report_is_what_lies_beside_the_weights(made: Made) -> None:
 
 
 def test_warm_up_has_begun_to_learn(made: Made) -> None:
-    """80 tokens, all equally likely, would cost log(80) = 4.38 nats each."""
+    """80 equally likely tokens would cost log(80) = 4.38 nats each."""
     assert made.report.loss < 4.3
 
 

@@ -1,4 +1,4 @@
-"""The example in OpenRLHF's shape: does it train, and do the engines serve what it made?"""
+"""Tests of the example in OpenRLHF's shape: it trains, and the engines serve its weights."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.wire
 def test_each_step_is_generated_by_the_weights_of_the_step_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["--steps", "3"]) in (0, 1)  # three steps need not show
+    assert main(["--steps", "3"]) in (0, 1)  # three steps need not show an improvement
     said = capsys.readouterr().out
     assert [f"engines serve v{version}" in said for version in range(5)] == [
         False, True, True, True, False,

@@ -1,7 +1,7 @@
-"""What tokens do the tests of formulas run on? Rows of any lengths, laid out padded or packed.
+"""Test data of the formulas: rows of tokens of any lengths, laid out padded or packed.
 
-They are made by hypothesis, or from a seed. In hypothesis's, what is no token holds NaN in every
-layout, so a formula that lets it through fails.
+Rows come from hypothesis, or from a seed. In hypothesis's, masked positions hold NaN in every
+layout, so a formula that lets them through fails.
 """
 
 import math
@@ -21,37 +21,37 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay the rows out as tensors."""
+    """One layout of the rows as tensors."""
 
     mask: Tensor
     row_ids: Tensor | None
     lay: Callable[[list[Array]], Tensor]
-    """One array per row -> a tensor of the mask's shape, NaN where there is no token."""
+    """Lay one array per row out in the mask's shape, with NaN at masked positions."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of log-ratios, some of them tokens."""
+    """Rows of log-ratios, some positions of which are tokens."""
 
     values: list[Array]
     masks: list[NDArray[np.bool_]]
 
     @property
     def tokens(self) -> list[Array]:
-        """The tokens of each row."""
+        """Tokens of each row."""
         return [x[m] for x, m in zip(self.values, self.masks, strict=True)]
 
     def flat(self) -> Array:
-        """The tokens of all rows."""
+        """Return the tokens of all rows."""
         return np.concatenate(self.tokens)
 
     def like(self, seed: int) -> list[Array]:
-        """Other numbers for the same positions."""
+        """Return other numbers for the same positions."""
         rng = np.random.default_rng(seed)
         return [rng.normal(size=len(x)) for x in self.values]
 
     def layouts(self) -> Iterator[Layout]:
-        """Padded, then packed."""
+        """Yield the padded layout, then the packed one."""
         longest = max(len(m) for m in self.masks)
         mask = torch.zeros(len(self.masks), longest, dtype=torch.bool)
         for row, m in enumerate(self.masks):
@@ -73,7 +73,7 @@ class Ragged:
         )
 
     def by_token(self, per_row: Callable[[Array], Array | float | bool]) -> list[Array]:
-        """What a formula gives for each row's tokens, put on them; 0 elsewhere."""
+        """Apply a formula to each row's tokens; 0 at masked positions."""
         rows = []
         for x, m in zip(self.values, self.masks, strict=True):
             row = np.zeros(len(x))
@@ -84,7 +84,7 @@ class Ragged:
 
 
 def assert_laid_out(actual: Tensor, expected: list[Array], layout: Layout) -> None:
-    """Compare with one array per row; what is no token must be 0."""
+    """Compare with one array per row; masked positions must be 0."""
     wanted = layout.lay(expected).where(layout.mask, 0.0)
     assert actual.shape == layout.mask.shape
     torch.testing.assert_close(actual.double(), wanted, rtol=1e-9, atol=1e-12)
@@ -93,7 +93,8 @@ def assert_laid_out(actual: Tensor, expected: list[Array], layout: Layout) -> No
 thousandths = st.one_of(
     st.integers(-2, 2), st.integers(-900, 900), st.sampled_from([-50_000, -9_000, 9_000, 50_000])
 )
-"""Of a nat. No sum of them is within rounding of the log of a bound, so both sides agree on it."""
+"""Thousandths of a nat. No sum of them is within rounding error of the log of a bound, so both
+implementations decide alike."""
 
 rows = st.lists(st.tuples(thousandths, st.booleans()), min_size=1, max_size=5)
 
@@ -106,13 +107,14 @@ def _ragged(drawn: list[list[tuple[int, bool]]]) -> Ragged:
 
 
 ragged = st.lists(rows, min_size=1, max_size=4).map(_ragged)
-"""1 to 4 rows of 1 to 5 positions, any of which, or all, may be no token."""
+"""1 to 4 rows of 1 to 5 positions, any or all of which may be masked."""
 
 ragged_with_tokens = ragged.filter(lambda batch: any(m.any() for m in batch.masks))
 
 
 def random_batch(seed: int) -> Batch:
-    """Target, proximal, behaviour, advantages, mask; far enough off-policy for every branch."""
+    """Return target, proximal, behaviour, advantages and mask; off-policy enough to reach every
+    branch."""
     torch.manual_seed(seed)
     behaviour = -torch.rand(ROWS, TOKENS, dtype=torch.float64) * 3
     proximal = behaviour + 0.8 * torch.randn(ROWS, TOKENS, dtype=torch.float64)

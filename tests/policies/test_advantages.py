@@ -1,4 +1,4 @@
-"""Does an advantage say how a rollout, or a token, compares with what was expected of it?"""
+"""Tests of the advantage estimators, per rollout and per token."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ rollouts_in_groups = st.lists(
 
 
 def advantages_one_by_one(rewards: list[float], group_ids: list[int]) -> np.ndarray:
-    """The formula, slowly: numpy, one rollout after the other."""
+    """Reference in numpy, one rollout after the other."""
     advantages = []
     for reward, group_id in zip(rewards, group_ids, strict=True):
         group = np.array([r for r, g in zip(rewards, group_ids, strict=True) if g == group_id])
@@ -83,7 +83,7 @@ def test_a_rollout_alone_in_its_group_has_no_advantage() -> None:
 
 
 def test_a_group_with_one_reward_for_all_has_exactly_none() -> None:
-    """0.1 seven times has a mean that is not 0.1; a filter for zeros must still see it."""
+    """The mean of 0.1 seven times is not 0.1; the result must still be exactly zero."""
     rewards = torch.full((7,), 0.1)
 
     advantages = group_relative_advantages(rewards, torch.zeros(7))
@@ -148,7 +148,7 @@ def test_two_rollouts_are_enough_to_normalise_by() -> None:
 
 
 def gae_backwards(rewards: Array, values: Array, discount: float, decay: float) -> Array:
-    """The recursion, from the last token to the first."""
+    """Reference: the recursion from the last token to the first."""
     advantages, following, next_value = np.zeros(len(values)), 0.0, 0.0
     for t in reversed(range(len(values))):
         error = rewards[t] + discount * next_value - values[t]

@@ -1,4 +1,4 @@
-"""Does each token weigh in a mean what that mean promises, padded or packed?"""
+"""Tests that means weigh tokens as promised, padded or packed."""
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ def test_interleaved_sequences_are_told_apart() -> None:
 
 
 def test_a_long_sum_in_float32_keeps_its_digits() -> None:
-    """2^24 + 1 is 2^24 in float32; a running sum in it would lose every one of these."""
+    """In float32 2^24 + 1 is 2^24: a running sum would lose every one of these."""
     values = torch.ones(1, 1001)
     values[0, 0] = 2.0**24
 

@@ -19,7 +19,7 @@ from tidegate.policies.staleness import OffPolicyness, StalenessPolicy
 
 @dataclass
 class Job:
-    """A group, as far as a policy sees it."""
+    """A group, as a policy sees it."""
 
     group_id: int
     version_floor: int
@@ -72,7 +72,7 @@ class Queue:
 
 
 def queue_of(groups: int) -> Queue:
-    """Some groups that go on."""
+    """Return a queue of running groups."""
     queue = Queue()
     queue.jobs.update({number: Job(number, 0) for number in range(groups)})
     return queue
@@ -80,7 +80,7 @@ def queue_of(groups: int) -> Queue:
 
 @dataclass
 class Outcome:
-    """What came of training for some versions on jobs that take any time they like."""
+    """Result of training for some versions on jobs of arbitrary durations."""
 
     staleness: list[int]
     outstanding_max: int
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
-    """Jobs end in any order, some very late; each batch makes a version."""
+    """Simulate training: jobs end in any order, some very late, and each batch makes a version."""
     chance, queue, version = random.Random(seed), Queue(), 0
     outcome, next_id, laziness = Outcome([], 0, 0, is_stuck=False), 0, chance.random()
     stragglers: set[int] = set()
@@ -181,7 +181,7 @@ def test_a_straggler_with_time_left_is_overtaken_and_one_without_is_waited_for()
 
 
 class Unread(Queue):
-    """Two jobs have ended, and one of old weights has not: nobody may look through them."""
+    """A queue whose groups must not be iterated: two have ended, an old one has not."""
 
     ended_ahead = 0
     floors = {0: 1, 1: 2}  # noqa: RUF012
@@ -197,7 +197,7 @@ class Unread(Queue):
 
 
 class Unlistable(tuple[Any, ...]):
-    """May be counted."""
+    """May be counted, but not iterated."""
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("each end of thousands would look through all of them")
@@ -223,9 +223,10 @@ def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_fo
         queue.jobs[number] = job = Job(number, floor, running=int(number == 4))
         if number != 4:
             queue.done[number] = job
-    queue.done.move_to_end(5, last=False)  # it has ended first
+    queue.done.move_to_end(5, last=False)  # group 5 has ended first
     batch = policy.select(queue, groups=2, trainer_version=0) or []
-    assert sorted(job.group_id for job in batch) == [0, 5]  # one of the five, and the first
+    # One of the five, and the group that ended first.
+    assert sorted(job.group_id for job in batch) == [0, 5]
 
 
 def test_a_synchronous_run_admits_the_next_batch_only_when_the_last_one_is_published() -> None:
@@ -258,7 +259,7 @@ def test_stragglers_are_packed_into_a_round_of_their_own_once_they_fill_one() ->
     assert policy.admit(queue, training_groups=4) == 0
     assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (6, False)
     queue.jobs[0] = Job(0, 0)
-    queue.returned_tasks = 4  # a short round goes on as such
+    queue.returned_tasks = 4  # a short round in progress stays a short round
     assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (5, False)
     del queue.jobs[0]
     assert (policy.admit(queue, training_groups=0), policy.prefers_returned(queue)) == (4, True)
@@ -273,7 +274,7 @@ def test_what_bounds_no_age_must_say_how_much_may_be_outstanding() -> None:
     assert policy.admit(queue_of(2), training_groups=4) == 3
 
 
-# ---------------------------------------------------------------- adapting
+# ---------------------------------------------------------------- AdaptiveStaleness
 
 
 def test_eta_is_moved_to_where_samples_are_as_far_off_policy_as_they_may_be() -> None:

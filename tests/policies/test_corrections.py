@@ -1,4 +1,4 @@
-"""Is each correction the published one, in either layout, whatever stands beside the tokens?"""
+"""Tests that each correction is the published one, whatever masked positions hold."""
 
 import math
 from collections.abc import Callable
@@ -84,7 +84,8 @@ def test_the_dppo_mask_agrees_with_numpy(batch: Ragged) -> None:
 
 
 def m2po_one_by_one(x: Array, advantages: Array, limit: float) -> list[bool]:
-    """Drop the farthest that may be dropped, one at a time, until the mean is at the limit."""
+    """Reference: drop the farthest droppable token, one at a time, until the mean is at the
+    limit."""
     keep = [True] * len(x)
     outward = [i for i in range(len(x)) if x[i] * advantages[i] > 0]
     for i in sorted(outward, key=lambda i: -abs(x[i])):
@@ -123,7 +124,7 @@ EVERY = [*BY_TOKEN, *BY_SEQUENCE, "dppo_mask", "m2po_mask"]
 
 
 def apply(name: str, log_ratio: Tensor, mask: Tensor, **settings: Any) -> Tensor:
-    """Any of them, on padded rows; behaviour and advantages are made up."""
+    """Apply any of the corrections to padded rows, with arbitrary behaviour and advantages."""
     extra = {"dppo_mask": [-torch.ones_like(log_ratio)], "m2po_mask": []}.get(name)
     if extra is not None:
         extra.append(torch.ones_like(log_ratio))

@@ -1,4 +1,4 @@
-"""Is the ready-made loss the published one, and fit for what asynchronous training feeds it?"""
+"""Tests that the ready-made loss is the published one, and robust for asynchronous training."""
 
 import math
 from dataclasses import astuple
@@ -13,14 +13,14 @@ from tidegate.policies.objectives import LossDiagnostics, decoupled_ppo_loss, pp
 
 
 def tokens(*, target: float, proximal: float, behaviour: float, advantage: float) -> Batch:
-    """A batch of one token."""
+    """Return a batch of one token."""
     values = [torch.tensor([x]) for x in (target, proximal, behaviour, advantage)]
     values[0].requires_grad_()
     return values[0], values[1], values[2], values[3], torch.ones(1)
 
 
 def loss_in_numpy(batch: Batch, clip: float, weight_max: float) -> tuple[float, LossDiagnostics]:
-    """The formulas, token by token over the mask."""
+    """Reference in numpy, token by token over the mask."""
     target, proximal, behaviour, advantages, mask = (x.numpy() for x in batch)
     advantages = np.broadcast_to(advantages, mask.shape)[mask]
     u = np.exp(target - proximal)[mask]
@@ -51,7 +51,7 @@ def test_loss_and_diagnostics_agree_with_the_formulas_in_numpy(seed: int) -> Non
 
 
 def test_the_random_batches_reach_both_the_clip_and_the_truncation() -> None:
-    """Or the comparison with numpy would prove little."""
+    """Otherwise the comparison with numpy would prove little."""
     _, diagnostics = decoupled_ppo_loss(*random_batch(0), clip=0.3, importance_weight_max=1.5)
 
     assert 0 < diagnostics.clip_fraction < 1
@@ -112,7 +112,8 @@ def test_a_token_past_the_clip_in_the_direction_of_its_advantage_gets_no_gradien
 
 
 def test_staleness_alone_never_clips() -> None:
-    """What decoupling is for: far from the behaviour policy, the trust region is still whole."""
+    """The purpose of decoupling: far from the behaviour policy, the trust region is still
+    intact."""
     batch = tokens(target=-1.0, proximal=-1.0, behaviour=-4.0, advantage=1.0)
 
     loss, diagnostics = decoupled_ppo_loss(*batch)
@@ -172,7 +173,7 @@ def test_log_ratios_of_fifty_stay_finite(
     assert batch[0].grad is not None
     assert torch.isfinite(batch[0].grad).all()
     assert all(math.isfinite(value) for value in astuple(diagnostics))
-    assert diagnostics.ess == pytest.approx(1.0)  # of one token, whatever its weight
+    assert diagnostics.ess == pytest.approx(1.0)  # 1 for a single token, whatever its weight
 
 
 def test_micro_batches_with_the_whole_batchs_count_add_up_to_its_loss() -> None:

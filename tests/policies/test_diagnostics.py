@@ -1,4 +1,4 @@
-"""Do the diagnostics measure what their names say, and keep staleness and engine faults apart?"""
+"""Tests that the diagnostics measure what they say, and separate staleness from engine faults."""
 
 import math
 from dataclasses import asdict
@@ -27,7 +27,7 @@ def ess(w: Array) -> float:
 
 
 def mismatch_in_numpy(rows: list[Array], used: list[Array]) -> dict[str, float]:
-    """From each row's log-ratios and the weights they were given, tokens only."""
+    """Reference in numpy, from each row's log-ratios and weights, tokens only."""
     rows, used = [x for x in rows if len(x)], [u for u in used if len(u)]
     x, weights = np.concatenate(rows), np.concatenate(used)
     w = np.exp(x)
@@ -47,7 +47,7 @@ def mismatch_in_numpy(rows: list[Array], used: list[Array]) -> dict[str, float]:
 
 
 def close(expected: dict[str, float]) -> object:
-    """Absolute too: k3 and chi2 are differences of numbers near 1."""
+    """With an absolute tolerance too, because k3 and chi2 are differences of numbers near 1."""
     return pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -177,7 +177,8 @@ def test_a_token_from_the_future_is_refused() -> None:
 
 
 def survival_by_copies(lengths: list[int], trained: list[bool]) -> list[float]:
-    """Each rollout becomes as many copies as there are quantiles, so that borders fall between."""
+    """Reference: repeat each rollout as often as there are quantiles, so that borders fall
+    between."""
     rate = {
         n: np.mean([t for m, t in zip(lengths, trained, strict=True) if m == n]) for n in lengths
     }

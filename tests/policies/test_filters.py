@@ -24,7 +24,7 @@ def test_prompts_are_passed_over_once_they_are_solved() -> None:
     history = PromptHistory()
     assert not chosen.skip(history)
     history = history.after([1.0, 1.0])
-    assert not chosen.skip(history)  # too few to tell
+    assert not chosen.skip(history)  # fewer than rollouts_min
     history = history.after([1.0, 1.0])
     assert chosen.skip(history)
     assert not chosen.skip(history.after([0.0]))

@@ -1,4 +1,4 @@
-"""Is each objective, by token, the published one, and so is its gradient?"""
+"""Tests that each objective and its gradient are the published ones, per token."""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Do the closed forms give the figures that were published and simulated, and hold together?
+"""Tests of the closed forms against published and simulated figures, and for consistency.
 
-The figures are of an event-driven model of engines with exact processor sharing: 12 rollout and 4
-train engines of 64 slots, 64 groups of 16 a batch, unless said otherwise.
+The figures come from an event-driven model of engines with exact processor sharing: 12 rollout and
+4 train engines of 64 slots, 64 groups of 16 a batch, unless said otherwise.
 """
 
 import bisect
@@ -131,7 +131,7 @@ def test_mean_staleness_is_within_three_tenths_of_what_was_simulated(
 def test_what_order_costs_in_age_is_what_was_simulated(
     window_groups: int | None, simulated: float
 ) -> None:
-    """reasoning-32k at a bound that is never met: log-normal lengths, half of it the prompt's."""
+    """reasoning-32k with an inactive bound: log-normal lengths, half of the variance by prompt."""
     rng = random.Random(0)
     groups = []
     for _ in range(1000):
@@ -294,7 +294,7 @@ def test_a_run_starts_fresh_and_ages_as_its_queue_grows() -> None:
 
     assert mean(2, 9, 0.5, 0, 3) == (0 + 1 + 2 + 2) / 4
     assert mean(None, 1.5, 0.5, 0, 3) == (0 + 1 + 1.5 + 1.5) / 4
-    assert mean(2, 9, 2.0, 5, 9) == 2  # it had begun before
+    assert mean(2, 9, 2.0, 5, 9) == 2  # the run was past its warm-up
     assert mean(4, 9, 0.5, 0, 1) == 0.5
     assert mean(0, 3, 0.5, 0, 9) == 0
     assert mean(4, 1, 1.5, 0, 9) == (0 + 1 + 2 + 2.5 + 3 + 3.5 + 4 * 4) / 10

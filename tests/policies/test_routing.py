@@ -1,4 +1,4 @@
-"""Does each policy choose by its rule, the same each time, and without looking at all engines?"""
+"""Tests that each routing policy follows its rule without scanning all engines."""
 
 import random
 
@@ -91,7 +91,7 @@ def test_an_engine_twice_as_fast_is_as_loaded_with_twice_the_turns() -> None:
 
 
 def test_an_outdated_load_is_no_measure_of_the_least() -> None:
-    """It may lie below every load that there is, and never above."""
+    """An outdated heap entry may lie below every current load, never above."""
     loads = loads_of({"a": 0, "b": 9})
     loads.set("a", 8, 10)
     assert loads.is_near_least("b", 1)
@@ -120,7 +120,7 @@ def test_a_policy_chooses_somebody_who_may_be_chosen_and_the_same_one_when_asked
         asked = turn(number, chance.randrange(-3, 50), chance.choice((None, "engine-1", "gone")))
         chosen = policy.choose(loads, asked)
         assert chosen in known if known else chosen is None
-        assert policy.choose(loads_of(known, 8.0), asked) == chosen  # made anew, as after a crash
+        assert policy.choose(loads_of(known, 8.0), asked) == chosen  # rebuilt, as after a crash
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -136,7 +136,7 @@ def test_a_policy_leaves_no_engine_far_behind(policy: Routing) -> None:
     assert max(turns.values()) - min(turns.values()) <= 17  # the widest margin, and one turn
 
 
-# ---------------------------------------------------------------- one by one
+# ---------------------------------------------------------------- single policies
 
 
 def test_two_choices_take_the_less_loaded_of_two() -> None:

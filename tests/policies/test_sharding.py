@@ -1,4 +1,4 @@
-"""Each row goes to one rank; counts are equal but for one; groups stay whole where that allows."""
+"""Tests of row sharding: each row once, equal counts but for one, whole groups where possible."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Is an engine's speed what it does per second of work, however many turns it has?"""
+"""Tests that an engine's speed is its work per second, whatever its number of turns."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Do the turns move that should, where there is room, and in the same way when asked again?"""
+"""Tests that the right turns move, only where there is room, and deterministically."""
 
 import random
 from collections import Counter
@@ -18,7 +18,7 @@ Running = dict[str, list[RunningTurn]]
 
 
 def views(policy: Stragglers, running: Running, closed: str = "") -> list[EngineView]:
-    """What a core would show of these engines."""
+    """Return the views that a core would pass for these engines."""
     reserved = policy.reserve(sorted(running))
     return [
         EngineView(
@@ -39,7 +39,7 @@ def long_turns(*priorities: int, first_handle: int = 0, tokens: int = 100) -> li
 LANE = LongTailLane(min_tokens=100, engines=1, slots=2)
 
 
-# ---------------------------------------------------------------- the lane
+# ---------------------------------------------------------------- LongTailLane
 
 
 def test_the_oldest_groups_long_turns_move_to_the_lane_while_it_has_room() -> None:
@@ -81,7 +81,7 @@ def test_a_lane_of_nothing_is_refused(name: str) -> None:
         LongTailLane(**{name: 0})
 
 
-# ---------------------------------------------------------------- evening out
+# ---------------------------------------------------------------- EvenOut
 
 
 def test_the_fullest_gives_half_of_what_it_has_more_the_longest_first() -> None:
@@ -116,7 +116,7 @@ def test_evening_out_to_and_fro_is_refused(name: str, least: int) -> None:
         EvenOut(**{name: least - 1})
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all policies
 
 
 def carry_out(moves: list[Move], running: Running) -> None:
@@ -154,4 +154,4 @@ def test_whatever_runs_a_turn_moves_once_between_two_engines_that_are_there(
         assert moves == policy.moves(views(policy, running))
         assert all(move.engine != move.to and move.to in running for move in moves)
         assert max(Counter(move.handle for move in moves).values(), default=1) == 1
-        carry_out(moves, running)  # and each was where it was said to be
+        carry_out(moves, running)  # checks that each turn was on the engine that the move names

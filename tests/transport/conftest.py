@@ -1,4 +1,4 @@
-"""What do the wire's tests share? Routers that are closed, and an inbox to await batches with."""
+"""Shared fixtures of the transport tests: routers that are closed, and an inbox to await frames."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ import zmq
 from tidegate.transport.sockets import FRAMES_PER_DRAIN, RouterSocket
 
 WAIT_S = 30.0
-"""Far longer than anything here takes: reaching it is a failure, not a timing."""
+"""Timeout far longer than anything here takes: reaching it is a failure."""
 
 
 class Inbox:
-    """Collects what an attached router hands over."""
+    """Collects the frames that an attached router delivers."""
 
     def __init__(self, router: RouterSocket, *, budget: int = FRAMES_PER_DRAIN) -> None:
         self.frames: list[tuple[bytes, bytes]] = []
@@ -30,7 +30,7 @@ class Inbox:
         self.arrived.set()
 
     async def wait_for(self, count: int) -> list[tuple[bytes, bytes]]:
-        """The first ``count`` frames, once they are there."""
+        """Return the first ``count`` frames once they have arrived."""
         async with asyncio.timeout(WAIT_S):
             while len(self.frames) < count:
                 self.arrived.clear()
@@ -46,7 +46,7 @@ def router(request: pytest.FixtureRequest) -> Iterator[RouterSocket]:
 
 
 def stranger_socket(kind: int) -> "zmq.Socket[bytes]":
-    """A bare socket, to send what ours would not."""
+    """Return a plain ZeroMQ socket, to send what ours would not."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     socket = context.socket(kind)
     socket.linger = 0

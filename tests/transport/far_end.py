@@ -1,6 +1,6 @@
-"""The other end of a connection: ``python -m tests.transport.far_end ADDRESS``; a line per change.
+"""Echo process: ``python -m tests.transport.far_end ADDRESS``; prints a line per connection change.
 
-Whatever it is sent, it sends back; and it says a word itself each time that it is connected.
+It sends back whatever it receives, and sends a message each time that it is connected.
 """
 
 import sys
@@ -12,7 +12,7 @@ from tidegate.transport.zeromq import new_socket
 
 
 def main(address: str) -> None:
-    """Talk until killed."""
+    """Echo until killed."""
     talk = new_socket(zmq.DEALER, address)
     monitor = talk.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     talk.connect(address)

@@ -1,8 +1,7 @@
-"""What must a worker in another language do? A whole one, with only zmq and msgpack.
+"""Minimal engine worker that uses only zmq and msgpack, as in another language.
 
-It joins, serves turns by counting upwards from the last token of the prompt, keeps what is not
-acknowledged, goes on where it was after a lost connection, and leaves when told to. Read it beside
-docs/protocol.md.
+It joins, serves turns by counting upwards from the prompt's last token, keeps unacknowledged steps,
+resumes after a lost connection, and leaves when told to. Read it beside docs/protocol.md.
 """
 
 import math
@@ -41,7 +40,7 @@ class Worker:
         self.socket.send(msgpack.packb({"kind": kind, **fields}))
 
     def hello(self) -> None:
-        """The first word on each connection, and after each complaint."""
+        """Send the hello, first on each connection and after each complaint."""
         self.is_welcome = False
         self.send(
             "hello",
@@ -74,7 +73,7 @@ class Worker:
             case "shutdown" | "refused":
                 self.is_over = True
             case _ if not self.is_welcome:
-                pass  # said by one who had not heard the hello
+                pass  # sent before the orchestrator had received the hello
             case "submit_turn":
                 ids = message["token_ids"]
                 prompt = struct.unpack(f"<{len(ids) // 4}i", ids)
@@ -88,7 +87,7 @@ class Worker:
                 self.hello()
 
     def step(self) -> None:
-        """One token for each turn, in one message."""
+        """Send one token for each turn, in one message."""
         handles = list(self.turns)
         finish = []
         for turn in handles:
@@ -117,7 +116,7 @@ class Worker:
             if self.monitor.poll(0):
                 self.monitor.recv_multipart()
                 while self.socket.poll(0):
-                    self.socket.recv()  # from before this connection
+                    self.socket.recv()  # messages from before this connection
                 self.hello()
             elif self.socket.poll(0 if can_step else 20):
                 self.handle(msgpack.unpackb(self.socket.recv()))

@@ -1,4 +1,4 @@
-"""Is the orchestrator found where it should be, and reachable by nobody else?"""
+"""Tests of address validation: reachable by the right processes, and by no others."""
 
 import socket
 import stat

@@ -1,4 +1,4 @@
-"""Do weights arrive by torch.distributed while engines come, go and die?"""
+"""Tests of the torch.distributed weight channel, while engines join, leave and die."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ FOR_EVER_S = 1000.0
 """Longer than any test waits."""
 
 HOME = Home("tcp://127.0.0.1:5555")
-"""Nobody listens there; weights come from beside it."""
+"""Orchestrator's address, with no listener; weights use a port beside it."""
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ class Engine:
         )
 
     def fetch_one(self, update: UpdateWeights) -> "Future[str]":
-        """The first tensor, and no more."""
+        """Fetch the first tensor, and no more."""
         return self._thread.submit(lambda: next(self._end.tensors(update))[0].name)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ os.kill(os.getpid(), SIGNAL)
 
 
 def start(code: str, weights: CollectiveSender, update: UpdateWeights) -> "subprocess.Popen[str]":
-    """Another process, which fetches ``update``."""
+    """Start another process that fetches ``update``."""
     arguments = [encode(weights.init()).hex(), encode(update).hex()]
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -138,7 +138,7 @@ def start(code: str, weights: CollectiveSender, update: UpdateWeights) -> "subpr
 def start_one_that_signals_itself(
     number: signal.Signals, weights: CollectiveSender, update: UpdateWeights
 ) -> "subprocess.Popen[str]":
-    """Another process, which does so in the midst of ``update``."""
+    """Start another process that sends itself a signal during ``update``."""
     return start(SELF_SIGNALLED.replace("SIGNAL", str(int(number))), weights, update)
 
 
@@ -170,10 +170,10 @@ sys.stdin.read()
 def test_one_that_stops_in_the_midst_of_a_round_holds_nobody_up(
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # that both are in the round
+    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # so that both are in the round
     impatient = Engine(weights)
     [update] = weights.write(1, sent := tensors(1, 4 * PIECE_BYTES))
-    # A process, which can be killed: this one would have to wait for gloo at its end.
+    # In a process, which can be killed: this one would have to wait for gloo at its exit.
     patient = start(PATIENT, weights, update)
     try:
         wait_for_two(weights)
@@ -197,7 +197,7 @@ def test_one_that_hangs_in_a_round_holds_up_neither_who_gives_it_up_nor_the_next
     weights: CollectiveSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective, "ROUND_TIMEOUT_S", FOR_EVER_S)
-    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # that both are in the round
+    monkeypatch.setattr(collective_sender, "GATHER_S", 2.0)  # so that both are in the round
     engine = Engine(weights)
     [update] = weights.write(1, tensors(1, 8 * PIECE_BYTES))
     hanging = start_one_that_signals_itself(signal.SIGSTOP, weights, update)
@@ -210,7 +210,7 @@ def test_one_that_hangs_in_a_round_holds_up_neither_who_gives_it_up_nor_the_next
     assert set(partly.result(WAIT_S)) <= {"w0"}
     [newer] = weights.write(2, sent := tensors(3))
     assert engine.fetch(newer).result(WAIT_S) == as_bytes(sent)
-    hanging.kill()  # who waits for it in torch goes on, so that this process can end
+    hanging.kill()  # unblocks the thread that waits in torch, so that this process can exit
     hanging.communicate()
     engine.close()
 
@@ -232,7 +232,7 @@ def test_one_that_gave_up_before_a_round_has_no_place_in_it(
 
 
 def test_one_that_refuses_its_place_in_a_round_says_so(weights: CollectiveSender) -> None:
-    """Else those who took theirs would wait for it."""
+    """Otherwise the members that took their places would wait for it."""
     engine = Engine(weights)
     [update] = weights.write(1, sent := tensors(8))
     [whole] = update.tensors
@@ -247,7 +247,7 @@ def test_one_that_refuses_its_place_in_a_round_says_so(weights: CollectiveSender
 
 
 def wait_for_two(weights: CollectiveSender) -> None:
-    """Until the other process has asked, which waits for us by then."""
+    """Wait until the other process has sent its request."""
     wait_until(lambda: len(weights._known) == 2)
 
 

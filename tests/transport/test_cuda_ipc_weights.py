@@ -1,7 +1,7 @@
-"""Do weights on a GPU arrive where it is shared, and is all else refused before any is opened?
+"""Tests of the CUDA IPC weight channel: weights arrive, and invalid handles are refused unopened.
 
-Memory of the host stands in for the device's; the messages go through the real wire's encoding.
-tests/engine/test_on_a_gpu.py has the same with CUDA.
+Host memory stands in for the device's; the messages go through the real wire encoding.
+tests/engine/test_on_a_gpu.py covers the same with CUDA.
 """
 
 import json
@@ -48,7 +48,7 @@ def trainer() -> HostGpu:
 
 @pytest.fixture
 def engine() -> HostGpu:
-    """The same device, as another process has it."""
+    """The same device, as seen by another process."""
     return HostGpu()
 
 
@@ -69,7 +69,7 @@ def end(channel: CudaIpcSender, engine: HostGpu) -> CudaIpcReceiver:
 
 
 def wired(message: InitWeights | UpdateWeights) -> Any:
-    """As it comes out of the wire."""
+    """Encode and decode a message, as the wire does."""
     return decode_from_orchestrator(encode(message))
 
 
@@ -148,7 +148,7 @@ def test_a_version_that_is_kept_can_be_read_by_who_comes_late_and_nobody_need_ha
     channel: CudaIpcSender, trainer: HostGpu, end: CudaIpcReceiver
 ) -> None:
     kept = channel.write(1, tensors(50))
-    for _ in range(2):  # the first attempt comes to nothing
+    for _ in range(2):  # as if the first attempt had failed
         newest = channel.write(2, tensors(70), keep=[1])
     late = CudaIpcReceiver(wired(channel.init()), HostGpu())
     assert_arrived(read(late, kept), tensors(50))
@@ -201,7 +201,7 @@ def test_another_process_reads_the_bytes_that_were_sent(channel: CudaIpcSender) 
     assert json.loads(told.stdout) == [sums, 0]
 
 
-# ------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ SPOILT = [
     ({"counter": b"/torch_1_2_3\0"}, "no name that torch gives"),
     ({"counter_offset": 10_000}, "10000 is none of them"),
 ]
-"""Of the memory that holds a good update, and what is said of it."""
+"""Invalid fields of a valid handle, with the expected error."""
 
 
 @pytest.mark.parametrize(("fields", "why"), SPOILT)

@@ -1,4 +1,4 @@
-"""Do other callbacks get their turn while messages wait that take long to take in?"""
+"""Tests that other callbacks run while expensive messages wait."""
 
 import asyncio
 

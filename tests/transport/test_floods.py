@@ -1,4 +1,4 @@
-"""Can a peer that floods, or reads nothing, fill memory or keep others from being heard?"""
+"""Tests that a peer that floods, or reads nothing, neither fills memory nor starves others."""
 
 import time
 from contextlib import closing
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.wire
 
 
 async def test_a_flooding_peer_delays_anothers_word_by_a_message_or_two() -> None:
-    router = RouterSocket("inproc://flooded", name="test")  # where what is sent has arrived
+    router = RouterSocket("inproc://flooded", name="test")  # inproc: sent messages have arrived
     with (
         closing(router),
         closing(DealerSocket(router.address, b"flood")) as flood,
@@ -73,7 +73,7 @@ def test_what_a_peer_does_not_read_is_dropped_at_last(monkeypatch: pytest.Monkey
         deaf.send(encode(Resumed()))
         assert router._socket.poll(int(WAIT_S * 1000))
         router._socket.recv_multipart()
-        large = Complaint(message="x" * 60_000)  # so that the system's buffers are soon full
+        large = Complaint(message="x" * 60_000)  # fills the system's buffers quickly
         assert any(not router.send(b"deaf", large) for _ in range(5000))
 
 

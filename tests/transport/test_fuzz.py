@@ -1,4 +1,4 @@
-"""Does anything that can be sent do harm? A small share of what ``benchmarks/fuzz.py`` sends."""
+"""Fuzz tests of the decoders, a small share of what ``benchmarks/fuzz.py`` sends."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ VALUES = st.recursive(
 
 
 def frames_of(examples: Examples) -> st.SearchStrategy[bytes]:
-    """Noise; anything that is MessagePack; and messages of which some fields are anything."""
+    """Random bytes; arbitrary MessagePack; and messages with arbitrary values in some fields."""
     messages = [encode(example(LiveState(turns=[1, 2, 3]))) for example in examples]
     fields = [msgspec.msgpack.decode(message) for message in messages]
     names = sorted({name for message in fields for name in message})
@@ -48,14 +48,14 @@ def frames_of(examples: Examples) -> st.SearchStrategy[bytes]:
 
 
 def check(decode: Callable[[bytes], Message], frame: bytes) -> None:
-    """It is refused in few words; or read, and says the same when it is read again."""
+    """Check that a frame is refused briefly, or decoded and stable when encoded again."""
     try:
         message = decode(frame)
     except BadFrame as refusal:
         why = str(refusal)
     else:
         why = ""
-        said = encode(message)  # compared as bytes, for a NaN in what may be anything is no NaN
+        said = encode(message)  # compared as bytes, because NaN != NaN
         assert encode(decode(said)) == said
     assert len(why) <= limits.TEXT_CHARS_MAX + 1
 

@@ -1,4 +1,4 @@
-"""Is a message that is too large for what it says refused before it costs anything?"""
+"""Tests that a message too large for its kind is refused before it is decoded."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -30,7 +30,7 @@ KINDS = sorted(
 
 
 def frame_of(kind: str, nbytes: int) -> bytes:
-    """So many bytes that begin as a message of this kind."""
+    """Return this many bytes that begin as a message of this kind."""
     head = msgspec.msgpack.encode({"kind": kind, "x": None})[:-1] + b"\xc6"
     filling = nbytes - len(head) - 4
     return head + filling.to_bytes(4, "big") + bytes(filling)

@@ -1,4 +1,4 @@
-"""Is a socket read by the clock just where nobody waits for what it brings?"""
+"""Tests that a socket is polled by timer only while no peer waits for answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.wire
 
 
 def by_the_clock() -> Looks:
-    """Looks of a stream of a thousand messages a second, at the end of its first wakeups."""
+    """Return the schedule of a thousand messages a second, at the end of its first wakeups."""
     looks = Looks()
     firsts = [looks.woken(1.0 + 0.001 * index) for index in range(BUSY_WAKEUPS)]
     assert firsts == [None] * (BUSY_WAKEUPS - 1) + [LOOK_INTERVAL_S]
@@ -78,43 +78,43 @@ def test_the_descriptor_wakes_again_where_nothing_comes_or_much_is_answered(
 
 @dataclass(eq=False)
 class Timer:
-    """What a loop was asked to call later."""
+    """A pending ``call_later`` of the loop."""
 
     among: "list[Timer]"
     delay_s: float
     callback: Callable[[], None]
 
     def cancel(self) -> None:
-        """It won't be called; harmless if it was."""
+        """Remove the timer; a no-op if it was called."""
         if self in self.among:
             self.among.remove(self)
 
 
 class HandDriven:
-    """An event loop whose timers and readers a test calls."""
+    """An event loop whose timers and readers a test calls by hand."""
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] | None = None
         self.timers: list[Timer] = []
 
     def time(self) -> float:
-        """It stands still."""
+        """Constant time."""
         return 1.0
 
     def add_reader(self, descriptor: int, callback: Callable[[], None]) -> None:
-        """For one descriptor."""
+        """Store the callback of the only descriptor."""
         self.wake = callback
 
     def remove_reader(self, descriptor: int) -> None:
-        """Of the same."""
+        """Remove the callback."""
         self.wake = None
 
     def call_soon(self, callback: Callable[[], None]) -> Any:
-        """Never."""
+        """Store the callback as a timer without delay."""
         return self._timer(0.0, callback)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
-        """When the test says."""
+        """Store the callback until the test fires it."""
         return self._timer(delay_s, callback)
 
     def _timer(self, delay_s: float, callback: Callable[[], None]) -> Any:
@@ -123,7 +123,7 @@ class HandDriven:
         return timer
 
     def fire(self) -> float:
-        """Call the one timer there is; its delay."""
+        """Call the only timer; return its delay."""
         [timer] = self.timers
         self.timers.clear()
         timer.callback()

@@ -1,4 +1,4 @@
-"""Control characters of models, tasks, errors and peers are escaped where people read them."""
+"""Tests that control characters of models, tasks, errors and peers are escaped in output."""
 
 import io
 import json

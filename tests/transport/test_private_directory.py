@@ -1,4 +1,4 @@
-"""Is a run's own directory gone when the run is, however it ended, and not before?"""
+"""Tests that a run's private directory is removed with the run, however it ends, and not before."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary directory that nobody else has anything in."""
+    """An empty temporary directory."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Is what crosses the wire what docs/protocol.md says, to someone who has never seen our code?"""
+"""Tests that the wire matches docs/protocol.md, with a peer that has none of our code."""
 
 import asyncio
 import re
@@ -227,7 +227,8 @@ def test_the_page_names_every_message_and_every_field() -> None:
 def test_the_pages_worked_example_is_what_is_sent() -> None:
     section = PROTOCOL_PAGE.read_text().partition("## A step, byte by byte")[2]
     block = section.partition("```text\n")[2].partition("```")[0]
-    hex_bytes = re.findall(r"^(?:[0-9a-f]{2}\s+)+", block, re.MULTILINE)  # then an explanation
+    # followed by an explanation
+    hex_bytes = re.findall(r"^(?:[0-9a-f]{2}\s+)+", block, re.MULTILINE)
     frame = bytes.fromhex("".join(hex_bytes))
     assert frame == encode(EXAMPLE_STEP)
 
@@ -306,7 +307,7 @@ async def test_such_a_worker_loses_nothing_to_a_broken_connection(tmp_path: Path
         assert hello == msgspec.structs.replace(
             first, first_seq=0, next_seq=2, turns=struct.pack("<I", 6)
         )
-        router.send(b"elsie", Ack(seq=1))  # from somebody who has not heard that
+        router.send(b"elsie", Ack(seq=1))  # from a peer that has not received the hello
         router.send(b"elsie", welcome)
         await inbox.wait_for(3)
         router.send(b"elsie", Ack(seq=1))

@@ -1,4 +1,4 @@
-"""A path that leads to no regular file is refused, and nothing waits for it."""
+"""Tests that a path to anything but a regular file is refused without blocking."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Do weights reach every host once, whoever dies on the way, and nobody who has no key?"""
+"""Tests of the relay weight channel: one transfer per host, failover, and keys."""
 
 import os
 import subprocess
@@ -27,20 +27,20 @@ from tidegate.transport.weight_channels.zmq import encode as encode_chunk
 pytestmark = pytest.mark.wire
 
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
-"""Nobody listens there; weights come from beside it."""
+"""Orchestrator's address, with no listener; weights use a port beside it."""
 
 WAIT_S = 60.0
 
 DEAD_S = 5.0
-"""Five signs of life missed: fewer would be missed for want of a processor."""
+"""Five missed keep-alives; fewer might be missed on a busy CPU."""
 
 SIZES = [3, 5 * CHUNK_BYTES + 1, 0, CHUNK_BYTES, 7 * CHUNK_BYTES]
 TOTAL_BYTES = 13 * CHUNK_BYTES + 4 * 64
-"""At most, with what aligns them."""
+"""Upper bound of the total size, with alignment."""
 
 
 class Sender(RelaySender):
-    """One whose network loses requests for what lies beyond ``served_bytes``."""
+    """A sender whose network loses requests beyond ``served_bytes``."""
 
     served_bytes = 1 << 60
 
@@ -59,8 +59,7 @@ def weights() -> Iterator[Sender]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody dies nobody is taken for dead, and asked for the same again elsewhere, though
-    the machine may be so loaded that the other end says nothing for seconds."""
+    """Raise the liveness timeouts, so that a busy machine does not make a live relay look dead."""
     monkeypatch.setattr(relay_node, "SILENT_S", WAIT_S)
     monkeypatch.setattr(relay_node, "TICK_S", 0.1)
 
@@ -97,7 +96,7 @@ class Engine:
 @pytest.fixture
 def engines(weights: Sender) -> Iterator[list[Engine]]:
     """Three hosts with two engines each."""
-    with ExitStack() as ending:  # all of them, whatever becomes of one
+    with ExitStack() as ending:  # closes all engines, even if one raises
         made = []
         for host in ("a", "b", "c"):
             for _ in range(2):
@@ -156,12 +155,12 @@ def test_a_relay_that_ends_while_it_is_being_closed_is_closed(weights: Sender) -
     engine = Engine(weights, "a")
     node = engine._end._node  # type: ignore[attr-defined]
     node._is_closing = True
-    node._thread.join(WAIT_S)  # it looked before it was woken
+    node._thread.join(WAIT_S)  # the thread checks the flag before it is woken
     node._is_closing = False
     engine.close()
 
 
-# ------------------------------------------------------------------------------ who dies
+# ------------------------------------------------------------------------------ failover
 
 RELAY = """
 import sys
@@ -181,7 +180,7 @@ sys.stdin.read()
 
 
 def other_process(host: str, init: InitWeights, update: UpdateWeights) -> "subprocess.Popen[str]":
-    """An engine that is its host's relay, and has begun to fetch."""
+    """Start an engine that is its host's relay, and has begun to fetch."""
     process = subprocess.Popen(
         [sys.executable, "-c", RELAY, host, encode(init).hex(), encode(update).hex()],
         stdin=subprocess.PIPE,
@@ -251,7 +250,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it never came to that")
 
 
-# ------------------------------------------------------------------------------ who may
+# ------------------------------------------------------------------------------ keys
 
 
 def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) -> None:
@@ -293,7 +292,7 @@ def answers(address: str, fetch: Fetch) -> list[bytes]:
         return stranger.recv_multipart() if stranger.poll(500) else []
 
 
-# ------------------------------------------------------------------------------ who is before whom
+# ------------------------------------------------------------------------------ order of the chain
 
 
 def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:

@@ -1,4 +1,4 @@
-"""Is it only those with the right keys who get in, and is everybody else told why not?"""
+"""Tests of CURVE authentication: only allowed keys connect, and all others learn why not."""
 
 import contextlib
 import shutil
@@ -48,7 +48,7 @@ def listener(keys: Path) -> Iterator[RouterSocket]:
 
 
 def strangers_keys(directory: Path, orchestrator: bytes) -> EngineKeys:
-    """Good keys, but not on the list."""
+    """Create valid keys that are not on the allowed list."""
     own = read_engine_keys(make_keys(directory))
     return EngineKeys(own.public, own.secret, orchestrator)
 
@@ -178,7 +178,7 @@ def test_engines_that_the_run_starts_need_keys_too(keys: Path) -> None:
         run_settings(model="m", engines=1, keys=keys)
 
 
-# ------------------------------------------------------------------------------ who gets in
+# ------------------------------------------------------------------------------ connections
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", None], ids=["tcp", "ipc"])
@@ -247,7 +247,7 @@ async def test_no_older_protocol_gets_past_the_keys(
         raw.sendall(HANDSHAKES_WITHOUT_KEYS[version])
         raw.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionError):
-            while raw.recv(256):  # its own greeting at most; then it hangs up
+            while raw.recv(256):  # at most its own greeting, then the end
                 pass
     engine = read_engine_keys(keys / "engine")
     with closing(DealerSocket(listener.address, b"a", keys=engine)) as dealer:
@@ -267,7 +267,7 @@ async def test_the_list_of_keys_holds_from_the_next_connection_on(
         shutil.move(file, keys / "engine.key")
         with closing(DealerSocket(listener.address, b"b", keys=engine)) as second:
             assert "does not know this engine's key" in await_refusal(second)
-        first.send(Resumed())  # who is in stays in
+        first.send(Resumed())  # established connections stay open
         await inbox.wait_for(2)
     shutil.move(keys / "engine.key", file)
     with closing(DealerSocket(listener.address, b"c", keys=engine)) as third:
@@ -285,7 +285,7 @@ async def test_while_the_list_cannot_be_read_nobody_gets_in_and_then_they_do(
         dealer.send(Resumed())
         until(lambda: listener.statistics().refused_connections > 0)
         assert inbox.frames == []
-        assert dealer.refusal() is None  # it is to try again
+        assert dealer.refusal() is None  # a temporary failure, to be retried
     (keys / "engines" / "engine.key").chmod(0o600)
     with closing(DealerSocket(listener.address, b"b", keys=engine)) as dealer:
         dealer.send(Resumed())

@@ -1,4 +1,4 @@
-"""Is a server's key found where it was put, and refused where others could see it?"""
+"""Tests that a server's key is found where it was put, and refused if others could read it."""
 
 from pathlib import Path
 

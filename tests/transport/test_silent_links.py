@@ -1,7 +1,6 @@
-"""Is an end that fell silent noticed, though nobody was told of its link's?
+"""Tests that a silently broken TCP link is noticed.
 
-What TCP's questions come to where a link is really cut:
-tests/orchestrator/trainer/test_network_namespaces.py.
+tests/orchestrator/trainer/test_network_namespaces.py has the same with links that are really cut.
 """
 
 import socket
@@ -33,33 +32,33 @@ WAIT_S = 60.0
 ANYWHERE = "tcp://127.0.0.1:*"
 
 ESTABLISHED, KEEPALIVE = "01", "02"
-"""As /proc/net/tcp has them: a connection's state, and what its timer is for."""
+"""Values in /proc/net/tcp: a connection's state, and the purpose of its timer."""
 
 TICKS_PER_S = 100
-"""Of that file, on every machine."""
+"""Clock ticks per second in /proc/net/tcp, on every machine."""
 
 
 class Link:
-    """A way to a port of this host, whose connections can be made to carry nothing more."""
+    """A proxy to a port of this host, whose connections can be made silent."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._silence = threading.Event()
-        """Of all connections there are."""
+        """Set when all current connections are to become silent."""
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
     def fall_silent(self) -> None:
-        """For the connections that there are; the next is another's."""
+        """Silence the current connections; later ones work."""
         silence, self._silence = self._silence, threading.Event()
         silence.set()
 
     def close(self) -> None:
         for end in [self._listener, *self._ends]:
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # wakes who reads from it
+                end.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
             end.close()
 
     def _serve(self) -> None:
@@ -172,11 +171,11 @@ def test_both_ends_of_each_connection_are_asked_by_the_system_whether_they_live(
         give_up_s = time.monotonic() + WAIT_S
         while not all_are_asked(ends := of_port(port)):
             assert time.monotonic() < give_up_s, ends
-            time.sleep(0.01)  # it is the system's doing: nothing here is told of it
+            time.sleep(0.01)  # kernel timers give no notification
 
 
 def of_port(port: int) -> list[tuple[str, float]]:
-    """Each end of the connections to a port: what its timer is for, and when it is up."""
+    """Return the timer's purpose and remaining time for each end of the connections to a port."""
     rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
     ends = []
     for _, local, remote, state, _, timer, *_ in rows:

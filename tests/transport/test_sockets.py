@@ -1,4 +1,4 @@
-"""Do messages arrive: all, once, in order, whatever else the peers send or do?"""
+"""Tests that all messages arrive once and in order, whatever else peers send or do."""
 
 import asyncio
 import select
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.wire
 
 
 async def hello(dealer: DealerSocket, inbox: Inbox) -> None:
-    """Have one message come through, so that the router knows the peer."""
+    """Send one message through, so that the router knows the peer."""
     before = len(inbox.frames)
     dealer.send(Resumed())
     await inbox.wait_for(before + 1)
@@ -122,7 +122,7 @@ async def test_all_is_read_of_a_stream_that_comes_one_by_one_and_of_what_comes_a
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: None)
     for index in range(120):
-        if index == 60:  # by now they are looked for by the clock, unless each is answered
+        if index == 60:  # the socket is polled by timer by now, unless each message is answered
             inbox.on_frame = raise_once
             sent.append(dealer.send(Resumed()))
         sent.append(dealer.send(Goodbye(reason=str(index))))
@@ -146,7 +146,8 @@ async def test_a_send_that_swallows_the_wakeup_does_not_strand_the_message(
     wakeup = router._socket.FD
 
     dealer.send(Paused(mode="wait"))
-    assert select.select([wakeup], [], [], WAIT_S)[0]  # the loop hasn't run: nobody has read it
+    # the loop has not run, so the socket is unread
+    assert select.select([wakeup], [], [], WAIT_S)[0]
     while select.select([wakeup], [], [], 0)[0]:
         router.send(b"engine-0", OrchestratorHeartbeat())
 
@@ -263,7 +264,7 @@ def test_an_engine_knows_whether_there_is_a_connection_and_which(tmp_path: Path)
 
 
 def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
-    """Have the engine speak until it is heard: what it says to a dead connection is lost."""
+    """Send until a message is received, because messages to a dead connection are lost."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         dealer.send(Resumed())
@@ -272,7 +273,7 @@ def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
     raise AssertionError(f"nothing was heard within {WAIT_S} s")
 
 
-# ------------------------------------------------------------------------------ what is malformed
+# ------------------------------------------------------------------------------ malformed messages
 
 
 MULTIPART = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
@@ -322,7 +323,7 @@ def test_bytes_that_are_not_even_zeromq_disturb_nobody_else(
                 for chunk in noise:
                     raw.sendall(chunk)
             except ConnectionError:
-                pass  # thrown out already
+                pass  # the router has closed the connection already
         dealer.send(Paused(mode="keep"))
         # Some noise is a message: ZeroMQ's first protocol had neither greeting nor names.
         while (b"engine-0", encode(Paused(mode="keep"))) not in inbox.frames:

@@ -1,4 +1,4 @@
-"""Does every step come through once and in order, over any loss, replay and restart?"""
+"""Tests that every step arrives once and in order, over loss, replay and restart."""
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +75,7 @@ def test_each_kind_of_arrival_gets_its_verdict() -> None:
 def test_a_restarted_engine_begins_again_at_zero_and_its_past_is_dropped() -> None:
     window = ReceiveWindow(4)
     assert [window.accept(1, seq) for seq in range(3)] == [Verdict.NEW] * 3
-    assert window.accept(2, 1) is Verdict.GAP  # the later start is known now, its first step not
+    assert window.accept(2, 1) is Verdict.GAP  # epoch 2 is known now, but its step 0 is missing
     assert window.accept(1, 3) is Verdict.OLD_EPOCH
     assert window.accept(2, 0) is Verdict.NEW
     assert window.acknowledgement() == 0
@@ -100,7 +100,7 @@ def test_a_duplicate_makes_the_ack_due_again_for_the_first_was_lost() -> None:
 
 
 class Wire:
-    """Both windows and what is under way between them."""
+    """Both windows, and the messages in flight between them."""
 
     def __init__(self, credit_steps: int) -> None:
         self.sender, self.receiver = SendWindow(credit_steps), ReceiveWindow(credit_steps)
@@ -143,7 +143,7 @@ def test_over_a_wire_that_breaks_every_step_is_taken_in_once_and_in_order(
         if breaks:
             wire.break_and_replay()
         assert len(wire.sender.unacknowledged()) <= credit_steps
-    for _ in range(200):  # from here on it holds; each round trip frees a quarter of the credit
+    for _ in range(200):  # reliable from here on; each round trip frees a quarter of the credit
         wire.fill(steps_total=60)
         wire.deliver(len(wire.steps), len(wire.acks))
     assert wire.taken == list(range(60))

@@ -1,4 +1,4 @@
-"""A socket whose other end is on another host: bytes, ends, and connections that break."""
+"""Tests of tunnels to another host: bytes, ends, and broken connections."""
 
 import os
 import random
@@ -18,11 +18,11 @@ from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 pytestmark = pytest.mark.wire
 
 WAIT_S = 60.0
-"""Far longer than anything here takes."""
+"""Timeout far longer than anything here takes."""
 
 
 class FarEnd:
-    """What is at the end of a tunnel, its process played by the test."""
+    """The far end of a tunnel, with its process played by the test."""
 
     def __init__(self, address: str, name: str, keys: EngineKeys) -> None:
         self.connection, inner = socket.socketpair()
@@ -42,7 +42,7 @@ class FarEnd:
         self.thread.start()
 
     def stop(self) -> None:
-        """As a process that has ended."""
+        """End the process."""
         self.connection.close()
         os.close(self.output)
         self.thread.join(WAIT_S)
@@ -162,7 +162,7 @@ def test_a_process_that_reads_nothing_is_killed_all_the_same(
     far = FarEnd(near.address, "far", keys)
     far.connection.sendall(b"x")
     assert received(tunnel.connection, 1) == b"x"
-    tunnel.connection.sendall(bytes(8_000_000))  # no socket holds that
+    tunnel.connection.sendall(bytes(8_000_000))  # more than the socket buffers hold
     near.kill(tunnel)
     far.thread.join(WAIT_S)
     assert not far.thread.is_alive()

@@ -1,4 +1,4 @@
-"""Does a wakeup reach a thread that waits, and never a file that came after it?"""
+"""Tests that a wakeup reaches a waiting thread, and never a later file with its number."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Do weights arrive in another process as they were sent, and is nothing left when it is over?"""
+"""Tests of all weight channels: bytes arrive unchanged, and nothing is left over."""
 
 import gc
 import json
@@ -63,7 +63,7 @@ class Engine:
         return dict(json.loads(self.process.stdout.readline()))
 
     def finish(self) -> str:
-        """End it; what it wrote to stderr."""
+        """End the process; return its standard error."""
         return self.process.communicate(timeout=60)[1]
 
     def kill(self) -> None:
@@ -77,7 +77,7 @@ class Engine:
 
 
 def bfloat16(name: str, *shape: int) -> NamedBuffer:
-    """Distinct, recognisable bytes of a tensor's size."""
+    """Return a tensor of random bytes."""
     nbytes = 2
     for dimension in shape:
         nbytes *= dimension
@@ -89,7 +89,7 @@ def hashes(tensors: list[NamedBuffer]) -> dict[str, str]:
 
 
 def shared_memory_files() -> set[str]:
-    """Those that could be ours: other programs come and go."""
+    """Return the files in /dev/shm that could be ours."""
     return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "tidegate"))}
 
 
@@ -128,7 +128,7 @@ def test_a_version_that_is_kept_can_still_be_read_whatever_is_written_beside_it(
     kept_hashes: dict[str, str] = {}
     sizes = [100, 100, 5000, 80, 80, 9000, 100]
     for version, rows in enumerate(sizes):
-        for _ in range(2):  # the first attempt comes to nothing
+        for _ in range(2):  # as if the first attempt had failed
             tensors = [bfloat16("w", rows), bfloat16("bias", 3)]
             keep = [] if kept is None else [kept.version]
             [update] = weights.write(version, tensors, keep=keep)
@@ -247,7 +247,7 @@ def test_a_segment_that_took_over_the_path_is_not_mistaken_for_the_senders() -> 
     second.close()
 
 
-# ------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

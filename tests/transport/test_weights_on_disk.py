@@ -1,4 +1,4 @@
-"""Can others read the files of weights on disk, and are these few, and in one directory?"""
+"""Tests of the disk weight channel's files: standard format, few, and in one directory."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Do weights arrive over a network that breaks, from senders that die, and only where they may?"""
+"""Tests of the ZeroMQ weight channel over broken networks, dying senders, and with keys."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.wire
 
 WAIT_S = 30.0
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
-"""Nobody listens there; weights come from beside it."""
+"""Orchestrator's address, with no listener; weights use a port beside it."""
 
 HOME = Home(ORCHESTRATOR)
 
@@ -53,7 +53,7 @@ def as_bytes(tensors: list[NamedBuffer]) -> dict[str, bytes]:
     return {tensor.name: bytes(tensor.data) for tensor in tensors}
 
 
-# ------------------------------------------------------------------------------ what is sent
+# ------------------------------------------------------------------------------ transfer
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_a_chunk_is_made_a_frame_once_and_shows_what_is_written_since() -> None:
     assert memory.frame(1, 1 + CHUNK_BYTES).bytes == bytes(memory.bytes[1:][:CHUNK_BYTES])
 
 
-# ------------------------------------------------------------------------------ what breaks
+# ------------------------------------------------------------------------------ broken networks
 
 
 class BreakingNetwork:
-    """A proxy before a sender that cuts each of its first connections after so many bytes."""
+    """A proxy that cuts each of its first connections after a number of bytes."""
 
     def __init__(self, port: int, *, bytes_before_cut: list[int]) -> None:
         self._port = port
@@ -195,7 +195,7 @@ class BreakingNetwork:
             pass
         for end in (source, target):
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # also wakes who reads from it
+                end.shutdown(socket.SHUT_RDWR)  # also wakes the thread that reads from it
             end.close()
 
 
@@ -272,12 +272,12 @@ def test_what_an_abandoned_transfer_had_asked_for_does_not_end_up_in_the_next(
     for version in range(5):
         tensors = [tensor("first", 5), tensor("w", 3 * CHUNK_BYTES), tensor("last", 7)]
         [update] = weights.write(version, tensors)
-        next(end.tensors(update))  # no more of it
+        next(end.tensors(update))  # abandon the transfer after one tensor
     assert {spec.name: bytes(view) for spec, view in end.tensors(update)} == as_bytes(tensors)
     end.close()
 
 
-# ------------------------------------------------------------------------------ who may ask
+# ------------------------------------------------------------------------------ admission
 
 
 def bare_dealer(address: str) -> "zmq.Socket[bytes]":

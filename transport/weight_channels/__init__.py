@@ -70,8 +70,7 @@ def sender(
 
 
 def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
-    """Create an engine's end from the sender's ``init``; ``home`` is how it reaches its
-    orchestrator.
+    """Create an engine's end; ``home`` is how it reaches its orchestrator.
 
     Raises:
         WeightsRefused: the channel is unknown here, or the sender's buffer is unreachable.

@@ -1,5 +1,4 @@
-"""Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds of those who asked in
-time.
+"""Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds.
 
 A process group needs all members in advance, but engines come and go. So an engine requests a
 version from the sender over ZeroMQ; the requests that arrive until all known receivers have asked,
@@ -112,7 +111,7 @@ def decode_round(frame: bytes) -> Round:
         raise BadFrame(f"unreadable answer from where weights come from: {error}") from error
 
 
-# ------------------------------------------------------------ torch, for those who use it
+# ------------------------------------------------------------ torch.distributed
 
 
 def own_gpu() -> str:
@@ -264,8 +263,7 @@ def join_group(round_: Round, store: Any, *, own_host: str | None) -> Group:
 
 
 def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
-    """Open the TCPStore through which groups meet: serve it on a listening socket, or connect to
-    it.
+    """Open the TCPStore through which groups meet: serve it on a socket, or connect to it.
 
     Raises:
         ImportError: this torch has no torch.distributed.

@@ -1,5 +1,4 @@
-"""Engine's end of the ``collective`` weight channel: joins broadcast rounds and receives into a
-buffer.
+"""Engine's end of the ``collective`` weight channel: joins rounds, receives into a buffer.
 
 :mod:`collective` describes the protocol; the receiver knows the sender, not the other members.
 """

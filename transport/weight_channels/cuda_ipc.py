@@ -122,8 +122,7 @@ class CudaIpcReceiver:
     """Opens the sender's buffers, one at a time."""
 
     def __init__(self, init: InitWeights, gpu: Gpu | None) -> None:
-        """Check that the sender's GPU is this engine's; ``gpu`` None means that the engine has
-        none.
+        """Check that the sender's GPU is this engine's; ``gpu`` is None for a CPU engine.
 
         Raises:
             WeightsRefused: the weights will be on another GPU or host.

@@ -67,8 +67,7 @@ class Gpu(Protocol):
         ...
 
     def share(self, room: "torch.Tensor") -> SharedMemory:
-        """Return a handle by which another process opens the memory; release it with
-        :meth:`unshare`.
+        """Return an IPC handle of the memory; release it with :meth:`unshare`.
 
         Raises:
             WeightsRefused: the memory cannot be shared.
@@ -81,8 +80,7 @@ class Gpu(Protocol):
         ...
 
     def open(self, memory: SharedMemory) -> "torch.Tensor":
-        """Open another process's memory as [nbytes] uint8. It is closed when its last tensor is
-        dropped.
+        """Open another process's memory as [nbytes] uint8, until its last tensor is dropped.
 
         Raises:
             WeightsRefused: there is no such memory.

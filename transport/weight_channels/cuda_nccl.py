@@ -101,8 +101,7 @@ def new_unique_id(library: ctypes.CDLL) -> bytes:
 def packs(
     items: Iterable[One], num_bytes: Callable[[One], int], buffer_bytes: int
 ) -> Iterator[list[One]]:
-    """Group tensors for packed transfer: each group is the fewest items that exceed
-    ``buffer_bytes``.
+    """Group tensors for packed transfer: the fewest items that exceed ``buffer_bytes``.
 
     Source: vLLM's packed_tensor.py, whose sender and receiver compute the groups independently.
     """
@@ -174,8 +173,9 @@ class Communicator:
             torch.cuda.current_stream(self._device).synchronize()
 
     def broadcast(self, tensor: "torch.Tensor", *, patience_s: float) -> None:
-        """Broadcast a contiguous tensor on the communicator's device from rank 0; other ranks are
-        overwritten.
+        """Broadcast a contiguous tensor on the communicator's device from rank 0.
+
+        On other ranks the tensor is overwritten.
 
         Raises:
             NcclFailed: it did not complete within ``patience_s``, or NCCL failed.

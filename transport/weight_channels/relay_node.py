@@ -174,8 +174,7 @@ class RelayNode:
     """The relay of a host, as a thread; it serves as long as it holds the host's socket name."""
 
     def __init__(self, upstream: Upstream, listener: socket.socket, seed: Seed | None) -> None:
-        """Take over ``listener``, which has the name; closing the node closes it and frees the
-        name.
+        """Take over ``listener``, which holds the host's socket name until :meth:`close`.
 
         Raises:
             ConfigError: this host has no route to the sender. ``listener`` and ``seed`` are closed

@@ -75,8 +75,7 @@ class Transfer:
         ]
 
     def place_of(self, chunk: Chunk) -> memoryview | None:
-        """Return the buffer slice for a chunk; None if it belongs to another transfer or is a
-        duplicate.
+        """Return the buffer slice for a chunk; None for a duplicate or another transfer.
 
         Raises:
             WeightsRefused: the sender does not have it.

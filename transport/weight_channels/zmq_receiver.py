@@ -1,5 +1,4 @@
-"""Engine's end of the ``zmq`` weight channel: requests chunks ahead and receives them into a
-buffer.
+"""Engine's end of the ``zmq`` weight channel: requests chunks ahead, into one buffer.
 
 The buffer is reused for each version. Every wait is bounded: chunks lost with a connection are
 requested again, and a sender that stays silent is an error.

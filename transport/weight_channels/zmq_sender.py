@@ -81,8 +81,7 @@ class ZmqSender:
     """Owns the memory, a ROUTER socket, and the thread that serves it."""
 
     def __init__(self, address: str | None = None, *, keys: OrchestratorKeys | None = None) -> None:
-        """Listen on a free port of the interface of ``address``; on a private path if that is ipc
-        or None.
+        """Listen on a free port of the interface of ``address``; privately if ipc or None.
 
         Raises:
             ConfigError: the address cannot be bound.
