@@ -183,8 +183,7 @@ def environment_episode(
         max_tokens: limit of one turn.
         context_tokens_max: limit of the whole context; the turn that reaches it is the last.
         dialogue: how observations become context: ``PlainText`` appends their text, ``Chat``
-            applies
-            the model's chat template to their messages.
+            applies the model's chat template to their messages.
         parks_after_turns: after every this many turns, the episode yields its engine slot and
             continues under newer weights; see :meth:`Episode.park`.
         options: keyword arguments of ``generate``.

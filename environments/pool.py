@@ -109,8 +109,7 @@ class PooledEnvironment:
 
         Raises:
             EnvironmentFailed: as for ``reset``; :class:`NotRepeatable` if a replay in another
-                process
-                gave different observations.
+                process gave different observations.
         """
         return await self._pool.run(self._go_on(action))
 
@@ -314,28 +313,22 @@ class EnvironmentPool:
 
         Args:
             processes: largest number; one per core by default. Computing environments share
-                processes;
-                blocking ones need more processes, or ``async`` methods.
+                processes; blocking ones need more processes, or ``async`` methods.
             environments_max: largest number of open environments; further ones wait.
             call_timeout_s: limit of one reset, step or close. A process that exceeds it is killed,
-                and
-                its other environments are replayed in another one.
+                and its other environments are replayed in another one.
             memory_bytes: address space of each process (RLIMIT_AS).
             python: the interpreter, for example of another virtual environment if packages need
                 conflicting versions. It needs ``tidegate`` (``pip install --no-deps``) and
-                    ``msgspec``.
+                ``msgspec``.
             pass_variables: names of environment variables to pass on although they look like
-                secrets
-                (``HF_TOKEN``, for example). Others are left out, because code written by a model
-                    may run
-                there.
+                secrets (``HF_TOKEN``, for example). Others are left out, because code written by a
+                model may run there.
             workers: called once as ``workers(python, memory_bytes, pass_variables)``; the result
-                starts
-                the worker processes. The default starts them on this machine;
+                starts the worker processes. The default starts them on this machine;
                 ``tidegate.ray_workers(places)`` places them on the nodes of a Ray cluster, where
-                    packages
-                and ``python`` must have the same paths. Any other than the default needs
-                    ``processes``.
+                packages and ``python`` must have the same paths. Any other than the default needs
+                ``processes``.
 
         Raises:
             ConfigError: a number is not above zero, there is no such interpreter, or ``workers``

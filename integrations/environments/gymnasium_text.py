@@ -40,13 +40,14 @@ class GymnasiumText:
         """Create the environment.
 
         Args:
-        env: Gymnasium's id of the environment.
-        settings: keyword arguments of ``gymnasium.make``.
-        prompt: text before the first observation.
-        actions: names of the actions of a Discrete space.
-        describe: ``module:function`` that writes an observation.
-        parse: ``module:function`` that reads an action.
-        imports: a module that registers ``env``."""
+            env: Gymnasium's id of the environment.
+            settings: keyword arguments of ``gymnasium.make``.
+            prompt: text before the first observation.
+            actions: names of the actions of a Discrete space.
+            describe: ``module:function`` that writes an observation.
+            parse: ``module:function`` that reads an action.
+            imports: a module that registers ``env``.
+        """
         gymnasium = package("gymnasium", distribution="gymnasium")
         if imports is not None:
             package(imports, distribution=imports.partition(".")[0])
@@ -108,7 +109,8 @@ class ActionReader:
         """Check the space and the names.
 
         Raises:
-        TypeError: the space needs a ``parse`` function, or ``names`` do not fit it."""
+            TypeError: the space needs a ``parse`` function, or ``names`` do not fit it.
+        """
         self._kind = type(space).__name__
         self._space = space
         self._names = [name.casefold() for name in names or ()]
