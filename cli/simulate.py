@@ -1,5 +1,4 @@
-"""The `tidegate simulate` command: runs seeded simulated clusters in virtual time, reports
-failures.
+"""The `tidegate simulate` command: runs seeded simulated clusters in virtual time.
 
 :mod:`tidegate.simulation` runs and checks them.
 """

@@ -42,8 +42,7 @@ class Dialogue(Protocol):
     """Conversion between observations and turns, for one episode."""
 
     async def turn_after(self, observation: Observation) -> GeneratedTurn | None:
-        """Add the observation to the context and generate a turn; None if the context has no
-        room."""
+        """Add the observation to the context and generate a turn; None if there is no room."""
 
 
 MakeDialogue = Callable[[Episode, TurnLimits], Dialogue]

@@ -146,8 +146,7 @@ class PooledEnvironment:
         return await self._lived_on(doing, lambda: self._ask(action))
 
     async def _lived_on(self, doing: str, ask: Callable[[], Awaitable[Observation]]) -> Observation:
-        """Ask for an observation, replaying the environment in other processes if its process
-        dies."""
+        """Ask for an observation; if the process dies, replay the environment in another one."""
         while True:
             try:
                 if self._lived and (self._process is None or self._process.is_dead):
@@ -276,8 +275,7 @@ class PooledEnvironment:
 
 
 CLOSE_GRACE_S = 2.0
-"""How long environments may take to close when the pool is closed; then their processes are
-killed."""
+"""How long environments may take to close with the pool; then their processes are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +293,7 @@ class PoolStatistics:
 
 
 class EnvironmentPool:
-    """Worker processes for environments and tools, started as needed. Close it, or use it in
-    ``with``."""
+    """Worker processes for environments and tools, started as needed. Close it, or use ``with``."""
 
     def __init__(
         self,
@@ -362,8 +359,7 @@ class EnvironmentPool:
         self._ids = itertools.count(1)
         self._places = asyncio.Semaphore(environments_max)
         self.tool_places = asyncio.Semaphore(self._processes_max)
-        """Held while a tool computes, so that a call waits for any free process and not for a
-        certain one."""
+        """Held while a tool computes, so that a call waits for any process to be free."""
         self._open = 0
         self._lost = 0
         self._begun_again = 0
@@ -404,8 +400,7 @@ class EnvironmentPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the pool's loop and await it here; cancelling the caller cancels
-        it."""
+        """Run a coroutine on the pool's loop and await it here; cancelling also cancels it."""
         return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""Adapter of a run to TRL's AsyncGRPOTrainer: its rollout worker and its weight transfer in one
-object.
+"""Adapter of a run to TRL's AsyncGRPOTrainer: rollout worker and weight transfer in one object.
 
     with tidegate.serve_sync(model=path, engines=2, max_staleness=1) as run:
         worker = tidegate.TRLRollouts(run, tasks, episode=solve, args=config)
@@ -85,8 +84,7 @@ class TRLRollouts:
         self._given: dict[str, Any] = {"episode": episode} if episode is not None else {}
         self._tasks = () if tasks is None else (tasks,)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        """Metrics that TRL logs beside its own: mean completion length per batch, and discarded
-        rows."""
+        """Metrics that TRL logs too: mean completion length per batch, and discarded rows."""
         self.rollout_buffer = TRLRows(run, args, more=self._next_rows, log_metric=self._log_metric)
         self._batches: Iterator[Batch] | None = None
         self._versions_ahead = 0
@@ -124,8 +122,7 @@ class TRLRollouts:
         """Do nothing: weights are staged beside the live ones and swapped in flight."""
 
     def send_weights(self, iterator: "Iterator[tuple[str, torch.Tensor]]") -> None:
-        """Publish the tensors as the run's next version; tensors that the trainer freezes stay
-        as they are."""
+        """Publish the tensors as the run's next version; frozen tensors stay as they are."""
         tensors = dict(iterator)
         is_partial = not self._model_tensors <= tensors.keys()
         self._run.publish(tensors, partial=is_partial)

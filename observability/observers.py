@@ -1,5 +1,4 @@
-"""Composition of a run's observers from its settings: the recorder of its directory, and its
-dashboard.
+"""Composition of a run's observers from its settings: its recorder and its dashboard.
 
 The composition root (``tidegate.runs``) creates :class:`Observers`; the run opens and closes it.
 """
@@ -156,8 +155,7 @@ class RecorderGroup(Recorder):
 
 
 class Observers:
-    """The recorder and the dashboard that a run's settings ask for; implements
-    :class:`RunObservers`."""
+    """The recorder and dashboard that a run's settings ask for; see :class:`RunObservers`."""
 
     def __init__(self, settings: RunSettings) -> None:
         """Bind the dashboard's address if the settings have one. Starts nothing.
@@ -224,8 +222,7 @@ class Observers:
     def _recorder(
         self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> "RunRecorder | None":
-        """Create the recorder. A resumed run records into a new directory ``part-N`` inside the
-        run's."""
+        """Create the recorder; a resumed run records into a new directory ``part-N``."""
         directory = self._settings.run_directory
         if directory is None:
             return None
@@ -244,8 +241,7 @@ class Observers:
         )
 
     def _live_notes(self, resumed: Resumed | None) -> "LiveNotes":
-        """Create the dashboard's memory. A resumed run's curves continue from the recorded
-        batches."""
+        """Create the dashboard's memory; a resumed run's curves continue from its records."""
         from tidegate.observability.dashboard.earlier import earlier_batches
         from tidegate.observability.dashboard.live import LiveNotes
 

@@ -37,8 +37,7 @@ def trace_lines(directory: Path) -> list[str]:
 
 
 def _track_line(name: str, track: list[Interval], length_us: int) -> str:
-    """Summarise a track: an engine's intervals are named after weight versions, the trainer's
-    after activities."""
+    """Summarise a track; intervals are named after versions (engine) or activities (trainer)."""
     if all(interval.name == f"v{interval.version}" for interval in track):
         busy_us = sum(interval.busy_us for interval in track)
         versions = {interval.version for interval in track}

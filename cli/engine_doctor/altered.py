@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from tidegate.errors import ConfigError
 
 NOISE = 0.3
-"""Noise relative to each tensor's standard deviation: changes every layer's KV, and no logit
-overflows."""
+"""Noise relative to each tensor's deviation: changes every layer's KV, and no logit overflows."""
 
 SEED = 7
 

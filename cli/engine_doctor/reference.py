@@ -39,8 +39,7 @@ class Reference:
         return torch.gather(told, 1, torch.tensor(output)[:, None])[:, 0].tolist()
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the token ids of ``text``, without special tokens; None if there is no
-        tokenizer.json."""
+        """Return the token ids of ``text``, without special tokens; None without tokenizer.json."""
         if not self._tokenizer.is_file():
             return None
         ids: list[int] = (

@@ -1,5 +1,4 @@
-"""Adapter for Gymnasium environments: observations are written as text, actions are parsed from
-text.
+"""Adapter for Gymnasium environments: writes observations as text, parses actions from text.
 
     pool.environment(
         "tidegate.integrations.environments.gymnasium_text:GymnasiumText",

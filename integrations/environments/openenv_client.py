@@ -1,5 +1,4 @@
-"""Adapter for environments behind an OpenEnv server, over its WebSocket; one action field holds the
-text.
+"""Adapter for environments behind an OpenEnv server (WebSocket); one action field holds the text.
 
     pool.environment(
         "tidegate.integrations.environments.openenv_client:OpenEnv",
