@@ -1,4 +1,7 @@
-"""Text summary of a recorded timeline, printed by ``tidegate trace``: one line per track."""
+"""Text summary of a recorded timeline, printed by ``tidegate trace``: one line per track.
+
+Reads ``trace.json`` with :mod:`trace`.
+"""
 
 from collections.abc import Collection
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Copies of a model with noise added to its weights, for the doctor's test of weight updates."""
+"""Copies of a model with noise added to its weights, for the doctor's test of weight updates.
+
+:mod:`measuring` creates one if `--update` is given.
+"""
 
 import shutil
 import tempfile

@@ -1,4 +1,7 @@
-"""HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout."""
+"""HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout.
+
+:mod:`vllm` and :mod:`sglang` use it.
+"""
 
 import http.client
 import json

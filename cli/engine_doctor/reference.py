@@ -1,6 +1,6 @@
 """Reference log-probs and tokens of a model directory, from transformers in float32.
 
-Independent of Tidegate's engine and of the examined one.
+:mod:`measuring` compares the engine's responses with them. Independent of Tidegate's engine.
 """
 
 from collections.abc import Sequence

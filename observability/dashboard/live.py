@@ -1,7 +1,7 @@
 """In-memory recorder of a running run, for its dashboard; fixed memory.
 
-The run calls it as a :class:`Recorder`, on its event loop; :class:`LiveSource` reads it from
-another thread. A lock is held for microseconds.
+The run calls it as a :class:`Recorder`, from several threads; :class:`LiveSource` reads it from
+the dashboard's. A lock is held for microseconds.
 """
 
 import threading
