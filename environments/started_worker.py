@@ -1,7 +1,7 @@
-"""Interfaces between the pool and the starter of its worker processes; local implementation.
+"""Interfaces of a pool's worker processes and of what starts them; implementation for this machine.
 
-:mod:`integrations.ray.ray_environments` implements them on a Ray cluster. The pool needs of a
-process a connected socket, its output, and a way to kill it.
+:mod:`worker_process` needs of a process its connected socket, its output, and a way to kill it.
+`integrations/ray/ray_environments.py` implements the interfaces on a Ray cluster.
 """
 
 import os

@@ -57,7 +57,7 @@ class Facts:
     pause_mode: str | None
     kv_policy: str | None
     warm_up: Mapping[str, object]
-    """Training before the run, as the owner recorded it with `finish()`."""
+    """Training before the run, as the owner recorded it."""
     discarded_rollouts: Mapping[str, int]
     staleness_histogram: Mapping[str, int]
     ledger: Mapping[str, Any]

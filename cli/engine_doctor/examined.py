@@ -1,6 +1,6 @@
 """Interface of an engine under examination: generate, tokenize, load weights, count cache hits.
 
-:mod:`vllm` and :mod:`sglang` implement it over HTTP; the probes call it.
+vllm.py and sglang.py implement it over HTTP; the probes call it.
 """
 
 from collections.abc import Mapping

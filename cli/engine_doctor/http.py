@@ -1,6 +1,6 @@
 """HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout.
 
-:mod:`vllm` and :mod:`sglang` use it.
+vllm.py and sglang.py use it.
 """
 
 import http.client
