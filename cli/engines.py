@@ -1,5 +1,4 @@
-"""Commands about engines: `tidegate engine` starts one here, `tidegate keys` makes keys for other
-hosts.
+"""Commands `tidegate engine`, which starts an engine here, and `tidegate keys`, for other hosts.
 
 The engine parses its own options, because this layer does not import `tidegate.engine`.
 """

@@ -30,8 +30,7 @@ HEADING = (
 
 
 def rows(situation: Situation, base: Choice, given: Mapping[str, Any]) -> list[Row]:
-    """Return the compared choices: the staleness bounds, then the others at the recommended
-    bound."""
+    """Return the compared choices: staleness bounds, then the others at the recommended bound."""
 
     def measured(row: Row) -> Row:
         if not given["simulated"]:

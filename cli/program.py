@@ -1,5 +1,4 @@
-"""Parser of a run's TOML file, for `tidegate run`: settings, tasks, an episode function and a
-trainer.
+"""Parser of a run's TOML file for `tidegate run`: settings, tasks, episode function, trainer.
 
 Reads the file, applies overrides from flags, imports what it names and checks all arguments;
 :mod:`tidegate.cli.run` runs the result.
@@ -72,8 +71,7 @@ class Program:
 
 
 def read_program(path: Path, overrides: Sequence[str] = ()) -> Program:
-    """Read and check a file; ``overrides`` are ``section.key=value``, with the value in TOML
-    syntax.
+    """Read and check a file; ``overrides`` are ``section.key=value``, the value in TOML syntax.
 
     Raises:
         ConfigError: the file can't be read, or something in it is unknown or invalid.

@@ -1,7 +1,6 @@
-"""The `tidegate simulate` command: runs seeded simulated clusters in virtual time, reports
-failures.
+"""The `tidegate simulate` command: runs seeded simulated clusters in virtual time.
 
-:mod:`tidegate.simulation` runs and checks them.
+:mod:`tidegate.simulation` runs them, checks the promises after each event, and shrinks failures.
 """
 
 from pathlib import Path

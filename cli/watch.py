@@ -1,4 +1,7 @@
-"""Commands that show a run, running or finished: `tidegate dashboard` and `tidegate top`."""
+"""Commands that show a run, running or finished: `tidegate dashboard` and `tidegate top`.
+
+They print the URL of a running run's dashboard or poll it, and read a finished run's files.
+"""
 
 from pathlib import Path
 from typing import Annotated

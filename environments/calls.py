@@ -31,8 +31,7 @@ class Begin(Message, frozen=True, kw_only=True, tag="begin"):
     seed: int
     task: Any
     timeout_s: float
-    """Limit for asynchronous methods. A method that blocks is ended by the pool, with its
-    process."""
+    """Limit for asynchronous methods; the pool kills the process if a method blocks."""
 
 
 class Step(Message, frozen=True, kw_only=True, tag="step"):
@@ -109,8 +108,7 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """End of the traceback."""
     is_timeout: bool = False
     is_out_of_memory: bool = False
-    """Whether it was a MemoryError. The pool then kills the process, because what it holds may
-    be the cause."""
+    """Whether it was a MemoryError; the pool then kills the process, which may be the cause."""
     is_bad_arguments: bool = False
     """Whether the tool was not called because its arguments did not match its signature."""
 

@@ -1,5 +1,4 @@
-"""Interface of an environment: reset by a seed and a task, then steps; observations and actions are
-text.
+"""Interface of an environment: reset, then steps; actions and observations are text.
 
 Independent of models, tokens and training. Any class with these three methods is an environment;
 each method may be plain or ``async``:

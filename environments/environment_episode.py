@@ -42,8 +42,7 @@ class Dialogue(Protocol):
     """Conversion between observations and turns, for one episode."""
 
     async def turn_after(self, observation: Observation) -> GeneratedTurn | None:
-        """Add the observation to the context and generate a turn; None if the context has no
-        room."""
+        """Add the observation to the context and generate a turn; None if there is no room."""
 
 
 MakeDialogue = Callable[[Episode, TurnLimits], Dialogue]
@@ -183,8 +182,7 @@ def environment_episode(
         max_tokens: limit of one turn.
         context_tokens_max: limit of the whole context; the turn that reaches it is the last.
         dialogue: how observations become context: ``PlainText`` appends their text, ``Chat``
-            applies
-            the model's chat template to their messages.
+            applies the model's chat template to their messages.
         parks_after_turns: after every this many turns, the episode yields its engine slot and
             continues under newer weights; see :meth:`Episode.park`.
         options: keyword arguments of ``generate``.

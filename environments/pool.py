@@ -109,8 +109,7 @@ class PooledEnvironment:
 
         Raises:
             EnvironmentFailed: as for ``reset``; :class:`NotRepeatable` if a replay in another
-                process
-                gave different observations.
+                process gave different observations.
         """
         return await self._pool.run(self._go_on(action))
 
@@ -147,8 +146,7 @@ class PooledEnvironment:
         return await self._lived_on(doing, lambda: self._ask(action))
 
     async def _lived_on(self, doing: str, ask: Callable[[], Awaitable[Observation]]) -> Observation:
-        """Ask for an observation, replaying the environment in other processes if its process
-        dies."""
+        """Ask for an observation; if the process dies, replay the environment in another one."""
         while True:
             try:
                 if self._lived and (self._process is None or self._process.is_dead):
@@ -277,8 +275,7 @@ class PooledEnvironment:
 
 
 CLOSE_GRACE_S = 2.0
-"""How long environments may take to close when the pool is closed; then their processes are
-killed."""
+"""How long environments may take to close with the pool; then their processes are killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +293,7 @@ class PoolStatistics:
 
 
 class EnvironmentPool:
-    """Worker processes for environments and tools, started as needed. Close it, or use it in
-    ``with``."""
+    """Worker processes for environments and tools, started as needed. Close it, or use ``with``."""
 
     def __init__(
         self,
@@ -314,28 +310,22 @@ class EnvironmentPool:
 
         Args:
             processes: largest number; one per core by default. Computing environments share
-                processes;
-                blocking ones need more processes, or ``async`` methods.
+                processes; blocking ones need more processes, or ``async`` methods.
             environments_max: largest number of open environments; further ones wait.
             call_timeout_s: limit of one reset, step or close. A process that exceeds it is killed,
-                and
-                its other environments are replayed in another one.
+                and its other environments are replayed in another one.
             memory_bytes: address space of each process (RLIMIT_AS).
             python: the interpreter, for example of another virtual environment if packages need
                 conflicting versions. It needs ``tidegate`` (``pip install --no-deps``) and
-                    ``msgspec``.
+                ``msgspec``.
             pass_variables: names of environment variables to pass on although they look like
-                secrets
-                (``HF_TOKEN``, for example). Others are left out, because code written by a model
-                    may run
-                there.
+                secrets (``HF_TOKEN``, for example). Others are left out, because code written by a
+                model may run there.
             workers: called once as ``workers(python, memory_bytes, pass_variables)``; the result
-                starts
-                the worker processes. The default starts them on this machine;
+                starts the worker processes. The default starts them on this machine;
                 ``tidegate.ray_workers(places)`` places them on the nodes of a Ray cluster, where
-                    packages
-                and ``python`` must have the same paths. Any other than the default needs
-                    ``processes``.
+                packages and ``python`` must have the same paths. Any other than the default needs
+                ``processes``.
 
         Raises:
             ConfigError: a number is not above zero, there is no such interpreter, or ``workers``
@@ -369,8 +359,7 @@ class EnvironmentPool:
         self._ids = itertools.count(1)
         self._places = asyncio.Semaphore(environments_max)
         self.tool_places = asyncio.Semaphore(self._processes_max)
-        """Held while a tool computes, so that a call waits for any free process and not for a
-        certain one."""
+        """Held while a tool computes, so that a call waits for any process to be free."""
         self._open = 0
         self._lost = 0
         self._begun_again = 0
@@ -411,8 +400,7 @@ class EnvironmentPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the pool's loop and await it here; cancelling the caller cancels
-        it."""
+        """Run a coroutine on the pool's loop and await it here; cancelling also cancels it."""
         return await asyncio.wrap_future(self.submit(work))
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Interfaces between the pool and whatever starts its worker processes, and the local
-implementation.
+"""Interfaces of a pool's worker processes and of what starts them; implementation for this machine.
 
-:mod:`integrations.ray.ray_environments` implements them on a Ray cluster. The pool needs of a
-process a connected socket, its output, and a way to kill it.
+:mod:`worker_process` needs of a process its connected socket, its output, and a way to kill it.
+`integrations/ray/ray_environments.py` implements the interfaces on a Ray cluster.
 """
 
 import os
@@ -112,8 +111,7 @@ class LocalWorker:
         self.output = self._process.stdout
 
     def kill(self) -> str:
-        """Make the keeper kill all processes of the worker; if it does not respond, kill its
-        session."""
+        """Make the keeper kill all processes of the worker; if it hangs, kill its session."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             return _status(self._process.wait(KEEPER_TIMEOUT_S))

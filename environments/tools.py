@@ -50,8 +50,7 @@ class Tools:
         self._functions = {name: checked_name(path) for name, path in functions.items()}
 
     async def call(self, name: str, arguments: Any, *, timeout_s: float | None = None) -> str:
-        """Call a tool, and return its result or the error as text. Raises only if the pool is
-        closed.
+        """Call a tool; return its result or error as text. Raises only if the pool is closed.
 
         Args:
             name: name of the tool.
@@ -127,8 +126,7 @@ class Tools:
     async def _reply(
         self, call: calls.UseTool | calls.DescribeTool, timeout_s: float
     ) -> calls.Reply:
-        """Return the reply of a process, trying another process if one dies through no fault of the
-        call.
+        """Return a process's reply; try another process if one dies through no fault of the call.
 
         Raises:
             ProcessDied: this call may have killed it, or too many processes died.

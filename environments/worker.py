@@ -197,8 +197,7 @@ def _reply(call: calls.Call, result: Any) -> calls.Reply:
 
 
 def _as_text(result: Any) -> str:
-    """Return a tool's result as text: strings unchanged, plain data as JSON, anything else by
-    ``str``."""
+    """Return a tool's result: strings unchanged, plain data as JSON, anything else by ``str``."""
     if isinstance(result, str):
         text = result
     else:

@@ -24,8 +24,7 @@ KEYS = (
     f"{server_keys.CONTROL_TOKEN_VARIABLE}_FILE",
     server_keys.DASHBOARD_TOKEN_VARIABLE,
 )
-"""Variables that hold keys of engine servers, of our own server, and of the dashboard; never
-passed on."""
+"""Variables that hold keys of engine servers, our server and the dashboard; never passed on."""
 
 
 def worker_command(python: str, descriptor: int, memory_bytes: int | None) -> list[str]:
@@ -41,7 +40,7 @@ SECRET_NAMES = re.compile(
     r"|(^|_)(PASS|PAT|COOKIE|DSN)(_|$)",
     re.IGNORECASE,
 )
-"""Names of variables that probably hold secrets: ``HF_TOKEN``, ``AWS_ACCESS_KEY_ID``,
+"""Names of variables that may hold secrets: ``HF_TOKEN``, ``AWS_ACCESS_KEY_ID``,
 ``SSH_AUTH_SOCK``."""
 
 SECRET_VALUES = re.compile(r"://[^/@\s]+:[^/@\s]+@")

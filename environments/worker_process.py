@@ -54,8 +54,7 @@ class ProcessDied(Exception):
     """A worker process ended before it replied."""
 
     def __init__(self, how: str, *, suspects: int, was_late: bool = False) -> None:
-        """``suspects``: number of calls that may have caused the death, including this one; 0 if
-        not this one."""
+        """``suspects``: number of calls that may be the cause; 0 if this one is not among them."""
         super().__init__(how)
         self.how = how
         self.suspects = suspects
@@ -199,8 +198,7 @@ class WorkerProcess:
             pending.reply.set_result(reply)
 
     def lost(self, why: str | None) -> None:
-        """Handle a closed socket, or an invalid reply (``why``), for which the process is
-        killed."""
+        """Handle a closed socket, or an invalid reply (``why``): then kill the process."""
         if why is not None or self._is_closing or self.is_dead:
             self._end(why)
         else:

@@ -145,8 +145,7 @@ class RolloutWorker:
         *,
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Return the log-probs of each sequence's tokens from ``start`` on, under the live
-        weights."""
+        """Return the log-probs of each sequence's tokens from ``start`` on, under live weights."""
         scores = self._run.score(sequences, start=start, temperature=temperature)
         return [score.logprobs.tolist() for score in scores]
 
@@ -213,8 +212,7 @@ class RolloutWorker:
     def update_weights(
         self, weights: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
     ) -> int:
-        """Publish weights, given as a mapping or as verl's pairs of name and tensor; return their
-        version.
+        """Publish weights, as a mapping or verl's pairs of name and tensor; return their version.
 
         Raises:
             WeightsRefused: they do not fit the model; the old ones stay live.
@@ -248,8 +246,7 @@ class RolloutWorker:
     # ------------------------------------------------------------ identity
 
     def get_world_size(self) -> int:
-        """Return the number of processes that join a weight broadcast: 1, for any number of
-        engines."""
+        """Return the number of processes that join a weight broadcast: 1 for all engines."""
         return 1
 
     def health(self) -> bool:
@@ -299,8 +296,7 @@ def _sample(prompt: list[int], turn: GeneratedTurn) -> Sample:
 
 
 def _sampling(params: Any) -> tuple[dict[str, Any], int]:
-    """Return keywords of ``generate`` and ``n``; attributes that are None in a vLLM object are
-    left out."""
+    """Return keywords of ``generate`` and ``n``; attributes of a vLLM object may be None."""
     if params is None:
         return {}, 1
     given = dict(params) if isinstance(params, Mapping) else _attributes(params)

@@ -83,8 +83,7 @@ class TRLRows:
         self._given = 0
         """Number of rows handed to TRL."""
         self._given_at: list[int] = []
-        """Value of ``_given`` at TRL's last three weight syncs; the first sync precedes any
-        step."""
+        """Value of ``_given`` at TRL's last three weight syncs; the first precedes any step."""
         self._last_given: deque[Row] = deque()
         """The last rows handed to TRL, which it may not have trained on yet."""
         self.is_over = False

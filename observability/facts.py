@@ -1,5 +1,4 @@
-"""Numbers of a recorded run, read from `run.json` and `metrics.jsonl` and merged over its
-processes.
+"""Numbers of a recorded run, read from `run.json` and `metrics.jsonl` of all its processes.
 
 Reports, comparisons and the dashboard read them. A killed run has the numbers that its last process
 recorded, at most a second older than its last batch.
@@ -58,7 +57,7 @@ class Facts:
     pause_mode: str | None
     kv_policy: str | None
     warm_up: Mapping[str, object]
-    """Training before the run, as the owner recorded it with `finish()`."""
+    """Training before the run, as the owner recorded it."""
     discarded_rollouts: Mapping[str, int]
     staleness_histogram: Mapping[str, int]
     ledger: Mapping[str, Any]
@@ -90,10 +89,9 @@ class Facts:
     memory_mb: Mapping[str, int] | None
     """Peak memory of trainer and engines together, by phase, as the owner recorded it."""
     staleness_in_flight: float | None
-    """Part of the mean staleness that arose before the group had ended. None, like the next
-    four, in older runs."""
+    """Mean staleness that arose in flight. None, like the next four, in older runs."""
     staleness_in_queue: float | None
-    """Part of the mean staleness that arose while the group waited for the trainer."""
+    """Mean staleness that arose while groups waited for the trainer."""
     group_wait_s: float | None
     """Mean seconds from the end of a group's first rollout to the end of its last."""
     standstill_s: float | None
@@ -101,8 +99,7 @@ class Facts:
     publish_s: float | None
     """Mean seconds from a publish to its weights being live, as the trainer waited for it."""
     episode_s: Mapping[str, float]
-    """Seconds of all episodes by activity: environments, tools, scores, and activities that
-    episodes named."""
+    """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
 
 
 def read_facts(directory: Path) -> Facts:
@@ -284,8 +281,7 @@ def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict
 def _kept(
     lines: list[dict[str, Any]], part: Path, following: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the ``lines`` of batches in the checkpoint that the process of ``part`` resumed
-    from."""
+    """Return the ``lines`` of batches in the checkpoint that ``part``'s process resumed from."""
     run = read_run_file(part) if (part / RUN_FILE).exists() else {}
     batches = run.get("resumed_batches")
     if isinstance(batches, int):
@@ -295,8 +291,7 @@ def _kept(
 
 
 def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
-    """Return the facts of finished runs in the same parent directory with the same model, newest
-    first."""
+    """Return the facts of finished runs of the same model in the parent directory, newest first."""
     found = []
     for path in directory.parent.glob(f"*/{RUN_FILE}"):
         if path.parent == directory:

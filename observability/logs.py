@@ -20,16 +20,14 @@ _FIELD = re.compile(
     r"%%|(?:(?P<name>\b[a-z_]+)=)?%[-#0 +]*(?:\d+)?(?:\.\d+)?[a-zA-Z]"
     r"|(?P<word>\b[a-z_]+)=(?P<said>\w+)"
 )
-"""Matches, in a format string, each ``%`` argument with its key if it has one, and each
-``key=word`` that is written out."""
+"""Matches each ``%`` argument of a format string, with its key if any, and each ``key=word``."""
 
 OWN = frozenset({"time", "level", "run", "message", "error"})
 """Keys that every line sets itself; a field of the same name is left out."""
 
 
 class JsonLines(logging.Formatter):
-    """Formats a log record as one JSON object: time (UTC), level, run, message, and the message's
-    fields.
+    """Formats a log record as one JSON object: time, level, run, message, and the message's fields.
 
     Fields are ``rollout``, ``engine``, ``version``, ``stuck`` and any other key of a format string.
     A value that JSON can't hold is written as its ``str``.
@@ -67,8 +65,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json(run: str = "", stream: IO[str] | None = None) -> logging.Handler:
-    """Write everything that Tidegate logs as JSON lines to ``stream``, or to standard error if
-    None.
+    """Write all that Tidegate logs as JSON lines to ``stream``, or to standard error if None.
 
     Replaces the handlers of the logger ``tidegate`` and stops its propagation. Returns the new
     handler.
@@ -102,8 +99,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _safe(line: str) -> str:
-    """Escape control characters that JSON allows unescaped, because a terminal may show the
-    line."""
+    """Escape control characters that JSON allows, because a terminal may show the line."""
     return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 

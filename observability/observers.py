@@ -1,5 +1,4 @@
-"""Composition of a run's observers from its settings: the recorder of its directory, and its
-dashboard.
+"""Composition of a run's observers from its settings: its recorder and its dashboard.
 
 The composition root (``tidegate.runs``) creates :class:`Observers`; the run opens and closes it.
 """
@@ -157,8 +156,7 @@ class RecorderGroup(Recorder):
 
 
 class Observers:
-    """The recorder and the dashboard that a run's settings ask for; implements
-    :class:`RunObservers`."""
+    """The recorder and dashboard that a run's settings ask for; see :class:`RunObservers`."""
 
     def __init__(self, settings: RunSettings) -> None:
         """Bind the dashboard's address if the settings have one. Starts nothing.
@@ -244,8 +242,7 @@ class Observers:
         )
 
     def _live_notes(self, resumed: Resumed | None) -> "LiveNotes":
-        """Create the dashboard's memory. A resumed run's curves continue from the recorded
-        batches."""
+        """Create the dashboard's memory; a resumed run's curves continue from its records."""
         from tidegate.observability.dashboard.earlier import earlier_batches
         from tidegate.observability.dashboard.live import LiveNotes
 

@@ -1,5 +1,4 @@
-"""Terminal progress of a training loop, drawn with rich: a live table on a terminal, else a line
-per batch.
+"""Terminal progress of a training loop, drawn with rich: a live table, or one line per batch.
 
 The trainer's loop calls :meth:`RunProgress.batch`, which takes the run's statistics. There is no
 thread, so sync and async code can use it.
@@ -23,8 +22,7 @@ LINE_WIDTH_MAX = 160
 
 
 class RunProgress:
-    """Progress of one run. Use it in ``with`` or ``async with``, and call :meth:`batch` for each
-    batch.
+    """Progress of one run. Use it in ``with`` or ``async with``; call :meth:`batch` for each batch.
 
         with RunProgress(rollouts.statistics, batches_total=40) as progress:
             for batch in rollouts.batches(...):
@@ -53,8 +51,7 @@ class RunProgress:
         )
 
     def batch(self, metrics: Mapping[str, float]) -> None:
-        """Show the statistics after a train step; of ``metrics``, ``reward`` and ``loss`` are
-        shown."""
+        """Show the statistics after a train step; of ``metrics``, ``reward`` and ``loss``."""
         self._batches += 1
         statistics = self._statistics()
         if self._live is not None:

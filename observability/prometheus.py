@@ -24,8 +24,7 @@ from tidegate.observability.metrics import METRICS, Metric, Sample
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 BUCKETS = (0, 1, 2, 3, 4, 8, 16, 32)
-"""Upper bounds of histogram buckets, in versions. Fixed, because Prometheus compares buckets
-between scrapes."""
+"""Upper bounds of histogram buckets, in versions; fixed, because Prometheus compares scrapes."""
 
 
 class _Observed(Collector):

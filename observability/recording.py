@@ -61,12 +61,10 @@ QUEUED_WEIGHTS_MAX = 2
 """Copies of the whole model that may wait for the disk; a third call of ``weights`` blocks."""
 
 STATISTICS_INTERVAL_S = 1.0
-"""Shortest time between two writes of run.json while batches come. Encoding takes 10 ms for
-1,000 engines."""
+"""Shortest time between two writes of run.json. Encoding takes 10 ms for 1,000 engines."""
 
 ROLLOUTS_PER_JOB = 32
-"""Rollouts converted to Arrow columns at once: holds the GIL for about 2 ms, which delays the
-event loop."""
+"""Rollouts converted to Arrow columns at once, which holds the GIL for about 2 ms."""
 
 PACKAGES = ("tidegate", "torch", "transformers", "pyarrow", "pyzmq", "msgspec", "numpy")
 """Packages whose versions are recorded in run.json."""
@@ -78,15 +76,13 @@ def weights_path(directory: Path, version: int) -> Path:
 
 
 def archives(directory: Path) -> list[Path]:
-    """Return where a process's weights may be: its own archive first, then those of the run's
-    other processes."""
+    """Return where a process's weights may be: its own archive, then the run's other ones."""
     parts = lives(directory.parent) if is_part(directory) else lives(directory)
     return [p / "weights" for p in dict.fromkeys([directory, *parts]) if (p / "weights").is_dir()]
 
 
 def archived_weights(directory: Path, version: int) -> Path:
-    """Return the directory of the archived weights of ``version``, searched in all of the run's
-    archives."""
+    """Return the directory of the archived weights of ``version``, from any of the archives."""
     name = weights_path(directory, version).name
     found = (archive / name for archive in archives(directory) if (archive / name).is_dir())
     return next(found, weights_path(directory, version))
@@ -138,8 +134,7 @@ class RunRecorder(Recorder):
             "extra": {},
         }
         self._lock = threading.Lock()
-        """Guards the trace, the run record and the rollouts not yet queued; held for
-        microseconds."""
+        """Guards the trace, the run record and the pending rollouts; held for microseconds."""
         self._trace = Trace()
         self._pending: list[Snapshot] = []
         self._is_closed = False
@@ -232,8 +227,7 @@ class RunRecorder(Recorder):
         state_dict: "Mapping[str, torch.Tensor]",
         parts: WeightParts = WHOLE,
     ) -> None:
-        """Archive a version. The tensors are copied before this returns; ``parts`` names what
-        else the version consists of."""
+        """Archive a version, copied before this returns; ``parts``: what else it consists of."""
         self._refuse_if_closed()
         tensors = _detached_copies(state_dict)
         self._weights_slots.acquire()

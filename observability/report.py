@@ -37,8 +37,8 @@ def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
     if in_flight is None or in_queue is None:
         return []
     return [
-        f"Since this process began, {in_flight:.2f} of a rollout's staleness came about in flight, "
-        f"until its group had ended, and {in_queue:.2f} in the queue.",
+        f"Since this process began, {in_flight:.2f} of a rollout's mean staleness arose in flight, "
+        f"before its group had ended, and {in_queue:.2f} in the queue.",
         "",
     ]
 
@@ -146,8 +146,8 @@ def _summary(facts: Facts) -> list[str]:
     if facts.warm_up:
         said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in _flat(facts))
         lines += [
-            f"**Before**: the model was warmed up by supervised training ({said}). What it could "
-            f"do after that is not this run's merit.",
+            f"**Before**: the model was warmed up by supervised training ({said}). Its skill "
+            f"after the warm-up is not a result of this run.",
             "",
         ]
     if facts.reward_before is not None and facts.reward_after is not None:
@@ -179,22 +179,22 @@ def _results(facts: Facts) -> list[str]:
         ("reward after", _number(facts.reward_after)),
         ("weight versions published", str(facts.versions)),
         ("rollouts trained", f"{facts.rollouts_trained} in {facts.batches} batches"),
-        ("of them over two or more versions", f"{facts.mixed_version_share:.1%}"),
+        ("share with two or more versions", f"{facts.mixed_version_share:.1%}"),
         ("staleness, highest (bound)", f"{facts.max_staleness} ({_bound(facts.staleness_bound)})"),
         ("wall time", f"{facts.wall_s:.1f} s"),
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
         ("a group's wait for its last rollout", seconds_cell(facts.group_wait_s)),
-        ("episodes' time by what it went to", spent_cell(facts.episode_s)),
-        ("a publish; an engine's standstill in it", _publishing(facts)),
+        ("episodes' time by activity", spent_cell(facts.episode_s)),
+        ("mean publish; mean stall of an engine per swap", _publishing(facts)),
         ("context found in engines' caches", _cached(facts)),
-        ("tokens guessed", _guessed(facts)),
-        ("engines' weights rounded to", facts.quantize or "-"),
+        ("draft tokens verified", _guessed(facts)),
+        ("engines' weights quantized to", facts.quantize or "-"),
         ("engines paced to a step time of", _paced(facts)),
         ("mismatch of trainer and engines", mismatch_cell(facts.mismatch)),
         (
-            "memory of all processes at the most",
+            "peak memory of all processes",
             memory_cell(facts.memory_mb, sleeps=facts.colocated),
         ),
     ]
@@ -213,7 +213,7 @@ def _guessed(facts: Facts) -> str:
     if not facts.drafted_tokens:
         return "-"
     share = facts.accepted_tokens / facts.drafted_tokens
-    return f"{facts.drafted_tokens}, {share:.1%} of them right"
+    return f"{facts.drafted_tokens}, {share:.1%} accepted"
 
 
 def _paced(facts: Facts) -> str:

@@ -1,5 +1,4 @@
-"""Picture of one run for its report, drawn with matplotlib: reward, staleness, and a timeline
-excerpt.
+"""Picture of one run for its report, drawn with matplotlib: reward, staleness, and timeline.
 
 :mod:`report` calls :func:`draw_report`; the timeline comes from the run's ``trace.json``.
 """
@@ -140,8 +139,7 @@ def _draw_bound(axes: Axes, bound: int) -> None:
 
 
 def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
-    """Draw a lane per engine, coloured by weight version, and one of the trainer, coloured by
-    activity."""
+    """Draw a lane per engine, coloured by version, and one of the trainer, by activity."""
     _plain(axes, "")
     axes.grid(visible=False)
     path = trace_path(directory)
@@ -186,8 +184,7 @@ def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
 
 
 def _excerpt(trace: Trace) -> tuple[int, int]:
-    """Return the start and end of an excerpt from the middle of the run, away from start-up and
-    shut-down."""
+    """Return the start and end of an excerpt from the middle of the run."""
     ends = [i.ended_us for i in trace.tracks.get(TRAINER_TRACK, []) if i.name == "publish"]
     if len(ends) >= 2:
         first = max(0, (len(ends) - EXCERPT_VERSIONS) // 2)

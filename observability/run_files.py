@@ -1,5 +1,4 @@
-"""Files of one recording process, and the thread that writes them, so that the run never waits for
-the disk.
+"""Files of one recording process, and the thread that writes them while the run goes on.
 
 :class:`RunRecorder` submits jobs to a :class:`RunFiles`. Rollouts go to an Arrow IPC stream at
 once, and to a Parquet file in row groups.
@@ -32,12 +31,10 @@ from tidegate.transport.private_directory import make_private_directory, make_pr
 METRICS_FILE = "metrics.jsonl"
 
 QUEUED_JOBS_MAX = 256
-"""Limit of queued jobs, each at most 32 rollouts or one line. A full queue means that the disk
-is broken or far too slow."""
+"""Limit of queued jobs, each at most 32 rollouts or one line."""
 
 ROW_GROUP_TOKENS_MAX = 1_000_000
-"""Tokens per Parquet row group: 8 MB of ids and log-probs, held in memory until the group is
-full."""
+"""Tokens per Parquet row group: 8 MB of ids and log-probs, in memory until it is full."""
 
 ROW_GROUP_ROLLOUTS_MAX = 4096
 """Rollouts per Parquet row group."""
@@ -142,8 +139,7 @@ class RunFiles:
                 self._flush_row_group()
 
     def write_metrics(self, line: bytes) -> None:
-        """Append a line to metrics.jsonl at once, for programs that follow the file. Call it
-        only from a job."""
+        """Append a line to metrics.jsonl at once, unbuffered. Call it only from a job."""
         _write_whole(self._metrics.fileno(), line, at=self._metrics.tell())
 
     def _flush_row_group(self) -> None:
@@ -187,8 +183,7 @@ class RunFiles:
 
 
 class RolloutStream:
-    """Writer of an Arrow IPC stream that is readable up to its last complete record batch at any
-    time.
+    """Writer of an Arrow IPC stream, readable up to its last complete record batch at any time.
 
     A record batch that can't be written completely is truncated away, so that later ones stay
     readable.
@@ -232,8 +227,7 @@ class RolloutStream:
 
 
 def _write_whole(file: int, body: bytes, *, at: int) -> None:
-    """Write all of ``body`` at offset ``at``, the file's end; on failure, truncate the file back
-    to ``at``."""
+    """Write all of ``body`` at the file's end ``at``; on failure, truncate back to ``at``."""
     rest = memoryview(body)
     try:
         while rest:
@@ -251,8 +245,7 @@ def _why(error: Exception) -> str:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush the entries of a directory and its parent, so that created and renamed files survive
-    a power failure."""
+    """Flush a directory's and its parent's entries, so that new files survive a power failure."""
     for path in (directory, directory.parent):
         handle = os.open(path, os.O_RDONLY)
         try:

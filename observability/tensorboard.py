@@ -1,5 +1,4 @@
-"""TensorBoard export: an ``on_batch`` callback that writes a run's figures with torch's
-``SummaryWriter``.
+"""TensorBoard export: an ``on_batch`` callback that writes figures with torch's ``SummaryWriter``.
 
 Pass it to the run: ``serve(on_batch=TensorBoard("runs/tb"))``.
 """
@@ -12,8 +11,7 @@ from typing import Any, Self
 from tidegate.errors import ConfigError
 
 STEP = "version"
-"""Figure used as TensorBoard's global step: the weight version, so that curves of the loss can
-share the axis."""
+"""Figure used as TensorBoard's global step: the weight version, so that the loss can share it."""
 
 
 class TensorBoard:

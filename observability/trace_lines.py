@@ -1,4 +1,7 @@
-"""Text summary of a recorded timeline, printed by ``tidegate trace``: one line per track."""
+"""Text summary of a recorded timeline, printed by ``tidegate trace``: one line per track.
+
+Reads ``trace.json`` with :mod:`trace`.
+"""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -37,8 +40,7 @@ def trace_lines(directory: Path) -> list[str]:
 
 
 def _track_line(name: str, track: list[Interval], length_us: int) -> str:
-    """Summarise a track: an engine's intervals are named after weight versions, the trainer's
-    after activities."""
+    """Summarise a track; intervals are named after versions (engine) or activities (trainer)."""
     if all(interval.name == f"v{interval.version}" for interval in track):
         busy_us = sum(interval.busy_us for interval in track)
         versions = {interval.version for interval in track}

@@ -28,8 +28,7 @@ from tidegate.transport.messages import KvSpan, SamplingParams
 TRAJECTORIES_FILE = "trajectories.parquet"
 
 STREAM_FILE = "trajectories.arrows"
-"""Exists while a process records, and afterwards only if the Parquet file could not be
-completed."""
+"""Exists while a process records, and afterwards if the Parquet file is incomplete."""
 
 ROWS_PER_READ = 256
 """Rollouts held as Python objects at a time while reading: 0.5 GB at 30,000 tokens each."""
@@ -107,8 +106,7 @@ class RecordedTurn:
     """All sampling parameters, if others than the columns' differ from the defaults; else None.
     The columns don't include stop tokens."""
     raw_logprobs: list[float] | None
-    """This and the next two as in ``messages.TokenDetails``; None if the turn did not ask for
-    them."""
+    """This and the next two as in ``messages.TokenDetails``; None if not requested."""
     top_ids: list[int] | None
     top_logprobs: list[float] | None
     reward: float | None
@@ -238,8 +236,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
 
 
 def _options_text(sampling: SamplingParams) -> str | None:
-    """Return the parameters as JSON, without those at their defaults; None if the columns hold
-    all of them."""
+    """Return the non-default parameters as JSON; None if the columns hold all of them."""
     if not msgspec.to_builtins(sampling).keys() - IN_COLUMNS:
         return None
     return msgspec.json.encode(sampling).decode()
@@ -340,8 +337,7 @@ def count_trajectories(directory: Path) -> int:
 
 
 def _parts(directory: Path) -> list[Path]:
-    """Return the directories of the run's first process, and of later ones that recorded
-    rollouts."""
+    """Return the directories of the first process, and of later ones that recorded rollouts."""
     first, *later = lives(directory)
     recorded = [d for d in later if (d / TRAJECTORIES_FILE).exists() or (d / STREAM_FILE).exists()]
     is_killed_first = recorded and not (first / TRAJECTORIES_FILE).exists()
@@ -362,8 +358,7 @@ def _batches_of_one(
     *,
     row_groups_with: int | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield what one process recorded, from its Parquet file, or from its stream if that is
-    incomplete.
+    """Yield what one process recorded, from its Parquet file, or else from its stream.
 
     ``row_groups_with``: skip Parquet row groups without this ``rollout_id``.
     """

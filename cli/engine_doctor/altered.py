@@ -1,4 +1,7 @@
-"""Copies of a model with noise added to its weights, for the doctor's test of weight updates."""
+"""Copies of a model with noise added to its weights, for the doctor's test of weight updates.
+
+:mod:`measuring` creates one if `--update` is given.
+"""
 
 import shutil
 import tempfile
@@ -13,8 +16,7 @@ from safetensors.torch import save_file
 from tidegate.errors import ConfigError
 
 NOISE = 0.3
-"""Noise relative to each tensor's standard deviation: changes every layer's KV, and no logit
-overflows."""
+"""Noise relative to each tensor's deviation: changes every layer's KV, and no logit overflows."""
 
 SEED = 7
 

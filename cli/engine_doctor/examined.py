@@ -1,6 +1,6 @@
 """Interface of an engine under examination: generate, tokenize, load weights, count cache hits.
 
-:mod:`vllm` and :mod:`sglang` implement it over HTTP; the probes call it.
+vllm.py and sglang.py implement it over HTTP; the probes call it.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,7 @@ class Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[Mapping[int, float], ...]
-    """Log-probs of the most likely tokens, by token id; empty if none were requested or
-    returned."""
+    """Log-probs of the most likely tokens, by token id; empty if none were requested."""
     cached_tokens: int | None
     """Prompt tokens found in the prefix cache; None if the engine does not report them."""
     has_weight_spans: bool
@@ -54,8 +53,7 @@ class ExaminedEngine(Protocol):
         ...
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the engine's token ids of ``text``, without special tokens; None if it has no
-        route for it."""
+        """Return the token ids of ``text``, without special tokens; None without such a route."""
         ...
 
     def load_weights(self, directory: Path, *, clears_cache: bool) -> str | None:
@@ -67,6 +65,5 @@ class ExaminedEngine(Protocol):
         ...
 
     def cached_tokens_total(self) -> int | None:
-        """Return the prompt tokens found in its cache since it started; None if it has no such
-        counter."""
+        """Return the prompt tokens found in the cache since the start; None without a counter."""
         ...

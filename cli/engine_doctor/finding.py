@@ -1,4 +1,7 @@
-"""Finding of the doctor: a check's verdict, explanation and remedy."""
+"""Finding of the doctor: a check's verdict, explanation and remedy.
+
+:mod:`findings` creates them, and `tidegate doctor` prints them.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum

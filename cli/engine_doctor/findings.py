@@ -26,8 +26,7 @@ NEWER_SGLANG = "take SGLang 0.5.21 or newer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """A feature that RL needs of an engine, and the routes that provide it; one of them is
-    enough."""
+    """A feature that RL needs of an engine, and the routes that provide it; one is enough."""
 
     name: str
     any_of: tuple[str, ...]
@@ -132,8 +131,8 @@ MISMATCHES_MAX = 5.0
 measured before. Noise spreads logits, and rounding errors grow with them."""
 
 SAME_NATS = 1e-3
-"""Distance allowed for an engine that does not round: such engines differ from transformers by
-1e-6 to 1e-5."""
+"""Distance allowed if the engine does not round: it then differs from transformers by 1e-6 to
+1e-5."""
 
 SAME_SHARE_MAX = 0.25
 """The distance must also be at most this share of the distance between the two sets of weights.
@@ -249,8 +248,7 @@ GAP_RATIO_TOLERANCE = 0.2
 engine has a ratio other than 1 or 2."""
 
 MASS_LOST_MAX = 1e-3
-"""Two float32 log-probs add up to a probability of 1 within 1e-6, in bfloat16 engines within
-1e-4."""
+"""Two float32 log-probs add up to a probability of 1 within 1e-6; in bfloat16, within 1e-4."""
 
 MEAN_SAME_NATS = 1e-3
 """float32 engines differ from transformers by 1e-5, or by 1e-4 with other kernels."""
@@ -356,8 +354,7 @@ def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
 
 
 def _processed(mode: LogprobMode) -> list[Finding]:
-    """Judge log-probs with temperature applied. Logits would show the same gaps, but do not sum
-    to 1."""
+    """Judge log-probs with temperature applied. Logits have the same gaps, but do not sum to 1."""
     if (mode.truncated_mass or 0.0) > 1 + MASS_LOST_MAX:
         return [
             Finding(

@@ -1,4 +1,7 @@
-"""HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout."""
+"""HTTP client of the doctor (`http.client`): one JSON request at a time, with a timeout.
+
+vllm.py and sglang.py use it.
+"""
 
 import http.client
 import json
@@ -14,8 +17,7 @@ REQUEST_TIMEOUT_S = 120.0
 """An engine's first request may compile kernels, which takes a minute or more."""
 
 LOAD_TIMEOUT_S = 600.0
-"""Loading a large model's weights from disk takes minutes; the engine adapters allow the same
-time."""
+"""Loading a large model's weights takes minutes; the engine adapters allow the same time."""
 
 UNAUTHORIZED = 401
 

@@ -39,8 +39,7 @@ class LogprobMode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Results of repeated requests. Differences are the largest, in nats, up to the first
-    different token."""
+    """Results of repeated requests. Differences are in nats, up to the first different token."""
 
     alone_same_tokens: bool
     """Whether a repeated greedy request returned the same tokens."""
@@ -65,8 +64,7 @@ class PrefixCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Engine's log-probs against transformers', teacher-forced in float32 on the engine's
-    tokens."""
+    """Engine's log-probs against transformers', teacher-forced in float32 on its tokens."""
 
     tokens: int
     mean: float
@@ -98,8 +96,7 @@ class WeightUpdate:
     """Responses to a prompt with cached KV, sent again after weight updates."""
 
     is_left_out: bool = False
-    """The engine does not serve the model's weights, so the test could not restore them and was
-    skipped."""
+    """Skipped: the engine does not serve the model's weights, so they could not be restored."""
     refused: str | None = None
     """Why the engine refused new weights; the other fields are then None."""
     cleared: Distance | None = None

@@ -45,8 +45,7 @@ TEXTS = (
     "<|im_start|>user\nhi<|im_end|>",
     "👩‍🚀🏴‍☠️",
 )
-"""Texts that tokenizers treat differently: spaces, digits, scripts, special tokens as text,
-joined emoji."""
+"""Texts that tokenizers treat differently: spaces, digits, scripts, special tokens, emoji."""
 
 
 def examined(url: str) -> ExaminedEngine:

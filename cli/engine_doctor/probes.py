@@ -27,8 +27,7 @@ TOPS = 5
 
 
 def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode:
-    """Determine whether log-probs include temperature and truncation, from gaps between the same
-    tokens."""
+    """Determine whether log-probs include temperature and truncation, from gaps between tokens."""
     ratios = []
     for shift in range(3):
         start = prompt[shift:]

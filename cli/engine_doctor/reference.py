@@ -1,6 +1,6 @@
 """Reference log-probs and tokens of a model directory, from transformers in float32.
 
-Independent of Tidegate's engine and of the examined one.
+:mod:`measuring` compares the engine's responses with them. Independent of Tidegate's engine.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,7 @@ class Reference:
         return torch.gather(told, 1, torch.tensor(output)[:, None])[:, 0].tolist()
 
     def tokenize(self, text: str) -> list[int] | None:
-        """Return the token ids of ``text``, without special tokens; None if there is no
-        tokenizer.json."""
+        """Return the token ids of ``text``, without special tokens; None without tokenizer.json."""
         if not self._tokenizer.is_file():
             return None
         ids: list[int] = (

@@ -1,4 +1,7 @@
-"""Doctor's adapter for SGLang: its native HTTP routes, with token ids in and out."""
+"""Doctor's adapter for SGLang: its native HTTP routes, with token ids in and out.
+
+Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is SGLang.
+"""
 
 from pathlib import Path
 from typing import Any

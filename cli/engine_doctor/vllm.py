@@ -1,6 +1,6 @@
 """Doctor's adapter for vLLM, and for servers with its API, such as Tidegate's.
 
-Uses the token-id routes if they are on, else the OpenAI ones.
+Implements :class:`ExaminedEngine`. Uses the token-id routes if they are on, else the OpenAI ones.
 """
 
 import re

@@ -1,5 +1,4 @@
-"""Adapter for Gymnasium environments: observations are written as text, actions are parsed from
-text.
+"""Adapter for Gymnasium environments: writes observations as text, parses actions from text.
 
     pool.environment(
         "tidegate.integrations.environments.gymnasium_text:GymnasiumText",
@@ -40,13 +39,14 @@ class GymnasiumText:
         """Create the environment.
 
         Args:
-        env: Gymnasium's id of the environment.
-        settings: keyword arguments of ``gymnasium.make``.
-        prompt: text before the first observation.
-        actions: names of the actions of a Discrete space.
-        describe: ``module:function`` that writes an observation.
-        parse: ``module:function`` that reads an action.
-        imports: a module that registers ``env``."""
+            env: Gymnasium's id of the environment.
+            settings: keyword arguments of ``gymnasium.make``.
+            prompt: text before the first observation.
+            actions: names of the actions of a Discrete space.
+            describe: ``module:function`` that writes an observation.
+            parse: ``module:function`` that reads an action.
+            imports: a module that registers ``env``.
+        """
         gymnasium = package("gymnasium", distribution="gymnasium")
         if imports is not None:
             package(imports, distribution=imports.partition(".")[0])
@@ -108,7 +108,8 @@ class ActionReader:
         """Check the space and the names.
 
         Raises:
-        TypeError: the space needs a ``parse`` function, or ``names`` do not fit it."""
+            TypeError: the space needs a ``parse`` function, or ``names`` do not fit it.
+        """
         self._kind = type(space).__name__
         self._space = space
         self._names = [name.casefold() for name in names or ()]

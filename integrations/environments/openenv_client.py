@@ -1,5 +1,4 @@
-"""Adapter for environments behind an OpenEnv server, over its WebSocket; one action field holds the
-text.
+"""Adapter for environments behind an OpenEnv server (WebSocket); one action field holds the text.
 
     pool.environment(
         "tidegate.integrations.environments.openenv_client:OpenEnv",
@@ -33,13 +32,13 @@ class OpenEnv:
         """Create the client; :meth:`reset` connects it.
 
         Args:
-        url: the server's URL.
-        action_field: field of the action that receives the model's text.
-        text_field: field of the observation shown to the model; the whole observation as JSON
-            if
-            None.
-        prompt: text before the first observation.
-        constants: other fields of every action."""
+            url: the server's URL.
+            action_field: field of the action that receives the model's text.
+            text_field: field of the observation shown to the model; the whole observation as JSON
+                if None.
+            prompt: text before the first observation.
+            constants: other fields of every action.
+        """
         core = package("openenv.core", distribution="openenv-core")
         self._client = core.GenericEnvClient(base_url=url)
         self._action_field = action_field

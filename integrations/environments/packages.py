@@ -1,4 +1,7 @@
-"""Import of optional packages, with an error that says how to install them."""
+"""Import of optional packages, with an error that says how to install them.
+
+The adapters in this folder call it when an environment is created.
+"""
 
 import importlib
 from typing import Any

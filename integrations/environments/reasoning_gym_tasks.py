@@ -34,12 +34,12 @@ class ReasoningGym:
         """Load the dataset.
 
         Args:
-        dataset: name of the dataset.
-        settings: the dataset's own settings, ``seed`` and ``size`` included.
-        prompt: template with ``{question}``.
-        answer_tag: with ``"answer"``, the answer is the text in ``<answer>…</answer>``; by
-            default it
-            is the whole turn."""
+            dataset: name of the dataset.
+            settings: the dataset's own settings, ``seed`` and ``size`` included.
+            prompt: template with ``{question}``.
+            answer_tag: with ``"answer"``, the answer is the text in ``<answer>…</answer>``; by
+                default it is the whole turn.
+        """
         self._dataset = _dataset(dataset, json.dumps(settings or {}, sort_keys=True))
         self._prompt = prompt
         self._tag = answer_tag

@@ -20,8 +20,8 @@ class SkyRLGym:
     def __init__(
         self, env: str, *, config: dict[str, Any] | None = None, imports: str | None = None
     ) -> None:
-        """``env`` is its registered id, ``config`` its ``env_config``, and ``imports`` a module
-        that registers it."""
+        """``env``: registered id; ``config``: its ``env_config``; ``imports``: module that
+        registers it."""
         self._gym = package("skyrl_gym", distribution="skyrl-gym")
         if imports is not None:
             package(imports, distribution=imports.partition(".")[0])

@@ -1,5 +1,4 @@
-"""Adapter for tasksets of verifiers 0.4: the task's prompt, one answer, scored by the task's
-rewards.
+"""Adapter for tasksets of verifiers 0.4: one prompt, one answer, scored by the task's rewards.
 
     pool.environment(
         "tidegate.integrations.environments.verifiers_tasks:Verifiers",
@@ -26,8 +25,7 @@ class Verifiers:
     """One task of a taskset of verifiers 0.4 (``verifiers.v1``), as an environment of one step."""
 
     def __init__(self, taskset: str, *, settings: dict[str, Any] | None = None) -> None:
-        """``taskset`` is ``module:Class`` or the id of an installed one; ``settings`` are for
-        its config."""
+        """``taskset``: ``module:Class`` or an installed one's id; ``settings``: for its config."""
         self._vf = package("verifiers.v1", distribution="verifiers")
         self._tasks = _tasks(taskset, json.dumps(settings or {}, sort_keys=True))
 

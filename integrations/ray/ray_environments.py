@@ -111,8 +111,7 @@ class RayWorkers:
         return RayWorker(tunnel, self._entrance, partial(self._killed, number))
 
     def _killed(self, number: int) -> None:
-        """Free the bundle for the next actor, which waits there until Ray knows that this one
-        ended."""
+        """Free the bundle for the next actor, which waits until Ray knows that this one ended."""
         if self._room.is_shared:
             self._free.append(number)
 

@@ -1,5 +1,4 @@
-"""Placement of a run's processes on a Ray cluster: in placement groups of their own, or in the
-user's.
+"""Placement of a run's processes on a Ray cluster, in their own or the user's placement groups.
 
 Engines, environments and trainer ranks use it.
 """
@@ -35,8 +34,7 @@ class RayPlaces:
 
 
 def connected_ray() -> Any:
-    """Return the module `ray`, connected to this process's cluster, to that of RAY_ADDRESS, or to
-    one started here.
+    """Return `ray`, connected to this process's cluster, that of RAY_ADDRESS, or a new one.
 
     Raises:
         ConfigError: Ray is not installed, or can't be reached.
@@ -93,8 +91,7 @@ class RayRoom:
         return self._shared is not None
 
     def options(self, index: int) -> dict[str, Any]:
-        """Return an actor's options: resources and placement. Ray may take long to find the
-        resources."""
+        """Return an actor's resources and placement. Ray may take long to find the resources."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._shared is not None:

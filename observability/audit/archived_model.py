@@ -24,8 +24,7 @@ from tidegate.orchestrator.weight_sync.parts import WeightParts
 from tidegate.transport.regular_files import check_regular
 
 ROUNDED = re.compile(r".*\.layers\.\d+\..+\.(q|k|v|o|gate|up|gate_up|down)_proj(\.weight)?")
-"""Names of the tensors that engines quantize: the layers' matrices, but not router, embedding or
-head."""
+"""Tensors that engines quantize: the layers' matrices, but not router, embedding or head."""
 
 HEAD = "lm_head.weight"
 """Tensor that a directory of a tied model lacks, unless the head differs from the embedding."""
@@ -37,8 +36,7 @@ SMALLEST_STEP = 1e-30
 def load_version(
     version: int, where: Callable[[int], Path], adapter: str = "", *, quantization: str = ""
 ) -> Any:
-    """Load a version in float32, with one of its adapters merged into it if ``adapter`` is not
-    empty.
+    """Load a version in float32; if ``adapter`` is not empty, merge that adapter into it.
 
     With a ``quantization``, weights are rounded as engines with that setting round them.
 
@@ -112,8 +110,7 @@ def _round(model: Any, quantization: str) -> None:
 
 
 def _as_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Return the nearest float8 e4m3 numbers: 4 significant bits from 2**-6 on, multiples of 2**-9
-    below.
+    """Return the nearest float8 e4m3 numbers: 4 significant bits, below 2**-6 multiples of 2**-9.
 
     Computed arithmetically and not by torch's float8 type, because the audit has to prove that
     type's result.
@@ -141,8 +138,7 @@ def _merge(model: Any, path: Path, scale: float) -> None:
 
 
 def _lay_over(model: Any, path: Path) -> Any:
-    """Copy the tensors of a partial set into a model, named as in its state_dict or in a model
-    directory."""
+    """Copy the tensors of a partial set into a model, by names of its state_dict or directory."""
     try:
         check_regular(path)
         tensors = load_file(path)
@@ -159,8 +155,7 @@ def _lay_over(model: Any, path: Path) -> Any:
 
 
 def _lay_over_directory(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Convert the model to the names of a model directory, replace ``tensors``, and load it
-    again."""
+    """Convert the model to a directory's names, replace ``tensors``, and load it again."""
     saved = _as_saved(model, tensors)
     for name, tensor in tensors.items():
         found = next((n for n in _spellings(model, name) if n in saved), None)
@@ -182,8 +177,7 @@ def _lay_over_directory(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return all tensors by directory names: those of the loaded directory, or transformers'
-    defaults."""
+    """Return all tensors by the loaded directory's names, or by transformers' default names."""
     saved = revert_weight_conversion(model, model.state_dict())
     if not all(any(n in saved for n in _spellings(model, name)) for name in tensors):
         model._weight_conversions = None  # so that transformers takes its defaults
@@ -192,8 +186,7 @@ def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _spellings(model: Any, name: str) -> tuple[str, ...]:
-    """Return the name as it is, with, and without the base model's prefix, which some
-    directories omit."""
+    """Return the name as it is, with, and without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return name, prefix + name, name.removeprefix(prefix)
 

@@ -328,8 +328,7 @@ def _archive_of(directory: Path) -> _Archive:
 
 
 def _lost_versions(directory: Path) -> set[int]:
-    """Return the versions that killed processes may have published after the last one they
-    archived.
+    """Return the versions that killed processes may have published but not archived.
 
     Archives are written in order, and a publish waits while more than :data:`QUEUED_WEIGHTS_MAX`
     are not written.

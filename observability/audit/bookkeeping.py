@@ -26,8 +26,7 @@ TRAINED_COLUMNS = ("consumed_version", "advantage", "oldest_trainable")
 
 
 class Bookkeeping:
-    """Checks the rows of one process, passed to :meth:`note` in their order, and collects
-    disagreements."""
+    """Collects disagreements of one process's rows, passed to :meth:`note` in their order."""
 
     def __init__(self, directory: Path) -> None:
         has_run_file = (directory / RUN_FILE).exists()
@@ -54,8 +53,7 @@ class Bookkeeping:
             self._tokens[row.consumed_version] += row.trained_tokens
 
     def problems(self) -> list[Problem]:
-        """Return every disagreement so far, including those between whole batches and
-        metrics.jsonl."""
+        """Return every disagreement so far, also those between whole batches and metrics.jsonl."""
         return [*self._problems, *(Problem(-1, -1, message) for message in self._of_batches())]
 
     def _of_trained(self, row: RecordedRollout) -> Iterator[str]:

@@ -28,8 +28,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def edited(logits: torch.Tensor, segment: Segment, context: Tokens, first: int) -> torch.Tensor:
-    """Return logits [N, V] after penalties, biases and processors, for the segment's tokens from
-    ``first`` on.
+    """Return logits [N, V] after penalties, biases and processors, from token ``first`` on.
 
     Returns ``logits`` unchanged if the turn has no such options. Temperature and filters come
     later.

@@ -106,8 +106,7 @@ class Plan:
     tokens_unknown: int = 0
     """Tokens of spans with unknown KV history, which can't be replayed."""
     tokens_unreplayable: int = 0
-    """Tokens drawn with an unknown logit processor or from a context with media. Only their tags
-    are checked."""
+    """Tokens drawn with an unknown logit processor or after media; only their tags are checked."""
 
 
 def plan_rollout(rollout: RecordedRollout) -> Plan:
@@ -265,8 +264,7 @@ def _tokens(span: VersionSpan) -> str:
 
 
 def _stages(turn: RecordedTurn, history: TurnPrefill, spans: list[VersionSpan]) -> list[KvSpan]:
-    """Return which version computed each position of a pass, as maximal runs. The last token has
-    no KV."""
+    """Return which version computed each position, as maximal runs. The last token has no KV."""
     ranges = [(stage.version, stage.end) for stage in history.spans]
     ranges += [(span.version, turn.start + span.end - 1) for span in spans]
     stages: list[KvSpan] = []
@@ -298,8 +296,7 @@ def _unclaimed(rollout: RecordedRollout, logprobs: npt.NDArray[np.float32]) -> l
 
 
 def _merged(replays: list[Replay]) -> list[Replay]:
-    """Merge passes with a common prefix: attention is causal, so the longest context serves them
-    all."""
+    """Merge passes with a common prefix: by causality, the longest context serves them all."""
     kept: list[Replay] = []
     for replay in sorted(replays, key=lambda r: r.stages[-1].end, reverse=True):
         for longer in kept:

@@ -1,1 +1,1 @@
-"""A run in the browser and in the terminal, live or recorded."""
+"""Dashboard of a run in the browser and in the terminal, live or from its files."""

@@ -67,8 +67,7 @@ def parse_address(text: str) -> Address:
 
 
 def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the token that requests must carry; empty on a loopback address without a configured
-    token.
+    """Return the token that requests must carry; empty on loopback unless one is configured.
 
     Raises:
         ConfigError: the token in the environment is short enough to guess.
@@ -94,8 +93,7 @@ class Request:
 
 
 def shows_token(request: Request, token: str) -> bool:
-    """Return whether a request carries the token: in the query, as a bearer token, or in the
-    cookie."""
+    """Return whether a request carries the token, in the query, as bearer token or cookie."""
     if not token:
         return False
     scheme, _, bearer = request.authorization.partition(" ")

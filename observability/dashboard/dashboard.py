@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from tidegate.observability.dashboard.source import Source
 
 URL_FILE = "dashboard.url"
-"""File in the run's directory that holds the URL while the dashboard runs; `tidegate top RUN`
-reads it."""
+"""File in the run's directory with the URL of the running dashboard, for `tidegate top RUN`."""
 
 END_TIMEOUT_S = 5.0
 """Longest wait for the thread in :meth:`Dashboard.close`."""
@@ -31,8 +30,7 @@ CONNECT_TIMEOUT_S = 2.0
 """Longest wait for a connection in :func:`url_in`."""
 
 KEEP_ALIVE_S = 30
-"""Idle time of a connection: longer than Prometheus' usual scrape interval, so that it is
-reused."""
+"""Idle time of a connection: longer than Prometheus' usual interval, so that it is reused."""
 
 
 BODY_BYTES_MAX = 1024
@@ -147,8 +145,7 @@ class Dashboard:
 
 
 def url_in(directory: Path) -> str | None:
-    """Return the URL of the dashboard that shows the run in this directory now; None if there is
-    none."""
+    """Return the URL of the dashboard that shows this directory's run now, or None."""
     try:
         url = (Path(directory) / URL_FILE).read_text().strip()
         parts = urlsplit(url)

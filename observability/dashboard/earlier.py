@@ -1,4 +1,7 @@
-"""Figures of a run's recorded batches, for the dashboard's curves of resumed and finished runs."""
+"""Figures of a run's recorded batches, for the dashboard's curves.
+
+:mod:`observers` reads them for a resumed run, :mod:`recorded` for a finished one.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,7 @@
 """In-memory recorder of a running run, for its dashboard; fixed memory.
 
-The run calls it as a :class:`Recorder`, on its event loop; :class:`LiveSource` reads it from
-another thread. A lock is held for microseconds.
+The run calls it as a :class:`Recorder`, from several threads; :class:`LiveSource` reads it from
+the dashboard's. A lock is held for microseconds.
 """
 
 import threading
@@ -26,8 +26,7 @@ ENDED_TOKENS_KEPT = 2_000_000
 
 
 ENDED_TOGETHER = 32
-"""Rollouts of a batch that are kept and dropped as one entry, which costs 1/32 of doing it
-singly."""
+"""Rollouts of a batch that are kept and dropped as one entry, at 1/32 of the cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,7 @@ class Noted:
 
 
 def monotonic_us() -> int:
-    """Return the monotonic clock in microseconds; engines on this host stamp their steps with
-    it."""
+    """Return the monotonic clock in microseconds; engines on this host stamp steps with it."""
     return time.monotonic_ns() // 1000
 
 
@@ -206,8 +204,7 @@ class LiveNotes(Recorder):
         return [ended for part in reversed(kept) for ended in part.newest_first()]
 
     def noted(self, since_us: int = 0) -> Noted:
-        """Return a copy of everything kept; time-stamped data only since ``since_us``, but
-        always the last batch."""
+        """Return a copy of all data; time-stamped data since ``since_us``, plus the last batch."""
         with self._lock:  # the run's loop waits for the lock, so slow work is done on copies
             timeline, batches = self._timeline.copy(), list(self._batches)
             token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)

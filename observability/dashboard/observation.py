@@ -85,8 +85,7 @@ def group_lines(core: Core) -> tuple[GroupLine, ...]:
 def rollout_lines(
     rollouts: Iterable[tuple[Rollout, object]], *, trainer_version: int | None = None
 ) -> list[RolloutLine]:
-    """Return a line per rollout and task. ``trainer_version`` is the version at consumption, if
-    known."""
+    """Return a line per rollout and task. ``trainer_version``: at consumption, if known."""
     lines = []
     for rollout, task in rollouts:
         oldest = rollout.oldest_version

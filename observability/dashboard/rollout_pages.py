@@ -1,5 +1,4 @@
-"""JSON of one rollout for the dashboard: its text token by token, with the provenance of each
-token.
+"""JSON of one rollout for the dashboard: its text token by token, with each token's provenance.
 
 The app's `/api/rollouts/{id}` route calls :func:`rollout_page`. Model output is passed on as data;
 the page renders it as text, never as HTML.
@@ -19,8 +18,7 @@ TOKENS_SHOWN_MAX = 20_000
 """Tokens returned at a time: as many elements as a browser lays out within a second."""
 
 LOOK_BACK_TOKENS = 8
-"""Tokens decoded before each token, because its text depends on them: one character may take
-four byte tokens."""
+"""Tokens decoded before each token, whose text depends on them: a character may be four tokens."""
 
 TASK_CHARACTERS_MAX = 4_000
 
@@ -79,8 +77,7 @@ def segments(rollout: RecordedRollout) -> list[list[Any]]:
 def token_texts(
     token_ids: Sequence[int], tokenizer: Tokenizer | None, *, start: int, end: int
 ) -> list[str]:
-    """Return the text that each token adds; a character of several tokens is attributed to the
-    last one."""
+    """Return the text that each token adds; a character of several tokens is the last one's."""
     ids = list(token_ids[max(0, start - LOOK_BACK_TOKENS) : end])
     if tokenizer is None:
         return [f"{token_id} " for token_id in token_ids[start:end]]

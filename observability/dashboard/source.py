@@ -1,5 +1,4 @@
-"""Data sources of the dashboard: the interface :class:`Source`, and its implementation for a live
-run.
+"""Data sources of the dashboard: the interface :class:`Source`, and the source of a live run.
 
 The app calls a source from worker threads, because an answer may take a moment. :mod:`recorded`
 implements it for a run's files.
@@ -32,8 +31,7 @@ LISTED_MAX = 200
 """Limit of rollouts in one list."""
 
 UPDATE_COVERS_US = 3_000_000
-"""Time that an update covers: three seconds, so that a viewer may miss two updates without a
-gap."""
+"""Time that an update covers: 3 s, so that a viewer may miss two updates without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,7 @@ class LiveSource:
         about: Mapping[str, object],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """``look`` calls a function with the scheduler on the run's loop, and returns its
-        result."""
+        """``look`` calls a function with the scheduler on the run's loop; returns its result."""
         self._notes = notes
         self._look = look
         self._statistics = statistics
@@ -119,8 +116,7 @@ class LiveSource:
         return seen
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
-        """List rollouts: outstanding ones first, then ended ones, newest first; see
-        :meth:`Source.rollouts`."""
+        """List rollouts: outstanding ones, then ended ones, newest first; see :class:`Source`."""
         lines: list[RolloutLine] = []
         total = 0
         if not query.has_ended_only:

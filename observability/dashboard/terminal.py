@@ -41,8 +41,7 @@ class Watched:
     """A run whose state can be asked for repeatedly."""
 
     ask: Callable[[], Mapping[str, Any]]
-    """Returns the state, as the dashboard's ``/api/state``; raises OSError if there is no
-    answer."""
+    """Returns the state, as the dashboard's ``/api/state``; raises OSError without an answer."""
     is_live: bool
 
     @classmethod

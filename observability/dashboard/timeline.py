@@ -76,8 +76,7 @@ class _Strip:
         self._prefill = array("i", [0]) * SLICES_KEPT
         self.newest = -1
         self.shift_us: int | None = None
-        """Smallest observed delay between a step's end and its arrival; None before the first
-        step."""
+        """Smallest delay between a step's end and its arrival; None before the first step."""
 
     def add(self, number: int, busy_us: int, version: int, *, is_prefill: bool) -> None:
         at = number % SLICES_KEPT

@@ -12,12 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from tidegate.errors import TidegateError
 
 INTERVAL_S = 0.95
-"""Seconds from the start of one frame to the start of the next; below 1 s, so that no viewer
-waits longer."""
+"""Seconds from one frame's start to the next; below 1 s, so that no viewer waits longer."""
 
 REST_SHARE = 0.25
-"""Share of the interval in which no frame is made, however long the last one took, to limit CPU
-use."""
+"""Share of the interval in which no frame is made, however long the last one took."""
 
 VIEWERS_MAX = 32
 """Limit of open connections."""

@@ -70,8 +70,7 @@ batches = 2
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A TOML file with a module beside it, found as a user's would be; its name is unique per
-    test."""
+    """A TOML file with a module beside it, as a user's would be; its name is unique per test."""
     module = f"users_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{module}.py").write_text(MODULE)
     path = tmp_path / "mine.toml"

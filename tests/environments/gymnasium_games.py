@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 
 def field(observation: Any, env: Any) -> str:
-    """Return the letter of the present FrozenLake field."""
+    """Return the row and column of a FrozenLake observation."""
     row, column = divmod(int(observation), env.unwrapped.ncol)
     return f"row {row}, column {column}\n"
 

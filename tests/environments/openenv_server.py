@@ -1,5 +1,4 @@
-"""A small OpenEnv server, run by a Python that has OpenEnv: guess the word that the seed
-selects."""
+"""A small OpenEnv server, run by a Python with OpenEnv: guess the word that the seed selects."""
 
 import sys
 from typing import Any

@@ -1,5 +1,4 @@
-"""EnvironmentPool: crashes, hangs, cancellation and cleanup, and their effect on other
-environments."""
+"""EnvironmentPool: crashes, hangs, cancellation, cleanup, and effects on other environments."""
 
 import asyncio
 import signal

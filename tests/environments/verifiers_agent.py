@@ -1,5 +1,4 @@
-"""Program that runs a task of several turns with verifiers' own runner; arguments: base URL and
-key."""
+"""Program that runs a task of several turns with verifiers' runner; arguments: base URL, key."""
 
 import asyncio
 import os

@@ -1,5 +1,4 @@
-"""Program that uses TRL's own vLLM client, run by TRL's Python; arguments: server URL, model
-directory."""
+"""Program with TRL's vLLM client, run by TRL's Python; arguments: server URL, model directory."""
 
 import json
 import sys

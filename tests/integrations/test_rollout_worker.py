@@ -1,5 +1,4 @@
-"""RolloutWorker over real engines: generation, scores, weights and sleep by the frameworks'
-names."""
+"""RolloutWorker over real engines: generation, scores, weights, sleep, under frameworks' names."""
 
 import socket
 import subprocess

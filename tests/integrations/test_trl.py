@@ -1,5 +1,4 @@
-"""TRL's own trainers and client against Tidegate's vLLM-compatible server and TRLRollouts, on a
-CPU.
+"""TRL's trainers and client against the vLLM-compatible server and TRLRollouts, on a CPU.
 
 TRL has a Python of its own, which `make test-trl` creates; otherwise these tests are skipped.
 """

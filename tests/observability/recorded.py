@@ -17,8 +17,7 @@ async def solve(episode: tidegate.Episode, task: str) -> float:
 
 
 def record_run(directory: Path, *, batches: int = 4, max_staleness: int = 1) -> Path:
-    """Run a tiny model for a few batches, publishing unchanged weights; return the run's
-    directory."""
+    """Run a tiny model for a few batches with unchanged weights; return the run's directory."""
     from safetensors.torch import load_file
 
     model = directory.parent / "model"

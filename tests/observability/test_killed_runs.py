@@ -224,7 +224,7 @@ try:
             trained += 1
             if trained == 3:
                 while (directory / "metrics.jsonl").read_bytes().count(b"\\n") < 3:
-                    time.sleep(0.01)  # the writing thread writes a batch's line after its rows
+                    time.sleep(0.01)  # the records' thread writes a batch's line after its rows
                 files = [f for f in directory.iterdir() if f.name.startswith(sys.argv[4])]
                 limit = max(f.stat().st_size for f in files)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

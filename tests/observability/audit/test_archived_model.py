@@ -15,8 +15,7 @@ EXPERT = "model.layers.1.mlp.experts.3"
 
 
 def archive(path: Path, part: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Archive a mixture-of-experts model as v0 and ``part`` as v1 over it; return the tensors of
-    v0."""
+    """Archive a mixture-of-experts model as v0 and ``part`` as v1; return the tensors of v0."""
     whole = make_model_directory(path / "0", "qwen3_moe")
     (path / "1").mkdir()
     parts = WeightParts(over=0)

@@ -44,8 +44,7 @@ def run(honest_run: Path, tmp_path: Path) -> Path:
 
 
 def messages(report: AuditReport) -> list[tuple[int, int, str]]:
-    """Return the problems of single turns; contradictions between a row's columns follow from
-    them."""
+    """Return the problems of single turns; those of a row's columns follow from them."""
     return [(p.rollout_id, p.turn, p.message) for p in report.problems if p.turn >= 0]
 
 

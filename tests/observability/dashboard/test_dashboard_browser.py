@@ -33,7 +33,7 @@ HAS_DRAWN = """id => {
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(new Uint32Array(data.buffer)).size;
 }"""
-"""JavaScript: whether a canvas has more than one colour."""
+"""JavaScript function: the number of colours in a canvas."""
 
 
 class Looking:

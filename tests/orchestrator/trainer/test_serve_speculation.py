@@ -46,7 +46,7 @@ async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path)
     report = audit_run(run)
     assert report.agrees, report.lines()
     page = write_report(run).read_text()
-    assert f"| tokens guessed | {engine.drafted_tokens}, " in page
+    assert f"| draft tokens verified | {engine.drafted_tokens}, " in page
 
 
 async def test_a_source_of_guesses_that_is_not_there_is_refused(tmp_path: Path) -> None:
