@@ -50,7 +50,8 @@ class TRLRollouts:
         episode: "EpisodeFunction | str | None" = None,
         args: TRLArguments,
     ) -> None:
-        """``tasks``, best endless, and ``episode`` are passed to the run's ``batches()``. A remote run may have its own. ``args`` are the trainer's: they say which rows it drops.
+        """``tasks``, best endless, and ``episode`` are passed to the run's ``batches()``; a remote
+        run may have its own. ``args`` are the trainer's: they say which rows it drops.
 
         Raises:
             ConfigError: TRL is missing, or the run can't hand over what TRL asks for.
