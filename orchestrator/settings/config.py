@@ -637,7 +637,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             fields[name] |= value
         elif name not in RECORD_OF:
             nested[name] = value
-    for name in values.keys() & RECORD_OF.keys():
+    for name in filter(RECORD_OF.__contains__, values):
         record = RECORD_OF[name]
         if name in fields[record]:
             raise ConfigError(f"{name} is set twice, by itself and in {record}; leave out one")
@@ -656,8 +656,10 @@ def _described(problem: ErrorDetails) -> str:
     message = problem["msg"]
     if problem["type"] == "extra_forbidden":
         message = _unknown(str(where[-1]), record)
-    names = where[1:] if record else where
-    return f"{'.'.join(map(str, names))}={problem['input']!r}: {message}"
+    name = ".".join(map(str, where[1:] if record else where))
+    if problem["type"] == "missing":  # then the input is all settings
+        return f"{name} is missing"
+    return f"{name}={problem['input']!r}: {message}"
 
 
 def _unknown(name: str, record: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 import tidegate
 from tidegate.errors import ConfigError, RunClosed
 from tidegate.integrations.trl_rows import Row, TRLRows
+from tidegate.orchestrator.settings.config import run_settings
 
 
 @dataclass
@@ -42,7 +43,7 @@ def test_without_trl_it_says_what_to_install_before_anything_is_generated() -> N
 
 
 def test_a_run_whose_batches_wait_for_every_publish_is_refused() -> None:
-    run: Any = SimpleNamespace(settings=SimpleNamespace(policy=None, max_staleness=0))
+    run: Any = SimpleNamespace(settings=run_settings(model="m", max_staleness=0))
     with pytest.raises(ConfigError, match="max_staleness of at least 1, got 0"):
         tidegate.TRLRollouts(run, args=Arguments())
 
@@ -53,7 +54,7 @@ async def solve(episode: tidegate.Episode, task: int) -> float:
 
 @pytest.mark.parametrize("given", [{}, {"tasks": [1]}, {"episode": solve}])
 def test_a_run_of_this_process_without_tasks_or_episode_is_refused(given: dict[str, Any]) -> None:
-    run: Any = SimpleNamespace(settings=SimpleNamespace(policy=None, max_staleness=1))
+    run: Any = SimpleNamespace(settings=run_settings(model="m", max_staleness=1))
     with pytest.raises(ConfigError, match="has its tasks and its episode from here"):
         tidegate.TRLRollouts(run, **given, args=Arguments())
 

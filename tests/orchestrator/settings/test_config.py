@@ -98,6 +98,12 @@ def test_what_is_wrong_is_named_by_its_flat_name(values: dict[str, Any], said: s
     assert re.match(f"(.*: )?{said}", str(refused.value)), str(refused.value)
 
 
+def test_a_run_without_a_model_is_refused_in_few_words() -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_settings(max_staleness=1)
+    assert str(refused.value) == "model is missing"
+
+
 def test_a_record_alone_refuses_what_contradicts_itself() -> None:
     with pytest.raises(ValidationError, match="must be at least twice heartbeat_interval_s"):
         FleetSettings(engine_timeout_s=1.0)
