@@ -1,4 +1,4 @@
-"""Which server do the tests of this folder ask? One over two real engines, for all of a file."""
+"""Server over two real engines, one for all tests of a file."""
 
 from collections.abc import Iterator
 from pathlib import Path
