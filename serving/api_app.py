@@ -112,7 +112,13 @@ def is_large(http: HttpRequest) -> bool:
 
 
 async def read_json(http: HttpRequest, kind: type[Body], *, bytes_max: int) -> Body:
-    """Read the whole body as a request of this kind; raises what the two parts of it raise."""
+    """Read the whole body and decode it as a request of this kind.
+
+    Raises:
+        ApiError: the body has too many bytes or JSON values.
+        MalformedBody: the body is not JSON, or has other fields or types.
+        ClientDisconnect: the client is gone.
+    """
     return decode_json(await read_json_bytes(http, bytes_max=bytes_max), kind)
 
 

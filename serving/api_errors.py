@@ -36,7 +36,7 @@ class ApiError(Exception):
 
 
 class MalformedBody(Exception):
-    """A request body that is not JSON, or whose JSON has not the fields and types of its model."""
+    """A request body that is not JSON, or does not fit the model of its request."""
 
     def __init__(self, message: str, *, is_json: bool) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class UpdateError(ApiError):
 
 
 class ErrorForm:
-    """How one API answers errors: a status for each exception, and the JSON body."""
+    """Error form of one API: the status for each exception, and the JSON body."""
 
     def answer_to(self, error: Exception) -> ApiError:
         """Return the answer to an exception of a handler; log one that no handler should raise."""

@@ -5,7 +5,7 @@
 * :func:`read_body`, :func:`unless_gone`, :class:`OwnedStream`, :func:`off_loop` are for handlers:
   with them no request, and no client that leaves, keeps the event loop or an engine.
 
-What a request asks for, and who may ask for it, is decided by the three applications.
+Paths and keys are the matter of the three applications.
 """
 
 import asyncio
@@ -38,17 +38,17 @@ HEAD_TIMEOUT_S = 60.0
 """Time in which a request's headers must be complete, from the connection or their first byte."""
 
 BODY_IDLE_TIMEOUT_S = 60.0
-"""A body of which nothing comes for so long is given up."""
+"""Time without a byte of an unfinished body after which the request is refused."""
 
 BODY_TIMEOUT_S = 600.0
-"""Time in which a whole request must be there: 64 MiB at 1 Mbit/s are 540 s."""
+"""Time in which a whole request must have arrived: 64 MiB at 1 Mbit/s are 540 s."""
 
 ANSWER_STALL_TIMEOUT_S = 600.0
-"""A connection is closed whose client has read nothing of a waiting answer for so long."""
+"""Time without a read of a waiting answer after which the connection is closed."""
 
 BODY_DISCARDED_FACTOR = 4
-"""A client that sends more than a body may have is read on up to so many times that, so that it
-gets to read why it was refused; then its connection is closed."""
+"""Multiple of the body's limit up to which an oversized body is still read, so that its client gets
+to read the refusal; then the connection is closed."""
 
 CONNECTIONS_MAX = 16_384
 """Open connections of one server, or half the process's file descriptors if those are fewer: the
@@ -69,7 +69,7 @@ LARGE_WORK_THREADS = 2
 event loop more often without doing more."""
 
 LARGE_WORK_WAITING_MAX = 256
-"""Large pieces of work that run or wait; further ones are refused with 503."""
+"""Pieces of large work that run or wait; further ones are refused with 503."""
 
 
 # ---------------------------------------------------------------- connections
@@ -104,7 +104,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come; close the connection if it breaks a limit."""
+        """Parse received bytes; close the connection if they break a limit."""
         if self.transport.is_closing() or self.parser is None:
             return
         self._received_s = self.loop.time()
@@ -125,36 +125,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_reading(HEAD_TIMEOUT_S)
 
     def on_message_begin(self) -> None:
-        """A request has begun."""
+        """Start the clock of a request."""
         self._is_reading, self._is_in_body = True, False
         self._begun_s = self.loop.time()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The headers are complete: hand the request to the application."""
+        """Hand the request to the application, now that its headers are complete."""
         self._is_in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """More of the body."""
+        """Count the bytes of a body."""
         self._overhead_bytes -= len(body)
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Reset the limits for the connection's next request."""
         self._is_reading = self._is_in_body = False
         self._overhead_bytes = self._body_bytes = 0
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The client reads slower than the application writes."""
+        """Start the timer of a client that reads slower than the application writes."""
         super().pause_writing()
         if self._writing_timer is None:
             self._writing_timer = self.loop.call_later(ANSWER_STALL_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop the timer of a client that has read again."""
         self._stop_writing_timer()
         super().resume_writing()
 
@@ -164,7 +164,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reading_timer = self.loop.call_later(delay_s, self._check_reading)
 
     def _check_reading(self) -> None:
-        """Close the connection if its request is overdue; else look again when it may be."""
+        """Close the connection if its request is overdue; else set the timer for when it may be."""
         self._reading_timer = None
         if not self._is_reading or self.transport.is_closing():
             return
@@ -191,7 +191,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._writing_timer = None
 
     def _refuse(self, status: bytes) -> None:
-        """Close the connection; say why, unless another answer is under way on it."""
+        """Close the connection, with a status unless another answer is being sent on it."""
         cycle = self.cycle
         if self._is_in_body:
             is_free = not cycle.response_started
@@ -248,17 +248,17 @@ API_HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every answer of an API: no page of another origin can embed or read it."""
+"""Headers of every answer of an API, so that no page of another origin can embed or read it."""
 
 
 def never(headers: "Headers") -> bool:
-    """Say that no request shows a secret."""
+    """Return False: no request shows a secret."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Headers of a request, as access is decided by them; names in lower case."""
+    """Headers of a request that decide on access; names in lower case."""
 
     values: Mapping[str, tuple[str, ...]]
     query: bytes = b""
@@ -282,7 +282,7 @@ def bearer_token(authorization: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Which requests a server answers, by their headers alone.
+    """Access rules of a server: decides by a request's headers whether it is answered.
 
     A web page that a user of this host has open can send requests to servers here. The browser
     names the page in ``Origin``, and the name that the page used for the server in ``Host``. A page
@@ -294,13 +294,13 @@ class AccessPolicy:
     allowed_hosts: frozenset[str] = frozenset()
     """Further names that clients may call the server by, without a port, in lower case."""
     shows_secret: Callable[[Headers], bool] = never
-    """Whether a request shows a secret of the server's, which no foreign page knows. Such a request
-    may call the server by any name: it came through a proxy."""
+    """Returns whether a request shows a secret of the server's, which no foreign page knows. Such a
+    request may call the server by any name, because it may come through a proxy."""
     needs_secret: bool = False
-    """Whether every request must show it."""
+    """Whether every request must show the secret."""
 
     def refusal(self, method: str, headers: Headers) -> ApiError | None:
-        """Return why a request is refused; None if the server may answer it."""
+        """Return the error that refuses a request; None if the server may answer it."""
         host = headers.one("host").lower()
         origins = headers.values.get("origin", ())
         if origins and not _is_same_origin(origins, host):
@@ -401,7 +401,7 @@ class AccessGuard:
 DECISIVE = frozenset(
     (b"host", b"origin", b"authorization", b"cookie", b"content-type", b"content-length")
 ) | {b"transfer-encoding"}
-"""Headers that access is decided by; there may be thousands of others."""
+"""Headers that decide on access; a request may have thousands of others."""
 
 
 def _headers_of(scope: Scope) -> Headers:
@@ -421,7 +421,7 @@ async def read_body(http: HttpRequest, *, bytes_max: int) -> bytes:
     """Read a request's whole JSON body.
 
     Raises:
-        ApiError: it has too many bytes, or more values than are parsed without a pause.
+        ApiError: the body has too many bytes, or more JSON values than are parsed without a pause.
         ClientDisconnect: the client is gone.
     """
     parts: list[bytes] = []
@@ -468,10 +468,10 @@ async def unless_gone(http: HttpRequest, work: Awaitable[Result]) -> Result:
 
 
 class OwnedStream(StreamingResponse):
-    """Server-sent events that say when they have ended, also where none was ever asked for.
+    """Server-sent events with a callback at their end, even if no event was ever sent.
 
-    An async generator that was never started runs no ``finally``, so a client that leaves at once
-    would leave behind whatever the generator owns.
+    An async generator that was never started runs no ``finally``. Without the callback, a client
+    that leaves at once would leave behind whatever the generator owns.
     """
 
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
@@ -492,7 +492,7 @@ class OwnedStream(StreamingResponse):
 
 @dataclass(slots=True)
 class _LargeWork:
-    """Bounded thread pool for what would keep an event loop for long."""
+    """Bounded thread pool for CPU work on large requests, which would block the event loop."""
 
     pool: concurrent.futures.ThreadPoolExecutor = field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
@@ -505,8 +505,8 @@ class _LargeWork:
     def submit(self, work: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
         with self.lock:
             if self.pending >= LARGE_WORK_WAITING_MAX:
-                told = f"{LARGE_WORK_WAITING_MAX} large requests are worked on; retry later"
-                raise ApiError(503, told)
+                why = f"{LARGE_WORK_WAITING_MAX} large requests are worked on; retry later"
+                raise ApiError(503, why)
             self.pending += 1
         future = self.pool.submit(work)
         future.add_done_callback(self._note_end)
@@ -523,9 +523,9 @@ _LARGE_WORK = _LargeWork()
 async def off_loop(work: Callable[[], Result]) -> Result:
     """Run ``work`` in a thread of the pool for large requests.
 
-    Cancelled while ``work`` waits for a thread, it is not begun; one that runs goes on to its end.
+    If cancelled, work that waits for a thread is not begun; work that runs continues to its end.
 
     Raises:
-        ApiError: too much is waiting already.
+        ApiError: too many pieces of work wait already.
     """
     return await asyncio.wrap_future(_LARGE_WORK.submit(work))

@@ -68,7 +68,7 @@ values beside null that leave the output as it is."""
 
 
 class Sampling(msgspec.Struct, kw_only=True):
-    """Sampling parameters by vLLM's names, which OpenAI's are a part of.
+    """Sampling parameters by vLLM's names, which include OpenAI's.
 
     The fields of :data:`UNSERVED` are listed so that they can be refused.
     """

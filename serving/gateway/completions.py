@@ -72,8 +72,8 @@ def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> Cho
 
 
 @dataclass(slots=True)
-class ActiveRequest:
-    """A request that is being answered, and all its choices."""
+class ActiveCompletion:
+    """A completion request that is being answered, and all its choices."""
 
     session: "Session"
     request: Request
@@ -112,14 +112,14 @@ class ActiveRequest:
 
 def begin(
     session: "Session", request: Request, begin_choice: Callable[[], Choice]
-) -> ActiveRequest:
+) -> ActiveCompletion:
     """Begin all choices of a request; one that can't begin cancels the others.
 
     Raises:
         ApiError: the session has too many requests.
     """
     session.refuse_if_busy()
-    active = ActiveRequest(session, request)
+    active = ActiveCompletion(session, request)
     try:
         for _ in range(request.choices_per_prompt):
             active.choices.append(begin_choice())
@@ -132,7 +132,7 @@ def begin(
 # ---------------------------------------------------------------- answers
 
 
-async def answer(http: HttpRequest, active: ActiveRequest) -> Response:
+async def answer(http: HttpRequest, active: ActiveCompletion) -> Response:
     """Answer a request, whole or as a stream; a client that leaves cancels it.
 
     Raises:
@@ -161,7 +161,7 @@ async def answer(http: HttpRequest, active: ActiveRequest) -> Response:
     return await encoded_response(encode, tokens=tokens * each)
 
 
-async def _stream(active: ActiveRequest) -> AsyncIterator[bytes]:
+async def _stream(active: ActiveCompletion) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is an event too, because the status is sent already."""
     waiting = asyncio.ensure_future(active.wait())
     chat = active.request if isinstance(active.request, ChatRequest) else None
@@ -188,7 +188,7 @@ async def _stream(active: ActiveRequest) -> AsyncIterator[bytes]:
     yield DONE_EVENT
 
 
-def _last_chunks(active: ActiveRequest) -> list[dict[str, Any]]:
+def _last_chunks(active: ActiveCompletion) -> list[dict[str, Any]]:
     request, chunks = active.request, []
     for index, choice in enumerate(active.choices):
         turn = choice.turn.result()
@@ -221,7 +221,7 @@ def _unsent(choice: Choice, text: str) -> str:
 
 
 def _text_chunk(
-    active: ActiveRequest, index: int, text: str, *, is_first: bool = False
+    active: ActiveCompletion, index: int, text: str, *, is_first: bool = False
 ) -> dict[str, Any]:
     return text_chunk(
         active.request,

@@ -1,4 +1,4 @@
-"""OpenAI's API for agents: each rollout is a session behind a URL and a key of its own.
+"""Gateway: OpenAI's API for agents, where each rollout is a session with a key of its own.
 
     gateway = tidegate.Gateway()
 
@@ -9,8 +9,7 @@
 
     async for batch in rollouts.batches(tasks, episode=gateway.episode(agent)): ...
 
-Each rollout is a session, whose key says which requests are its own. Knows sessions, keys and
-rewards; what requests and answers look like is :mod:`gateway_app`'s matter.
+Runs agents and collects rewards; :mod:`app` serves their requests.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an agent finds the model, as its one rollout."""
+    """URL and key by which an agent generates the turns of its rollout."""
 
     base_url: str
     """Ends in ``/v1``, as clients want it."""
@@ -41,15 +40,15 @@ class Endpoint:
 
 
 Agent = Callable[[Endpoint, Any], Awaitable[float | None] | float | None]
-"""A user's: gets its endpoint and a task, returns the reward, or None if that was posted. One that
-is not async gets a thread."""
+"""User's function that gets an endpoint and a task, and returns the reward, or None if it posted
+a reward. A function that is not async runs in a thread."""
 
 AGENT_THREADS_MAX = 256
-"""For agents that are not async, at once; the others wait. A thread costs 50 KB or so."""
+"""Threads for agents that are not async; further ones wait. A thread costs about 50 KB."""
 
 
 class Gateway(Sessions):
-    """An HTTP server with OpenAI's API, on the loop of the run whose episodes it serves."""
+    """HTTP server with OpenAI's API, on the event loop of the run whose episodes it serves."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Gateway(Sessions):
         except ImportError as error:
             raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
         self._socket = listen(host, port, "the gateway")
-        """Listens from now on: a client that connects before the run has begun waits."""
+        """Listens from construction on: a client that connects before the run begins waits."""
         super().__init__(
             token or secrets.token_urlsafe(24),
             url=url_of(self._socket),
@@ -85,8 +84,11 @@ class Gateway(Sessions):
         self._threads = ThreadPoolExecutor(AGENT_THREADS_MAX, "agent")
 
     def episode(self, agent: Agent | None = None) -> "EpisodeFunction":
-        """An episode for :meth:`Rollouts.batches` that is played by ``agent``; or, without one, by
-        whoever comes for its task with ``POST /sessions`` and posts a reward in the end."""
+        """Return an episode for :meth:`Rollouts.batches` that ``agent`` plays.
+
+        Without ``agent``, a client plays it that takes its task by ``POST /sessions`` and posts a
+        reward in the end.
+        """
 
         async def play(episode: "Episode", task: Any) -> float:
             self._serve()
@@ -118,7 +120,7 @@ class Gateway(Sessions):
         """Serve on the loop of the run, which ends the server when it ends.
 
         Raises:
-            ConfigError: it serves another run, or is closed.
+            ConfigError: the gateway serves another run, or is closed.
         """
         loop = asyncio.get_running_loop()
         before = self._server
@@ -144,7 +146,7 @@ class Gateway(Sessions):
         )
 
     def close(self) -> None:
-        """Let go of the port; agents' threads end when they do. Harmless when repeated."""
+        """Close the port; threads of agents run to their end. Harmless when repeated."""
         self._socket.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -206,9 +206,8 @@ async def complete(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue texts or tokens."""
     parts.pauses.refuse_if_paused()
     request = await read(http, CompletionRequest)
-    begins = parts.completer.complete(request, request_name(http))
-    begun, bodies = await unless_gone(http, begins)
-    return await answer(http, parts.counts, request, begun, bodies)
+    beginning = parts.completer.complete(request, request_name(http))
+    return await answer(http, parts.counts, request, beginning)
 
 
 @on("POST", "/v1/chat/completions")
@@ -216,9 +215,8 @@ async def chat(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer a conversation."""
     parts.pauses.refuse_if_paused()
     request = await read(http, requests.ChatRequest)
-    begins = parts.completer.chat(request, request_name(http), is_large=is_large(http))
-    begun, bodies = await unless_gone(http, begins)
-    return await answer(http, parts.counts, request, begun, bodies)
+    beginning = parts.completer.chat(request, request_name(http), is_large=is_large(http))
+    return await answer(http, parts.counts, request, beginning)
 
 
 @on("POST", "/v1/chat/completions/batch")
@@ -226,9 +224,8 @@ async def chat_batch(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer several conversations."""
     parts.pauses.refuse_if_paused()
     request = await read(http, requests.BatchChatRequest)
-    begins = parts.completer.chat_batch(request, request_name(http), is_large=is_large(http))
-    begun, bodies = await unless_gone(http, begins)
-    return await answer(http, parts.counts, request, begun, bodies)
+    beginning = parts.completer.chat_batch(request, request_name(http), is_large=is_large(http))
+    return await answer(http, parts.counts, request, beginning)
 
 
 @on("POST", "/inference/v1/generate")
@@ -236,9 +233,8 @@ async def generate(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue tokens; answer with tokens."""
     parts.pauses.refuse_if_paused()
     request = await read(http, requests.GenerateRequest)
-    begins = parts.completer.generate(request, request_name(http))
-    begun, bodies = await unless_gone(http, begins)
-    return await answer(http, parts.counts, request, begun, bodies)
+    beginning = parts.completer.generate(request, request_name(http))
+    return await answer(http, parts.counts, request, beginning)
 
 
 @on("POST", "/abort_requests", is_control=True)

@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -466,14 +466,15 @@ async def answer(
     http: HttpRequest,
     counts: RequestCounts,
     request: Streamable,
-    begun: BegunRequest,
-    bodies: ResponseBodies,
+    beginning: Awaitable[tuple[BegunRequest, ResponseBodies]],
 ) -> Response:
-    """Answer a request, whole or as a stream; a client that leaves aborts it.
+    """Begin a request and answer it, whole or as a stream; a client that leaves aborts it.
 
     Raises:
+        ApiError: the request can't be honoured.
         ClientDisconnect: the client is gone.
     """
+    begun, bodies = await unless_gone(http, beginning)
     if request.stream:
         wants_usage = bool((request.stream_options or {}).get("include_usage"))
         events = _stream(counts, begun, bodies, wants_usage=wants_usage)

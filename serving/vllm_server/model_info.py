@@ -1,7 +1,7 @@
-"""What the server knows of the model: name, limits, names of tensors, adapters, sampling defaults.
+"""Facts of the served model: tensors and their names, adapters, versions, limits, defaults.
 
-What is read here is small: configs and headers. It reads no weights, and imports no torch but where
-a trainer names tensors otherwise than the model directory does.
+Read from configs and safetensors headers, without the weights. Imports torch only where a trainer
+names tensors otherwise than the model directory does.
 """
 
 import bisect
@@ -28,41 +28,44 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Some trainers send the head though it is the embedding; tied models' directories lack it."""
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-"""safetensors' names, and torch's."""
+"""Dtypes by safetensors' names, as torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """One tensor of the model directory."""
+    """Dtype and shape of a tensor of the model directory."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OtherNames:
-    """The tensors of transformers' model of a directory, by the names that they have there."""
+class TransformersNames:
+    """Names that transformers gives the tensors of a model directory, in its ``state_dict()``.
+
+    Trainers send tensors by these names, or by the directory's.
+    """
 
     shapes: dict[str, tuple[int, ...]]
-    """By the names of the ``state_dict()``, and those that directories have."""
+    """Shape of each tensor, by its name in the ``state_dict()`` and in directories."""
     groups: dict[str, NameGroup]
-    """Of each converted tensor, by all of these names."""
+    """Tensors that are converted together when a directory is loaded, by all of their names."""
     tied: dict[str, str]
-    """Of a tensor that is another one, that one's name."""
+    """Name of the tensor that a tied tensor equals, by the tied tensor's name."""
     passed_over: tuple[str, ...]
-    """Patterns of names that directories may have and the model has no use for."""
+    """Patterns of tensor names in directories that the model does not load."""
     prefix: str
-    """What stands before names of tensors of the base model; some directories leave it out."""
+    """Prefix of the base model's tensor names; some directories leave it out."""
 
     def canonical(self, name: str) -> str:
-        """The name as transformers' model with its LM head has it."""
+        """Return the name of a tensor in transformers' model with its LM head."""
         for other in (name, self.prefix + name, name.removeprefix(self.prefix)):
             if other in self.shapes:
                 return other
         return name
 
     def covered(self, names: set[str]) -> set[str]:
-        """All names whose tensors are there if those of ``names`` are."""
+        """Return all names of the tensors that ``names`` determine."""
         found = set(names)
         for group in {id(group): group for group in self.groups.values()}.values():
             if found.issuperset(group.state) or found.issuperset(group.directory):
@@ -71,30 +74,30 @@ class OtherNames:
         return found
 
     def is_passed_over(self, name: str) -> bool:
-        """Whether a directory may have such a tensor though the model has none."""
+        """Whether a directory may hold a tensor of this name that the model does not load."""
         return any(re.search(pattern, name) for pattern in self.passed_over)
 
 
 @dataclass
 class ModelInfo:
-    """The model, as clients name it, and its adapters."""
+    """The served model: its name for clients, its tensors and its adapters."""
 
     path: Path
     name: str
     tensors: dict[str, TensorFacts]
-    """By name, as checkpoints call them."""
+    """Tensors of the directory, by the names there."""
     dtype: str
-    """What engines hold most of them in."""
+    """Dtype in which engines hold most tensors."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters by name, each with its directory."""
 
     @cached_property
-    def other_names(self) -> "OtherNames":
-        """What transformers makes of the directory's tensors; takes seconds, once."""
-        return _read_other_names(self.path)
+    def transformers_names(self) -> "TransformersNames":
+        """Names that transformers gives the directory's tensors; read once, which takes seconds."""
+        return _read_transformers_names(self.path)
 
     def facts_of(self, name: str) -> TensorFacts | None:
-        """A tensor by the directory's name for it, or by its name in the ``state_dict()``.
+        """Return dtype and shape of a tensor, by the directory's or the ``state_dict()``'s name.
 
         None: the model has no such tensor. The head of a model that ties it counts as one: engines
         refuse it unless it equals the embedding, which they compute with.
@@ -103,14 +106,14 @@ class ModelInfo:
         if facts is None and name == HEAD:
             facts = self.tensors.get(EMBEDDING)
         if facts is None:
-            other = self.other_names
+            other = self.transformers_names
             shape = other.shapes.get(other.canonical(name))
             facts = None if shape is None else TensorFacts(self.stored_dtype(name), shape)
         return facts
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype in the directory of a tensor, or of those that it was made of."""
-        other = self.other_names
+        """Return a tensor's dtype in the directory, or that of the tensors it is made of."""
+        other = self.transformers_names
         wanted = other.canonical(name)
         group = other.groups.get(wanted)
         same = {wanted} if group is None else {*group.state, *group.directory}
@@ -118,12 +121,12 @@ class ModelInfo:
         return found[0] if found else self.dtype
 
     def lacking(self, names: Iterable[str]) -> list[str]:
-        """Name tensors of the directory that ``names`` don't have, by either names."""
+        """Return the directory's tensors that ``names`` (of either kind) do not cover."""
         given = set(names)
         left = [name for name in self.tensors if name not in given]
         if not left:
             return []
-        other = self.other_names
+        other = self.transformers_names
         covered = other.covered({other.canonical(name) for name in given})
         wanted = [
             name for name in left if not other.shapes or other.canonical(name) in other.shapes
@@ -131,15 +134,15 @@ class ModelInfo:
         return [name for name in wanted if other.canonical(name) not in covered]
 
     def known_also_as(self, names: Iterable[str]) -> set[str]:
-        """Other names of tensors that are there if those of ``names`` are."""
+        """Return the other names of the tensors that ``names`` determine."""
         given = set(names)
-        return self.other_names.covered(given) - given
+        return self.transformers_names.covered(given) - given
 
     def adapter_of(self, model: str | None) -> str:
-        """The adapter that requests for this model name are sampled with; empty: none.
+        """Return the adapter of a request's model name; empty: the model itself.
 
         Raises:
-            ApiError: there is no such model.
+            ApiError: no model or adapter has this name.
         """
         if model is None or model in ("", self.name):
             return ""
@@ -153,7 +156,7 @@ class ModelInfo:
         )
 
     def listed(self, *, created_s: int, context_tokens_max: int) -> dict[str, Any]:
-        """The body of ``/v1/models``."""
+        """Return the body of ``/v1/models``."""
 
         def card(name: str, root: str, parent: str | None) -> dict[str, Any]:
             return {
@@ -173,10 +176,10 @@ class ModelInfo:
 
 
 def read_model_info(path: Path, *, name: str | None, dtype: str) -> ModelInfo:
-    """What a model directory's files say; ``dtype`` is what engines were told to use.
+    """Read the facts of a model directory; ``dtype`` is the run's setting for its engines.
 
     Raises:
-        ModelError: they can't be read.
+        ModelError: a file can't be read.
     """
     tensors: dict[str, TensorFacts] = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -187,8 +190,8 @@ def read_model_info(path: Path, *, name: str | None, dtype: str) -> ModelInfo:
     return ModelInfo(path, name or str(path), tensors, dtype)
 
 
-def _read_other_names(path: Path) -> OtherNames:
-    """Ask transformers for its model of a directory; of one that it doesn't know, for nothing."""
+def _read_transformers_names(path: Path) -> TransformersNames:
+    """Read names off transformers' model of a directory; empty if transformers can't load it."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -200,7 +203,7 @@ def _read_other_names(path: Path) -> OtherNames:
         with torch.device("meta"):
             module = models.from_config(config, trust_remote_code=False)
     except Exception:  # noqa: BLE001  (the directory's own names are all there are then)
-        return OtherNames({}, {}, {}, (), "")
+        return TransformersNames({}, {}, {}, (), "")
     tensors: dict[str, torch.Tensor] = module.state_dict()
     tied = {n: t for n, t in module.all_tied_weights_keys.items() if n in tensors}
 
@@ -217,7 +220,7 @@ def _read_other_names(path: Path) -> OtherNames:
         shapes |= {name: tuple(tensor.shape) for name, tensor in made.items()}
         groups |= dict.fromkeys((*group.state, *group.directory), group)
     ignored = tuple(module._keys_to_ignore_on_load_unexpected or ())
-    return OtherNames(shapes, groups, tied, ignored, f"{module.base_model_prefix}.")
+    return TransformersNames(shapes, groups, tied, ignored, f"{module.base_model_prefix}.")
 
 
 GENERATION_CONFIG = "generation_config.json"
@@ -230,14 +233,14 @@ SAMPLING_DEFAULTS = (
     "repetition_penalty",
     "max_new_tokens",
 )
-"""What vLLM reads of generation_config.json, by the names there."""
+"""Fields of generation_config.json that vLLM reads."""
 
 
 def read_sampling_defaults(path: Path) -> dict[str, float]:
     """Read the sampling defaults of a model directory's generation_config.json, if it has one.
 
     Raises:
-        ModelError: it can't be read, or a default is no number.
+        ModelError: the file can't be read, or a default is no number.
     """
     file = path / GENERATION_CONFIG
     if not file.exists():
@@ -276,17 +279,17 @@ def _header(file: Path) -> dict[str, TensorFacts]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every engine can take."""
+    """Limits that all engines of a run share."""
 
     context_tokens_max: int
     vocab_size: int
 
 
 def limits_of(scheduler: "Scheduler") -> Limits:
-    """Of the engines that are there.
+    """Return the lowest limits of the engines that are connected.
 
     Raises:
-        ApiError: there are none.
+        ApiError: no engine is connected.
     """
     hellos = [engine.hello for engine in scheduler.fleet.engines.values()]
     if not hellos:

@@ -1,8 +1,8 @@
 """Weight updates by vLLM's four phases: receives tensors, then publishes them to all engines.
 
-``init`` once; then ``start``, any number of ``update``, and ``finish``, which brings what came to
-every engine as one version. Until then the old one serves: an update that fails changes nothing.
-Files are read below the directories named at start only.
+``init`` once; then ``start``, any number of ``update``, and ``finish``, which publishes the
+tensors to every engine as one version. Until then the old version serves: an update that fails
+changes nothing. Files are read below the directories named at start only.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ _ONLY_BELOW = (
 
 @dataclass(slots=True)
 class _Session:
-    """An update between its start and its end."""
+    """Tensors received between the start and the end of an update."""
 
     tensors: "dict[str, torch.Tensor]" = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
 
 class WeightUpdates:
-    """The weights that the server's engines serve, as clients change them."""
+    """Receives weights and adapters from clients, and publishes them to all engines."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class WeightUpdates:
         *,
         directories: Sequence[Path] = (),
     ) -> None:
-        """``published`` is told of every version, for the run's records. ``directories``: where
-        requests may have files read."""
+        """``published`` is called with every publish, for the run's records. ``directories``: files
+        are read only below them."""
         self._directories = [Path(os.path.realpath(each)) for each in directories]
         self._run = run
         self._scheduler = scheduler
@@ -73,13 +73,13 @@ class WeightUpdates:
     # ------------------------------------------------------------ the four phases
 
     async def init(self, info: Mapping[str, Any]) -> None:
-        """Meet the trainer; an update that another one began and never finished is forgotten."""
+        """Connect to the trainer; drop an update that another trainer began and never finished."""
         async with self._one_at_a_time:
             self._forget()
             await in_daemon_thread(self._receiver.connect, info)
 
     async def shut_down(self) -> None:
-        """Let go of the trainer, and of what it has not finished."""
+        """Disconnect from the trainer, and drop its unfinished update."""
         async with self._one_at_a_time:
             self._session = None
             await asyncio.to_thread(self._receiver.close)
@@ -94,7 +94,7 @@ class WeightUpdates:
         self._session = _Session()
 
     async def update(self, info: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take in some tensors, or all. If that fails, so has the update."""
+        """Receive some tensors, or all; a failure drops the whole update."""
         pieces = [info] if isinstance(info, Mapping) else list(info)
         if len(pieces) != 1:
             raise UpdateError(f"update_info is for one rank, got {len(pieces)} of them")
@@ -122,7 +122,7 @@ class WeightUpdates:
             session.checksums |= self._checksums_of(tensors)
 
     async def finish(self, label: str | None) -> None:
-        """Bring what came to every engine, as one version, called ``label`` from now on."""
+        """Publish the update to every engine as one version, named ``label``."""
         async with self._one_at_a_time:
             session = self._session
             self._forget()
@@ -130,15 +130,15 @@ class WeightUpdates:
                 raise UpdateError(
                     "finish_weight_update called without a matching start_weight_update."
                 )
-            await self._bring(session, label)
+            await self._publish_tensors(session, label)
 
     async def reload(self, path: str | None) -> None:
-        """Read all weights from files, and bring them to every engine."""
+        """Read all weights from files, and publish them to every engine."""
         async with self._one_at_a_time:
             session = _Session()
             where = Path(self._info.path) if path is None else self._permitted(path)
             await asyncio.to_thread(self._read, session, where)
-            await self._bring(session, None)
+            await self._publish_tensors(session, None)
 
     def _read(self, session: _Session, path: Path) -> None:
         session.tensors = self._fitted(read_tensors(path))
@@ -146,16 +146,16 @@ class WeightUpdates:
             session.checksums = self._checksums_of(session.tensors)
 
     def _checksums_of(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """Of a tied model's head there is none: it is the embedding."""
+        """Return checksums by name; a tied model's head has none, because it is the embedding."""
         known = self._info.tensors
         named = {n: tensor for n, tensor in tensors.items() if n in known or n != HEAD}
         return {name: _checksum(tensor) for name, tensor in named.items()}
 
     def _permitted(self, path: str) -> Path:
-        """Return where a path that a request names leads to, below one of the directories.
+        """Resolve a path of a request, which must be below one of the directories.
 
         Raises:
-            UpdateError: it is elsewhere. The error is the same whether something is there or not.
+            UpdateError: the path is elsewhere. The error is the same whether it exists or not.
         """
         real = self._below_directories(path)
         if real is None:
@@ -177,20 +177,20 @@ class WeightUpdates:
     # ------------------------------------------------------------ names and checks
 
     def rename(self, label: str) -> None:
-        """Call what is served now so."""
+        """Name the weights that are served now."""
         self.labels.name(self._scheduler.core.trainer_version, label)
 
     async def check(self, action: str, baseline: Mapping[str, str] | None) -> dict[str, Any]:
-        """The body of ``/weight_checker``."""
+        """Return the body of ``/weight_checker``."""
         if action not in ("checksum", "compare"):
-            told = f"action is checksum or compare, got {action}; weights can't be reset"
-            raise ApiError(501 if action == "reset" else 400, told, param="action")
+            why = f"action is checksum or compare, got {action}; weights can't be reset"
+            raise ApiError(501 if action == "reset" else 400, why, param="action")
         if not self._run.settings.weights.weight_checksums:
             raise ApiError(501, "start the server with --weight-checksums")
         if not self._checksums:
             facts = await asyncio.to_thread(read_tensors, self._info.path)
             self._checksums = {name: _checksum(tensor) for name, tensor in facts.items()}
-        sums = {RANK_NAME + name: told for name, told in sorted(self._checksums.items())}
+        sums = {RANK_NAME + name: checksum for name, checksum in sorted(self._checksums.items())}
         if action == "checksum":
             return {"checksums": sums}
         if baseline is None:
@@ -201,7 +201,7 @@ class WeightUpdates:
     # ------------------------------------------------------------ adapters
 
     async def load_adapter(self, name: str, path: str, *, is_in_place: bool) -> None:
-        """Read a LoRA adapter from its directory, and bring it to every engine."""
+        """Read a LoRA adapter from its directory, and publish it to every engine."""
         if name in self._info.adapters and not is_in_place:
             raise ApiError(
                 400,
@@ -212,15 +212,15 @@ class WeightUpdates:
             raise ApiError(400, f"'{name}' is the model's own name; choose another")
         real = self._adapter_at(path)
         if real is None:
-            told = f"No adapter found for '{path}'; {_ONLY_BELOW}"
-            raise ApiError(404, told, param="lora_path")
+            why = f"No adapter found for '{path}'; {_ONLY_BELOW}"
+            raise ApiError(404, why, param="lora_path")
         async with self._one_at_a_time:
             call = await asyncio.to_thread(AdapterUpdate, self._run, name, str(real), None, "live")
             await self._publish(call, None)
             self._info.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Have every engine forget an adapter; no request may name it any more."""
+        """Unload an adapter from every engine; requests may no longer name it."""
         if name not in self._info.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         async with self._one_at_a_time:
@@ -234,7 +234,7 @@ class WeightUpdates:
     # ------------------------------------------------------------ publishing
 
     def _fitted(self, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """As the model has them: in its dtypes; raises UpdateError where they don't fit."""
+        """Return tensors in the model's dtypes; raise UpdateError if one does not fit the model."""
         import torch
 
         fitted = {}
@@ -243,7 +243,9 @@ class WeightUpdates:
             facts = self._info.facts_of(name)
             if facts is None:
                 raise UpdateError(f"the model has no tensor {name!r}")
-            if not hasattr(torch, facts.dtype) and self._info.other_names.is_passed_over(name):
+            if not hasattr(torch, facts.dtype) and self._info.transformers_names.is_passed_over(
+                name
+            ):
                 continue  # a mask in bytes, such as old GPT-2s have
             if tuple(tensor.shape) != facts.shape:
                 raise UpdateError(
@@ -253,7 +255,7 @@ class WeightUpdates:
             fitted[name] = tensor.to(wanted)
         return fitted
 
-    async def _bring(self, session: _Session, label: str | None) -> None:
+    async def _publish_tensors(self, session: _Session, label: str | None) -> None:
         is_partial = bool(await asyncio.to_thread(self._info.lacking, list(session.tensors)))
         call = WeightUpdate(self._run, session.tensors, "live", partial=is_partial)
         await self._publish(call, label)
@@ -262,13 +264,15 @@ class WeightUpdates:
             if not sums.keys() <= self._info.tensors.keys():  # some came by other names
                 names = session.checksums.keys()
                 stale = await asyncio.to_thread(self._info.known_also_as, names)
-                sums = {name: told for name, told in sums.items() if name not in stale}
+                sums = {name: each for name, each in sums.items() if name not in stale}
             self._checksums = sums
 
     async def _publish(self, call: WeightUpdate, label: str | None) -> None:
         expected = self._scheduler.core.next_version
         if label is not None:
-            self.labels.name(expected, label)  # its first tokens may be told of before it is done
+            self.labels.name(
+                expected, label
+            )  # its first tokens may be reported before the call returns
         try:
             await call.run(self._scheduler)
         except TidegateError as error:
@@ -282,7 +286,7 @@ class WeightUpdates:
 
 
 async def in_daemon_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Wait for what may wait for a trainer for minutes: the server's end does not wait for it."""
+    """Run work that may wait minutes for a trainer in a thread that does not delay shutdown."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""Do agents that nobody here wrote become rows of a rollout? Each in its own process, unchanged.
+"""Unchanged agents of other frameworks, each in its own process, become rows of a rollout.
 
-`make test-agents` makes the Python that has them, and names it; without it these are skipped.
+`make test-agents` makes the Python that has the frameworks; without it these tests are skipped.
 """
 
 import asyncio

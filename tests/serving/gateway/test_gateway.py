@@ -1,9 +1,10 @@
-"""What does an agent get from the gateway? What OpenAI's API would give it, and only its own."""
+"""Answers and refusals of the gateway: those of OpenAI's API, in the rows of the key's session."""
 
 import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,43 @@ async def test_a_seed_of_minus_one_is_none_and_leaves_choices_apart(
         one, two = (turn.sampling.seed for row in talk.rollout.rows for turn in row.turns)
         assert one != two
         assert -1 not in (one, two)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "arguments"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            "json_schema",
+            {"schema": {"type": "object"}},
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, "grammar", {"lark": "start: /a+/"}),
+        ({"allowed_token_ids": [1, 2]}, "allowed_tokens", {"token_ids": [1, 2]}),
+    ],
+)
+async def test_an_output_is_held_to_a_form_that_a_request_names_as_vllms_clients_do(
+    gateway: Gateway, tmp_path: Path, fields: dict[str, Any], name: str, arguments: dict[str, Any]
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"{n}{END}" for n in range(2)]
+        body = {**fields, "min_tokens": 1}
+        chat = {**body, "messages": [user("q")]}
+        prompt = talk.model.tokenizer.encode("go").ids
+        assert (await client.post(CHAT, json=chat)).status_code == 200
+        plain = await client.post("/v1/completions", json={**body, "prompt": prompt})
+        assert plain.status_code == 200
+        turns = [turn for row in talk.rollout.rows for turn in row.turns]
+        assert len(turns) == 2
+        for turn in turns:
+            assert turn.sampling.min_tokens == 1
+            (processor,) = turn.sampling.processors
+            assert json.loads(processor) == {"name": name, "arguments": arguments}
+
+
+async def test_a_refusal_names_the_field_at_fault(gateway: Gateway, tmp_path: Path) -> None:
+    async with session_of(gateway, tmp_path) as (_, _, client):
+        body = {"messages": [user("q")], "bad_words": ["x"]}
+        assert (await client.post(CHAT, json=body)).json()["error"]["param"] == "bad_words"
 
 
 async def test_a_long_conversation_is_rendered_in_a_thread_and_answered_alike(
@@ -176,6 +214,9 @@ async def test_a_long_prompt_is_tokenised_beside_the_runs_thread_and_to_the_same
         ('{"messages": [{"role": "user", "content": "q"}], "use_beam_search": true}', "use_beam_s"),
         ('{"messages": [{"role": "user", "content": "q"}], "bad_words": ["x"]}', "bad_words"),
         ('{"messages": [{"role": "user", "content": "q"}], "best_of": 2}', "best_of"),
+        ('{"messages": [{"role": "user", "content": "q"}], "ignore_eos": true}', "ignore_eos"),
+        ('{"messages": [{"role": "user", "content": "q"}], "prompt_logprobs": 1}', "prompt_logp"),
+        ('{"messages": [{"role": "user"}], "structured_outputs": {"x": 1}}', "structured_outputs"),
         (
             '{"messages": [{"role": "user"}], "logprobs": true, "top_logprobs": 4096}',
             "log-probs of 0 to 20",

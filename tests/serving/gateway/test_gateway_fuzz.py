@@ -1,4 +1,4 @@
-"""Does anything that is posted to the gateway harm it, or the agent beside?"""
+"""Random request bodies harm neither the gateway nor an agent beside."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Whose request is it? A session's, by its key; and how agents get one, and end it."""
+"""Sessions of the gateway: their keys, and how agents claim and end them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Does a stream of the gateway say the same as an answer in one piece?"""
+"""A stream of the gateway says the same as an answer in one piece."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Does an agent that knows nothing of Tidegate train a model? With OpenAI's client, as it is."""
+"""An unchanged agent with OpenAI's client trains a model in a whole run."""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
-"""Can a client of vLLM tell the server from vLLM? Over two real engines, one request after another.
+"""Answers of the server over two real engines, one request after another.
 
-What is expected is what vLLM 0.32 and 0.33 were seen to answer.
+Expected answers are those observed of vLLM 0.32 and 0.33.
 """
 
 import asyncio

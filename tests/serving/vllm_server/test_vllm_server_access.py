@@ -1,4 +1,4 @@
-"""Who may ask the server for what: pages, tokens, paths of files, requests that are too large."""
+"""Access to the server: web pages, tokens, paths of files, requests that are too large."""
 
 import json
 import os

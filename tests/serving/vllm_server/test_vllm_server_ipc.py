@@ -1,4 +1,4 @@
-"""Are handles of GPU memory read as facts, whatever else a trainer's pickle holds?"""
+"""Handles of GPU memory are read as facts, whatever else a trainer's pickle holds."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""Does the server take weights by the directory's names and by those of the state_dict()?"""
+"""Weights by the directory's names, and by those of the state_dict()."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

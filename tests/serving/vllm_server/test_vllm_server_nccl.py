@@ -1,5 +1,7 @@
-"""Do weights come from a trainer that speaks vLLM's nccl? With a library of NCCL's calls over a
-socket; who meets whom, and in which order, is as vLLM's trainers do it."""
+"""Weights from a trainer that speaks vLLM's nccl, by a double of the NCCL library over a socket.
+
+The order of calls is that of vLLM's trainers.
+"""
 
 import base64
 import ctypes

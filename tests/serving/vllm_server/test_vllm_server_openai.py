@@ -1,4 +1,4 @@
-"""Do clients that nobody here wrote get on with the server: OpenAI's, and what vLLM's docs ask?"""
+"""OpenAI's own client, and the requests of vLLM's documentation."""
 
 import itertools
 import re

@@ -1,6 +1,6 @@
-"""Do pauses, aborts, sleep and caches do over the server what they do in vLLM?
+"""Pauses, aborts, sleep and caches of the server.
 
-What is expected is what vLLM 0.32 and 0.33 were seen to answer.
+Expected answers are those observed of vLLM 0.32 and 0.33.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Does a trainer that speaks vLLM's weight protocol change what the server says, and when?"""
+"""Weight updates by vLLM's protocol change the server's outputs when they finish."""
 
 import contextlib
 import threading

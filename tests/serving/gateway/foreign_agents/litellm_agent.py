@@ -1,6 +1,6 @@
-"""What does an agent that is a loop around litellm come to? It has one tool; its end is streamed.
+"""Agent that is a loop around litellm, with one tool; its last answer is streamed.
 
-``python litellm_agent.py BASE_URL API_KEY`` prints it.
+``python litellm_agent.py BASE_URL API_KEY`` prints the answer.
 """
 
 import json

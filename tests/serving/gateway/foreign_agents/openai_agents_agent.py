@@ -1,6 +1,6 @@
-"""What does an agent of OpenAI's Agents SDK come to? It has one tool.
+"""Agent of OpenAI's Agents SDK with one tool.
 
-``python openai_agents_agent.py BASE_URL API_KEY`` prints it.
+``python openai_agents_agent.py BASE_URL API_KEY`` prints its answer.
 """
 
 import asyncio
