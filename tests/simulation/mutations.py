@@ -38,7 +38,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A bug, and where it is found."""
+    """A planted bug, and a seed that catches it."""
 
     plant: Plant
     seed: int
