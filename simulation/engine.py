@@ -1,8 +1,8 @@
-"""What does an engine do whose work takes only virtual time? Speaks the protocol, to the letter.
+"""Simulated engine process: speaks the wire protocol exactly; its work takes only virtual time.
 
-One process of one engine: it reads its messages between steps, stages weights beside its steps,
-keeps what isn't acknowledged, and answers in the order that a real one does. What its turns say is
-:mod:`simulated_turns`' matter; when it breaks is decided elsewhere.
+Like a real engine, it reads its messages between steps, stages weights while it decodes, keeps
+steps until they are acknowledged, and answers in the same order. :mod:`turns` computes what its
+turns sample, and :mod:`host` decides when it breaks.
 """
 
 import random
@@ -65,7 +65,7 @@ COMPLAINTS_MAX = 3
 
 @dataclass(slots=True)
 class _Answers:
-    """What is due once the turns that ended before it have been told."""
+    """Answers that are due once the turns that ended before them have been reported."""
 
     due: list[Message] = field(default_factory=list)
     pauses: list[Paused] = field(default_factory=list)
@@ -89,7 +89,7 @@ class EngineOwner(Protocol):
 
 
 class SimulatedEngine:
-    """One process. It is started, lives by its link and the clock, and ends or is killed."""
+    """One engine process, driven by its link and the clock until it ends or is killed."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What does an engine's time go to? A few figures that describe any engine well enough to plan by.
+"""Cost model of an engine: a few figures that predict its step times well enough to plan by.
 
-It knows nothing of what is generated.
+Independent of what is generated.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """What an engine's time goes to."""
+    """Figures from which an engine's step times follow."""
 
     slots: int = 64
     step_s: float = 0.008

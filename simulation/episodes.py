@@ -1,6 +1,7 @@
-"""What do a scenario's episodes do? They take turns, wait for tools, and now and then the unusual.
+"""Episodes of a simulated run: they take turns, use tools, fork, score, park, fail and hang.
 
-They know their script and what an episode is given; of engines and trainers, nothing.
+Each follows the script that the scenario draws for it, and checks that its context is what it
+appended and was given.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ TOO_LONG = array("i", bytes(FRAME_BYTES_MAX_BY_KIND["submit_turn"]))
 
 
 class SimulatedEpisodes:
-    """What the scenario's episodes do."""
+    """Plays the episodes of a scenario by their scripts."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What goes wrong in a simulated run, and when? Faults are planned from the seed, before it starts.
+"""Injected faults of a simulated run, planned from its seed before it starts.
 
-Knows when and to whom a fault happens; what it does to an engine is the engine's, and what unusual
-trainers and episodes do is theirs.
+A fault says what happens when, and to which engine. :mod:`host` and :mod:`engine` carry it out;
+unusual trainers and episodes are settings of the scenario.
 """
 
 import random
@@ -13,7 +13,7 @@ from tidegate.errors import ConfigError
 
 
 class FaultKind(StrEnum):
-    """What can happen to an engine, its connection, its weights, a trainer or an episode."""
+    """Kinds of faults: of engines, connections, weights, trainers and episodes."""
 
     CRASH = "crash"
     """The process is gone with all it had, and is started again later, with weights 0."""
@@ -68,7 +68,7 @@ LONGEST_FAULT_S = 3.0
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that goes wrong."""
+    """One planned fault."""
 
     kind: FaultKind
     engine: int = 0

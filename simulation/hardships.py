@@ -1,14 +1,14 @@
-"""What did a simulated run go through? Names for it, so that many runs can be counted up.
+"""Names of what a simulated run went through, counted over the runs of a sweep.
 
-A fault that was planned may hit nothing: an engine that crashes when it is gone already proves
-nothing. These are noted where they really happen.
+A planned fault may hit nothing: an engine that crashes when it is gone already proves nothing.
+Therefore each is noted where it really happens.
 """
 
 from enum import StrEnum
 
 
 class Hardship(StrEnum):
-    """Something that happened in a run, at least once."""
+    """Something hard that happened in a run at least once."""
 
     CRASHED = "an engine crashed"
     HUNG = "an engine hung with work to do"
@@ -67,7 +67,7 @@ class Hardship(StrEnum):
 
 
 class Hardships:
-    """Those of one run."""
+    """Hardships that one run has met so far."""
 
     def __init__(self) -> None:
         self.seen: set[Hardship] = set()

@@ -1,7 +1,4 @@
-"""Who starts a simulated engine again? The machine it runs on, which also lets it fail.
-
-It knows processes, links and faults; not turns or weights.
-"""
+"""Machine of a simulated engine: starts its processes one after another, and injects its faults."""
 
 import math
 import random
@@ -27,7 +24,7 @@ NOTICE_S = 0.02
 
 
 class EngineHost:
-    """One engine name, and the processes that bear it one after another."""
+    """Starts the processes of one engine name one after another, and injects its faults."""
 
     def __init__(
         self,

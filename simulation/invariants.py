@@ -20,7 +20,7 @@ from tidegate.simulation.truth import Truth
 
 
 class TrainedRows:
-    """Those of one run."""
+    """Book-keeping of the rows that the trainer of one run has had and left out."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[tuple[int, int]]] = {}
@@ -82,7 +82,7 @@ def _tokens_from(row: Rollout, floor: int) -> int:
 
 
 class WatchedCore(Core):
-    """A core that is looked at after every event."""
+    """A core that the oracle inspects after every event."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ MASKING = ("mask", "split")
 
 
 class Watch:
-    """What must hold after every event of a run."""
+    """Oracle of one run: checks what must hold after every event."""
 
     def __init__(self, scenario: Scenario, truth: Truth, hardships: Hardships) -> None:
         self._scenario = scenario

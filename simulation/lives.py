@@ -52,7 +52,7 @@ STALL_S = 0.3
 
 
 class SimulatedStore:
-    """What :class:`journal.Journal` is on a disk."""
+    """In-memory stand-in for :class:`journal.Journal`, whose commits take virtual time."""
 
     def __init__(self, *, commit_s: float, chance: random.Random) -> None:
         self._commit_s = commit_s
@@ -137,7 +137,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a trainer has on its disk."""
+    """Trainer's checkpoint, as far as a resume needs it."""
 
     trained: tuple[Trained, ...] = ()
     """In the order of training."""
@@ -153,7 +153,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class LivesReport:
-    """How one crash-restart run went."""
+    """Report of one crash-restart run."""
 
     scenario: Scenario
     is_drawn: bool = True

@@ -1,4 +1,4 @@
-"""What would a model say that is a hash? Everything that should matter to a token does, exactly.
+"""Hash in place of a model: each token depends exactly on everything that should matter to it.
 
 A sampled token depends on the turn's seed, its index, the weights that sampled it, and on every
 token of its context together with the weights that computed that token's KV. So a tag that is off
@@ -112,7 +112,7 @@ def check_turn(
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """What is claimed of one token."""
+    """Provenance that is claimed of one token."""
 
     version: int
     engine: str
@@ -148,7 +148,7 @@ def _prefilled(
 
 
 class TurnModel(Protocol):
-    """What a simulated engine asks for each token."""
+    """Model interface of a simulated engine."""
 
     def next_token(
         self,
@@ -166,7 +166,7 @@ class TurnModel(Protocol):
 
 
 class HashModel:
-    """The model of this module."""
+    """The hash of this module, as a model."""
 
     def next_token(
         self,

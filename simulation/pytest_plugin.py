@@ -1,4 +1,4 @@
-"""How is code that uses Tidegate tested? With these fixtures: no GPU, no process, no time.
+"""pytest plugin for code that uses Tidegate: fixtures that need no GPU, no process and no time.
 
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
 until a test asks for one of its fixtures. An async test that does runs in virtual time, with or

@@ -1,7 +1,8 @@
-"""How does a user's own trainer run in a test? On the real scheduler, over simulated engines.
+"""Run of a test with the user's own trainer: the real scheduler over simulated engines.
 
-It stands where :mod:`run` stands: the faces of :mod:`serve` hold it without knowing. There is no
-thread, no process and no socket; what takes time takes virtual time, and the trainer none at all.
+It takes the place of :mod:`tidegate.orchestrator.trainer.run`, so the trainer's handles hold it
+unchanged. There is no thread, no process and no socket; what takes time takes virtual time, and
+the trainer takes none.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a simulated run is, besides its settings."""
+    """Settings, engines and script of a simulated run."""
 
     settings: RunSettings
     engines: tuple[ScriptedEngine, ...]

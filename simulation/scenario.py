@@ -60,7 +60,7 @@ class ScenarioRules(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """The policies of one run."""
+    """Policies of one run."""
 
     seed: int = 0
     """Of all that is drawn while it runs: delays, lengths of answers, what episodes do."""
@@ -223,7 +223,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Scenario(ScenarioRules, frozen=True, kw_only=True):
-    """One run."""
+    """All of one simulated run, as plain data."""
 
     # ---- the run
     update_wave: int | None = None

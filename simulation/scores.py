@@ -1,7 +1,7 @@
-"""What does a simulated engine make of given tokens? It tells log-probs, after virtual time.
+"""Scoring requests of a simulated engine: it returns log-probs of given tokens after virtual time.
 
-Requests end with their conversation. An answer is of the weights that are live when it is told; a
-paused or sleeping engine tells nothing until it goes on.
+Requests end with their conversation. An answer is computed by the weights that are live when it is
+sent; a paused or sleeping engine answers nothing until it resumes.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreT
 
 
 class SimulatedScores:
-    """The requests of one engine."""
+    """Scoring requests of one engine."""
 
     def __init__(
         self,

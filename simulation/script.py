@@ -1,6 +1,6 @@
-"""What does one simulated episode do? Its turns, what they are given, and how it ends.
+"""Script of one simulated episode: its turns, the tokens it appends, and how it ends.
 
-Plain data, drawn from chances that a scenario names; nothing here happens.
+Plain data, drawn by the random numbers that a scenario names.
 """
 
 import random
@@ -13,7 +13,7 @@ LONG_TOOL_MAX_S = 2.0
 
 @dataclass(slots=True)
 class ScriptedTurn:
-    """One turn that an episode takes."""
+    """One turn of a script."""
 
     given: list[int]
     """Tokens appended before it."""
@@ -30,7 +30,7 @@ class ScriptedTurn:
 
 @dataclass(slots=True)
 class Script:
-    """What one episode does."""
+    """Turns and fate of one episode."""
 
     turns: list[ScriptedTurn]
     reward: float

@@ -1,4 +1,4 @@
-"""What do the engines of a test say, and when do they fail? As the test's author has written down.
+"""Engines of a user's test: they say and suffer what the test's author has written down.
 
 An engine's tokens come from a script instead of a model; all else about it is as in the simulation:
 its messages, its steps in virtual time, what pauses, weights and faults do to it.
@@ -41,7 +41,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What an engine was asked to continue."""
+    """Request that an engine was sent: what to continue, and how."""
 
     engine: str
     version: int

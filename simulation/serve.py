@@ -1,7 +1,7 @@
-"""What does a test use in place of ``tidegate.serve``? The same faces, over a simulated run.
+"""Stand-in for ``tidegate.serve`` in tests: the same client handles over a simulated run.
 
-A trainer that is handed them can't tell: batches are real tensors, the scheduler is the real one,
-and its errors are. Only time, engines and weights are simulated.
+A trainer can't tell the difference: batches are real tensors, and the scheduler and its errors are
+the real ones. Only time, engines and weights are simulated.
 """
 
 from collections.abc import Sequence

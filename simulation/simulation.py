@@ -1,4 +1,4 @@
-"""Does a run keep its promises whatever happens? One seed, one run in virtual time, bit for bit.
+"""Simulated run: one seed, one run in virtual time, the same bit for bit each time.
 
 The scheduler, the core, the fleet, the weight control and the codec are the real ones; engines,
 the wire, the trainer, the clock and what goes wrong are simulated. What must hold is checked after
@@ -45,7 +45,7 @@ TICK_S = 1 / 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What was broken."""
+    """A broken promise."""
 
     kind: str
     """What stays the same in a smaller run: the error, where it was raised, and its words."""
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """How one run went."""
+    """Report of one run."""
 
     scenario: Scenario
     faults: str | None
@@ -280,7 +280,7 @@ class Simulation:
 
 
 class Standstill(AssertionError):
-    """Nobody can tell what the run still waits for."""
+    """The run makes no progress any more."""
 
 
 def failure_of(error: Exception) -> Failure:

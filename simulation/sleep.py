@@ -1,7 +1,4 @@
-"""What sleeps of a simulated engine, which has no memory? It answers as a real one, to the letter.
-
-It knows turns and staged weights by what sleep does to them.
-"""
+"""Sleep of a simulated engine: it has no memory to free, and answers exactly as a real one does."""
 
 from tidegate.simulation.staging import SimulatedStaging
 from tidegate.simulation.turns import SimulatedTurns
@@ -21,7 +18,7 @@ BYTES = 1 << 30
 
 
 class SimulatedSleep:
-    """The memory of one process."""
+    """Sleep state of one process."""
 
     def __init__(self, turns: SimulatedTurns, staging: SimulatedStaging) -> None:
         self._turns = turns

@@ -1,6 +1,6 @@
-"""How does a new version get beside the live weights of a simulated engine? It is copied there.
+"""Weight staging of a simulated engine: copies a version beside the live weights, in virtual time.
 
-Takes virtual time, and copies what is in the trainer's buffer meanwhile: torn, if that changes.
+A copy is torn if the trainer overwrites its place of the buffer meanwhile.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ def check_refusal(why: str) -> None:
 
 @dataclass(slots=True)
 class WeightBuffer:
-    """The memory that the trainer writes weights to, and engines copy them from: a few places."""
+    """Buffer that the trainer writes weights to and engines copy them from: a few places."""
 
     contents: list[int] = field(default_factory=lambda: [0, 0])
     """Which weights are in each, by the order of writing; ``TORN_WEIGHTS`` while they are written:
@@ -65,7 +65,7 @@ class _Update:
 
 
 class SimulatedStaging:
-    """The version in hand, and the copies that are under way."""
+    """The version that an engine is staging, and the copies under way."""
 
     def __init__(
         self,

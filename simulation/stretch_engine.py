@@ -1,4 +1,4 @@
-"""What does an engine say that samples a whole stretch at once? The protocol, at a true pace.
+"""Coarse-grained simulated engine: samples a whole stretch of steps at once, at a true pace.
 
 All running turns advance together, so between two changes nothing needs to be looked at: a stretch
 of steps is one timer and one message. It is cut short, at the end of the step going on, by whatever

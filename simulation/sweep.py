@@ -105,7 +105,7 @@ class FailureLines:
 
 
 class SweepSummary:
-    """What came of many runs."""
+    """Totals over the runs of a sweep."""
 
     def __init__(self) -> None:
         self.runs = 0

@@ -45,7 +45,7 @@ PARTIAL_WAKE_SHARE = 0.5
 
 
 class _Next(Enum):
-    """What came of asking for a batch."""
+    """Outcome of asking for a batch."""
 
     BATCH = auto()
     PUBLISH_FIRST = auto()
@@ -73,7 +73,7 @@ async def receive(
 
 
 class SimulatedTrainer:
-    """One trainer, as the scenario wants it."""
+    """Trainer that follows a scenario."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What can a simulated engine hold, and how long does its work take? Numbers only."""
+"""Capabilities of a simulated engine: its memory, its speeds and what its hello says."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ CONTEXT_TOKENS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTraits:
-    """One engine, as it is while nothing is wrong with it."""
+    """Capabilities of one engine, as long as nothing is wrong with it."""
 
     step_s: float = 0.01
     """Of any step: reading the weights once."""

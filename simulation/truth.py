@@ -1,4 +1,4 @@
-"""What did the simulated engines really do? Kept aside, to be held against what is claimed."""
+"""Record of what the simulated engines really did, to be compared with what is claimed of it."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tidegate.transport.messages import Step
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """What one step message said."""
+    """Content of one step message, to compare."""
 
     version: int
     turns: bytes
@@ -17,7 +17,7 @@ class SentStep:
 
 
 class Truth:
-    """Every step of every engine, one process after another, until it has arrived."""
+    """Steps that engines have sent and that have not arrived; the weights behind each version."""
 
     def __init__(self) -> None:
         self._processes: dict[str, deque[deque[SentStep]]] = {}

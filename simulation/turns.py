@@ -1,7 +1,8 @@
-"""Which turns does a simulated engine run, and what do they say next? No clock, no wire.
+"""Turns of a simulated engine: which of them run in a step, and what they sample.
 
-The same rules as a real engine's: decodes before prefills, a prefill in chunks, the worst turn
-gives up its KV for a better one, and what pauses and weight swaps do to running turns.
+The same rules as a real engine's: decodes before prefills, a prefill in chunks, the lowest-ranked
+turn is preempted for a higher one, and pauses and weight swaps change running turns. No clock and
+no wire.
 """
 
 import math
@@ -36,7 +37,7 @@ DEADLY_TOKEN = 2**30
 
 @dataclass(slots=True)
 class SimulatedTurn:
-    """One turn in an engine."""
+    """A turn in an engine, running or waiting."""
 
     message: SubmitTurn
     rank: tuple[int, int]
@@ -67,7 +68,7 @@ class StepWork:
 
 @dataclass(slots=True)
 class StepRows:
-    """A step message in the making."""
+    """Rows of a step message in the making."""
 
     turns: "array[int]" = field(default_factory=lambda: array("I"))
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))

@@ -1,6 +1,6 @@
-"""How does asyncio code run in no time at all? On an event loop whose clock jumps to what is next.
+"""Event loop in virtual time: its clock jumps to whatever is scheduled next.
 
-It knows no sockets, threads or processes: all that ever happens on it was scheduled on it. So the
+It has no sockets, threads or processes: all that ever happens on it was scheduled on it. So the
 same program does the same things in the same order, and one that waits for ever is found out.
 """
 

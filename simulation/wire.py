@@ -1,8 +1,8 @@
-"""What can go wrong between two sockets? A wire of real frames that delays, stalls, cuts, garbles.
+"""Simulated wire: carries real frames, and delays, stalls, cuts and garbles them.
 
 It stands where the sockets are, so the real codec runs on both ends. As on the real wire, order is
 kept in each direction, nothing is lost while a connection lasts, and when one breaks an unknown
-number of the last frames of each direction is lost. It knows nothing of what frames mean.
+number of the last frames of each direction is lost.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def _in_words(message: Message) -> str:
 
 
 class Tape:
-    """All that was ever carried: a digest of it, and the end of it in full."""
+    """Record of all frames carried: a digest of them, and the last ones in full."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)

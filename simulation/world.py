@@ -1,4 +1,4 @@
-"""What do all engines of a simulation share? The wire, the weights, the model, and the records."""
+"""State that all engines of a simulation share: the wire, the weights, the model, the records."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tidegate.simulation.wire import SimulatedRouter, Tape
 
 @dataclass(slots=True)
 class World:
-    """Outlives engines and orchestrators: those come and go in it."""
+    """Shared state; it outlives engines and orchestrators, which come and go in it."""
 
     loop: asyncio.AbstractEventLoop
     tape: Tape

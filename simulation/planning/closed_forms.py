@@ -1,7 +1,7 @@
-"""What would a run do, by arithmetic alone? Throughput and staleness of a choice, in milliseconds.
+"""Closed forms for a run's throughput and staleness; they take milliseconds to compute.
 
 The forms are those of :mod:`tidegate.policies.predictions`, put together for groups consumed in the
-order of admission; time that episodes spend in tools is not in it. ``simulated`` takes longer and
+order of admission; time that episodes spend in tools is left out. :mod:`simulated` takes longer and
 assumes less.
 """
 

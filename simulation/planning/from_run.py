@@ -1,7 +1,4 @@
-"""What do a finished run's records say about speeds and lengths? Enough to plan the next one.
-
-It reads the run's directory, and predicts nothing.
-"""
+"""Speeds and lengths measured in a finished run, read from its directory to plan the next one."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -24,7 +21,7 @@ NO_PREFILL = 1e12
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A run as a plan sees it."""
+    """Measured figures of a run that a plan needs."""
 
     situation: Situation
     choice: Choice

@@ -1,4 +1,4 @@
-"""How does a plan look? Throughput and age over the bound; nothing is worked out here."""
+"""Picture of a plan: throughput and age over the staleness bound. Computes nothing itself."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Which settings should a run have? Each choice with what is predicted of it, and one recommended.
+"""Plan of a run: each choice of settings with its predicted figures, and one recommendation.
 
-It reads nothing and prints nothing: rows are for the command, and for the picture.
+Called by ``tidegate plan``; reads nothing and prints nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ NEARLY_BEST = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A choice, and what it would bring."""
+    """One choice and its prediction."""
 
     varied: str
     """What was changed against the recommended choice: ``max_staleness``, ``pause``, …"""

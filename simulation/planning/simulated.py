@@ -1,4 +1,4 @@
-"""What would a run do, by running it in virtual time? The real orchestrator over simulated engines.
+"""Prediction of a run by running it in virtual time: the real orchestrator, simulated engines.
 
 Real: scheduler, core, fleet, weight control, policy, episodes and messages. Simulated: engines
 of which only speeds are known, the trainer and the clock. Nothing fails here.
@@ -74,7 +74,7 @@ async def _simulation(
 
 
 class _Simulation:
-    """One run, and its trainer's counting."""
+    """One run, with a trainer that counts."""
 
     def __init__(
         self, situation: Situation, choice: Choice, virtual_time: VirtualTime, seed: int

@@ -1,7 +1,4 @@
-"""What is given when a run is planned, and what is to be chosen? Lengths, speeds, machines.
-
-It predicts nothing.
-"""
+"""Input and output of a plan: lengths, speeds and machines; the settings; the predicted figures."""
 
 import math
 import random
@@ -23,7 +20,7 @@ figures are about that; ``tidegate plan --from`` uses a run's own groups and ass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What no setting changes."""
+    """What is given: lengths, speeds and machines, which no setting changes."""
 
     groups: tuple[tuple[int, ...], ...]
     """Tokens of each rollout, group by group: as in a run, or drawn."""
@@ -59,7 +56,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a plan compares."""
+    """Settings that a plan compares."""
 
     max_staleness: int
     groups_per_batch: int
@@ -86,7 +83,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a run would do, once it is under way."""
+    """Predicted figures of a run in its steady state."""
 
     batch_s: float
     """From one batch to the next."""

@@ -38,7 +38,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A bug, and where it is found."""
+    """A planted bug, and a seed that catches it."""
 
     plant: Plant
     seed: int
@@ -103,7 +103,7 @@ def groups_are_trained_in_the_order_of_completion(patch: pytest.MonkeyPatch) -> 
     patch.setattr(asynchrony, "in_admission_order", consumption.in_completion_order)
 
 
-@mutation(seed=413)
+@mutation(seed=898)
 def a_group_overtakes_one_that_has_no_time_left(patch: pytest.MonkeyPatch) -> None:
     def by_deadline(waiting: GroupBook, groups: int, **times: int) -> list[Group] | None:
         return consumption.in_completion_order(waiting, groups)
@@ -377,7 +377,7 @@ def the_rows_of_a_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(filing, "_file_each", file_each)
 
 
-@mutation(seed=185)
+@mutation(seed=225)
 def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) -> None:
     right = SteadySteps.takes
 

@@ -1,4 +1,4 @@
-"""Does a plan say what a run then does? Closed forms beside the simulator, and both beside runs."""
+"""Plans compared with what runs do: closed forms beside the simulator, and both beside runs."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Can users test their own trainers and agents with the fixtures?"""
+"""The pytest fixtures, used as users do for their own trainers and agents."""
 
 import asyncio
 import contextlib

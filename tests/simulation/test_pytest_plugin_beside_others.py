@@ -1,4 +1,4 @@
-"""Do the fixtures work beside other plugins and in any mode, and does nobody else notice them?"""
+"""The pytest plugin beside other plugins and in any mode; other tests run unchanged."""
 
 import re
 from pathlib import Path

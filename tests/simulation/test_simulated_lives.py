@@ -1,4 +1,4 @@
-"""Would the simulation of crashes notice a run that loses something with its process?"""
+"""Crash-restart runs, with planted bugs that lose something with the process."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Does the simulation keep the promises, and would it notice if they were broken?"""
+"""The simulation: sweeps that keep every promise, and planted bugs that it has to catch."""
 
 import os
 import subprocess

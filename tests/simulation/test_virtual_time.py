@@ -1,4 +1,4 @@
-"""Does time cost nothing, and is it told when nothing will ever happen?"""
+"""Virtual time: it costs nothing, and a program that waits for ever is told so."""
 
 import asyncio
 import contextlib
