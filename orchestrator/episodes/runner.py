@@ -12,27 +12,20 @@ import math
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
 from tidegate.errors import EpisodeError, RunClosed
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
+from tidegate.orchestrator.episodes.contained_tasks import is_interrupt
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.episode import Episode, SamplingDefaults, refuse_too_large
-from tidegate.orchestrator.episodes.generated_turn import REWARD_MAX, checked_reward
+from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
-from tidegate.orchestrator.episodes.stepped_tasks import (
-    Rounds,
-    SteppedFuture,
-    SteppedTask,
-    is_interrupt,
-    stepped_future,
-)
 from tidegate.orchestrator.fleet.scores import Asked, Score
 from tidegate.orchestrator.fleet.waiting import Waiting, fail
 from tidegate.orchestrator.settings.config import RunSettings
@@ -46,7 +39,7 @@ GRACE_S = 5.0
 LOOK_AGAIN_S = 1.0
 """While nobody's time runs, there is nothing to be on time for."""
 
-Task = TypeVar("Task", bound="asyncio.Task[object] | SteppedTask")
+Task = TypeVar("Task", bound="asyncio.Task[Any]")
 
 
 class Deadlines(Generic[Task]):
@@ -83,12 +76,9 @@ class Deadlines(Generic[Task]):
 
     def begin(self, task: Task) -> None:
         """From now on, this task's time runs."""
-        loop, stood_still_at_s = task.get_loop(), self._stood_still_at_s
-        # As _now_s, whose call costs as much again: each episode comes by here.
-        due_s = (loop.time() if stood_still_at_s is None else stood_still_at_s) + self._timeout_s
-        self._due_s[task] = due_s
-        if self._timer is None or self._timer.when() > due_s:
-            self._call_by(due_s, loop)
+        loop = task.get_loop()
+        due_s = self._due_s[task] = self._now_s(loop) + self._timeout_s
+        self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
         """How much time it has; for ever, if its time is up or never began."""
@@ -212,53 +202,28 @@ class LeftBehind:
     """The episodes that ended last."""
 
 
-class EpisodeTask(SteppedTask):
-    """One episode."""
-
-    __slots__ = ("_function", "_runner", "_task", "episode", "parks_at_left_s", "rollout")
+class EpisodeTask(asyncio.Task[None]):
+    """The asyncio task of one episode, with what its runner knows of the episode."""
 
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
     ) -> None:
-        SteppedTask.__init__(self, runner.rounds)  # super() takes as long as a short method
-        self._runner = runner
+        """``function`` is called with the episode and ``task`` when the loop first runs this."""
         self.rollout = rollout
-        self._task = task
-        self._function = function
         self.episode: Episode | None = None
-        """None until it has begun."""
+        """The context that the user's function talks to; None until the function is called."""
         self.parks_at_left_s = -math.inf
-        """Of its time, at the end of a turn: it has gone on for its budget then."""
-
-    def begin(self) -> Coroutine[Any, Any, Any]:
-        """Call the user's function."""
-        episode = self.episode = self._runner.opened(self)
-        playing = self._function(episode, self._task)
-        if type(playing) is CoroutineType or asyncio.iscoroutine(playing):
-            return playing
-        return _awaited(playing)
-
-    def end(self, value: object, error: BaseException | None) -> None:
-        """As :meth:`EpisodeRunner.ended`."""
-        self._runner.ended(self, value, error)
-
-    def get_name(self) -> str:
-        """By its rollout."""
-        return f"rollout {self.rollout.rollout_id}"
+        """Seconds left until the deadline at which the episode has used its budget."""
+        playing = runner.play(self, task, function)
+        super().__init__(playing, loop=runner.loop, name=f"rollout {rollout.rollout_id}")
 
 
 def _reward(value: object) -> float | BaseException:
     """What an episode has returned, or what is wrong with that."""
-    if type(value) is float and -REWARD_MAX <= value <= REWARD_MAX:  # as most are
-        return value
     try:
         return checked_reward(value)
     except BaseException as error:  # noqa: BLE001 - a user's type may raise anything
         return error
-
-
-async def _awaited(playing: Awaitable[object]) -> object:
-    return await playing
 
 
 class EpisodeRunner:
@@ -282,8 +247,8 @@ class EpisodeRunner:
         such as one failed episode too many; ``on_over`` of rollouts that ask for no more turns,
         maybe twice; ``diary`` of what episodes spend their time on. ``score`` asks engines.
         ``context_tokens_max``: the longest context that an engine reads; 0 if none is known."""
-        self._loop = asyncio.get_running_loop()
-        self.rounds = Rounds(self._loop, on_error)
+        self.loop = asyncio.get_running_loop()
+        self._on_error = on_error
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
         self._budget_s = settings.episode_budget_s
         self._defaults = SamplingDefaults(
@@ -296,7 +261,7 @@ class EpisodeRunner:
         self._parking = parking
         self._score = score
         self._context_tokens_max = context_tokens_max
-        self.activities = Activities(self._loop.time)
+        self.activities = Activities(self.loop.time)
         self._diary = diary
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
@@ -310,7 +275,7 @@ class EpisodeRunner:
     def stand_still(self, is_still: bool) -> None:
         """No episode's time runs while engines are paused: it would wait for them in vain."""
         change = self._deadlines.stand_still if is_still else self._deadlines.go_on
-        change(self._loop.time())
+        change(self.loop.time())
 
     def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
         """Start one episode."""
@@ -328,13 +293,27 @@ class EpisodeRunner:
     async def end(self) -> None:
         """Cancel every episode, and return once all have ended; none begins any more."""
         self._is_ending = True
-        for task in list(self._going.values()):
+        tasks = list(self._going.values())
+        for task in tasks:
             task.cancel()
-        while self._going:
+        while unfinished := [task for task in tasks if not task.done()]:
             with contextlib.suppress(asyncio.CancelledError):  # who cancels this waits for them too
-                await asyncio.wait(self._going.values())
+                await asyncio.wait(unfinished)
+        self._going.clear()  # a task that is cancelled before its first step runs no code of ours
 
-    def opened(self, task: "EpisodeTask") -> Episode:
+    async def play(self, task: EpisodeTask, given: object, function: EpisodeFunction) -> None:
+        """Run one episode to its end."""
+        try:
+            episode = task.episode = self._open(task)
+            value = await function(episode, given)
+        except BaseException as error:  # it ends this episode and no other
+            if self.loop.is_closed():
+                raise  # nothing runs any more: Python closes the coroutine as garbage
+            self._end(task, None, error)
+        else:
+            self._end(task, value, None)
+
+    def _open(self, task: EpisodeTask) -> Episode:
         """What a task's function talks to; from now on its time runs.
 
         Raises:
@@ -354,17 +333,19 @@ class EpisodeRunner:
             self._diary.begins(rollout)
         return episode
 
-    def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
-        """A task has come to its end.
+    def _end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
+        """The user's function has returned ``value``, or raised ``error``."""
+        try:
+            self._ended(task, value, error)
+        except BaseException as failure:  # noqa: BLE001 - one failed episode too many, or a defect
+            self._on_error(failure)
 
-        Raises:
-            EpisodeError: it was one failure too many.
-        """
+    def _ended(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
         rollout, stubborn = task.rollout, self.left.stubborn
         number = rollout.rollout_id
         try:
             event = self._said(task, value, error)
-            rollout.ended_s = self._loop.time()
+            rollout.ended_s = self.loop.time()
             # Cancelled for its rollout was given up, or for the run ends: what it says is void.
             if event is not None and not (number in stubborn or self._is_ending):
                 assert task.episode is not None
@@ -379,7 +360,7 @@ class EpisodeRunner:
             self._on_over(rollout)
 
     def _said(
-        self, task: "EpisodeTask", value: object, error: BaseException | None
+        self, task: EpisodeTask, value: object, error: BaseException | None
     ) -> ev.Event | None:
         """What a task's end means to its rollout; nothing, if it never began."""
         episode = task.episode
@@ -401,7 +382,7 @@ class EpisodeRunner:
             self._settle(task.rollout, episode)
         return event
 
-    def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event:
+    def _failed(self, task: EpisodeTask, error: BaseException) -> ev.Event:
         rollout = task.rollout
         was_too_long = self._deadlines.end(task)
         reason = "episode_error"
@@ -421,7 +402,7 @@ class EpisodeRunner:
             if left is not None:
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
-    def _give_up(self, task: "EpisodeTask") -> None:
+    def _give_up(self, task: EpisodeTask) -> None:
         """Go on without an episode that goes on after it was cancelled at its deadline."""
         rollout, episode = task.rollout, task.episode
         assert episode is not None, "its time has begun with it"
@@ -449,26 +430,21 @@ class EpisodeRunner:
 
     def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
-    ) -> "SteppedFuture[Turn]":
+    ) -> "asyncio.Future[Turn]":
         """A new turn of this rollout, once it has ended; ``media`` are new in its context.
 
         Raises:
             TurnRefused: no engine could read it, or no message to one hold it.
         """
-        if self.left.stubborn:
-            self._refuse_if_given_up(rollout)
+        self._refuse_if_given_up(rollout)
         refuse_too_large(rollout, sampling, media, self._context_tokens_max())
-        # As rejoin, whose call costs as much again.
-        future: SteppedFuture[Turn] = stepped_future(self._loop)
-        self._waiting.turns[rollout.rollout_id] = future
-        if self._diary is not None:
-            self._diary.asks(rollout, future)
+        future = self.rejoin(rollout)
         self._handle(ev.TurnAsked(rollout.rollout_id, sampling, media))
         return future
 
-    def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
+    def rejoin(self, rollout: Rollout) -> "asyncio.Future[Turn]":
         """The turn that this rollout has on some engine, once it has ended."""
-        future: SteppedFuture[Turn] = stepped_future(self._loop)
+        future: asyncio.Future[Turn] = self.loop.create_future()
         self._waiting.turns[rollout.rollout_id] = future
         if self._diary is not None:
             self._diary.asks(rollout, future)
@@ -503,7 +479,7 @@ class EpisodeRunner:
         if self._diary is not None:
             self._diary.goes_on(rollout)
 
-    def _give_budget(self, task: "EpisodeTask", budget_s: float) -> None:
+    def _give_budget(self, task: EpisodeTask, budget_s: float) -> None:
         task.parks_at_left_s = self._deadlines.left_s(task) - budget_s
 
     @contextlib.contextmanager
