@@ -15,7 +15,6 @@ import numpy as np
 from msgspec import Struct
 
 from tidegate.orchestrator.core.events import Command, StepArrived
-from tidegate.orchestrator.core.provenance import VersionRun
 from tidegate.orchestrator.core.rollout import Turn
 
 STEPS_MAX = 64
@@ -208,15 +207,10 @@ def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOu
     """The same number of tokens in each row, and every one is wanted: an engine's usual step."""
     split = splitter(len(rows), 4 * tokens_each).unpack
     version, engine, evaluation_rows = event.version, event.engine, 0
-    from_the_first = VersionRun(version, 0, engine)  # one for all turns that begin with this step
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        if not row.runs:  # as begin_run, whose call costs as much again
-            row.runs.append(from_the_first)
-            row.sampled_by = version
-        elif row.sampled_by != version:
-            row.begin_run(version, engine)
+        row.begin_run(version, engine)
         row.filed_token_ids.frombytes(token_ids)
         row.filed_logprobs.frombytes(logprobs)
         row.filed += tokens_each

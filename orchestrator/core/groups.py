@@ -137,9 +137,7 @@ class GroupBook(WaitingGroups):
         turns.append(turn)
         if group.is_evaluation:
             return given_up + self._turns.submit(turn, EVALUATION_PRIORITY)
-        # As group.priority, whose call costs as much again; so it is in what follows.
-        priority = group.group_id if group.split_from is None else group.split_from
-        return given_up + self._turns.submit(turn, priority)
+        return given_up + self._turns.submit(turn, group.priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
         """A rollout's episode wants its turn no more; what was sampled so far stays."""
@@ -190,8 +188,7 @@ class GroupBook(WaitingGroups):
         for turn in rollout.turns:
             if turn.finish_reason is None:
                 commands += self._turns.cancel(rollout)
-            if turn.held_back is not None:
-                turn.settle()
+            turn.settle()
             del turn.rollout
         if not rollout.branches:
             return [rollout]

@@ -85,20 +85,13 @@ class HandedBatches:
     @property
     def num_groups(self) -> int:
         """Groups whose places are held."""
-        groups = 0
-        for batch in self.holding:  # asked after every event: a generator takes thrice as long
-            groups += batch.num_groups
-        return groups
+        return sum(batch.num_groups for batch in self.holding)
 
     @property
     def untrained(self) -> int:
         """Batches that the trainer holds and may not have trained on yet. The next batch is trained
         after them, and so under the trainer's version plus one for each of them."""
-        batches = 0
-        for batch in self.holding:  # asked after every event while the trainer waits
-            if batch.version is None:
-                batches += 1
-        return batches
+        return sum(batch.version is None for batch in self.holding)
 
     @property
     def taken(self) -> int:

@@ -72,8 +72,7 @@ class Turn:
         """What the context was given beside tokens since the turn before."""
         if media:
             rollout.may_have_media = True
-        if self.number:
-            rollout.settle()
+        rollout.settle()
         self.start = len(self.filed_token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0
@@ -163,9 +162,7 @@ class Turn:
         runs = self.runs
         if runs and runs[-1].version == version and runs[-1].engine == engine:
             return
-        held_back = self.held_back  # as in length: each turn comes by here
-        start = self.filed if held_back is None else self.filed + held_back.tokens_each
-        runs.append(VersionRun(version, start, engine))
+        runs.append(VersionRun(version, self.length, engine))
 
     def take_back(self) -> int:
         """Leave its context as it was before this turn, the newest; so many tokens are gone."""
@@ -280,8 +277,7 @@ class Rollout:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
             token_ids = token_array(token_ids)  # refuses what is no token id before any change
-        if self.turns:
-            self.settle()
+        self.settle()
         self.filed_token_ids.extend(token_ids)
         self.filed_logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
 
@@ -327,12 +323,7 @@ class Rollout:
     @property
     def sampled_tokens(self) -> int:
         """Tokens that the model produced, over all turns."""
-        tokens = 0
-        for turn in self.turns:  # asked thrice of each rollout: a property's call costs as much
-            tokens += turn.filed
-            if turn.held_back is not None:
-                tokens += turn.held_back.tokens_each
-        return tokens
+        return sum([turn.length for turn in self.turns])
 
     @property
     def tokens_of_all_rows(self) -> int:

@@ -18,7 +18,7 @@ class TrainedCounts:
 
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
         """These were handed over (1), or that was undone (-1); a branch is none of its own."""
-        by_oldest: dict[int, int] = {}  # to set a Counter's item takes thrice as long
+        by_oldest: Counter[int] = Counter()
         rollouts = mixed = 0
         for rollout in rows:
             if rollout.branch_of is not None:
@@ -27,7 +27,7 @@ class TrainedCounts:
             versions = _of_all_rows(rollout) if rollout.branches else rollout.trained_versions()
             if versions is not None:
                 oldest, is_mixed = versions
-                by_oldest[oldest] = by_oldest.get(oldest, 0) + 1
+                by_oldest[oldest] += 1
                 if is_mixed:
                     mixed += 1
         self.rollouts += times * rollouts

@@ -212,8 +212,7 @@ class TurnBook:
         if turn.is_evaluation:
             handle += EVALUATION_HANDLES_FROM
         rollout, sampling = turn.rollout, turn.sampling
-        if turn.held_back is not None:
-            rollout.settle()
+        turn.settle()
         length = turn.filed
         self.engines[name].submissions[handle] = turn
         turn.place = (name, handle)
@@ -395,8 +394,7 @@ class TurnBook:
     @staticmethod
     def _finish(turn: Turn, code: int) -> bool:
         """Note how a turn has ended, if it has: one that was cut off before its time has not."""
-        length = turn.filed if turn.held_back is None else turn.length
-        left = turn.sampling.max_tokens - length
+        left = turn.sampling.max_tokens - turn.length
         if left < 0 or (left and code not in (STOP, LENGTH)):
             return False
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]

@@ -308,9 +308,6 @@ class SamplingDefaults:
     adapter: str = ""
 
 
-_replace = msgspec.structs.replace
-
-
 class Episode(ScoringEpisode):
     """One attempt at a task, or a branch of one. It takes one turn at a time; branches, theirs."""
 
@@ -339,7 +336,7 @@ class Episode(ScoringEpisode):
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: of a branch, what it was forked from."""
-        ScoringEpisode.__init__(self, rollout, generating)  # super() takes as long as all of it
+        super().__init__(rollout, generating)
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
         """Tells a branch's random numbers from others'; made of its place, the same in any run."""
         self.branches: list[Episode] = []
@@ -446,8 +443,7 @@ class Episode(ScoringEpisode):
             ConfigError: they are too many, or too large.
             TurnRefused: no turn could ever be asked for after it, so long is the context then.
         """
-        if self._is_over:  # looked at here too, for the call costs as much again
-            self._refuse_if_over()
+        self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         given = self._model.given.of(content)
@@ -590,8 +586,7 @@ class Episode(ScoringEpisode):
 
     def _refuse_turn(self) -> None:
         """Unless one can be generated now."""
-        if self._is_over:
-            self._refuse_if_over()
+        self._refuse_if_over()
         self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
@@ -601,9 +596,9 @@ class Episode(ScoringEpisode):
     def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
         """With the run's adapter and the turn's own seed, where the episode names none."""
         if self._defaults.adapter and "adapter" not in options:
-            sampling = _replace(sampling, adapter=self._defaults.adapter)
+            sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
-            sampling = _replace(sampling, seed=self._next_seed())
+            sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
         return sampling
 
     def _asked(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
