@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from tidegate.orchestrator.core.rollout import DISCARDED, FINISHED, Rollout
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState
 
 
 class TaskKey(Struct, frozen=True, order=True, gc=False):
@@ -60,12 +60,12 @@ class Group:
     @property
     def finished(self) -> int:
         """Rollouts that have their reward."""
-        return sum(r.state is FINISHED for r in self.rollouts if r.branch_of is None)
+        return sum(r.state is RolloutState.FINISHED for r in self.rollouts if r.branch_of is None)
 
     @property
     def kept(self) -> list[Rollout]:
         """The rollouts that were not discarded, and their branches."""
-        return [r for r in self.rollouts if r.state is not DISCARDED]
+        return [r for r in self.rollouts if r.state is not RolloutState.DISCARDED]
 
     @property
     def kept_rewards(self) -> list[float]:
@@ -75,7 +75,7 @@ class Group:
             for rollout in self.rollouts
             if rollout.reward is not None
             and rollout.branch_of is None
-            and rollout.state is not DISCARDED
+            and rollout.state is not RolloutState.DISCARDED
         ]
 
     @property
@@ -93,7 +93,7 @@ class Group:
         its end, and for one at each publish until then."""
         kept, oldest = 0, None
         for rollout in self.rollouts:
-            if rollout.state is DISCARDED:
+            if rollout.state is RolloutState.DISCARDED:
                 continue
             if rollout.branch_of is None:
                 kept += 1
@@ -114,12 +114,15 @@ class Group:
         more, and else each would keep the other until garbage is collected."""
         for rollout in self.rollouts:
             # Of what was discarded, sessions may yet have to be closed, each branch's own.
-            if rollout.branches and rollout.state is not DISCARDED:
+            if rollout.branches and rollout.state is not RolloutState.DISCARDED:
                 rollout.branches = ()
 
 
 def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
     """What a batch of these groups is made of, those of a group side by side."""
     return [
-        (row, group) for group in groups for row in group.rollouts if row.state is not DISCARDED
+        (row, group)
+        for group in groups
+        for row in group.rollouts
+        if row.state is not RolloutState.DISCARDED
     ]

@@ -192,16 +192,6 @@ class RolloutState(StrEnum):
     """It will never be trained; ``discard_reason`` says why."""
 
 
-RUNNING, FINISHED, TRAINED, DISCARDED = (
-    RolloutState.RUNNING,
-    RolloutState.FINISHED,
-    RolloutState.TRAINED,
-    RolloutState.DISCARDED,
-)
-"""To look a member up in its class takes as long as a short method, and each rollout's state is
-looked at eight times."""
-
-
 class Rollout:
     """One attempt at a prompt: its context, its turns, its reward; or a branch of one."""
 
@@ -235,7 +225,7 @@ class Rollout:
         self.may_have_media = False
         """Whether a turn was ever given any: hardly one is, and each is asked."""
         self.reward: float | None = None
-        self.state = RUNNING
+        self.state = RolloutState.RUNNING
         self.discard_reason: str | None = None
         self.ended_s = nan
         """When its episode ended, by the clock of the run's loop: for figures. Nothing is decided
