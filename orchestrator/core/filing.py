@@ -3,6 +3,11 @@
 Steps with the same turns are collected as columns, and cut into each turn's share once for many
 steps by numpy; one by one, each token would cost two Python appends. A turn counts its collected
 tokens, and a reader of a rollout's tokens has them filed first.
+
+Tokens per CPU-second without each part, with 16 tokens a row, with one as fast as they go, and with
+one at 1,000 steps a second (``benchmarks.transport tokens``, medians of 5 pairs): without
+:class:`SteadySteps` .64, .42 and .55; without :func:`_file_each` as well .39, .18 and .34; with
+slices in place of :func:`splitter` .92 with one as fast as they go.
 """
 
 import struct

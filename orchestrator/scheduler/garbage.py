@@ -1,5 +1,8 @@
 """How often is garbage looked for while runs go on? Rarely, for rollouts leave none behind.
 
+Without it a run does .59 of the rollouts per CPU-second in process, and .60 over the wire
+(``benchmarks.orchestrator``, medians of 5 pairs).
+
 Python has one collector per process, which the trainer and other runs use too: what the first run
 finds is what the last one leaves. It knows nothing of what is done meanwhile.
 """
