@@ -205,6 +205,8 @@ class LeftBehind:
 class EpisodeTask(asyncio.Task[None]):
     """The asyncio task of one episode, with what its runner knows of the episode."""
 
+    __slots__ = ("episode", "parks_at_left_s", "rollout")
+
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
     ) -> None:
