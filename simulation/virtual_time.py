@@ -15,7 +15,7 @@ from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
 
 from tidegate.errors import NothingLeftToHappen, VirtualTimeUp
-from tidegate.orchestrator.episodes.stepped_tasks import contained_task
+from tidegate.orchestrator.episodes.contained_tasks import contained_task
 
 Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")

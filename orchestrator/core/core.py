@@ -134,8 +134,6 @@ class Core:
         self._asked_in_vain: object = None
         """Arguments of the last ``select`` that found no batch; with the same ones it is not called
         again."""
-        self._places_known = 0
-        """Tasks that may arrive before ``capacity_groups``, read for each, is computed again."""
         self.is_paused = False
         """Whether the policy has paused generation until the next version is live."""
         self.is_restoring = False
@@ -206,20 +204,15 @@ class Core:
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Apply one event and return the commands that follow from it, in order."""
-        # Every rollout has these four; a class pattern costs ten times as much as a type test.
-        if type(event) is ev.TurnAsked:
-            return self.groups.ask_turn(event)
-        if type(event) is ev.EpisodeReturned:
-            return self._on_returned(event)
-        if type(event) is ev.TaskArrived:
-            return self._admit(event)
-        if type(event) is ev.StepArrived:
-            return self._on_step(event)
-        self._places_known = 0
-        return self._handle_others(event)
-
-    def _handle_others(self, event: ev.Event) -> list[ev.Command]:
         match event:
+            case ev.StepArrived():
+                return self._on_step(event)
+            case ev.TurnAsked():
+                return self.groups.ask_turn(event)
+            case ev.EpisodeReturned():
+                return self._on_returned(event)
+            case ev.TaskArrived():
+                return self._admit(event)
             case ev.TurnGivenUp() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
                 return self.groups.change_rollout(event)
             case ev.EpisodeFailed():
@@ -274,8 +267,6 @@ class Core:
                 return self.groups.end()
             case ev.TurnRejected(engine=engine, handle=handle, message=message):
                 return self.turns.reject(engine, handle, message)
-            case ev.StepArrived() | ev.TurnAsked() | ev.EpisodeReturned() | ev.TaskArrived():
-                raise AssertionError(f"{event!r} has been handled above")
 
     # ------------------------------------------------------------ admission
 
@@ -310,14 +301,11 @@ class Core:
         return commands + self._hand_over() if was_awaited else commands
 
     def _admit(self, event: ev.TaskArrived) -> list[ev.Command]:
-        if not self._places_known:
-            self._places_known = self.capacity_groups
-        if not self._places_known:
+        if not self.capacity_groups:
             raise TidegateError(
                 f"a task arrived with {self.outstanding_groups} groups outstanding of "
                 f"{self.policy.outstanding_groups_max} allowed; ask capacity_groups first"
             )
-        self._places_known -= 1
         key = self.tasks.take(event.key)
         if self.prompts.histories and self.prompts.pass_over(event.digest):
             return self._hand_over()
@@ -337,7 +325,6 @@ class Core:
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
         revision = self.groups.revision
         commands = self.groups.finish(event)
-        self._places_known = 0  # a policy may admit in rounds, and count ended rollouts
         if self.groups.revision == revision and not self.policy.splits_groups:
             return commands  # other rollouts of its group run: no new batch is possible
         return commands + self._hand_over() if self.batches_asked else commands

@@ -4,6 +4,11 @@
 columns, and numpy splits many steps at once into each turn's share; one by one, each token would
 cost two Python appends. A turn counts its collected tokens at once, and :meth:`Turn.settle` files
 them before anyone reads the rollout's tokens.
+
+Tokens per CPU-second without each part, with 16 tokens a row, with one as fast as they go, and with
+one at 1,000 steps a second (``benchmarks.transport tokens``, medians of 5 pairs): without
+:class:`SteadySteps` .64, .42 and .55; without :func:`_file_each` as well .39, .18 and .34; with
+slices in place of :func:`splitter` .92 with one as fast as they go.
 """
 
 import struct
@@ -16,7 +21,6 @@ import numpy as np
 from msgspec import Struct
 
 from tidegate.orchestrator.core.events import Command, StepArrived
-from tidegate.orchestrator.core.provenance import VersionRun
 from tidegate.orchestrator.core.rollout import Turn
 
 STEPS_MAX = 64
@@ -210,15 +214,10 @@ def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOu
     """File the usual step: every row is wanted and has the same number of tokens."""
     split = splitter(len(rows), 4 * tokens_each).unpack
     version, engine, evaluation_rows = event.version, event.engine, 0
-    from_the_first = VersionRun(version, 0, engine)  # shared by all turns that begin with this step
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        if not row.runs:  # begin_run inlined: the call would cost as much again
-            row.runs.append(from_the_first)
-            row.sampled_by = version
-        elif row.sampled_by != version:
-            row.begin_run(version, engine)
+        row.begin_run(version, engine)
         row.filed_token_ids.frombytes(token_ids)
         row.filed_logprobs.frombytes(logprobs)
         row.filed += tokens_each

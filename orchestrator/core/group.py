@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from tidegate.orchestrator.core.rollout import DISCARDED, FINISHED, Rollout
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState
 
 
 class TaskKey(Struct, frozen=True, order=True, gc=False):
@@ -63,12 +63,12 @@ class Group:
     @property
     def finished(self) -> int:
         """Number of rollouts that have a reward, not counting branches."""
-        return sum(r.state is FINISHED for r in self.rollouts if r.branch_of is None)
+        return sum(r.state is RolloutState.FINISHED for r in self.rollouts if r.branch_of is None)
 
     @property
     def kept(self) -> list[Rollout]:
         """Rollouts that were not discarded, and their branches."""
-        return [r for r in self.rollouts if r.state is not DISCARDED]
+        return [r for r in self.rollouts if r.state is not RolloutState.DISCARDED]
 
     @property
     def kept_rewards(self) -> list[float]:
@@ -78,7 +78,7 @@ class Group:
             for rollout in self.rollouts
             if rollout.reward is not None
             and rollout.branch_of is None
-            and rollout.state is not DISCARDED
+            and rollout.state is not RolloutState.DISCARDED
         ]
 
     @property
@@ -96,7 +96,7 @@ class Group:
         both at its end, and the second at each publish before."""
         kept, oldest = 0, None
         for rollout in self.rollouts:
-            if rollout.state is DISCARDED:
+            if rollout.state is RolloutState.DISCARDED:
                 continue
             if rollout.branch_of is None:
                 kept += 1
@@ -117,12 +117,15 @@ class Group:
         the garbage collector. Call it when the tokens are needed no more."""
         for rollout in self.rollouts:
             # Each branch of a discarded rollout may still have a session to close.
-            if rollout.branches and rollout.state is not DISCARDED:
+            if rollout.branches and rollout.state is not RolloutState.DISCARDED:
                 rollout.branches = ()
 
 
 def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
     """Return the rows of a batch of these groups, those of one group side by side."""
     return [
-        (row, group) for group in groups for row in group.rollouts if row.state is not DISCARDED
+        (row, group)
+        for group in groups
+        for row in group.rollouts
+        if row.state is not RolloutState.DISCARDED
     ]

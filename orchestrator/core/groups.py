@@ -12,9 +12,6 @@ from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import (
-    DISCARDED,
-    FINISHED,
-    TRAINED,
     Rollout,
     RolloutState,
     Turn,
@@ -137,9 +134,7 @@ class GroupBook(WaitingGroups):
         turns.append(turn)
         if group.is_evaluation:
             return given_up + self._turns.submit(turn, EVALUATION_PRIORITY)
-        # group.priority inlined: the call would cost as much again.
-        priority = group.group_id if group.split_from is None else group.split_from
-        return given_up + self._turns.submit(turn, priority)
+        return given_up + self._turns.submit(turn, group.priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
         """Cancel the current turn of a rollout; its tokens so far stay in the context."""
@@ -178,7 +173,7 @@ class GroupBook(WaitingGroups):
                 commands.append(ev.Record(row, group.task))
             return commands
         for row in rows:
-            row.reward, row.state = event.reward, FINISHED
+            row.reward, row.state = event.reward, RolloutState.FINISHED
             self.ledger.finish(row.sampled_tokens)
         return commands + self._rollout_ended(group)
 
@@ -190,8 +185,7 @@ class GroupBook(WaitingGroups):
         for turn in rollout.turns:
             if turn.finish_reason is None:
                 commands += self._turns.cancel(rollout)
-            if turn.held_back is not None:
-                turn.settle()
+            turn.settle()
             del turn.rollout
         if not rollout.branches:
             return [rollout]
@@ -293,7 +287,7 @@ class GroupBook(WaitingGroups):
         return [r for r in group.rollouts if r.rollout_id in self.running and r.branch_of is None]
 
     def _discard(self, rollout: Rollout, group: Group, reason: str) -> ev.Command:
-        rollout.state = DISCARDED
+        rollout.state = RolloutState.DISCARDED
         rollout.discard_reason = reason
         if not group.is_evaluation and rollout.branch_of is None:
             self.discarded_rollouts[reason] += 1
@@ -306,7 +300,12 @@ class GroupBook(WaitingGroups):
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
         """Settle groups as trained; mask tokens older than ``oldest_trainable``; return rows."""
         self._forget_batch(groups)
-        rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]
+        rows = [
+            row
+            for group in groups
+            for row in group.rollouts
+            if row.state is not RolloutState.DISCARDED
+        ]
         lengths = [
             row.tokens_of_all_rows if row.branches else row.sampled_tokens
             for row in rows
@@ -315,7 +314,7 @@ class GroupBook(WaitingGroups):
         self.ledger.train(sum(lengths))
         self.discards.note_trained(lengths)
         for row in rows:
-            row.state = TRAINED
+            row.state = RolloutState.TRAINED
             row.oldest_trainable = oldest_trainable
         if oldest_trainable and (masked := sum(row.masked_tokens for row in rows)):
             self.ledger.leave_out(masked, TOO_OLD)
@@ -344,6 +343,6 @@ class GroupBook(WaitingGroups):
             if masked := rollout.masked_tokens:
                 self.ledger.leave_out(-masked, TOO_OLD)
             self.ledger.take_back(rollout.sampled_tokens)
-            rollout.state = FINISHED
+            rollout.state = RolloutState.FINISHED
             rollout.oldest_trainable = 0
         self._put_back(groups)

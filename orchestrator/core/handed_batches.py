@@ -90,20 +90,13 @@ class HandedBatches:
     @property
     def num_groups(self) -> int:
         """Admission places held by all batches."""
-        groups = 0
-        for batch in self.holding:  # read after every event: a generator takes three times as long
-            groups += batch.num_groups
-        return groups
+        return sum(batch.num_groups for batch in self.holding)
 
     @property
     def untrained(self) -> int:
-        """Batches that the trainer may not have trained on yet; each delays the next by 1
-        version."""
-        batches = 0
-        for batch in self.holding:  # read after every event while the trainer waits
-            if batch.version is None:
-                batches += 1
-        return batches
+        """Batches that the trainer holds and may not have trained on yet. The next batch is trained
+        after them, and so under the trainer's version plus one for each of them."""
+        return sum(batch.version is None for batch in self.holding)
 
     @property
     def taken(self) -> int:

@@ -129,9 +129,7 @@ class Placement:
 
     def choose(self, turn: Turn, number: int, live_version: int) -> str | None:
         """Return the engine for a turn that is on none; None if no engine can take it now."""
-        loads = self._open
-        if loads is None:
-            loads = self._loads(live_version)
+        loads = self._loads(live_version)
         if turn.rollout.may_have_media and turn.rollout.media:
             loads = self._loads_for_media(turn, live_version)
             return loads.least() if self._is_by_load else self._routed(turn, number, loads)

@@ -72,8 +72,7 @@ class Turn:
         """Media added to the context since the previous turn."""
         if media:
             rollout.may_have_media = True
-        if self.number:
-            rollout.settle()
+        rollout.settle()
         self.start = len(self.filed_token_ids)
         """Index in the rollout's context of the first output token."""
         self.filed = 0
@@ -163,9 +162,7 @@ class Turn:
         runs = self.runs
         if runs and runs[-1].version == version and runs[-1].engine == engine:
             return
-        held_back = self.held_back  # length inlined: every turn calls this
-        start = self.filed if held_back is None else self.filed + held_back.tokens_each
-        runs.append(VersionRun(version, start, engine))
+        runs.append(VersionRun(version, self.length, engine))
 
     def take_back(self) -> int:
         """Remove this turn's tokens, the newest of the context; return their number."""
@@ -193,16 +190,6 @@ class RolloutState(StrEnum):
     """It was handed to the trainer. If the trainer left it out, ``discard_reason`` says why."""
     DISCARDED = "discarded"
     """It will never be trained; ``discard_reason`` says why."""
-
-
-RUNNING, FINISHED, TRAINED, DISCARDED = (
-    RolloutState.RUNNING,
-    RolloutState.FINISHED,
-    RolloutState.TRAINED,
-    RolloutState.DISCARDED,
-)
-"""Members as module names, because an enum lookup takes as long as a short method, and each
-rollout's state is read eight times."""
 
 
 class Rollout:
@@ -238,7 +225,7 @@ class Rollout:
         self.may_have_media = False
         """Whether a turn ever had media: hardly one has, and every submission checks."""
         self.reward: float | None = None
-        self.state = RUNNING
+        self.state = RolloutState.RUNNING
         self.discard_reason: str | None = None
         self.ended_s = nan
         """When its episode ended, on the run loop's clock; only for figures, never for decisions,
@@ -280,8 +267,7 @@ class Rollout:
         """Append given tokens (a prompt, an observation) to the context."""
         if not isinstance(token_ids, array):
             token_ids = token_array(token_ids)  # raises for an invalid id before any change
-        if self.turns:
-            self.settle()
+        self.settle()
         self.filed_token_ids.extend(token_ids)
         self.filed_logprobs.frombytes(bytes(4 * len(token_ids)))  # 0.0 each
 
@@ -327,12 +313,7 @@ class Rollout:
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the model sampled, over all turns."""
-        tokens = 0
-        for turn in self.turns:  # length inlined: the property's call would cost as much again
-            tokens += turn.filed
-            if turn.held_back is not None:
-                tokens += turn.held_back.tokens_each
-        return tokens
+        return sum([turn.length for turn in self.turns])
 
     @property
     def tokens_of_all_rows(self) -> int:

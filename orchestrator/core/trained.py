@@ -21,7 +21,7 @@ class TrainedCounts:
 
     def count(self, rows: list[Rollout], trainer_version: int, times: int) -> None:
         """Add these rows (``times`` = 1), or subtract them again (-1). Branches don't count."""
-        by_oldest: dict[int, int] = {}  # setting a Counter's item takes three times as long
+        by_oldest: Counter[int] = Counter()
         rollouts = mixed = 0
         for rollout in rows:
             if rollout.branch_of is not None:
@@ -30,7 +30,7 @@ class TrainedCounts:
             versions = _of_all_rows(rollout) if rollout.branches else rollout.trained_versions()
             if versions is not None:
                 oldest, is_mixed = versions
-                by_oldest[oldest] = by_oldest.get(oldest, 0) + 1
+                by_oldest[oldest] += 1
                 if is_mixed:
                     mixed += 1
         self.rollouts += times * rollouts

@@ -211,8 +211,7 @@ class TurnBook:
         if turn.is_evaluation:
             handle += EVALUATION_HANDLES_FROM
         rollout, sampling = turn.rollout, turn.sampling
-        if turn.held_back is not None:
-            rollout.settle()
+        turn.settle()
         length = turn.filed
         self.engines[name].submissions[handle] = turn
         turn.place = (name, handle)
@@ -394,8 +393,7 @@ class TurnBook:
     @staticmethod
     def _finish(turn: Turn, code: int) -> bool:
         """Set a turn's finish reason and return True; False if it was cut off before its end."""
-        length = turn.filed if turn.held_back is None else turn.length
-        left = turn.sampling.max_tokens - length
+        left = turn.sampling.max_tokens - turn.length
         if left < 0 or (left and code not in (STOP, LENGTH)):
             return False
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]

@@ -298,9 +298,6 @@ def refuse_too_large(
         )
 
 
-_replace = msgspec.structs.replace
-
-
 class Episode(ScoringEpisode):
     """One attempt at a task, or a branch of one. It generates one turn at a time; branches generate
     theirs side by side."""
@@ -330,7 +327,7 @@ class Episode(ScoringEpisode):
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: for a branch, the episode that it was forked from."""
-        ScoringEpisode.__init__(self, rollout, generating)  # super() would double the cost
+        super().__init__(rollout, generating)
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
         """Separates a branch's random seeds from others'; made of its place, equal in every run."""
         self.branches: list[Episode] = []
@@ -438,8 +435,7 @@ class Episode(ScoringEpisode):
             ConfigError: the media are too many, or too large.
             TurnRefused: the context is too long for any turn after it.
         """
-        if self._is_over:  # checked here first, because the call costs as much again
-            self._refuse_if_over()
+        self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
         given = self._model.given.of(content)
@@ -584,8 +580,7 @@ class Episode(ScoringEpisode):
         return self._turns[-1]
 
     def _refuse_turn(self) -> None:
-        if self._is_over:
-            self._refuse_if_over()
+        self._refuse_if_over()
         self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
@@ -595,9 +590,9 @@ class Episode(ScoringEpisode):
     def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
         """Add the run's adapter and the turn's seed, unless the episode gave its own."""
         if self._defaults.adapter and "adapter" not in options:
-            sampling = _replace(sampling, adapter=self._defaults.adapter)
+            sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
         if "seed" not in options:
-            sampling = _replace(sampling, seed=self._next_seed())
+            sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
         return sampling
 
     def _asked(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:

@@ -13,27 +13,20 @@ import math
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
 from tidegate.errors import EpisodeError, RunClosed
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
+from tidegate.orchestrator.episodes.contained_tasks import is_interrupt
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.episode import Episode, refuse_too_large
-from tidegate.orchestrator.episodes.generated_turn import REWARD_MAX, checked_reward
+from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
-from tidegate.orchestrator.episodes.stepped_tasks import (
-    Rounds,
-    SteppedFuture,
-    SteppedTask,
-    is_interrupt,
-    stepped_future,
-)
 from tidegate.orchestrator.fleet.scores import Asked, Score
 from tidegate.orchestrator.fleet.waiting import Waiting, fail
 from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSettings
@@ -47,7 +40,7 @@ can stop it."""
 LOOK_AGAIN_S = 1.0
 """Interval of the timer while all clocks are stopped, when nothing is due."""
 
-Task = TypeVar("Task", bound="asyncio.Task[object] | SteppedTask")
+Task = TypeVar("Task", bound="asyncio.Task[Any]")
 
 
 class Deadlines(Generic[Task]):
@@ -84,12 +77,9 @@ class Deadlines(Generic[Task]):
 
     def begin(self, task: Task) -> None:
         """Start this task's clock."""
-        loop, stood_still_at_s = task.get_loop(), self._stood_still_at_s
-        # _now_s inlined: every episode calls this, and the call would cost as much again.
-        due_s = (loop.time() if stood_still_at_s is None else stood_still_at_s) + self._timeout_s
-        self._due_s[task] = due_s
-        if self._timer is None or self._timer.when() > due_s:
-            self._call_by(due_s, loop)
+        loop = task.get_loop()
+        due_s = self._due_s[task] = self._now_s(loop) + self._timeout_s
+        self._call_by(due_s, loop)
 
     def left_s(self, task: Task) -> float:
         """Return the seconds that a task has left; infinite if its time is up or never began."""
@@ -211,53 +201,30 @@ class LeftBehind:
     """Weak references to the episodes that ended last."""
 
 
-class EpisodeTask(SteppedTask):
-    """Task of one episode."""
+class EpisodeTask(asyncio.Task[None]):
+    """The asyncio task of one episode, with what its runner knows of the episode."""
 
-    __slots__ = ("_function", "_runner", "_task", "episode", "parks_at_left_s", "rollout")
+    __slots__ = ("episode", "parks_at_left_s", "rollout")
 
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
     ) -> None:
-        SteppedTask.__init__(self, runner.rounds)  # super() costs as much as a short method
-        self._runner = runner
+        """``function`` is called with the episode and ``task`` when the task first runs."""
         self.rollout = rollout
-        self._task = task
-        self._function = function
         self.episode: Episode | None = None
         """None until the task has begun."""
         self.parks_at_left_s = -math.inf
         """Seconds left before the deadline at which the episode has used its budget and parks."""
-
-    def begin(self) -> Coroutine[Any, Any, Any]:
-        """Call the user's function."""
-        episode = self.episode = self._runner.opened(self)
-        playing = self._function(episode, self._task)
-        if type(playing) is CoroutineType or asyncio.iscoroutine(playing):
-            return playing
-        return _awaited(playing)
-
-    def end(self, value: object, error: BaseException | None) -> None:
-        """As :meth:`EpisodeRunner.ended`."""
-        self._runner.ended(self, value, error)
-
-    def get_name(self) -> str:
-        """Return a name with the rollout's number."""
-        return f"rollout {self.rollout.rollout_id}"
+        playing = runner.play(self, task, function)
+        super().__init__(playing, loop=runner.loop, name=f"rollout {rollout.rollout_id}")
 
 
 def _reward(value: object) -> float | BaseException:
     """Return the reward that an episode returned, or the error if it is none."""
-    if type(value) is float and -REWARD_MAX <= value <= REWARD_MAX:  # the usual case
-        return value
     try:
         return checked_reward(value)
     except BaseException as error:  # noqa: BLE001 - a user's type may raise anything
         return error
-
-
-async def _awaited(playing: Awaitable[object]) -> object:
-    return await playing
 
 
 class EpisodeRunner:
@@ -282,8 +249,8 @@ class EpisodeRunner:
         one failed episode too many; ``on_over`` gets rollouts that ask for no more turns, maybe
         twice; ``score`` asks engines; ``diary`` logs what episodes spend their time on.
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
-        self._loop = asyncio.get_running_loop()
-        self.rounds = Rounds(self._loop, on_error)
+        self.loop = asyncio.get_running_loop()
+        self._on_error = on_error
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
         self._budget_s = settings.episode_budget_s
         self._defaults = sampling
@@ -294,7 +261,7 @@ class EpisodeRunner:
         self._parking = parking
         self._score = score
         self._context_tokens_max = context_tokens_max
-        self.activities = Activities(self._loop.time)
+        self.activities = Activities(self.loop.time)
         self._diary = diary
         self._failures_in_a_row = 0
         self._going: dict[int, EpisodeTask] = {}
@@ -308,7 +275,7 @@ class EpisodeRunner:
     def stand_still(self, is_still: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""
         change = self._deadlines.stand_still if is_still else self._deadlines.go_on
-        change(self._loop.time())
+        change(self.loop.time())
 
     def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
         """Start one episode."""
@@ -326,14 +293,28 @@ class EpisodeRunner:
     async def end(self) -> None:
         """Cancel every episode, and return once all have ended; no further one begins."""
         self._is_ending = True
-        for task in list(self._going.values()):
+        tasks = list(self._going.values())
+        for task in tasks:
             task.cancel()
-        while self._going:
+        while unfinished := [task for task in tasks if not task.done()]:
             with contextlib.suppress(asyncio.CancelledError):  # if cancelled, still wait for them
-                await asyncio.wait(self._going.values())
+                await asyncio.wait(unfinished)
+        self._going.clear()  # a task that is cancelled before its first step runs no code of ours
 
-    def opened(self, task: "EpisodeTask") -> Episode:
-        """Make the :class:`Episode` of a task that begins, and start its clock.
+    async def play(self, task: EpisodeTask, given: object, function: EpisodeFunction) -> None:
+        """Run one episode to its end."""
+        try:
+            episode = task.episode = self._open(task)
+            value = await function(episode, given)
+        except BaseException as error:  # it ends this episode and no other
+            if self.loop.is_closed():
+                raise  # nothing runs any more: Python closes the coroutine as garbage
+            self._end(task, None, error)
+        else:
+            self._end(task, value, None)
+
+    def _open(self, task: EpisodeTask) -> Episode:
+        """What a task's function talks to; from now on its time runs.
 
         Raises:
             CancelledError: the rollout was stopped already.
@@ -352,17 +333,19 @@ class EpisodeRunner:
             self._diary.begins(rollout)
         return episode
 
-    def ended(self, task: "EpisodeTask", value: object, error: BaseException | None) -> None:
-        """Settle a task that has ended.
+    def _end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
+        """Settle a task whose function has returned ``value``, or raised ``error``."""
+        try:
+            self._ended(task, value, error)
+        except BaseException as failure:  # noqa: BLE001 - one failed episode too many, or a defect
+            self._on_error(failure)
 
-        Raises:
-            EpisodeError: it was one failure too many.
-        """
+    def _ended(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
         rollout, stubborn = task.rollout, self.left.stubborn
         number = rollout.rollout_id
         try:
             event = self._said(task, value, error)
-            rollout.ended_s = self._loop.time()
+            rollout.ended_s = self.loop.time()
             # Ignored if it was cancelled because its rollout was discarded, or the run ends.
             if event is not None and not (number in stubborn or self._is_ending):
                 assert task.episode is not None
@@ -377,7 +360,7 @@ class EpisodeRunner:
             self._on_over(rollout)
 
     def _said(
-        self, task: "EpisodeTask", value: object, error: BaseException | None
+        self, task: EpisodeTask, value: object, error: BaseException | None
     ) -> ev.Event | None:
         """Return the event of a task's end; None if its episode never began."""
         episode = task.episode
@@ -399,7 +382,7 @@ class EpisodeRunner:
             self._settle(task.rollout, episode)
         return event
 
-    def _failed(self, task: "EpisodeTask", error: BaseException) -> ev.Event:
+    def _failed(self, task: EpisodeTask, error: BaseException) -> ev.Event:
         rollout = task.rollout
         was_too_long = self._deadlines.end(task)
         reason = "episode_error"
@@ -419,7 +402,7 @@ class EpisodeRunner:
             if left is not None:
                 fail(left, RunClosed(EPISODE_IS_OVER))
 
-    def _give_up(self, task: "EpisodeTask") -> None:
+    def _give_up(self, task: EpisodeTask) -> None:
         """Settle a rollout whose episode still runs after it was cancelled at its deadline."""
         rollout, episode = task.rollout, task.episode
         assert episode is not None, "its time has begun with it"
@@ -447,27 +430,22 @@ class EpisodeRunner:
 
     def ask(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
-    ) -> "SteppedFuture[Turn]":
+    ) -> "asyncio.Future[Turn]":
         """Ask for a new turn; the future is done when it has ended. ``media`` are new in the
         context.
 
         Raises:
             TurnRefused: no engine could read it, or it fits no message to one.
         """
-        if self.left.stubborn:
-            self._refuse_if_given_up(rollout)
+        self._refuse_if_given_up(rollout)
         refuse_too_large(rollout, sampling, media, self._context_tokens_max())
-        # rejoin inlined: the call would cost as much again.
-        future: SteppedFuture[Turn] = stepped_future(self._loop)
-        self._waiting.turns[rollout.rollout_id] = future
-        if self._diary is not None:
-            self._diary.asks(rollout, future)
+        future = self.rejoin(rollout)
         self._handle(ev.TurnAsked(rollout.rollout_id, sampling, media))
         return future
 
-    def rejoin(self, rollout: Rollout) -> "SteppedFuture[Turn]":
+    def rejoin(self, rollout: Rollout) -> "asyncio.Future[Turn]":
         """Await the turn that this rollout has on some engine."""
-        future: SteppedFuture[Turn] = stepped_future(self._loop)
+        future: asyncio.Future[Turn] = self.loop.create_future()
         self._waiting.turns[rollout.rollout_id] = future
         if self._diary is not None:
             self._diary.asks(rollout, future)
@@ -502,7 +480,7 @@ class EpisodeRunner:
         if self._diary is not None:
             self._diary.goes_on(rollout)
 
-    def _give_budget(self, task: "EpisodeTask", budget_s: float) -> None:
+    def _give_budget(self, task: EpisodeTask, budget_s: float) -> None:
         task.parks_at_left_s = self._deadlines.left_s(task) - budget_s
 
     @contextlib.contextmanager

@@ -344,10 +344,9 @@ class Fleet:
                 return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
         engine.heard_s = now_s
-        if type(message) is Step:  # nearly all are; a class pattern costs ten times as much
-            self._hear_step(name, engine, message, heard)
-            return
         match message:
+            case Step():
+                self._hear_step(name, engine, message, heard)
             case EngineHeartbeat():
                 engine.running_turns = message.running_turns
                 engine.waiting_turns = message.waiting_turns

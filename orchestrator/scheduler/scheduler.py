@@ -55,24 +55,16 @@ class Commands:
 
     def carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
         """Carry out one command; ``episode`` is the function of an episode that it starts."""
-        # Every rollout has these three; a class pattern costs ten times as much as a type test.
-        if type(command) is ev.Submit:
-            self.outbox.post(command.engine, command.message)
-            self.sessions.submitted(command.engine, command.message.session)
-        elif type(command) is ev.EndTurns:
-            waiting = self.waiting.turns
-            for turn in command.turns:
-                future = waiting.pop(turn.rollout_id, None)
-                if future is not None and not future.done():
-                    future.set_result(turn)
-        elif type(command) is ev.StartEpisode:
-            assert episode is not None
-            self.episodes.begin(command.rollout, command.task, episode)
-        else:
-            self._carry_out_others(command)
-
-    def _carry_out_others(self, command: ev.Command) -> None:
         match command:
+            case ev.Submit(engine=engine, message=message):
+                self.outbox.post(engine, message)
+                self.sessions.submitted(engine, message.session)
+            case ev.EndTurns(turns=turns):
+                for turn in turns:
+                    resolve(self.waiting.turns.pop(turn.rollout_id, None), turn)
+            case ev.StartEpisode(rollout=rollout, task=task):
+                assert episode is not None
+                self.episodes.begin(rollout, task, episode)
             case ev.StartBranch(rollout=rollout):
                 self.episodes.forked(rollout)
             case ev.StopEpisode(rollout=rollout):
@@ -88,12 +80,6 @@ class Commands:
             case ev.Record(rollout=rollout, task=task):
                 if self.recorder is not None:
                     self.recorder.rollout(rollout, task=task, advantage=None, consumed_version=None)
-            case _:
-                self._carry_out_rarely(command)
-
-    def _carry_out_rarely(self, command: ev.Command) -> None:
-        """Carry out commands about batches: one in some hundred."""
-        match command:
             case ev.HandOver():
                 self.batches.hand_over(command)
             case ev.EndBatches():

@@ -28,9 +28,9 @@ from tidegate.errors import (
     check_not_forked,
 )
 from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.episodes.contained_tasks import ContainedExit, contained_task
 from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.model_files import read_model_files
-from tidegate.orchestrator.episodes.stepped_tasks import ContainedExit, contained_task
 from tidegate.orchestrator.fleet.site import Engines, Site
 from tidegate.orchestrator.journal.resuming import Resume, open_for
 from tidegate.orchestrator.scheduler.garbage import RARE_LOOKS, young_objects_max

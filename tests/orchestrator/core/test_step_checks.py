@@ -7,7 +7,7 @@ import pytest
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.core.events import StepArrived
-from tidegate.orchestrator.core.step_checks import FEW_TOKENS, LOGPROB_MIN, check_step
+from tidegate.orchestrator.core.step_checks import LOGPROB_MIN, check_step
 
 VOCAB_SIZE = 100
 
@@ -30,7 +30,7 @@ def check(event: StepArrived) -> None:
     check_step(event, vocab_size=VOCAB_SIZE, newest_version=0)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, 2, 49])
 @pytest.mark.parametrize("bad", [-1, VOCAB_SIZE, -(1 << 31)])
 def test_a_token_outside_of_the_vocabulary_is_refused_wherever_it_is(tokens: int, bad: int) -> None:
     fine = [VOCAB_SIZE - 1] * tokens
@@ -40,7 +40,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused_wherever_it_is(tokens: int
             check(arrived([*fine[:at], bad, *fine[at + 1 :]], [-1.0] * tokens))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, 2, 49])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.5, 2 * LOGPROB_MIN])
 def test_what_is_no_log_prob_is_refused_wherever_it_is(tokens: int, bad: float) -> None:
     fine = [0.0, LOGPROB_MIN][:tokens] + [-1.0] * (tokens - 2)

@@ -1,0 +1,71 @@
+"""Task factory that keeps ``SystemExit`` and ``KeyboardInterrupt`` of users' code off the loop.
+
+asyncio ends the event loop when a task raises one of them. Run and simulation install
+:func:`contained_task` on their loops.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Generator
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class ContainedExit(RuntimeError):
+    """``SystemExit`` or ``KeyboardInterrupt`` that users' code has raised in a task."""
+
+
+def contained_task(
+    loop: asyncio.AbstractEventLoop,
+    coro: Coroutine[Any, Any, Result] | Generator[Any, None, Result],
+    **options: Any,
+) -> "asyncio.Task[Result]":
+    """Create a task; the task factory of loops that run users' code.
+
+    asyncio lets ``SystemExit`` and ``KeyboardInterrupt`` of a task end the loop, with all that runs
+    on it. Here they become :class:`ContainedExit`, which whoever awaits the task can handle.
+    """
+    return asyncio.Task(_Contained(coro), loop=loop, **options)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error may be a Ctrl-C, which the interpreter raises in the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and is_main
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine whose ``SystemExit`` and ``KeyboardInterrupt`` are :class:`ContainedExit`."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Any] | Generator[Any, None, Any]) -> None:
+        self._coro: Any = coro
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        awaiting: Generator[Any, Any, Any] = self._coro.__await__()
+        return awaiting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coro, name)  # where it waits, for whoever shows that
+
+    def send(self, value: Any) -> Any:
+        """As the coroutine's."""
+        try:
+            return self._coro.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if is_interrupt(error):
+                raise
+            raise ContainedExit(f"a task raised {error!r}") from error
+
+    def throw(self, *error: Any) -> Any:
+        """As the coroutine's."""
+        try:
+            return self._coro.throw(*error)
+        except (SystemExit, KeyboardInterrupt) as exited:
+            if is_interrupt(exited):
+                raise
+            raise ContainedExit(f"a task raised {exited!r}") from exited
+
+    def close(self) -> None:
+        """As the coroutine's."""
+        self._coro.close()
