@@ -195,7 +195,7 @@ def test_bench_lists_what_there_is_and_refuses_what_there_is_not(
 ) -> None:
     assert status_of(["bench"], monkeypatch) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^  transport +How fast", said, re.MULTILINE)
+    assert re.search(r"^  transport +Throughput", said, re.MULTILINE)
     assert "table" not in said, "which is no benchmark, but their table"
     assert status_of(["bench", "no-such"], monkeypatch) == 2
     assert "no benchmark 'no_such'" in capsys.readouterr().err
