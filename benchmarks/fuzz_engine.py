@@ -16,14 +16,14 @@ import zmq
 
 from benchmarks.fuzz_frames import ORCHESTRATOR_EXAMPLES, FrameMaker, LiveState
 from tidegate.engine.execution.runner import ModelRunner
-from tidegate.engine.execution.sleep import Sleeper
-from tidegate.engine.link import Link
+from tidegate.engine.execution.sleep import SleepController
+from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.models.model_config import AttentionKind, LayerShape, ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_config import Rope
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport.messages import (
@@ -185,11 +185,13 @@ class FuzzedEngine:
         runner = ModelRunner(_CONFIG, _random_weights(), num_blocks=64, block_tokens=16)
         scheduler = Scheduler(LIMITS)
         self._loop = EngineLoop(
-            Link(self._socket, _hello(self._name.decode())),
+            OrchestratorLink(self._socket, _hello(self._name.decode())),
             runner=runner,
             scheduler=scheduler,
             staging=self._staging,
-            sleeper=Sleeper(runner, self._staging, scheduler, reload=lambda weights, beat: None),
+            sleeper=SleepController(
+                runner, self._staging, scheduler, reload=lambda weights, beat: None
+            ),
         )
         self._thread = threading.Thread(target=self._live, name=self._name.decode())
         self._thread.start()

@@ -12,7 +12,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
-from tidegate.orchestrator.fleet.fleet import REMEMBERED_MAX, Answer, Fleet
+from tidegate.orchestrator.fleet.fleet import REMEMBERED_MAX, EngineReply, Fleet
 from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import (
@@ -104,7 +104,7 @@ class FuzzedFleet:
         """Process one frame and its commands; return the number of steps accepted."""
         steps = 0
         for item in self.fleet.hear([(peer, frame)], self._now_s):
-            if isinstance(item, Answer):
+            if isinstance(item, EngineReply):
                 if isinstance(item.message, WeightsLive):
                     self._do(ev.EngineSwapped(item.engine, item.message.version))
                 continue

@@ -23,7 +23,7 @@ import numpy as np
 from tidegate.engine.execution.runner import Row as EngineRow
 from tidegate.engine.execution.runner import StepOutput
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
 
 VOCAB = 32_000

@@ -16,7 +16,7 @@ from benchmarks.table import Row, compared, show
 from tidegate.orchestrator.core.events import EngineJoined
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.core.turns import TurnBook
+from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.routing import (
     LeastLoaded,
     PowerOfTwoChoices,
@@ -41,7 +41,7 @@ class Crowd:
     """A turn table with many running turns, to which one is added as one is removed."""
 
     def __init__(self, policy: Routing, engines: int) -> None:
-        self._book = TurnBook(PlacementRules(routing=policy))
+        self._book = TurnTracker(PlacementRules(routing=policy))
         for number in range(engines):
             self._book.join(EngineJoined(f"engine-{number:04}", 0, 64))
         self._running: deque[Rollout] = deque()

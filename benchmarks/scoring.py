@@ -24,7 +24,7 @@ from benchmarks.engine.shapes import SHAPES, make_directory
 from benchmarks.table import Row, compared, show
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.scoring import Scored, ScoreTokens
 
 ROUNDS = 3

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.table import Row, compared
 from tidegate.engine.execution.runner import StepOutput
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 VOCAB = 32_000

@@ -31,7 +31,7 @@ from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
 DRAFT_LAYERS = 2

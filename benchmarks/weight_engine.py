@@ -10,7 +10,7 @@ import numpy as np
 
 from tidegate.transport.messages import InitWeights, decode_from_orchestrator
 from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import Home, WeightReceiver, receiver
+from tidegate.transport.weight_channels import WeightReceiver, WeightReceiverConfig, receiver
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     for line in sys.stdin:
         message = decode_from_orchestrator(bytes.fromhex(line))
         if isinstance(message, InitWeights):
-            end = receiver(message, Home(address, engine_keys, host))
+            end = receiver(message, WeightReceiverConfig(address, engine_keys, host))
             print("ready", flush=True)
             continue
         assert end is not None

@@ -17,7 +17,7 @@ from tidegate.cli.conventions import (
     PASS_ON,
     STATUS_ERROR,
     STATUS_INTERRUPTED,
-    Commands,
+    CommandGroup,
     echo,
     example_text,
 )
@@ -26,7 +26,7 @@ from tidegate.errors import TidegateError
 
 app = typer.Typer(
     name="tidegate",
-    cls=Commands,
+    cls=CommandGroup,
     help="Asynchronous rollouts for RL on language models, with a hard bound on staleness.",
     epilog="\b\nExit status: 0 success; 1 ran and found a fault; 2 wrong usage or input;\n"
     "130 interrupted. Output has no colours if it is no terminal, or if NO_COLOR is set.",

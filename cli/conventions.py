@@ -39,7 +39,7 @@ PASS_ON: dict[str, Any] = {
 """Typer options of commands that pass all arguments, ``--help`` included, to another program."""
 
 
-class Commands(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """Command group that lists commands under their headings, in the order of registration.
 
     Typer can do this through rich, but importing rich takes longer than everything else in

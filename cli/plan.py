@@ -12,7 +12,7 @@ from tidegate.cli.conventions import echo
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tidegate.simulation.planning.situation import Choice, Situation
+    from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload
 
 EXAMPLES = (
     "tidegate plan runs/demo",
@@ -81,9 +81,13 @@ def plan(
         draw_plan(picture, [row for row in rows if row.varied == "max_staleness"])
 
 
-def _from_options(given: dict[str, Any]) -> "tuple[Situation, Choice]":
+def _from_options(given: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
     from tidegate.simulation.engine_costs import EngineCosts
-    from tidegate.simulation.planning.situation import Choice, Situation, log_normal_groups
+    from tidegate.simulation.planning.situation import (
+        PlanCandidate,
+        PlanWorkload,
+        log_normal_groups,
+    )
 
     for name in ("engines", "mean_tokens", "train_tokens_per_s"):
         if given[name] is None:
@@ -106,8 +110,8 @@ def _from_options(given: dict[str, Any]) -> "tuple[Situation, Choice]":
         group_size=given["group_size"],
     )
     speed = given["train_tokens_per_s"] / given["trainers"]
-    situation = Situation(groups=groups, costs=costs, trainer_tokens_per_s=speed)
-    return situation, Choice(
+    situation = PlanWorkload(groups=groups, costs=costs, trainer_tokens_per_s=speed)
+    return situation, PlanCandidate(
         max_staleness=0,
         groups_per_batch=given["groups_per_batch"] or 64,
         engines=given["engines"],
@@ -115,7 +119,7 @@ def _from_options(given: dict[str, Any]) -> "tuple[Situation, Choice]":
     )
 
 
-def _from_run(given: dict[str, Any]) -> "tuple[Situation, Choice]":
+def _from_run(given: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
     from dataclasses import replace
 
     from tidegate.cli.plan_table import measured_line

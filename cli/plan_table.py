@@ -18,7 +18,7 @@ from tidegate.simulation.planning.plan import (
     staleness_rows,
 )
 from tidegate.simulation.planning.simulated import simulate
-from tidegate.simulation.planning.situation import Choice, Situation
+from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload
 
 Value = TypeVar("Value")
 
@@ -29,7 +29,7 @@ HEADING = (
 )
 
 
-def rows(situation: Situation, base: Choice, given: Mapping[str, Any]) -> list[Row]:
+def rows(situation: PlanWorkload, base: PlanCandidate, given: Mapping[str, Any]) -> list[Row]:
     """Return the compared choices: staleness bounds, then the others at the recommended bound."""
 
     def measured(row: Row) -> Row:

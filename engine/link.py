@@ -47,7 +47,7 @@ REFUSALS_MAX = 3
 transient, and a replay repairs them; the third means that the bytes are wrong whenever sent."""
 
 
-class Link:
+class OrchestratorLink:
     """An engine's end of the wire, across reconnections. Used by one thread."""
 
     def __init__(self, socket: DealerSocket, hello: Hello) -> None:

@@ -12,8 +12,8 @@ import time
 import traceback
 
 from tidegate.engine.execution.runner import Row, Runner, StepOutput
-from tidegate.engine.execution.sleep import Sleeper
-from tidegate.engine.link import Link
+from tidegate.engine.execution.sleep import SleepController
+from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.memory.memory import is_out_of_memory, out_of_memory
 from tidegate.engine.memory.returned_memory import trim_heap
 from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
@@ -65,12 +65,12 @@ class EngineLoop:
 
     def __init__(
         self,
-        link: Link,
+        link: OrchestratorLink,
         *,
         runner: Runner,
         scheduler: Scheduler,
         staging: Staging,
-        sleeper: Sleeper,
+        sleeper: SleepController,
         step_time_min_s: float = 0.0,
     ) -> None:
         self._link = link

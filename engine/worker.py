@@ -25,7 +25,7 @@ from tidegate.engine.device.memory import DeviceMemory
 from tidegate.engine.drafts.draft_sources import open_drafts
 from tidegate.engine.execution.runner import Runner
 from tidegate.engine.execution.served_model import ServedModel, open_model
-from tidegate.engine.link import Link
+from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
 from tidegate.engine.memory.memory import blame_memory
 from tidegate.engine.models.tokenizer import ModelTokenizer
@@ -34,7 +34,7 @@ from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
@@ -43,7 +43,7 @@ from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.regular_files import check_all_regular
 from tidegate.transport.security import EngineKeys, read_engine_keys
 from tidegate.transport.sockets import DealerSocket
-from tidegate.transport.weight_channels import Home, cuda_ipc
+from tidegate.transport.weight_channels import WeightReceiverConfig, cuda_ipc
 from tidegate.transport.weight_channels.cuda_memory import CudaGpu
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     # All objects so far live to the end, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
-    link = Link(socket, _hello(arguments, model, limits))
+    link = OrchestratorLink(socket, _hello(arguments, model, limits))
     gpu = None if device is None else CudaGpu(device)
-    staging = ranks.staging(model.allocate, Home(arguments.connect, keys, gpu=gpu))
+    staging = ranks.staging(model.allocate, WeightReceiverConfig(arguments.connect, keys, gpu=gpu))
     try:
         scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
         memory = None if device is None else DeviceMemory(device)
@@ -302,7 +302,7 @@ def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
         return model.make_runner(num_blocks=blocks, block_tokens=block_tokens)
 
 
-def _serve(link: Link, loop: EngineLoop, staging: Staging) -> int:
+def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
     """Run the loop to its end, and report the reason to the orchestrator."""
     _end_on_signals(loop)
     try:

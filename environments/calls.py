@@ -85,7 +85,7 @@ class Observed(Message, frozen=True, kw_only=True, tag="observed"):
     messages: tuple[dict[str, Any], ...]
 
 
-class Answered(Message, frozen=True, kw_only=True, tag="answered"):
+class CallResult(Message, frozen=True, kw_only=True, tag="answered"):
     """Result of a tool; empty for a ``Close``."""
 
     text: str = ""
@@ -113,7 +113,7 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """Whether the tool was not called because its arguments did not match its signature."""
 
 
-Reply = Ready | Awaiting | Observed | Answered | Described | Failed
+Reply = Ready | Awaiting | Observed | CallResult | Described | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_call = msgspec.msgpack.Decoder(Call).decode

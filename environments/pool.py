@@ -50,7 +50,7 @@ replaying it could go on for ever."""
 Result = TypeVar("Result")
 
 
-class Home(Protocol):
+class PoolServices(Protocol):
     """The part of a pool that its environments use."""
 
     call_timeout_s: float
@@ -80,7 +80,7 @@ class Home(Protocol):
 class PooledEnvironment:
     """Handle of one environment in a pool; created by ``EnvironmentPool.environment``."""
 
-    def __init__(self, pool: Home, factory: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, pool: PoolServices, factory: str, arguments: dict[str, Any]) -> None:
         self._pool = pool
         self._factory = factory
         self._arguments = arguments

@@ -98,7 +98,7 @@ class Tools:
             return _error(f"{name} crashed: {death.how.splitlines()[0].split(';')[0]}")
         except (TypeError, ValueError) as error:
             return _error(f"{name}: the arguments can't be sent: {error}")
-        if isinstance(reply, calls.Answered):
+        if isinstance(reply, calls.CallResult):
             return ToolAnswer(reply.text)
         assert isinstance(reply, calls.Failed)
         if reply.is_timeout:

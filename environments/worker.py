@@ -191,9 +191,9 @@ def _reply(call: calls.Call, result: Any) -> calls.Reply:
                 parameters=result.parameters,
             )
         case calls.Close():
-            return calls.Answered(call_id=call.call_id)
+            return calls.CallResult(call_id=call.call_id)
         case calls.UseTool():
-            return calls.Answered(call_id=call.call_id, text=_as_text(result))
+            return calls.CallResult(call_id=call.call_id, text=_as_text(result))
 
 
 def _as_text(result: Any) -> str:

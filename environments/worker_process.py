@@ -24,7 +24,7 @@ LINES_SHOWN = 20
 
 
 @dataclass(slots=True)
-class LastWords:
+class OutputTail:
     """The last bytes of a process's output."""
 
     parts: deque[bytes] = field(default_factory=deque)
@@ -87,7 +87,7 @@ class WorkerProcess:
         """The call that the process runs now; waiting calls are sent after it."""
         self._sent: dict[int, _Pending] = {}
         """Calls without a reply, by id: the computing one and the awaiting ones."""
-        self._said = LastWords()
+        self._said = OutputTail()
         self.environments = 0
         """Number of open environments, maintained by their owners."""
         self.how_it_died: str | None = None

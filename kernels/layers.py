@@ -55,7 +55,7 @@ class DenseLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class SharedLayerParams:
     """Parameters that all layers share."""
 
     num_heads: int
@@ -113,7 +113,7 @@ class Layers:
     them take effect in the next step.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], traits: Traits) -> None:
+    def __init__(self, layers: Sequence[DenseLayer], traits: SharedLayerParams) -> None:
         first = layers[0]
         _, _, kv_heads, block_tokens, head_dim = first.cache.shape
         self._held = layers

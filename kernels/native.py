@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
-class Places(NamedTuple):
+class SlotMapping(NamedTuple):
     """Positions and KV slots of a step's tokens; each [T], int64, on the CPU."""
 
     positions: torch.Tensor
@@ -91,7 +91,7 @@ class Native:
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         table: torch.Tensor,
-        places: Places,
+        places: SlotMapping,
         cache: torch.Tensor,
         epsilon: float,
     ) -> torch.Tensor:

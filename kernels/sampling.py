@@ -52,7 +52,7 @@ def sample(
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class TokenDistribution:
     """Rows of logits with their weights in a draw; no [S, V] of log-probabilities is made."""
 
     logits: torch.Tensor
@@ -98,14 +98,14 @@ class Weighed:
             return found
         return found.masked_fill(logits < self.floors[rows], -torch.inf)
 
-    def without(self, floors: torch.Tensor) -> "Weighed":
+    def without(self, floors: torch.Tensor) -> "TokenDistribution":
         """Exclude logits lower than ``floors``, too. The weights are changed in place."""
         # Faster than masked_fill, and far faster than exp of -inf.
         kept = torch.ge(self.logits, floors, out=torch.empty_like(self.weights))
         weights = self.weights.mul_(kept)
         if self.floors is not None:
             floors = floors.maximum(self.floors)
-        return Weighed(self.logits, self.peaks, weights, _block_sums(weights), floors)
+        return TokenDistribution(self.logits, self.peaks, weights, _block_sums(weights), floors)
 
 
 def weigh(
@@ -114,7 +114,7 @@ def weigh(
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32] | None = None,
-) -> Weighed:
+) -> TokenDistribution:
     """Prepare the draw from logits [S, V].
 
     Temperature comes first, then min-p, then top-k, then top-p of what they left. Tokens that tie
@@ -140,7 +140,7 @@ def weigh(
     return weighed
 
 
-def weights_of(logits: torch.Tensor) -> Weighed:
+def weights_of(logits: torch.Tensor) -> TokenDistribution:
     """Weigh logits [S, V] as they are.
 
     Sums are blockwise, because a float32 ``torch.log_softmax`` loses terms that are small beside
@@ -148,7 +148,7 @@ def weights_of(logits: torch.Tensor) -> Weighed:
     """
     peaks = logits.amax(-1, keepdim=True)
     weights = (logits - peaks).exp_()
-    return Weighed(logits, peaks, weights, _block_sums(weights))
+    return TokenDistribution(logits, peaks, weights, _block_sums(weights))
 
 
 def processed_logprobs(
@@ -167,7 +167,7 @@ def processed_logprobs(
 
 
 def _floors(
-    weighed: Weighed,
+    weighed: TokenDistribution,
     limited: npt.NDArray[np.int64],
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
@@ -194,7 +194,7 @@ def _floors(
 
 def _floors_within(
     width: int,
-    weighed: Weighed,
+    weighed: TokenDistribution,
     sought: npt.NDArray[np.int64],
     keep_most: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],

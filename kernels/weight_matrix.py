@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
-class HiddenRows(Protocol):
+class PackedWeightRows(Protocol):
     """Copy target for some rows of a matrix with a layout of its own."""
 
     def copy_(self, source: torch.Tensor, /) -> object:
@@ -48,7 +48,7 @@ class HiddenRows(Protocol):
         """Return the storage tensors that contain these rows and others."""
 
 
-Rows = torch.Tensor | HiddenRows
+Rows = torch.Tensor | PackedWeightRows
 """Copy target for some rows of a matrix; a view in a plain one."""
 
 
@@ -233,7 +233,7 @@ class _PackedRows:
             raise ValueError(f"{list(source.shape)} is not the shape of {self._count} rows")
         self._matrix.pack(self._first, source)
 
-    def take_over(self, other: HiddenRows, /) -> None:
+    def take_over(self, other: PackedWeightRows, /) -> None:
         self.copy_(other.unpacked())
 
     def unpacked(self) -> torch.Tensor:

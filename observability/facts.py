@@ -11,7 +11,7 @@ from typing import Any
 
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import AUDIT_FILE
-from tidegate.observability.lives import (
+from tidegate.observability.run_directories import (
     RUN_FILE,
     has_ended,
     lives,

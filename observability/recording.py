@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tidegate.errors import ConfigError, RecordingFailed, RunClosed
-from tidegate.observability.lives import RUN_FILE, is_part, lives
+from tidegate.observability.run_directories import RUN_FILE, is_part, lives
 from tidegate.observability.run_files import (
     METRICS_FILE,
     RunFiles,

@@ -20,7 +20,7 @@ from tidegate.observability.episode_tracks import (
     episode_interval,
     is_of_episodes,
 )
-from tidegate.observability.lives import lives
+from tidegate.observability.run_directories import lives
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
 from tidegate.transport.private_directory import make_private_file
 from tidegate.transport.regular_files import read_regular

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
-from tidegate.observability.lives import lives
+from tidegate.observability.run_directories import lives
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, Turn

@@ -18,7 +18,7 @@ from tidegate.policies.consumption import (
     in_window,
     split_at_deadline,
 )
-from tidegate.policies.staleness import G, StalenessPolicy, Waiting, WaitingGroup
+from tidegate.policies.staleness import G, OutstandingGroup, OutstandingGroups, StalenessPolicy
 
 Order = Literal["admission", "completion"] | Window
 OnDeadline = Literal["wait", "mask", "split", "drop"]
@@ -116,7 +116,9 @@ class BoundedStaleness(StalenessPolicy):
         """Whether ``on_deadline`` is ``split``."""
         return self.on_deadline == "split"
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the next batch according to ``order`` and ``on_deadline``, or None."""
         if isinstance(self.order, Window):
             return in_window(waiting, groups, self.order)
@@ -134,7 +136,7 @@ class BoundedStaleness(StalenessPolicy):
             )
         return in_completion_order(waiting, groups)
 
-    def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
+    def expire(self, waiting: OutstandingGroups[G], *, trainer_version: int) -> list[G]:
         """Return the groups that are too old, if ``on_deadline`` is ``drop``."""
         if self.on_deadline != "drop":
             return []
@@ -160,12 +162,14 @@ class OneStepOffPolicy(StalenessPolicy):
         """Two batches of groups: one in training and one being generated."""
         return 2 * self.groups_per_batch
 
-    def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
+    def admit(self, waiting: OutstandingGroups[OutstandingGroup], *, training_groups: int) -> int:
         """Return the free places of one batch, once the batch before it is handed over."""
         free = super().admit(waiting, training_groups=training_groups)
         return max(0, min(free, self.groups_per_batch - waiting.places))
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the whole batch in admission order once all of it has ended, or None."""
         return in_admission_order(waiting, groups)
 
@@ -191,6 +195,8 @@ class Unbounded(StalenessPolicy):
         assert self.outstanding_groups_limit is not None
         return self.outstanding_groups_limit
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the groups that ended first, or None if too few have ended."""
         return in_completion_order(waiting, groups)

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 
 from tidegate.errors import ConfigError
-from tidegate.policies.staleness import G, Waiting
+from tidegate.policies.staleness import G, OutstandingGroups
 
 COMPARED_MIN = 2
 """Minimum number of ended rollouts to split a group; a single reward has no baseline."""
@@ -37,14 +37,14 @@ class Window:
         return max_staleness + 1 + (self.groups - 2) // groups_per_batch
 
 
-def in_admission_order(waiting: Waiting[G], groups: int) -> list[G] | None:
+def in_admission_order(waiting: OutstandingGroups[G], groups: int) -> list[G] | None:
     """Return the groups admitted first, or None until all of them have ended."""
     if waiting.ended_ahead < groups:
         return None  # one straggler holds back all groups that ended after it
     return list(itertools.islice(waiting.in_order, groups))
 
 
-def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | None:
+def in_window(waiting: OutstandingGroups[G], groups: int, window: Window) -> list[G] | None:
     """Return the first ended groups, in admission order, that lie within the window."""
     if len(waiting.ended) < groups:
         return None
@@ -61,7 +61,7 @@ def in_window(waiting: Waiting[G], groups: int, window: Window) -> list[G] | Non
     return None
 
 
-def in_completion_order(waiting: Waiting[G], groups: int) -> list[G] | None:
+def in_completion_order(waiting: OutstandingGroups[G], groups: int) -> list[G] | None:
     """Return the groups that ended first."""
     if len(waiting.ended) < groups:
         return None
@@ -69,7 +69,7 @@ def in_completion_order(waiting: Waiting[G], groups: int) -> list[G] | None:
 
 
 def by_deadline(
-    waiting: Waiting[G], groups: int, *, groups_per_batch: int, due_floor: int
+    waiting: OutstandingGroups[G], groups: int, *, groups_per_batch: int, due_floor: int
 ) -> list[G] | None:
     """Return the groups that ended first, if every other group can still be trained in time.
 
@@ -105,7 +105,9 @@ def by_deadline(
     return list(chosen.values())
 
 
-def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> list[G] | None:
+def split_at_deadline(
+    waiting: OutstandingGroups[G], groups: int, *, due_floor: int
+) -> list[G] | None:
     """Return due groups ended at least by half, then the oldest ended ones, and remainders.
 
     A due group with a few running stragglers is trained without them: otherwise its ended rollouts
@@ -136,7 +138,7 @@ def split_at_deadline(waiting: Waiting[G], groups: int, *, due_floor: int) -> li
 
 
 def _needed_by_floor(
-    waiting: Waiting[G], groups: int, groups_per_batch: int, due_floor: int
+    waiting: OutstandingGroups[G], groups: int, groups_per_batch: int, due_floor: int
 ) -> list[tuple[int, int]]:
     """Return (version floor, minimum groups of that version or older in the batch), increasing."""
     needed: list[tuple[int, int]] = []
@@ -149,6 +151,6 @@ def _needed_by_floor(
     return needed
 
 
-def _ended_by(waiting: Waiting[G], floor: int) -> int:
+def _ended_by(waiting: OutstandingGroups[G], floor: int) -> int:
     """Return the number of ended groups with this version floor or an older one."""
     return sum(groups for version, groups in waiting.ended_floors.items() if version <= floor)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tidegate.errors import ConfigError
 from tidegate.policies.consumption import in_admission_order, in_completion_order
-from tidegate.policies.staleness import G, StalenessPolicy, Waiting, WaitingGroup
+from tidegate.policies.staleness import G, OutstandingGroup, OutstandingGroups, StalenessPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,9 @@ class Synchronous(StalenessPolicy):
         """Number of groups that may be outstanding: one batch."""
         return self.groups_per_batch
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the whole batch once all of its groups have ended, or None."""
         return in_admission_order(waiting, groups)
 
@@ -60,7 +62,9 @@ class OverSampling(StalenessPolicy):
         """Number of groups that may be outstanding, ``factor·B``."""
         return round(self.factor * self.groups_per_batch)
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the groups that ended first, or None if too few have ended."""
         return in_completion_order(waiting, groups)
 
@@ -94,7 +98,7 @@ class TailPacking(StalenessPolicy):
         """Number of groups in a short round, ``factor·B``."""
         return round(self.factor * self.groups_per_batch)
 
-    def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
+    def admit(self, waiting: OutstandingGroups[OutstandingGroup], *, training_groups: int) -> int:
         """Return the free places of this round; 0 until the previous batch's version is live."""
         if training_groups:
             return 0
@@ -107,18 +111,20 @@ class TailPacking(StalenessPolicy):
         """Return whether all earlier batches are published."""
         return not unpublished_groups
 
-    def prefers_returned(self, waiting: Waiting[WaitingGroup]) -> bool:
+    def prefers_returned(self, waiting: OutstandingGroups[OutstandingGroup]) -> bool:
         """Return whether this round is a long one; it begins once returned tasks fill a batch."""
         first = next(iter(waiting.in_order), None)
         if first is not None:
             return first.is_retaken
         return waiting.returned_tasks >= self.groups_per_batch
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the groups that ended first; a long round holds no others."""
         return in_completion_order(waiting, groups)
 
-    def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
+    def expire(self, waiting: OutstandingGroups[G], *, trainer_version: int) -> list[G]:
         """Return all groups that are left when a batch is handed over."""
         return list(waiting.in_order)
 

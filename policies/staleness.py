@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 from tidegate.errors import ConfigError, PolicyBroken
 
 
-class WaitingGroup(Protocol):
+class OutstandingGroup(Protocol):
     """A policy's view of a group that was admitted and not yet handed to the trainer."""
 
     group_id: int
@@ -41,11 +41,11 @@ class WaitingGroup(Protocol):
         """Oldest version that sampled one of the group's tokens; None before the first token."""
 
 
-G = TypeVar("G", bound=WaitingGroup)
-G_co = TypeVar("G_co", bound=WaitingGroup, covariant=True)
+G = TypeVar("G", bound=OutstandingGroup)
+G_co = TypeVar("G_co", bound=OutstandingGroup, covariant=True)
 
 
-class Waiting(Protocol[G_co]):
+class OutstandingGroups(Protocol[G_co]):
     """The groups that are running or buffered, indexed for a policy's queries."""
 
     @property
@@ -67,11 +67,11 @@ class Waiting(Protocol[G_co]):
 
     @property
     def floors(self) -> Mapping[int, int]:
-        """Number of groups by :attr:`~WaitingGroup.version_floor`."""
+        """Number of groups by :attr:`~OutstandingGroup.version_floor`."""
 
     @property
     def ended_floors(self) -> Mapping[int, int]:
-        """Number of ended groups by :attr:`~WaitingGroup.version_floor`."""
+        """Number of ended groups by :attr:`~OutstandingGroup.version_floor`."""
 
     @property
     def places(self) -> int:
@@ -156,7 +156,7 @@ class StalenessPolicy:
 
     # ------------------------------------------------------------ admit
 
-    def admit(self, waiting: Waiting[WaitingGroup], *, training_groups: int) -> int:
+    def admit(self, waiting: OutstandingGroups[OutstandingGroup], *, training_groups: int) -> int:
         """Return how many more groups may start now.
 
         ``training_groups`` were handed over, and the version made from them is not yet live on
@@ -165,7 +165,7 @@ class StalenessPolicy:
         """
         return max(0, self.outstanding_groups_max - waiting.places - training_groups)
 
-    def prefers_returned(self, waiting: Waiting[WaitingGroup]) -> bool:
+    def prefers_returned(self, waiting: OutstandingGroups[OutstandingGroup]) -> bool:
         """Return whether the next group takes a returned task rather than a new one."""
         return True
 
@@ -179,7 +179,9 @@ class StalenessPolicy:
 
     # ------------------------------------------------------------ select
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         """Return the next batch: ``groups`` ended groups and any ended remainders; None to wait.
 
         Called whenever its inputs have changed, so it should return None quickly.
@@ -205,7 +207,7 @@ class StalenessPolicy:
         """Whether tokens that are too old are masked; otherwise their whole group is dropped."""
         return False
 
-    def expire(self, waiting: Waiting[G], *, trainer_version: int) -> list[G]:
+    def expire(self, waiting: OutstandingGroups[G], *, trainer_version: int) -> list[G]:
         """Return groups to discard after a hand-over or a new version; their tasks are taken
         again."""
         return []
@@ -232,7 +234,9 @@ class StalenessPolicy:
         return self
 
 
-def refuse_selection(policy: StalenessPolicy, batch: Sequence[WaitingGroup], wanted: int) -> None:
+def refuse_selection(
+    policy: StalenessPolicy, batch: Sequence[OutstandingGroup], wanted: int
+) -> None:
     """Validate a policy's selection before it takes effect, because users write policies too.
 
     Raises:

@@ -13,15 +13,15 @@ from typing import Protocol
 
 import msgspec
 
+from tidegate.simulation.context import SimulationContext
+from tidegate.simulation.coverage_marks import CoverageMark
+from tidegate.simulation.engine_spec import SimulatedEngineSpec
 from tidegate.simulation.faults import LONGEST_FAULT_S
-from tidegate.simulation.hardships import Hardship
 from tidegate.simulation.scores import SimulatedScores
 from tidegate.simulation.sleep import SimulatedSleep
 from tidegate.simulation.staging import SimulatedStaging, check_refusal
-from tidegate.simulation.traits import EngineTraits
 from tidegate.simulation.turns import DEADLY_TOKEN, SimulatedTurns, StepRows, StepWork
-from tidegate.simulation.wire import Link
-from tidegate.simulation.world import World
+from tidegate.simulation.wire import SimulatedLink
 from tidegate.transport.messages import (
     Ack,
     CancelTurn,
@@ -94,10 +94,10 @@ class SimulatedEngine:
     def __init__(
         self,
         hello: Hello,
-        traits: EngineTraits,
+        traits: SimulatedEngineSpec,
         *,
-        world: World,
-        link: Link,
+        world: SimulationContext,
+        link: SimulatedLink,
         chance: random.Random,
         owner: EngineOwner,
     ) -> None:
@@ -163,7 +163,7 @@ class SimulatedEngine:
     def hang(self) -> None:
         """Do nothing until :meth:`wake`."""
         if self.turns.running:
-            self._hardships.note(Hardship.HUNG)
+            self._hardships.note(CoverageMark.HUNG)
         self._is_hung = True
 
     def wake(self) -> None:
@@ -271,7 +271,7 @@ class SimulatedEngine:
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
         for frame in self._window.unacknowledged():
-            self._hardships.note(Hardship.REPLAYED)
+            self._hardships.note(CoverageMark.REPLAYED)
             self._link.send(frame)
 
     def _take_complaint(self, why: str) -> None:
@@ -316,7 +316,7 @@ class SimulatedEngine:
     def _begin_step(self) -> None:
         if not self._window.is_open:
             if self.turns.running:
-                self._hardships.note(Hardship.NO_CREDIT)
+                self._hardships.note(CoverageMark.NO_CREDIT)
             return
         work = self.turns.plan()
         if not work.chunks:

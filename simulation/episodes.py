@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 from tidegate.errors import EngineLost, RunClosed, TurnRefused
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.context import SimulationContext
+from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.scenario import Scenario
 from tidegate.simulation.script import ScriptedTurn
 from tidegate.simulation.turns import DEADLY_TOKEN
-from tidegate.simulation.world import World
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 
 OTHER_ANSWERS = 0.15
@@ -36,7 +36,7 @@ class SimulatedEpisodes:
     def __init__(
         self,
         scenario: Scenario,
-        world: World,
+        world: SimulationContext,
         *,
         stopped: Set[int],
         live_version: Callable[[], int] = lambda: 0,
@@ -80,7 +80,7 @@ class SimulatedEpisodes:
         self, episode: Episode, turns: list[ScriptedTurn], mood: random.Random | None
     ) -> "asyncio.Task[None]":
         """Another way to go beside the first, from here on."""
-        self._hardships.note(Hardship.FORKED)
+        self._hardships.note(CoverageMark.FORKED)
         row = episode.fork()
         self._contexts[row] = episode.token_ids
 
@@ -109,7 +109,7 @@ class SimulatedEpisodes:
                 generated = await row.generate(max_tokens=max_tokens)
             self._contexts[row] += generated.token_ids
         except TimeoutError:
-            self._hardships.note(Hardship.TURN_GIVEN_UP)
+            self._hardships.note(CoverageMark.TURN_GIVEN_UP)
             self._contexts[row] = row.token_ids  # whatever was sampled until then stays
         if turn.is_scored:
             await self._have_it_scored(row, patience_s)
@@ -147,9 +147,9 @@ class SimulatedEpisodes:
             async with asyncio.timeout(patience_s):
                 (told,) = await row.score([context], start=len(context) // 2)
         except (TimeoutError, EngineLost):
-            self._hardships.note(Hardship.SCORE_MISSED)
+            self._hardships.note(CoverageMark.SCORE_MISSED)
             return
-        self._hardships.note(Hardship.SCORED)
+        self._hardships.note(CoverageMark.SCORED)
         assert told.version >= live, f"scored by v{told.version} when v{live} was live everywhere"
         content = self._world.truth.content_of(told.version)
         right = self._world.model.logprobs(array("i", context), told.start, content=content)
@@ -162,15 +162,15 @@ class SimulatedEpisodes:
         began_s = loop.time()
         await row.park()
         if loop.time() > began_s:
-            self._hardships.note(Hardship.PARKED)
+            self._hardships.note(CoverageMark.PARKED)
 
     async def _meet_its_fate(self, episode: Episode, fate: str) -> None:
         match fate:
             case "hangs":
-                self._hardships.note(Hardship.HUNG_EPISODE)
+                self._hardships.note(CoverageMark.HUNG_EPISODE)
                 await asyncio.get_running_loop().create_future()
             case "asks too much":
-                self._hardships.note(Hardship.TURN_REFUSED)
+                self._hardships.note(CoverageMark.TURN_REFUSED)
                 with contextlib.suppress(TurnRefused):
                     episode.append(TOO_LONG)
                 await episode.generate(max_tokens=1 << 30)
@@ -178,5 +178,5 @@ class SimulatedEpisodes:
                 episode.append([DEADLY_TOKEN])
                 await episode.generate(max_tokens=4)
             case "raises":
-                self._hardships.note(Hardship.RAISED)
+                self._hardships.note(CoverageMark.RAISED)
                 raise ValueError("meant to fail")

@@ -4,11 +4,11 @@ import math
 import random
 from collections.abc import Callable
 
+from tidegate.simulation.context import SimulationContext
+from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.engine import SimulatedEngine
+from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
 from tidegate.simulation.faults import Fault, FaultKind
-from tidegate.simulation.hardships import Hardship
-from tidegate.simulation.traits import EngineTraits, hello_of
-from tidegate.simulation.world import World
 
 SLOWNESS = 20.0
 """Steps of a slow engine take so many times as long."""
@@ -29,9 +29,9 @@ class EngineHost:
     def __init__(
         self,
         name: str,
-        traits: EngineTraits,
+        traits: SimulatedEngineSpec,
         *,
-        world: World,
+        world: SimulationContext,
         latency_s: float,
         chance: random.Random,
         on_exit: Callable[[str, str], None],
@@ -87,7 +87,7 @@ class EngineHost:
         """Let something go wrong now."""
         if self.engine is None:
             if fault.kind is FaultKind.LATE:
-                self._world.hardships.note(Hardship.LATE)
+                self._world.hardships.note(CoverageMark.LATE)
                 self._restart()
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.GARBLE):
             self._suffer_on_the_wire(fault)
@@ -111,11 +111,11 @@ class EngineHost:
                 engine.hang()
                 self._loop.call_later(fault.lasts_s, engine.wake)
             case FaultKind.SLOW:
-                self._world.hardships.note(Hardship.SLOWED)
+                self._world.hardships.note(CoverageMark.SLOWED)
                 engine.slowness = SLOWNESS
                 self._loop.call_later(fault.lasts_s, setattr, engine, "slowness", 1.0)
             case FaultKind.LEAVE:
-                self._world.hardships.note(Hardship.LEFT)
+                self._world.hardships.note(CoverageMark.LEFT)
                 engine.end("asked to leave")
             case FaultKind.REFUSE:
                 engine.staging.refusals_due += 1
@@ -131,7 +131,7 @@ class EngineHost:
         """
         if self.engine is None or not self.engine.is_alive:
             return
-        self._world.hardships.note(Hardship.CRASHED)
+        self._world.hardships.note(CoverageMark.CRASHED)
         self.engine.kill(is_clean=is_clean)
         if is_noticed:
             self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")

@@ -12,11 +12,11 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.turns import LOSSES_IN_ALL_MAX, LOSSES_MAX
-from tidegate.simulation.hardships import Hardship, Hardships
+from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
+from tidegate.simulation.ground_truth import GroundTruth
 from tidegate.simulation.model import check_turn
 from tidegate.simulation.scenario import WEIGHTS_TIMEOUT_S, Scenario
 from tidegate.simulation.script import Script, ScriptedTurn
-from tidegate.simulation.truth import Truth
 
 
 class TrainedRows:
@@ -88,7 +88,7 @@ class WatchedCore(Core):
         self,
         rules: Rules,
         *,
-        watch: "Watch",
+        watch: "InvariantChecker",
         on_broken: Callable[[BaseException], None],
     ) -> None:
         super().__init__(rules)
@@ -110,10 +110,10 @@ MASKING = ("mask", "split")
 """What a policy does at deadlines for which old tokens are masked."""
 
 
-class Watch:
+class InvariantChecker:
     """Oracle of one run: checks what must hold after every event."""
 
-    def __init__(self, scenario: Scenario, truth: Truth, hardships: Hardships) -> None:
+    def __init__(self, scenario: Scenario, truth: GroundTruth, hardships: CoverageMarks) -> None:
         self._scenario = scenario
         self._truth = truth
         self._hardships = hardships
@@ -215,7 +215,7 @@ class Watch:
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StopEpisode(rollout=rollout):
                     self.stopped.add(rollout.rollout_id)
-                    self._hardships.note(Hardship.STOPPED)
+                    self._hardships.note(CoverageMark.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
                 case ev.EndBatches():
@@ -226,7 +226,7 @@ class Watch:
         if isinstance(event, ev.RowsDiscarded):
             self.trained_rows.check(core)
         if isinstance(event, ev.TurnAsked) and not commands:
-            self._hardships.note(Hardship.ALONE)
+            self._hardships.note(CoverageMark.ALONE)
         self._release()
         core.check()
         generated = core.ledger.generated + core.evaluation_ledger.generated
@@ -242,7 +242,7 @@ class Watch:
         )
         stale = core.discarded_rollouts["stale"]
         if stale:
-            self._hardships.note(Hardship.STALE)
+            self._hardships.note(CoverageMark.STALE)
             is_meant = self._idle_publishes or self._scenario.on_deadline == "drop"
             assert is_meant, f"admission let {stale} rollouts get too old"
 
@@ -257,7 +257,7 @@ class Watch:
                 self._epochs[engine] = epoch
                 self._serve(engine, version)
                 if engine in self._departed:
-                    self._hardships.note(Hardship.CAME_BACK)
+                    self._hardships.note(CoverageMark.CAME_BACK)
             case ev.EngineSwapped(engine=engine, version=version):
                 assert version <= self._published, f"{engine} serves v{version}, not published"
                 if engine in self._serving:  # else it is its last word, and it is given up
@@ -289,7 +289,7 @@ class Watch:
             case ev.RowsDiscarded():
                 self.trained_rows.left_out(event)
             case ev.BatchReturned(number=number):
-                self._hardships.note(Hardship.BATCH_RETURNED)
+                self._hardships.note(CoverageMark.BATCH_RETURNED)
                 self._take_back(number)
             case ev.EpisodeReturned() | ev.EpisodeFailed():
                 self._going.pop(event.rollout_id, None)
@@ -317,7 +317,7 @@ class Watch:
         if losses < LOSSES_MAX:
             return
         self._lost_out.add(turn.rollout.root.rollout_id)
-        self._hardships.note(Hardship.TURN_ENDED_ENGINES)
+        self._hardships.note(CoverageMark.TURN_ENDED_ENGINES)
 
     def _count_step(self, step: ev.StepArrived) -> None:
         self._truth.arrived(step)
@@ -377,7 +377,7 @@ class Watch:
         expected = self._scenario.script(task, rollout.index).failure
         is_lost_out = rollout.root.rollout_id in self._lost_out
         if is_lost_out and expected is None:
-            self._hardships.note(Hardship.INNOCENT_REFUSED)
+            self._hardships.note(CoverageMark.INNOCENT_REFUSED)
             self._excused.add(task)
         elif reason in ("episode_error", "episode_timeout"):
             # Refused for lost engines, it may not have come to its fate.
@@ -390,7 +390,7 @@ class Watch:
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
             is_filtered = reason == "zero_variance"
-            self._hardships.note(Hardship.FILTERED if is_filtered else Hardship.DROPPED)
+            self._hardships.note(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
             if reason not in ("stale", "tail"):  # their tasks are taken again
                 self.dropped[task] += 1
 
@@ -443,7 +443,7 @@ class Watch:
         scenario, chosen = self._scenario, {group.group_id for group in groups}
         newest = max(chosen)
         if any(group_id < newest for group_id in self._going.values()):
-            self._hardships.note(Hardship.OVERTAKEN)
+            self._hardships.note(CoverageMark.OVERTAKEN)
         is_window = scenario.policy == "bounded" and scenario.order == "window"
         if not is_window and not scenario.is_in_order:
             return
@@ -460,7 +460,7 @@ class Watch:
         roots = [rollout for rollout in group.rollouts if rollout.branch_of is None]
         is_whole = len(roots) == self._scenario.group_size
         if group.is_rest:
-            self._hardships.note(Hardship.SPLIT)
+            self._hardships.note(CoverageMark.SPLIT)
         if self._scenario.filters_groups and is_whole:
             assert len({rollout.reward for rollout in group.kept}) > 1, "it teaches nothing"
         self.trained[task] += not group.is_rest
@@ -477,7 +477,7 @@ class Watch:
             scripted = script.branch
             _check_beginning(rollout, forked, script)
         if rollout.oldest_version != rollout.newest_version:
-            self._hardships.note(Hardship.MIXED)
+            self._hardships.note(CoverageMark.MIXED)
         self._check_patience(rollout, scripted)
         for turn in rollout.turns:
             self._check_turn(turn, floor, version)
@@ -497,10 +497,10 @@ class Watch:
         without_prefills = self._scenario.without_prefills
         check_turn(turn, self._truth.content_of, without_prefills=without_prefills)
         if any(span.kv is None for span in turn.spans()):
-            self._hardships.note(Hardship.KV_UNKNOWN)
+            self._hardships.note(CoverageMark.KV_UNKNOWN)
         spans = [span for span in turn.spans() if span.version >= floor]
         if len(spans) < len(turn.spans()):
-            self._hardships.note(Hardship.MASKED)
+            self._hardships.note(CoverageMark.MASKED)
         if not spans:
             return  # given up before the first token, or all of it is masked
         staleness = version - min(span.version for span in spans)
@@ -510,11 +510,11 @@ class Watch:
         )
         self.oldest_staleness = max(self.oldest_staleness, staleness)
         if bound and staleness == bound:
-            self._hardships.note(Hardship.OLDEST)
+            self._hardships.note(CoverageMark.OLDEST)
         if len({span.engine for span in spans}) > 1:
-            self._hardships.note(Hardship.MOVED)
+            self._hardships.note(CoverageMark.MOVED)
         if any(span.kv and span.kv.oldest != span.kv.newest for span in spans):
-            self._hardships.note(Hardship.MIXED_KV)
+            self._hardships.note(CoverageMark.MIXED_KV)
 
     # ------------------------------------------------------------ the end
 

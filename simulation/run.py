@@ -23,6 +23,7 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.orchestrator.trainer.run import cause_of
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
+from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.scripted_engine import (
     Says,
     ScriptedEngine,
@@ -31,8 +32,7 @@ from tidegate.simulation.scripted_engine import (
     files_of,
 )
 from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import Tape
-from tidegate.simulation.world import World
+from tidegate.simulation.wire import FrameLog
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.weight_channels import NamedBuffer
 from tidegate.transport.weight_messages import TensorSpec
@@ -71,7 +71,7 @@ def run_plan(
 class SimulatedChannel:
     """The weight channel, as far as a publish sees it: weights that nobody looks into."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulationContext) -> None:
         self._buffer = world.buffer
 
     def write(
@@ -109,7 +109,7 @@ class SimulatedRun:
         self.owner_pid = os.getpid()
         self._plan = plan
         self._time = time
-        self._tape = Tape()
+        self._tape = FrameLog()
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done once every engine that doesn't come late has joined."""
         self.scheduler: Scheduler | None = None
@@ -217,7 +217,7 @@ class SimulatedRun:
         files = files_of(settings.model)
         names = {f"engine-{number}": engine for number, engine in enumerate(plan.engines)}
         model = ScriptedModel(plan.says, files, names, self._turn_of)
-        world = World(self._time.loop, self._tape, model=model)
+        world = SimulationContext(self._time.loop, self._tape, model=model)
         self.channel = SimulatedChannel(world)
         init = InitWeights(channel="shm")
         scheduler = Scheduler(settings, files, world.router, init, recorder=None)

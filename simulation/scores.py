@@ -8,8 +8,8 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
+from tidegate.simulation.engine_spec import SimulatedEngineSpec
 from tidegate.simulation.model import TurnModel
-from tidegate.simulation.traits import EngineTraits
 from tidegate.simulation.turns import SimulatedTurns
 from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
 
@@ -20,7 +20,7 @@ class SimulatedScores:
     def __init__(
         self,
         turns: SimulatedTurns,
-        traits: EngineTraits,
+        traits: SimulatedEngineSpec,
         model: TurnModel,
         *,
         loop: asyncio.AbstractEventLoop,

@@ -18,11 +18,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.rollout import Turn
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_model_files
+from tidegate.simulation.context import SimulationContext
+from tidegate.simulation.engine_spec import SimulatedEngineSpec
 from tidegate.simulation.faults import Fault, FaultKind
 from tidegate.simulation.host import EngineHost
 from tidegate.simulation.model import HashedContext, Sampled, output_tokens
-from tidegate.simulation.traits import EngineTraits
-from tidegate.simulation.world import World
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
@@ -163,12 +163,12 @@ class ScriptedHost(EngineHost):
         plan: ScriptedEngine,
         number: int,
         *,
-        world: World,
+        world: SimulationContext,
         chance: random.Random,
         on_exit: Callable[[str, str], None],
     ) -> None:
         """``plan`` is ``engine-NUMBER`` of the run from now on; the rest is as for any host."""
-        traits = EngineTraits(
+        traits = SimulatedEngineSpec(
             step_s=plan.step_s,
             running_turn_s=0.0,
             staging_s=plan.staging_s,

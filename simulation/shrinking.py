@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ConfigError
-from tidegate.simulation.lives import LivesReport, run_lives
+from tidegate.simulation.crash_restart import CrashRestartReport, run_lives
 from tidegate.simulation.scenario import Scenario, read_scenario
 from tidegate.simulation.simulation import SimulationReport, run_scenario
 
 RUNS_MAX = 400
 """Of the simulation: some twenty seconds. Most failures need a hundred."""
 
-Report = SimulationReport | LivesReport
+Report = SimulationReport | CrashRestartReport
 
 Data = dict[str, Any]
 """A scenario as JSON holds it: what is as in the smallest run is not there."""

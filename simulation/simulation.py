@@ -20,11 +20,13 @@ from tokenizers import Tokenizer, models
 from tidegate.errors import NothingLeftToHappen
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
+from tidegate.simulation.context import SimulationContext
+from tidegate.simulation.coverage_marks import CoverageMark
+from tidegate.simulation.engine_spec import SimulatedEngineSpec
 from tidegate.simulation.episodes import SimulatedEpisodes
 from tidegate.simulation.faults import ALL_FAULTS, FaultKind, name_faults
-from tidegate.simulation.hardships import Hardship
 from tidegate.simulation.host import EngineHost
-from tidegate.simulation.invariants import Watch, WatchedCore
+from tidegate.simulation.invariants import InvariantChecker, WatchedCore
 from tidegate.simulation.model import STOP_TOKEN
 from tidegate.simulation.scenario import (
     BLOCK_TOKENS,
@@ -33,10 +35,8 @@ from tidegate.simulation.scenario import (
     engine_name,
 )
 from tidegate.simulation.trainer import SimulatedTrainer
-from tidegate.simulation.traits import EngineTraits
 from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import Tape
-from tidegate.simulation.world import World
+from tidegate.simulation.wire import FrameLog
 from tidegate.transport.messages import InitWeights
 
 TICK_S = 1 / 2048
@@ -72,7 +72,7 @@ class SimulationReport:
     trained_tasks: int
     trained_tokens: int
     oldest_staleness: int
-    hardships: frozenset[Hardship]
+    hardships: frozenset[CoverageMark]
     story: tuple[str, ...] = field(default=(), repr=False)
     """Of a failed run: what was planned, what waits, and the last frames carried."""
 
@@ -118,10 +118,10 @@ def model_of_no_words() -> ModelFiles:
 
 
 def engine_hosts(
-    scenario: Scenario, world: World, on_exit: Callable[[str, str], None]
+    scenario: Scenario, world: SimulationContext, on_exit: Callable[[str, str], None]
 ) -> list[EngineHost]:
     """The scenario's engines, with all that will go wrong with them; none is started yet."""
-    traits = EngineTraits(
+    traits = SimulatedEngineSpec(
         step_s=scenario.step_s,
         staging_s=scenario.staging_s,
         max_running_turns=scenario.max_running_turns,
@@ -160,8 +160,8 @@ class Simulation:
         self._scenario = scenario
         self._time = VirtualTime(tick_s=TICK_S)
         self._loop = self._time.loop
-        self._world = World(self._loop, Tape())
-        self._watch = Watch(scenario, self._world.truth, self._world.hardships)
+        self._world = SimulationContext(self._loop, FrameLog())
+        self._watch = InvariantChecker(scenario, self._world.truth, self._world.hardships)
         watch = self._watch
         episodes = SimulatedEpisodes(
             scenario,
@@ -246,7 +246,9 @@ class Simulation:
             await asyncio.sleep(quiet_max_s)
             if self._loop.time() > self._scenario.longest_run_s:
                 break
-        raise Standstill(f"no progress for {quiet_max_s:.0f} s: the trainer {self._trainer.doing}")
+        raise SimulationDeadlock(
+            f"no progress for {quiet_max_s:.0f} s: the trainer {self._trainer.doing}"
+        )
 
     # ------------------------------------------------------------ afterwards
 
@@ -279,7 +281,7 @@ class Simulation:
         yield from map(str, self._world.tape.last)
 
 
-class Standstill(AssertionError):
+class SimulationDeadlock(AssertionError):
     """The run makes no progress any more."""
 
 
@@ -294,7 +296,7 @@ def failure_of(error: Exception) -> Failure:
 
 def _kind(error: BaseException) -> str:
     """The error, the function that raised it, and what it says but for numbers."""
-    if isinstance(error, Standstill):
+    if isinstance(error, SimulationDeadlock):
         return "stuck"
     frames = traceback.extract_tb(error.__traceback__)
     words = re.sub(r"#(, #)+", "#", re.sub(r"-?\d+(\.\d+)?", "#", _said(error)))

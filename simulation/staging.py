@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from tidegate.simulation.ground_truth import GroundTruth
 from tidegate.simulation.model import TORN_WEIGHTS
-from tidegate.simulation.truth import Truth
 from tidegate.transport.messages import Message, UpdateWeights, WeightsFailed, WeightsStaged
 
 GIVEN_UP = "given up, for"
@@ -71,7 +71,7 @@ class SimulatedStaging:
         self,
         loop: asyncio.AbstractEventLoop,
         buffer: WeightBuffer,
-        truth: Truth,
+        truth: GroundTruth,
         *,
         copy_s: float,
         on_copied: Callable[[], None],

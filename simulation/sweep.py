@@ -14,9 +14,9 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+from tidegate.simulation.coverage_marks import CoverageMark
+from tidegate.simulation.crash_restart import CrashRestartReport, simulate_lives
 from tidegate.simulation.faults import FaultKind
-from tidegate.simulation.hardships import Hardship
-from tidegate.simulation.lives import LivesReport, simulate_lives
 from tidegate.simulation.shrinking import Report, shrink
 from tidegate.simulation.simulation import SimulationReport, simulate
 
@@ -39,7 +39,7 @@ def sweep(seeds: range, kinds: frozenset[FaultKind], *, workers: int) -> Iterato
     return _sweep(seeds, partial(simulate, faults=kinds), workers)
 
 
-def sweep_lives(seeds: range, *, workers: int) -> Iterator[LivesReport]:
+def sweep_lives(seeds: range, *, workers: int) -> Iterator[CrashRestartReport]:
     """The same of runs whose trainer and orchestrator die, and go on."""
     return _sweep(seeds, simulate_lives, workers)
 
@@ -111,7 +111,7 @@ class SweepSummary:
         self.runs = 0
         self.failures = 0
         self.trained_tokens = 0
-        self.hardships: Counter[Hardship] = Counter()
+        self.hardships: Counter[CoverageMark] = Counter()
         """Runs that went through each."""
         self._failed = FailureLines()
 
@@ -124,11 +124,11 @@ class SweepSummary:
         return self._failed.of(report)
 
     @property
-    def unreached(self) -> list[Hardship]:
+    def unreached(self) -> list[CoverageMark]:
         """What no run went through, although there were enough."""
         if self.runs < REACHED_SEEDS:
             return []
-        return [hardship for hardship in Hardship if not self.hardships[hardship]]
+        return [hardship for hardship in CoverageMark if not self.hardships[hardship]]
 
     def lines(self) -> list[str]:
         """What to say of all."""
@@ -138,6 +138,6 @@ class SweepSummary:
         ]
         if self.runs > CHUNK_SEEDS:
             said.append("of 1,000 seeds, so many went through this:")
-            said += [f"{1000 * self.hardships[h] / self.runs:6.0f}  {h}" for h in Hardship]
+            said += [f"{1000 * self.hardships[h] / self.runs:6.0f}  {h}" for h in CoverageMark]
         said += [f"never reached, so nothing is proven of it: {h}" for h in self.unreached]
         return said

@@ -21,13 +21,13 @@ from tidegate.errors import (
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.fleet.waiting import BatchRequest
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
-from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.context import SimulationContext
+from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.scenario import Scenario
 from tidegate.simulation.staging import check_refusal
-from tidegate.simulation.world import World
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS
 
@@ -78,7 +78,7 @@ class SimulatedTrainer:
     def __init__(
         self,
         scenario: Scenario,
-        world: World,
+        world: SimulationContext,
         episode: Callable[[Episode, int], Awaitable[float]],
         begins_training: Callable[[ev.HandOver], None],
     ) -> None:
@@ -130,7 +130,7 @@ class SimulatedTrainer:
             self._offer(scheduler)
             looks_ahead = None
             if scenario.look_ahead:
-                self._world.hardships.note(Hardship.LOOKED_AHEAD)
+                self._world.hardships.note(CoverageMark.LOOKED_AHEAD)
                 looks_ahead = beside.create_task(self._look_ahead(scheduler), name="look-ahead")
             while await self._goes_on(came := await self._come_to_next(scheduler), scheduler):
                 if came is _Next.BATCH:
@@ -145,7 +145,7 @@ class SimulatedTrainer:
                     await self._publish_and_evaluate(scheduler, beside)
                 self._may_ask.set()
                 if self._batches == scenario.batches_per_offer:
-                    self._world.hardships.note(Hardship.OFFERED_AGAIN)
+                    self._world.hardships.note(CoverageMark.OFFERED_AGAIN)
                     self._batches = 0
                     self._offer(scheduler)
             if looks_ahead is not None:
@@ -159,7 +159,7 @@ class SimulatedTrainer:
             return True  # asked ahead, before others were given
         if len(self.taken_tasks) == self._scenario.tasks:
             return False
-        self._world.hardships.note(Hardship.SHORT_BATCH)
+        self._world.hardships.note(CoverageMark.SHORT_BATCH)
         self._at_once = iter(self._left())
         self._offer(scheduler)
         return True
@@ -206,11 +206,11 @@ class SimulatedTrainer:
             self._sleeps = self._chance.random() < SLEEP_SHARE
             self.doing = "pauses engines, or puts them to sleep"
             if self._sleeps:
-                self._world.hardships.note(Hardship.SLEPT)
+                self._world.hardships.note(CoverageMark.SLEPT)
                 tags = self._chance.choice((MEMORY_TAGS, MEMORY_TAGS, MEMORY_TAGS[:1]))
                 await scheduler.control.sleep(self._chance.choice((1, 2)), tags, mode)
             else:
-                self._world.hardships.note(Hardship.PAUSED)
+                self._world.hardships.note(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
         self.doing = "trains"
         await asyncio.sleep(self._scenario.train_s)
@@ -249,14 +249,14 @@ class SimulatedTrainer:
                         scheduler, self._scenario.looks_after_s, self._chance_of_looks
                     )
             except PublishNeeded:
-                self._world.hardships.note(Hardship.PUBLISH_NEEDED)
+                self._world.hardships.note(CoverageMark.PUBLISH_NEEDED)
                 return _Next.PUBLISH_FIRST
             except TimeoutError:
-                self._world.hardships.note(Hardship.STOPPED_WAITING)
+                self._world.hardships.note(CoverageMark.STOPPED_WAITING)
                 continue
             except (EngineLagging, WeightsRefused, PublishDropped) as error:
                 check_refusal(str(error))
-                self._world.hardships.note(Hardship.TOLD_LATER)
+                self._world.hardships.note(CoverageMark.TOLD_LATER)
                 continue
             if batch is None:
                 self._ended_offer = self._offers
@@ -273,7 +273,7 @@ class SimulatedTrainer:
         rows = range(sum(len(group.kept) for group in batch.groups))
         chance, share = self._chance_of_rows, self._scenario.leaving_out
         if share and (left_out := [row for row in rows if chance.random() < share]):
-            self._world.hardships.note(Hardship.LEFT_OUT)
+            self._world.hardships.note(CoverageMark.LEFT_OUT)
             reason = chance.choice(REASONS)
             await discarded_rows(batch.number, left_out, reason).report(scheduler)
 
@@ -283,13 +283,13 @@ class SimulatedTrainer:
         await self._publish(scheduler)
         is_twice = self._chance.random() < self._scenario.publishing_twice
         if is_twice and not self._scenario.look_ahead:  # which the run allows to age what it holds
-            self._world.hardships.note(Hardship.PUBLISHED_TWICE)
+            self._world.hardships.note(CoverageMark.PUBLISHED_TWICE)
             await self._publish(scheduler)
         await self._wake(scheduler)
         if not self._scenario.evaluation_tasks:
             return
         if self._scenario.evaluates_beside:
-            self._world.hardships.note(Hardship.EVALUATED_BESIDE)
+            self._world.hardships.note(CoverageMark.EVALUATED_BESIDE)
             beside.create_task(self._evaluate(scheduler), name="evaluation")
         else:
             self.doing = "evaluates"
@@ -304,14 +304,14 @@ class SimulatedTrainer:
             async with asyncio.timeout(patience_s):
                 await self._bring_weights(scheduler)
         except EngineLagging:
-            hardships.note(Hardship.LAGGED)
+            hardships.note(CoverageMark.LAGGED)
         except WeightsRefused as error:
             check_refusal(str(error))
-            hardships.note(Hardship.REFUSED)
+            hardships.note(CoverageMark.REFUSED)
         except PublishDropped:
-            hardships.note(Hardship.TOLD_LATER)
+            hardships.note(CoverageMark.TOLD_LATER)
         except TimeoutError:
-            hardships.note(Hardship.CANCELLED_PUBLISH)
+            hardships.note(CoverageMark.CANCELLED_PUBLISH)
 
     async def _bring_weights(self, scheduler: Scheduler) -> None:
         self.doing = "waits until weights can be written"

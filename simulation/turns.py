@@ -11,9 +11,9 @@ from array import array
 from bisect import insort
 from dataclasses import dataclass, field
 
-from tidegate.simulation.hardships import Hardship, Hardships
+from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
+from tidegate.simulation.engine_spec import CONTEXT_TOKENS_MAX, SimulatedEngineSpec
 from tidegate.simulation.model import HashedContext, TurnModel
-from tidegate.simulation.traits import CONTEXT_TOKENS_MAX, EngineTraits
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -99,11 +99,11 @@ class SimulatedTurns:
     def __init__(
         self,
         engine: str,
-        traits: EngineTraits,
+        traits: SimulatedEngineSpec,
         model: TurnModel,
         *,
         chance: random.Random,
-        hardships: Hardships,
+        hardships: CoverageMarks,
     ) -> None:
         self.version = 0
         """What the live weights are called."""
@@ -166,7 +166,7 @@ class SimulatedTurns:
     def abort_running(self) -> None:
         """End every running turn, to be continued elsewhere."""
         if self.running:
-            self._hardships.note(Hardship.ABORTED)
+            self._hardships.note(CoverageMark.ABORTED)
         self._ended += [(turn.message.turn, ABORT) for turn in self.running]
         self.running.clear()
 
@@ -291,10 +291,10 @@ class SimulatedTurns:
             turn = self.running.pop()
             wanted -= self._blocks_wanted(turn)
             if self._traits.hands_turns_back:
-                self._hardships.note(Hardship.HANDED_BACK)
+                self._hardships.note(CoverageMark.HANDED_BACK)
                 self._ended.append((turn.message.turn, ABORT))
                 continue
-            self._hardships.note(Hardship.PREEMPTED)
+            self._hardships.note(CoverageMark.PREEMPTED)
             turn.context.drop_kv()
             turn.is_prefilling = True
             insort(self.waiting, turn, key=_rank)

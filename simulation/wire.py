@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from tidegate.errors import BadFrame
-from tidegate.simulation.hardships import Hardship, Hardships
+from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
 from tidegate.transport.messages import (
     Message,
     Step,
@@ -70,7 +70,7 @@ def _in_words(message: Message) -> str:
     return f"{type(message).__name__}({', '.join(words)})"
 
 
-class Tape:
+class FrameLog:
     """Record of all frames carried: a digest of them, and the last ones in full."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Direction:
             self._on_loss()
 
 
-class Link:
+class SimulatedLink:
     """One engine's connection to the orchestrator: the engine's socket, one process after another.
 
     What an engine sends while there is no connection waits for the next; what the orchestrator
@@ -179,14 +179,14 @@ class Link:
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_router,
-            on_loss=partial(self._hardships.note, Hardship.LOST_TO_ORCHESTRATOR),
+            on_loss=partial(self._hardships.note, CoverageMark.LOST_TO_ORCHESTRATOR),
         )
         self._down = _Direction(
             router.loop,
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_engine,
-            on_loss=partial(self._hardships.note, Hardship.LOST_TO_ENGINE),
+            on_loss=partial(self._hardships.note, CoverageMark.LOST_TO_ENGINE),
         )
         self._unsent: list[bytes] = []
         self._cuts = 0
@@ -222,7 +222,7 @@ class Link:
             return
         if self._frames_to_garble:
             self._frames_to_garble -= 1
-            self._hardships.note(Hardship.GARBLED)
+            self._hardships.note(CoverageMark.GARBLED)
             frame = _garbled(frame)
         self._up.carry(frame)
 
@@ -245,7 +245,7 @@ class Link:
     def cut(self, lasts_s: float) -> None:
         """Break the connection; it is made anew after a while."""
         if self._receive is not None:
-            self._hardships.note(Hardship.CUT)
+            self._hardships.note(CoverageMark.CUT)
         self._up.lose_tail()
         self._down.lose_tail()
         self._is_cut = True
@@ -268,7 +268,7 @@ class Link:
         for direction in directions:
             direction.stall(lasts_s)
         if self.is_up:
-            self._hardships.note(Hardship.STALLED)
+            self._hardships.note(CoverageMark.STALLED)
 
     def garble(self, frames: int) -> None:
         """Damage the next frames that the engine sends."""
@@ -297,19 +297,21 @@ def _garbled(frame: bytes) -> bytes:
 class SimulatedRouter:
     """The orchestrator's socket, with links for wires; see :class:`wire.Wire`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tape: Tape, hardships: Hardships) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tape: FrameLog, hardships: CoverageMarks
+    ) -> None:
         self.address = "simulated"
         self.loop = loop
         self.tape = tape
         self.hardships = hardships
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[bytes, SimulatedLink] = {}
         self._arrived: list[tuple[bytes, bytes]] = []
         self._on_frames: Callable[[list[tuple[bytes, bytes]]], None] | None = None
         self._drain_handle: asyncio.Handle | None = None
 
-    def link(self, engine: str, *, latency_s: float, chance: random.Random) -> Link:
+    def link(self, engine: str, *, latency_s: float, chance: random.Random) -> SimulatedLink:
         """The wire to an engine of this name."""
-        link = Link(engine, self, latency_s=latency_s, chance=chance)
+        link = SimulatedLink(engine, self, latency_s=latency_s, chance=chance)
         self._links[engine.encode()] = link
         return link
 

@@ -19,7 +19,7 @@ from tidegate.transport.messages import (
     Message,
     decode_from_orchestrator,
 )
-from tidegate.transport.patience import Patience
+from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.security import EngineKeys, secure_connector
 from tidegate.transport.zeromq import (
     COMPLAINTS_PER_S_MAX,
@@ -77,7 +77,7 @@ class DealerSocket:
         self._is_unknown = False
         """Whether the orchestrator has rejected this engine's public key."""
         self._frames = self._bytes = self._malformed = 0
-        self._patience = Patience(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
+        self._patience = RateLimiter(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:

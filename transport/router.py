@@ -21,12 +21,12 @@ import zmq
 
 from tidegate.errors import AddressInUse, ConfigError
 from tidegate.transport.addresses import check_listener, refuse_living_listener
-from tidegate.transport.doorkeeper import Doorkeeper
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
 from tidegate.transport.messages import Ack, Complaint, Message
-from tidegate.transport.patience import Patience
 from tidegate.transport.private_directory import PrivateDirectory
+from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.security import OrchestratorKeys, secure_listener
+from tidegate.transport.zap_authenticator import ZapAuthenticator
 from tidegate.transport.zeromq import (
     COMPLAINTS_PER_S_MAX,
     Context,
@@ -65,7 +65,7 @@ VAIN_LOOKS_MAX = 3
 wakeups."""
 
 
-class Looks:
+class PollSchedule:
     """Decides when to read one socket: at each wakeup of its descriptor, or by timer.
 
     At 1,000 steps a second 2.1 times the tokens per CPU-second are received as by wakeups alone
@@ -198,9 +198,9 @@ class RouterSocket:
         self._clock: asyncio.TimerHandle | None = None
         """Timer of the next poll; None while the descriptor wakes the loop."""
         self._is_next_look_far = False
-        self._looks = Looks()
+        self._looks = PollSchedule()
         self._frames = self._bytes = self._malformed = 0
-        self._patience = Patience(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
+        self._patience = RateLimiter(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
         try:
             if self._directory is not None:
                 address = f"ipc://{self._directory.path}/orchestrator"
@@ -396,7 +396,7 @@ def bound_router(
     keys: OrchestratorKeys | None,
     *,
     frame_bytes_max: int = ENGINE_FRAME_BYTES_MAX,
-) -> tuple[Socket, Doorkeeper | None]:
+) -> tuple[Socket, ZapAuthenticator | None]:
     """Create and bind a ROUTER; with keys, it gets a context and a ZAP authenticator of its own.
 
     Raises:
@@ -415,7 +415,7 @@ def bound_router(
     try:
         if keys is not None:
             secure_listener(socket, keys)
-            doorkeeper = Doorkeeper(socket, keys)
+            doorkeeper = ZapAuthenticator(socket, keys)
         socket.bind(address)
     except BaseException as error:
         close_socket(socket, is_context_own=keys is not None)

@@ -27,10 +27,10 @@ from tidegate.orchestrator.core.events import HandOver
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
-from tidegate.simulation.hardships import Hardships
-from tidegate.simulation.planning.simulated import FOR_EVER_S, WIRE_S, BlankTape
+from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
+from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.planning.simulated import FOR_EVER_S, WIRE_S, NullFrameLog
 from tidegate.simulation.simulation import model_of_no_words
-from tidegate.simulation.stretch_engine import StretchEngine
 from tidegate.simulation.virtual_time import VirtualTime
 from tidegate.simulation.wire import SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
@@ -234,7 +234,7 @@ async def _main(
     episode: Callable[[Episode, Task], Awaitable[float]],
 ) -> list[Tally]:
     loop, stopwatch = virtual_time.loop, Stopwatch()
-    router = SimulatedRouter(loop, BlankTape(), Hardships())
+    router = SimulatedRouter(loop, NullFrameLog(), CoverageMarks())
     init = InitWeights(channel="shm")
     scheduler = Scheduler(settings, model_of_no_words(), router, init, recorder=None)
     # In a colocated run the weights are exchanged as part of the switch.
@@ -245,7 +245,7 @@ async def _main(
         link = router.link(
             name, latency_s=WIRE_S, chance=random.Random(f"{settings.sampling.seed}/{name}")
         )
-        StretchEngine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
+        CoarseSimulatedEngine(name, costs, loop=loop, link=link, stopwatch=stopwatch).start()
     serving = loop.create_task(scheduler.run(), name="scheduler")
     await scheduler.wait_for_engines(engines)
     scheduler.offer(workload.tasks(settings.sampling.seed), episode)

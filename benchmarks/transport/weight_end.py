@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.transport.messages import InitWeights, UpdateWeights, decode_from_orchestrator
-from tidegate.transport.weight_channels import Home, receiver
+from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
 
 
@@ -44,7 +44,7 @@ def _receive(home: str, take: Callable[[npt.NDArray[np.uint8]], None]) -> None:
     for line in sys.stdin:
         match decode_from_orchestrator(bytes.fromhex(line)):
             case InitWeights() as init:
-                end = receiver(init, Home(home))
+                end = receiver(init, WeightReceiverConfig(home))
             case UpdateWeights() as update:
                 for _, view in end.tensors(update):
                     take(np.frombuffer(view, np.uint8))

@@ -12,7 +12,7 @@ from tidegate.cli.engine_doctor.measurements import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ProbeRequest:
     """One generation request."""
 
     token_ids: tuple[int, ...]
@@ -26,8 +26,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Response to a :class:`Question`; sequences have one item per output token."""
+class ProbeResponse:
+    """Response to a :class:`ProbeRequest`; sequences have one item per output token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -44,7 +44,7 @@ class ExaminedEngine(Protocol):
 
     identity: Identity
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: ProbeRequest) -> ProbeResponse:
         """Generate.
 
         Raises:

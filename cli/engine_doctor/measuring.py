@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.engine_doctor.examined import Answer, ExaminedEngine, Question
+from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, ProbeResponse
 from tidegate.cli.engine_doctor.findings import MEAN_ROUNDED_NATS
 from tidegate.cli.engine_doctor.http import Http
 from tidegate.cli.engine_doctor.measurements import (
@@ -96,7 +96,7 @@ def measure(
         reference = _load(model)
     progress("asking it for tokens")
     prompt = drawn_prompt(engine, reference, 24)
-    greedy = engine.ask(Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
+    greedy = engine.ask(ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
     if len(greedy.logprobs) != len(greedy.token_ids) or not greedy.token_ids:
         raise EngineLost(
             f"it told {len(greedy.logprobs)} log-probs of {len(greedy.token_ids)} tokens: nothing "
@@ -175,10 +175,12 @@ def _long_prompt(engine: ExaminedEngine, reference: "Reference | None") -> tuple
 
 
 def _mismatch(
-    engine: ExaminedEngine, prompt: tuple[int, ...], greedy: Answer, reference: "Reference"
+    engine: ExaminedEngine, prompt: tuple[int, ...], greedy: ProbeResponse, reference: "Reference"
 ) -> Mismatch:
     """Compare log-probs at temperature 0 and 1, where raw and processed log-probs are equal."""
-    sampled = engine.ask(Question(token_ids=prompt, tokens_max=4 * OUTPUT_TOKENS, temperature=1.0))
+    sampled = engine.ask(
+        ProbeRequest(token_ids=prompt, tokens_max=4 * OUTPUT_TOKENS, temperature=1.0)
+    )
     differences = [
         abs(told - true)
         for answer in (greedy, sampled)
@@ -192,7 +194,7 @@ def _mismatch(
 
 
 def _beside(
-    prompt: Sequence[int], answer: Answer, reference: "Reference"
+    prompt: Sequence[int], answer: ProbeResponse, reference: "Reference"
 ) -> list[tuple[float, float]]:
     true = reference.logprobs(prompt, answer.token_ids)
     return list(zip(answer.logprobs, true, strict=True))

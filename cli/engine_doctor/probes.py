@@ -10,7 +10,7 @@ from itertools import combinations
 from math import exp
 from statistics import median
 
-from tidegate.cli.engine_doctor.examined import Answer, ExaminedEngine, Question
+from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, ProbeResponse
 from tidegate.cli.engine_doctor.measurements import LogprobMode, PrefixCache, Repeats
 
 OUTPUT_TOKENS = 16
@@ -33,13 +33,15 @@ def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode
         start = prompt[shift:]
         warm, cool = (
             engine.ask(
-                Question(token_ids=start, tokens_max=1, temperature=temperature, top_logprobs=TOPS)
+                ProbeRequest(
+                    token_ids=start, tokens_max=1, temperature=temperature, top_logprobs=TOPS
+                )
             )
             for temperature in (1.0, 0.5)
         )
         ratios += _gap_ratios(warm, cool)
     cut = engine.ask(
-        Question(token_ids=prompt, tokens_max=1, temperature=1.0, top_k=2, top_logprobs=2)
+        ProbeRequest(token_ids=prompt, tokens_max=1, temperature=1.0, top_k=2, top_logprobs=2)
     )
     return LogprobMode(
         gap_ratio=median(ratios) if ratios else None,
@@ -47,7 +49,7 @@ def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode
     )
 
 
-def _gap_ratios(warm: Answer, cool: Answer) -> list[float]:
+def _gap_ratios(warm: ProbeResponse, cool: ProbeResponse) -> list[float]:
     """Return the ratios of the gaps of all token pairs reported at both temperatures."""
     if not warm.top or not cool.top:
         return []
@@ -60,23 +62,23 @@ def _gap_ratios(warm: Answer, cool: Answer) -> list[float]:
     return ratios
 
 
-def _mass(cut: Answer) -> float | None:
+def _mass(cut: ProbeResponse) -> float | None:
     if not cut.top or len(cut.top[0]) < 2:
         return None
     return sum(exp(logprob) for logprob in sorted(cut.top[0].values())[-2:])
 
 
-def repeats_of(engine: ExaminedEngine, prompt: tuple[int, ...], first: Answer) -> Repeats:
+def repeats_of(engine: ExaminedEngine, prompt: tuple[int, ...], first: ProbeResponse) -> Repeats:
     """Repeat the request of ``first``: alone, beside others, and sampled with a seed."""
-    question = Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
+    question = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
     alone = [engine.ask(question) for _ in range(2)]
     others = [
-        Question(token_ids=prompt[n:] + prompt[:n], tokens_max=OUTPUT_TOKENS)
+        ProbeRequest(token_ids=prompt[n:] + prompt[:n], tokens_max=OUTPUT_TOKENS)
         for n in range(1, NEIGHBOURS + 1)
     ]
     with ThreadPoolExecutor(NEIGHBOURS + 1) as threads:
         crowded = next(threads.map(engine.ask, [question, *others]))
-    sampled = Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS, temperature=1.0, seed=7)
+    sampled = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS, temperature=1.0, seed=7)
     return Repeats(
         alone_same_tokens=all(again.token_ids == first.token_ids for again in alone),
         alone_difference=max(_difference(first, again) for again in alone),
@@ -86,7 +88,7 @@ def repeats_of(engine: ExaminedEngine, prompt: tuple[int, ...], first: Answer) -
     )
 
 
-def _difference(one: Answer, other: Answer) -> float:
+def _difference(one: ProbeResponse, other: ProbeResponse) -> float:
     """Return the largest log-prob difference before the first different token."""
     largest = 0.0
     told = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
@@ -103,7 +105,7 @@ def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache
     answers, found = [], []
     for salt in salts:
         before = engine.cached_tokens_total()
-        question = Question(token_ids=prompt, tokens_max=4, top_logprobs=TOPS, cache_salt=salt)
+        question = ProbeRequest(token_ids=prompt, tokens_max=4, top_logprobs=TOPS, cache_salt=salt)
         answers.append(engine.ask(question))
         told = answers[-1].cached_tokens
         after = engine.cached_tokens_total()
@@ -119,7 +121,7 @@ def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache
     )
 
 
-def _next_token_difference(one: Answer, other: Answer) -> float:
+def _next_token_difference(one: ProbeResponse, other: ProbeResponse) -> float:
     """Return the largest log-prob difference over the first token's likely candidates.
 
     If a candidate is missing in the second response, this is a lower bound: the candidate is less

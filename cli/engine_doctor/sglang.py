@@ -6,7 +6,7 @@ Implements :class:`ExaminedEngine`; :mod:`measuring` creates it if the server is
 from pathlib import Path
 from typing import Any
 
-from tidegate.cli.engine_doctor.examined import Answer, Question
+from tidegate.cli.engine_doctor.examined import ProbeRequest, ProbeResponse
 from tidegate.cli.engine_doctor.http import LOAD_TIMEOUT_S, Http
 from tidegate.cli.engine_doctor.measurements import Identity
 from tidegate.errors import EngineLost
@@ -52,13 +52,13 @@ class ExaminedSglang:
         self.identity = identity
         self._http = http
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: ProbeRequest) -> ProbeResponse:
         """Generate by ``/generate``; see :class:`ExaminedEngine`."""
         reply = self._http.post("/generate", _body(question))
         if not reply.is_ok or not isinstance(reply.body, dict):
             raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
         meta = reply.body["meta_info"]
-        return Answer(
+        return ProbeResponse(
             token_ids=tuple(reply.body["output_ids"]),
             logprobs=tuple(entry[0] for entry in meta["output_token_logprobs"]),
             top=tuple(
@@ -95,7 +95,7 @@ class ExaminedSglang:
         return None
 
 
-def _body(question: Question) -> dict[str, Any]:
+def _body(question: ProbeRequest) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "max_new_tokens": question.tokens_max,
         "temperature": question.temperature,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.engine_doctor.examined import Answer, ExaminedEngine, Question
+from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, ProbeResponse
 from tidegate.cli.engine_doctor.measurements import Distance, WeightUpdate
 from tidegate.cli.engine_doctor.probes import OUTPUT_TOKENS
 from tidegate.errors import EngineLost
@@ -37,7 +37,7 @@ def weight_update(
     # First the weights it already has: an engine that refuses updates then loses nothing.
     if (refused := _load(engine, served[0])) is not None:
         return WeightUpdate(refused=refused)
-    question = Question(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
+    question = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
     engine.ask(question)  # puts the prompt's KV into the cache, if there is one
     try:
         if (refused := _load(engine, other[0])) is not None:
@@ -76,7 +76,7 @@ def _give_back(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -
 
 
 def _distance(
-    answer: Answer, prompt: tuple[int, ...], now: "Reference", before: "Reference"
+    answer: ProbeResponse, prompt: tuple[int, ...], now: "Reference", before: "Reference"
 ) -> Distance:
     """Compare on the engine's own tokens, teacher-forced in float32."""
     of_now = now.logprobs(prompt, answer.token_ids)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tidegate.cli.engine_doctor.examined import Answer, Question
+from tidegate.cli.engine_doctor.examined import ProbeRequest, ProbeResponse
 from tidegate.cli.engine_doctor.http import LOAD_TIMEOUT_S, Http, Reply
 from tidegate.cli.engine_doctor.measurements import EngineKind, Identity
 from tidegate.errors import EngineLost
@@ -64,7 +64,7 @@ class ExaminedVllm:
         self._http = http
         self._by_tokens = GENERATE in identity.paths
 
-    def ask(self, question: Question) -> Answer:
+    def ask(self, question: ProbeRequest) -> ProbeResponse:
         """Generate by token ids or by ``/v1/completions``; see :class:`ExaminedEngine`."""
         if self._by_tokens:
             return _from_tokens(_choice(self._http.post(GENERATE, self._token_body(question))))
@@ -72,7 +72,7 @@ class ExaminedVllm:
             _choice(self._http.post("/v1/completions", self._openai_body(question)))
         )
 
-    def _token_body(self, question: Question) -> dict[str, Any]:
+    def _token_body(self, question: ProbeRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.identity.model,
             "token_ids": list(question.token_ids),
@@ -80,7 +80,7 @@ class ExaminedVllm:
         }
         return body | _salt(question)
 
-    def _openai_body(self, question: Question) -> dict[str, Any]:
+    def _openai_body(self, question: ProbeRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.identity.model,
             "prompt": list(question.token_ids),
@@ -124,7 +124,7 @@ class ExaminedVllm:
         return int(sum(float(count) for count in hits)) if hits else None
 
 
-def _sampling(question: Question) -> dict[str, Any]:
+def _sampling(question: ProbeRequest) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "max_tokens": question.tokens_max,
         "temperature": question.temperature,
@@ -137,7 +137,7 @@ def _sampling(question: Question) -> dict[str, Any]:
     return sampling
 
 
-def _salt(question: Question) -> dict[str, Any]:
+def _salt(question: ProbeRequest) -> dict[str, Any]:
     return {} if question.cache_salt is None else {"cache_salt": question.cache_salt}
 
 
@@ -149,9 +149,9 @@ def _choice(reply: Reply) -> dict[str, Any]:
     return choice
 
 
-def _from_tokens(choice: dict[str, Any]) -> Answer:
+def _from_tokens(choice: dict[str, Any]) -> ProbeResponse:
     content = (choice.get("logprobs") or {}).get("content") or []
-    return Answer(
+    return ProbeResponse(
         token_ids=tuple(choice["token_ids"]),
         logprobs=tuple(entry["logprob"] for entry in content),
         top=tuple(
@@ -163,14 +163,14 @@ def _from_tokens(choice: dict[str, Any]) -> Answer:
     )
 
 
-def _from_openai(choice: dict[str, Any]) -> Answer:
+def _from_openai(choice: dict[str, Any]) -> ProbeResponse:
     logprobs = choice.get("logprobs") or {}
     if choice.get("token_ids") is None:
         raise EngineLost(
             "its /v1/completions returns no token ids though asked to (return_token_ids): too old "
             "to train on"
         )
-    return Answer(
+    return ProbeResponse(
         token_ids=tuple(choice["token_ids"]),
         logprobs=tuple(logprobs.get("token_logprobs") or ()),
         top=tuple(_by_id(top) for top in logprobs.get("top_logprobs") or ()),

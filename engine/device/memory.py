@@ -42,7 +42,7 @@ class DeviceRegion:
 
 
 class DeviceMemory:
-    """Memory of one device, for :class:`~tidegate.engine.execution.sleep.Sleeper`."""
+    """Memory of one device, for :class:`~tidegate.engine.execution.sleep.SleepController`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

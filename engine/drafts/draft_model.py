@@ -15,7 +15,7 @@ from tidegate.engine.execution.runner import Row, RowSampling, Runner
 from tidegate.engine.memory.memory import is_out_of_memory
 from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
 from tidegate.engine.scheduling.kv_cache import KvCache
-from tidegate.engine.scheduling.turns import TurnState
+from tidegate.engine.scheduling.sequences import EngineSequence
 
 CATCH_UP_TOKENS_MAX = 512
 """Context tokens that the draft model prefills per step, so that no turn waits
@@ -34,7 +34,7 @@ class _Drafted:
     guessed_at: int = 0
     """Position of the last draft's first token."""
 
-    def keep_what_was_right(self, turn: TurnState) -> None:
+    def keep_what_was_right(self, turn: EngineSequence) -> None:
         """Lower ``computed`` to the positions that match the turn's tokens but the last."""
         said = turn.tokens[self.guessed_at : turn.length][: len(self.guess)]
         wrong = np.flatnonzero(said != self.guess[: len(said)])
@@ -48,7 +48,7 @@ class _Drafted:
 class _Guess:
     """The draft under way for one turn."""
 
-    turn: TurnState
+    turn: EngineSequence
     drafted: _Drafted
     tokens: Tokens
     """[count asked for], int32; only the first ``count`` are filled."""
@@ -93,7 +93,7 @@ class ModelDrafts:
         self._cache = KvCache(runner.num_blocks)
         self._turns: dict[int, _Drafted] = {}
 
-    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         """Return each turn's draft; empty while its prefill lags or no KV block is free."""
         tokens_left = CATCH_UP_TOKENS_MAX
         guesses: list[_Guess] = []
@@ -131,7 +131,7 @@ class ModelDrafts:
             for guess, token_id in zip(growing, sampled, strict=True):
                 guess.add(token_id)
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         """Release the turn's KV."""
         drafted = self._turns.pop(turn.handle, None)
         if drafted is not None:
@@ -145,7 +145,7 @@ class ModelDrafts:
         drafted.blocks += blocks or []
         return blocks is not None
 
-    def _catch_up(self, turn: TurnState, drafted: _Drafted, tokens_left: int) -> list[Row]:
+    def _catch_up(self, turn: EngineSequence, drafted: _Drafted, tokens_left: int) -> list[Row]:
         """Return a prefill chunk of the turn's context, without sampling."""
         if not tokens_left:
             return []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
-from tidegate.engine.scheduling.turns import TurnState
+from tidegate.engine.scheduling.sequences import EngineSequence
 
 NGRAM_TOKENS = 3
 """Length of the n-gram to match. Two tokens would often match by chance."""
@@ -48,15 +48,15 @@ class LookupDrafts:
     def __init__(self) -> None:
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         """Return, for each turn, the tokens that followed the last n-gram's earlier occurrence."""
         return [self._propose(turn, count) for turn, count in zip(turns, counts, strict=True)]
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         """Drop the turn's index."""
         self._indices.pop(turn.handle, None)
 
-    def _propose(self, turn: TurnState, count: int) -> Tokens:
+    def _propose(self, turn: EngineSequence, count: int) -> Tokens:
         index = self._indices.get(turn.handle)
         if index is None:
             index = self._indices[turn.handle] = NgramIndex()

@@ -14,7 +14,7 @@ import numpy as np
 
 from tidegate.engine.drafts.lookup import NGRAM_TOKENS, LookupDrafts, Ngram
 from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
-from tidegate.engine.scheduling.turns import TurnState
+from tidegate.engine.scheduling.sequences import EngineSequence
 
 KEPT_TOKENS_MAX = 4 * 1024 * 1024
 """Tokens kept over all prompts' samples, 16 MB; the least recently used prompts are dropped."""
@@ -80,7 +80,7 @@ class _Follower:
         """Index in ``sample`` that corresponds to position ``length`` of the turn."""
         self.length = 0
 
-    def propose(self, turn: TurnState, count: int) -> Tokens:
+    def propose(self, turn: EngineSequence, count: int) -> Tokens:
         """Return the sample's next tokens; of another sample if the turn has diverged from it."""
         said = turn.tokens[self.length : turn.length]
         if self.sample is not None:
@@ -109,7 +109,7 @@ class RolloutDrafts:
         self._followers: dict[int, _Follower] = {}
         self._contexts = LookupDrafts()
 
-    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         """Return, for each turn, the next tokens of an earlier sample of its prompt."""
         drafts: list[Tokens] = []
         for turn, count in zip(turns, counts, strict=True):
@@ -117,7 +117,7 @@ class RolloutDrafts:
             drafts.append(draft if len(draft) else self._contexts.propose([turn], [count])[0])
         return drafts
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         """Keep the turn's output as a sample if it is complete."""
         self._contexts.ended(turn, is_whole=is_whole)
         follower = self._followers.pop(turn.handle, None)
@@ -130,14 +130,14 @@ class RolloutDrafts:
             first = max(0, start - NGRAM_TOKENS)
             self._keep(self._prompt(turn), turn.tokens[first : turn.length].copy())
 
-    def _follower(self, turn: TurnState) -> _Follower:
+    def _follower(self, turn: EngineSequence) -> _Follower:
         follower = self._followers.get(turn.handle)
         if follower is None:
             follower = self._followers[turn.handle] = _Follower(self._prompt(turn))
             follower.prompt.turns += 1
         return follower
 
-    def _prompt(self, turn: TurnState) -> _Prompt:
+    def _prompt(self, turn: EngineSequence) -> _Prompt:
         tokens = turn.tokens[: turn.prompt_tokens - turn.sampled_before]
         key = blake2b(tokens.tobytes(), digest_size=16).digest()
         prompt = self._prompts.get(key)

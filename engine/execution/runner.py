@@ -43,7 +43,7 @@ from tidegate.kernels.attention import (
     write_index,
 )
 from tidegate.kernels.layers import Layers
-from tidegate.kernels.native import LastTokens, Native, Places
+from tidegate.kernels.native import LastTokens, Native, SlotMapping
 
 ATTENDS_SINGLY = 0
 """Kind of the rows whose tokens compiled code attends one by one; sorts before all padded kinds."""
@@ -236,7 +236,7 @@ class ModelRunner:
             self._groups(layout, starts, positions, tables, window)
             for window in self._kinds.windows
         ]
-        places = Places(*map(torch.from_numpy, (positions, block, offset)))
+        places = SlotMapping(*map(torch.from_numpy, (positions, block, offset)))
         is_native = self._native is not None
         return LayerPlan(
             attention=self._attention(None if is_native else places.positions, groups),

@@ -20,7 +20,7 @@ from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Quantization, Weights, fill_from_directory
 from tidegate.engine.models.shards import WHOLE, Shard
-from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringTraits
+from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringCapabilities
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
@@ -64,7 +64,7 @@ class ServedModel(Protocol):
         """Implementation: ``tidegate`` or ``transformers``."""
 
     @property
-    def scoring(self) -> ScoringTraits:
+    def scoring(self) -> ScoringCapabilities:
         """Kinds of scores that the model can compute for given tokens."""
 
     @property
@@ -184,7 +184,7 @@ class OwnModel:
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.context_tokens_max = config.context_tokens_max
-        self.scoring = ScoringTraits(
+        self.scoring = ScoringCapabilities(
             hidden_size=config.hidden_size,
             wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
             labels=config.labels,
@@ -271,7 +271,7 @@ class FallbackModel:
             sys.maxsize,
         )
         has_head = weights.module.get_output_embeddings() is not None
-        self.scoring = ScoringTraits(
+        self.scoring = ScoringCapabilities(
             hidden_size=config.get_text_config().hidden_size,
             wants=("logprobs", *(HIDDEN_WANTS if has_head else ())),
         )

@@ -101,7 +101,7 @@ class HostMemory:
     available_bytes = staticmethod(returned_memory.available_bytes)
 
 
-class Sleeper:
+class SleepController:
     """Puts one engine's weights and KV cache to sleep and wakes them."""
 
     def __init__(

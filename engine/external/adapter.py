@@ -1,8 +1,8 @@
 """Interface of external-engine adapters: what vLLM or SGLang must do to serve a run.
 
-Implemented by ``vllm.py`` and ``sglang.py``, called by ``Bridge`` and its parts. An adapter
-translates to the engine's API and declares what the engine cannot do; the wire protocol, handles
-and steps are the worker's, shared by all kinds (docs/engines.md).
+Implemented by ``vllm.py`` and ``sglang.py``, called by ``ExternalEngineLoop`` and its parts. An
+adapter translates to the engine's API and declares what the engine cannot do; the wire protocol,
+handles and steps are the worker's, shared by all kinds (docs/engines.md).
 
 An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
 and ``preemptions``) are made one at a time.
@@ -42,7 +42,7 @@ class Capabilities:
     them and requests the rest after the pause, so that the KV is recomputed."""
     keeps_kv: bool = False
     """Whether frozen requests can continue with their old KV under new weights *and* the engine
-    then reports where versions change (``Chunk.labels``). Needs ``freezes``; serves
+    then reports where versions change (``GeneratedChunk.labels``). Needs ``freezes``; serves
     ``kv_policy="keep"``."""
     sampling: frozenset[str] = frozenset()
     """Fields of ``SamplingParams`` that the engine implements exactly as documented, beyond
@@ -74,7 +74,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GenerationRequest:
     """A request to generate tokens after ``token_ids``."""
 
     token_ids: Sequence[int]
@@ -111,7 +111,7 @@ class TopLogprobs(NamedTuple):
     logprobs: list[float]
 
 
-class Chunk(NamedTuple):
+class GeneratedChunk(NamedTuple):
     """Further tokens of a request, as they arrive; possibly none."""
 
     token_ids: list[int]
@@ -212,7 +212,7 @@ class EngineAdapter(Protocol):
         """Unload an adapter that no request uses; the engine may be paused or not."""
         ...
 
-    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens. An async generator: closing it early aborts the request in the engine.
 
         Raises:
@@ -276,7 +276,7 @@ class EngineAdapter(Protocol):
         ...
 
 
-class Unable:
+class OptionalAdapterMethods:
     """Base class of adapters with defaults for methods of undeclared capabilities."""
 
     async def preemptions(self) -> int | None:

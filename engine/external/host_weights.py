@@ -23,7 +23,7 @@ from tidegate.engine.models.checkpoint import (
     tensor_names,
 )
 from tidegate.engine.weights.lora import PARTS, check_adapter
-from tidegate.engine.weights.weight_store import Place, WeightStore
+from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 
 
@@ -39,7 +39,7 @@ class HostWeights(WeightStore):
         self._able = able
         self._path = model
         self._knows_other_names = False
-        places = {name: Place(tuple(t.shape), (t,)) for name, t in tensors.items()}
+        places = {name: CopyTarget(tuple(t.shape), (t,)) for name, t in tensors.items()}
         super().__init__(model.name, places)
 
     def twin(self) -> "HostWeights":

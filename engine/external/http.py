@@ -1,7 +1,7 @@
 """HTTP client for external engines' APIs: deadlines on every call, and errors with reasons.
 
 Used by the vLLM and SGLang adapters, over aiohttp. A server that cannot be reached or does not
-answer in time raises ``EngineGone``; an error status raises ``Refusal``.
+answer in time raises ``EngineGone``; an error status raises ``HttpStatusError``.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 300
 UNAUTHORIZED = 401
 
 
-class Refusal(TidegateError):
+class HttpStatusError(TidegateError):
     """The server answered with a status other than 200."""
 
     def __init__(self, path: str, status: int, message: str) -> None:
@@ -152,7 +152,7 @@ class HttpEngine:
                 if isinstance(answer, dict):
                     return answer
                 raise self._another(path, "what is no JSON object")
-            except Refusal as refusal:
+            except HttpStatusError as refusal:
                 if refusal.status == UNAUTHORIZED:
                     raise ConfigError(str(refusal)) from refusal
                 raise self._another(path, f"with {refusal.status}: {refusal.why}") from refusal
@@ -186,12 +186,12 @@ class HttpEngine:
         ) as response:
             yield response
 
-    def _refusal(self, path: str, status: int, data: bytes) -> Refusal:
+    def _refusal(self, path: str, status: int, data: bytes) -> HttpStatusError:
         why = _message(data)
         if status == UNAUTHORIZED:
             sent = "another key than it was sent" if self._headers else "a key"
             why = f"{self.url} wants {sent} ({why}); {server_keys.HOW}"
-        return Refusal(path, status, why)
+        return HttpStatusError(path, status, why)
 
     def _gone(self, path: str, error: BaseException) -> EngineGone:
         said = str(error) or type(error).__name__

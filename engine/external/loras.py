@@ -83,7 +83,7 @@ class Loaded:
     weights were loaded."""
 
 
-class LoraShelf:
+class LoraRegistry:
     """Adapters of the live version, and older ones that requests may still use."""
 
     def __init__(self, engine: EngineAdapter, model: Path, parent: Path) -> None:

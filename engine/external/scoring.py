@@ -1,7 +1,7 @@
 """Scoring requests to an external engine: asked while it runs, restarted after each pause.
 
-Used by ``Bridge``. An answer is of one weight version, because no request outlasts a pause.
-"""
+Used by ``ExternalEngineLoop``. An answer is of one weight version, because no request outlasts a
+pause."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from collections.abc import Callable
 import numpy as np
 
 from tidegate.engine.external.adapter import Capabilities, EngineAdapter, ScoreRequest, Scores
-from tidegate.engine.link import Link
+from tidegate.engine.link import OrchestratorLink
 from tidegate.errors import EngineGone, ScoreRefused, TidegateError
 from tidegate.transport import scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.scoring import PART_BYTES_MAX, Scored, ScoreTokens
 
 
-class ScoreDesk:
+class ExternalScoreQueue:
     """Scoring requests that have not been answered."""
 
     def __init__(
         self,
         adapter: EngineAdapter,
         able: Capabilities,
-        link: Link,
+        link: OrchestratorLink,
         *,
         on_gone: Callable[[TidegateError], None],
     ) -> None:

@@ -19,17 +19,17 @@ import torch
 
 from tidegate.engine.external.adapter import (
     Capabilities,
-    Chunk,
-    Request,
+    GeneratedChunk,
+    GenerationRequest,
     ScoreRequest,
     Scores,
 )
 from tidegate.engine.external.host_weights import read_sizes
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.sglang_loras import START_IT_SO, SglangLoras
 from tidegate.engine.external.sglang_messages import read_chunk, read_top
 from tidegate.engine.external.sglang_server import has_processed_logprobs, labels_tokens, look_at
-from tidegate.engine.external.sglang_weights import Way, load, make_way
+from tidegate.engine.external.sglang_weights import BucketSender, load, make_way
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
 from tidegate.transport.printable import say
@@ -71,7 +71,7 @@ class SglangAdapter:
     def __init__(self, http: HttpEngine, model: Path, *, weights: str = "disk") -> None:
         self._http = http
         self._weights = weights
-        self._way: Way | None = None
+        self._way: BucketSender | None = None
         """Transfer method for tensors; None for files."""
         self._loras = SglangLoras(http)
         self._serves: Path = model
@@ -152,7 +152,7 @@ class SglangAdapter:
 
     # ------------------------------------------------------------ turns
 
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens; converts SGLang's cumulative messages to chunks of new tokens."""
         self._refuse_strangers(request.token_ids)
         rid = f"tidegate-{self._run}-{next(self._rids)}"
@@ -189,7 +189,7 @@ class SglangAdapter:
                     if "error" in message:
                         raise EngineGone(f"{self._http.url}/generate broke off: {message['error']}")
                     yield message
-        except Refusal as error:
+        except HttpStatusError as error:
             if error.status >= 500:
                 raise EngineGone(str(error)) from error
             raise TurnRefused(f"SGLang refuses this turn: {error.why}") from error
@@ -217,7 +217,7 @@ class SglangAdapter:
                 f"SGLang server; see that the prompt is of this model's tokenizer"
             )
 
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
         return ({"lora_path": request.lora} if request.lora else {}) | {
             "input_ids": list(request.token_ids),
@@ -284,7 +284,7 @@ class SglangAdapter:
         path = "/update_weights_from_disk"
         try:
             await self._http.call("POST", path, body, timeout_s=UPDATE_TIMEOUT_S)
-        except Refusal as error:
+        except HttpStatusError as error:
             if UPDATED_ALL_THE_SAME not in error.why:
                 raise WeightsRefused(
                     f"SGLang refuses the weights in {directory}: {error.why}. It must see that "
@@ -300,7 +300,7 @@ class SglangAdapter:
         flushes = not self._is_frozen  # as in _load
         try:
             await load(self._http, self._way, tensors, label, flushes=flushes)
-        except Refusal:
+        except HttpStatusError:
             await self._rename(label)
         await self._verify(label)
 
@@ -334,14 +334,14 @@ class SglangAdapter:
     async def _get(self, path: str) -> Any:
         try:
             return await self._http.call("GET", path)
-        except Refusal as error:
+        except HttpStatusError as error:
             raise EngineGone(f"SGLang fails: {error}") from error
 
     async def _post(self, path: str, body: object, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Post a control call that fails only if something is wrong with the server."""
         try:
             return await self._http.call("POST", path, body, timeout_s=timeout_s)
-        except Refusal as error:
+        except HttpStatusError as error:
             raise EngineGone(f"SGLang fails: {error}") from error
 
     # ------------------------------------------------------------ memory
@@ -379,7 +379,7 @@ class SglangAdapter:
         try:
             answer = await self._http.call("POST", "/generate", body, timeout_s=SCORE_TIMEOUT_S)
             meta = answer["meta_info"]
-        except Refusal as error:
+        except HttpStatusError as error:
             raise ScoreRefused(f"SGLang refuses to score this: {error.why}") from error
         told = meta["input_token_logprobs"][request.start :]
         top = None

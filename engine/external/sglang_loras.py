@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.engine.external.adapter import LORA_NAMES
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.weights.lora import RANK_MAX
 from tidegate.errors import EngineGone, WeightsRefused
 
@@ -45,14 +45,14 @@ class SglangLoras:
         body = {"lora_name": name, "lora_path": str(directory)}
         try:
             await self._call("/load_lora_adapter", body)
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise WeightsRefused(f"SGLang can't load it: {refusal.why}") from refusal
 
     async def unload(self, name: str) -> None:
         """Unload an adapter that only aborting requests use."""
         try:
             await self._call("/unload_lora_adapter", {"lora_name": name})
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             if name not in await self._names():
                 return  # an earlier call unloaded it, and its answer was lost
             raise EngineGone(f"SGLang keeps an adapter: {refusal}") from refusal

@@ -6,13 +6,13 @@ Used by ``SglangAdapter``.
 from collections.abc import Sequence
 from typing import Any
 
-from tidegate.engine.external.adapter import Chunk, Ended, TopLogprobs, VersionLabel
+from tidegate.engine.external.adapter import Ended, GeneratedChunk, TopLogprobs, VersionLabel
 from tidegate.errors import EngineGone
 
 
 def read_chunk(
     message: dict[str, Any], told: int, stops: frozenset[int], *, with_top: int
-) -> Chunk:
+) -> GeneratedChunk:
     """Return the new tokens of a message, up to a stop token; ``told`` tokens are known."""
     meta = message["meta_info"]
     entries = meta["output_token_logprobs"][told:]
@@ -29,7 +29,7 @@ def read_chunk(
     top = None
     if with_top and entries:
         top = read_top(meta["output_top_logprobs"][told : told + len(entries)])
-    return Chunk(
+    return GeneratedChunk(
         token_ids=[entry[1] for entry in entries],
         logprobs=[entry[0] for entry in entries],
         ended=ended,

@@ -6,7 +6,7 @@ Called by ``SglangAdapter.open``; changes nothing in the server. Errors name the
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.sglang_loras import lora_rank_max
 from tidegate.errors import ConfigError
 from tidegate.transport.sleep_messages import SleepLevel
@@ -17,7 +17,7 @@ priorities count less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class SglangServerInfo:
     """Properties that the server reports."""
 
     version: str
@@ -53,7 +53,7 @@ _DTYPES = {
 """Compute dtype of each explicit value of ``--dtype``."""
 
 
-async def look_at(http: HttpEngine, architecture: str) -> Server:
+async def look_at(http: HttpEngine, architecture: str) -> SglangServerInfo:
     """Read a server's properties.
 
     Raises:
@@ -84,7 +84,7 @@ async def look_at(http: HttpEngine, architecture: str) -> Server:
         )
     models = (await _get(http, "/v1/models"))["data"]
     block_tokens = settings.get("page_size") or 1
-    return Server(
+    return SglangServerInfo(
         version=settings.get("version") or loads[0].get("version") or "of an unknown version",
         context_tokens_max=models[0]["max_model_len"],
         running_turns_max=min(
@@ -147,7 +147,7 @@ async def _refuse_old(http: HttpEngine) -> None:
 async def _get(http: HttpEngine, path: str) -> Any:
     try:
         return await http.call("GET", path)
-    except Refusal as error:
+    except HttpStatusError as error:
         raise ConfigError(
             f"what answers at {http.url} is no SGLang server that a run can use: {error}"
         ) from error

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from tidegate.engine.external.http import HttpEngine, Refusal
-from tidegate.engine.external.sglang_server import Server
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
+from tidegate.engine.external.sglang_server import SglangServerInfo
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.addresses import listening_host, own_address_towards
 from tidegate.transport.weight_channels.collective import Group, Round, join_group, open_store
@@ -42,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 Bucket = list[tuple[str, torch.Tensor]]
 
 
-class Way(Protocol):
+class BucketSender(Protocol):
     """Transfer method for one bucket of tensors."""
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Way(Protocol):
         """Close what the method has opened."""
 
 
-def make_way(http: HttpEngine, name: str, server: Server) -> Way:
+def make_way(http: HttpEngine, name: str, server: SglangServerInfo) -> BucketSender:
     """Make the transfer method ``name``.
 
     Raises:
@@ -70,15 +70,17 @@ def make_way(http: HttpEngine, name: str, server: Server) -> Way:
         )
     match name:
         case "http":
-            return Requests(http, server.ranks)
+            return InlineBucketSender(http, server.ranks)
         case "gloo" | "nccl":
-            return Broadcasts(http, server.ranks, name)
+            return SglangBroadcastSender(http, server.ranks, name)
     raise ConfigError(
         f"SGLang at {http.url} can't be given weights by {name!r}; ways are {', '.join(WAYS)}"
     )
 
 
-async def load(http: HttpEngine, way: Way, tensors: Tensors, label: str, *, flushes: bool) -> None:
+async def load(
+    http: HttpEngine, way: BucketSender, tensors: Tensors, label: str, *, flushes: bool
+) -> None:
     """Load all tensors, and name the weights ``label``.
 
     Raises:
@@ -96,7 +98,7 @@ async def load(http: HttpEngine, way: Way, tensors: Tensors, label: str, *, flus
             about["weight_version"] = label
         try:
             await way.send(bucket, about)
-        except Refusal as error:
+        except HttpStatusError as error:
             if not is_last or "Weights were updated" not in error.why:
                 raise EngineGone(
                     f"SGLang took some of the weights, and then refused: {error}; nobody knows "
@@ -112,17 +114,17 @@ async def _begin(http: HttpEngine) -> None:
     try:
         try:
             await http.call("POST", "/begin_weight_update", {"selector": "all"})
-        except Refusal:  # a dead adapter has left a session open
+        except HttpStatusError:  # a dead adapter has left a session open
             await http.call("POST", "/end_weight_update", {})
             await http.call("POST", "/begin_weight_update", {"selector": "all"})
-    except Refusal as error:
+    except HttpStatusError as error:
         raise WeightsRefused(f"SGLang begins no update of its weights: {error.why}") from error
 
 
 async def _end(http: HttpEngine) -> None:
     try:
         await http.call("POST", "/end_weight_update", {}, timeout_s=BUCKET_TIMEOUT_S)
-    except Refusal as error:
+    except HttpStatusError as error:
         raise EngineGone(f"SGLang can't finish an update of its weights: {error}") from error
 
 
@@ -138,7 +140,7 @@ def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
     yield bucket
 
 
-class Requests:
+class InlineBucketSender:
     """Sends tensors by value in HTTP bodies: works for any server, with its API key."""
 
     def __init__(self, http: HttpEngine, ranks: int) -> None:
@@ -163,7 +165,7 @@ def pickled(bucket: Bucket) -> str:
     return base64.b64encode(pickle.dumps(whole)).decode()
 
 
-class Broadcasts:
+class SglangBroadcastSender:
     """Broadcasts from this process, as rank 0, to the server's ranks. **Not encrypted.**"""
 
     def __init__(self, http: HttpEngine, ranks: int, backend: str) -> None:
@@ -253,7 +255,7 @@ class Broadcasts:
     async def close(self) -> None:
         """Destroy the group in the server, which also wakes threads blocked at this end."""
         if self._group:
-            with suppress(Refusal, EngineGone):
+            with suppress(HttpStatusError, EngineGone):
                 body, path = {"group_name": self._group}, "/destroy_weights_update_group"
                 await self._http.call("POST", path, body, timeout_s=LEAVE_TIMEOUT_S)
             self._group = ""

@@ -1,9 +1,8 @@
 """Sleep and wake of an external engine, as requests from the run that need a pause in effect.
 
-Used by ``Bridge``. While memory sleeps, or weights are missing, the engine stays paused:
-:attr:`Sleeper.holds` forbids resuming it. Running requests have been ended before, and are made
-again afterwards.
-"""
+Used by ``ExternalEngineLoop``. While memory sleeps, or weights are missing, the engine stays
+paused: :attr:`ExternalSleepController.holds` forbids resuming it. Running requests have been ended
+before, and are made again afterwards."""
 
 from collections.abc import Awaitable, Callable
 
@@ -26,7 +25,7 @@ from tidegate.transport.sleep_messages import (
 NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and resume after wake"
 
 
-class Sleeper:
+class ExternalSleepController:
     """Puts one external engine's weights and KV cache to sleep and wakes them."""
 
     def __init__(

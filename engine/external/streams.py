@@ -1,7 +1,7 @@
 """Requests in flight in an external engine, one asyncio task each.
 
-Used by ``TurnDesk`` and ``Bridge``. Also pauses and resumes the engine, because it knows which
-requests must have returned by then. Weights are known by their label only.
+Used by ``ExternalTurnQueue`` and ``ExternalEngineLoop``. Also pauses and resumes the engine,
+because it knows which requests must have returned by then. Weights are known by their label only.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from typing import Literal, Protocol
 
-from tidegate.engine.external.adapter import Capabilities, Chunk, EngineAdapter
-from tidegate.engine.external.telling import Teller
-from tidegate.engine.external.turns import AskedTurn
+from tidegate.engine.external.adapter import Capabilities, EngineAdapter, GeneratedChunk
+from tidegate.engine.external.step_message_batcher import StepMessageBatcher
+from tidegate.engine.external.turns import ExternalTurn
 from tidegate.errors import EngineGone, EngineHeld, TidegateError, TurnRefused
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 
@@ -27,11 +27,11 @@ treated as broken."""
 FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORT}
 
 
-class Over(Protocol):
+class RequestEndedCallback(Protocol):
     """Callback for the end of a request."""
 
     def __call__(
-        self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False
+        self, turn: ExternalTurn, error: TidegateError | None, *, is_held: bool = False
     ) -> None:
         """``error`` says what went wrong, if anything did."""
 
@@ -45,8 +45,8 @@ class Streams:
         able: Capabilities,
         label: str,
         *,
-        teller: Teller,
-        on_over: Over,
+        teller: StepMessageBatcher,
+        on_over: RequestEndedCallback,
     ) -> None:
         """``label`` is the engine's name of its weights."""
         self._adapter = adapter
@@ -62,7 +62,7 @@ class Streams:
         self._are_aborted_over = True
         """Whether a turn ends when its request is aborted, rather than being
         requested again later."""
-        self._running: dict[AskedTurn, asyncio.Task[None]] = {}
+        self._running: dict[ExternalTurn, asyncio.Task[None]] = {}
 
     @property
     def running(self) -> int:
@@ -78,7 +78,7 @@ class Streams:
         """Change the cache salt, so that later requests use no KV cached before."""
         self._salt = f"{self._label}.{next(self._salts)}"
 
-    def start(self, turn: AskedTurn, version: int) -> None:
+    def start(self, turn: ExternalTurn, version: int) -> None:
         """Request the rest of a turn from the engine."""
         lora = self._loras[turn.adapter] if turn.adapter else ""
         request = turn.request(version, self._salt, lora)
@@ -88,13 +88,15 @@ class Streams:
         self._running[turn] = task
         task.add_done_callback(lambda done: self._ended(turn, done))
 
-    async def _serve(self, turn: AskedTurn, stream: AsyncGenerator[Chunk, None]) -> None:
+    async def _serve(
+        self, turn: ExternalTurn, stream: AsyncGenerator[GeneratedChunk, None]
+    ) -> None:
         async with aclosing(stream):
             async for chunk in stream:
                 if turn.is_cut or await self._take(turn, chunk):
                     break
 
-    def _ended(self, turn: AskedTurn, task: asyncio.Task[None]) -> None:
+    def _ended(self, turn: ExternalTurn, task: asyncio.Task[None]) -> None:
         self._running.pop(turn, None)
         error = None if task.cancelled() else task.exception()
         match error:
@@ -109,7 +111,7 @@ class Streams:
                 why.__cause__ = error
                 self._on_over(turn, why)
 
-    async def _take(self, turn: AskedTurn, chunk: Chunk) -> bool:
+    async def _take(self, turn: ExternalTurn, chunk: GeneratedChunk) -> bool:
         """Add a chunk to the next step message; return whether it was the last."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise EngineGone(
@@ -139,7 +141,7 @@ class Streams:
         self._teller.tell()
         return chunk.ended is not None
 
-    async def _check_kv(self, turn: AskedTurn) -> None:
+    async def _check_kv(self, turn: ExternalTurn) -> None:
         """Refuse a turn that was kept over new weights if preemptions may have
         recomputed its KV since."""
         if turn.preemptions is None:
@@ -200,14 +202,14 @@ class Streams:
         await self._cut_all(changed)
         return len(changed)
 
-    async def _cut_all(self, turns: list[AskedTurn]) -> None:
+    async def _cut_all(self, turns: list[ExternalTurn]) -> None:
         tasks = [self._running[turn] for turn in turns]
         for turn in turns:
             self.cut(turn)
         if tasks:
             await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
 
-    def cut(self, turn: AskedTurn) -> None:
+    def cut(self, turn: ExternalTurn) -> None:
         """Abort a turn's request, if there is one; later chunks of it are dropped."""
         task = self._running.get(turn)
         if task is not None:

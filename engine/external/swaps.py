@@ -1,8 +1,7 @@
 """Swaps staged weights into an external engine: pause, load, and the report that they are live.
 
-Used by ``Bridge``. Order matters: every token of the old version is sent before the new version is
-reported live, and no request is made in between.
-"""
+Used by ``ExternalEngineLoop``. Order matters: every token of the old version is sent before the new
+version is reported live, and no request is made in between."""
 
 import asyncio
 import time
@@ -11,11 +10,11 @@ from functools import partial
 
 from tidegate.engine.external.adapter import Capabilities, EngineAdapter
 from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
-from tidegate.engine.external.loras import Loaded, LoraShelf, names_of
-from tidegate.engine.external.scoring import ScoreDesk
+from tidegate.engine.external.loras import Loaded, LoraRegistry, names_of
+from tidegate.engine.external.scoring import ExternalScoreQueue
+from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import Streams
-from tidegate.engine.external.telling import Teller
-from tidegate.engine.link import Link
+from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import EngineGone, WeightsRefused
 from tidegate.transport.limits import cut
@@ -29,7 +28,7 @@ class WeightSwapper:
         self,
         adapter: EngineAdapter,
         able: Capabilities,
-        link: Link,
+        link: OrchestratorLink,
         *,
         staging: Staging,
         weights: HostWeights,
@@ -49,7 +48,7 @@ class WeightSwapper:
         self._directories = directories
         self._first_label = label
         self._label_of = label_of
-        self.loras = LoraShelf(adapter, directories.model, directories.parent)
+        self.loras = LoraRegistry(adapter, directories.model, directories.parent)
         self._ready: tuple[Mapping[str, object], dict[str, Loaded]] | None = None
         """A staged version's adapters, and those of them that the engine has loaded."""
         self.is_swapping = False
@@ -87,8 +86,8 @@ class WeightSwapper:
         self,
         update: FinishWeightUpdate,
         streams: Streams,
-        scores: ScoreDesk,
-        teller: Teller,
+        scores: ExternalScoreQueue,
+        teller: StepMessageBatcher,
         *,
         lacks_weights: bool,
     ) -> WeightsFailed | None:

@@ -1,6 +1,6 @@
 """State of one turn that an external engine samples: tokens, and their reported weight versions.
 
-Used by ``TurnDesk`` and ``Streams``. Also refuses turns whose options the engine does not
+Used by ``ExternalTurnQueue`` and ``Streams``. Also refuses turns whose options the engine does not
 implement.
 """
 
@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tidegate.engine.external.adapter import Capabilities, Chunk, Request, VersionLabel
-from tidegate.engine.scheduling.turns import EngineLimits, read_prompt
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    GeneratedChunk,
+    GenerationRequest,
+    VersionLabel,
+)
+from tidegate.engine.scheduling.sequences import EngineLimits, read_prompt
 from tidegate.errors import TurnRefused
 from tidegate.transport.messages import KvSpan, Prefill, SamplingParams, SubmitTurn
 
@@ -25,7 +30,7 @@ _DEFAULTS = SamplingParams(max_tokens=0)
 
 
 @dataclass(slots=True, eq=False)
-class AskedTurn:
+class ExternalTurn:
     """One submitted turn, served by one or more successive requests to the engine."""
 
     message: SubmitTurn
@@ -75,7 +80,7 @@ class AskedTurn:
         """The run's name of the turn's adapter; empty for none."""
         return self.message.sampling.adapter
 
-    def request(self, version: int, salt: str, lora: str = "") -> Request:
+    def request(self, version: int, salt: str, lora: str = "") -> GenerationRequest:
         """Make a request for the rest, by weights ``version`` and the adapter ``lora``."""
         self.request_at, self.version, self.lora = self.sampled, version, lora
         self.said, self.preemptions, self.is_cut = [], None, False
@@ -89,7 +94,7 @@ class AskedTurn:
             max_tokens=asked.max_tokens - self.sampled,
             min_tokens=max(0, asked.min_tokens - before),
         )
-        return Request(
+        return GenerationRequest(
             token_ids=self.tokens,
             sampling=sampling,
             sampled_before=before,
@@ -98,7 +103,7 @@ class AskedTurn:
             media=self.message.media,
         )
 
-    def take(self, chunk: Chunk, label: str) -> Prefill | None:
+    def take(self, chunk: GeneratedChunk, label: str) -> Prefill | None:
         """Add a chunk's tokens; return the prefill record if they are the request's first."""
         if not chunk.token_ids:
             return None
@@ -132,7 +137,7 @@ class AskedTurn:
 
 def read_turn(
     message: SubmitTurn, arrival: int, *, limits: EngineLimits, able: Capabilities
-) -> AskedTurn:
+) -> ExternalTurn:
     """Validate a submission and make its turn.
 
     Raises:
@@ -171,7 +176,7 @@ def read_turn(
             f"which aren't those of what it samples from; start it with processed log-probs "
             f"(--logprobs-mode processed_logprobs in vLLM), or sample at temperature 1 only"
         )
-    return AskedTurn(message, tokens, len(tokens), arrival)
+    return ExternalTurn(message, tokens, len(tokens), arrival)
 
 
 def _say(labels: Sequence[VersionLabel]) -> str:

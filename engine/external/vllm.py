@@ -17,21 +17,21 @@ import torch
 
 from tidegate.engine.external.adapter import (
     Capabilities,
-    Chunk,
     Ended,
-    Request,
+    GeneratedChunk,
+    GenerationRequest,
+    OptionalAdapterMethods,
     ScoreRequest,
     Scores,
     TopLogprobs,
-    Unable,
     VersionLabel,
 )
-from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, Refusal
+from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, HttpStatusError
 from tidegate.engine.external.vllm_loras import VllmLoras
 from tidegate.engine.external.vllm_releases import (
     GENERATE,
     START_IT_SO,
-    Release,
+    VllmServerInfo,
     check_routes,
     read_release,
     readable_salt,
@@ -101,7 +101,7 @@ def read_event(data: bytes) -> Event:
     return _events.decode(data)
 
 
-def to_chunk(choice: _Choice, top_logprobs: int) -> Chunk:
+def to_chunk(choice: _Choice, top_logprobs: int) -> GeneratedChunk:
     """Convert an event's choice to a chunk, with the top log-probs that were asked for.
 
     Raises:
@@ -110,7 +110,7 @@ def to_chunk(choice: _Choice, top_logprobs: int) -> Chunk:
     token_ids = choice.token_ids or []
     told = (choice.logprobs.content if choice.logprobs is not None else None) or []
     labels = choice.weight_versions
-    return Chunk(
+    return GeneratedChunk(
         token_ids,
         [token.logprob for token in told],
         _ended(choice.finish_reason),
@@ -251,7 +251,7 @@ def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapte
     return VllmAdapter(HttpEngine(url), model, weights=weights)
 
 
-class VllmAdapter(Unable):
+class VllmAdapter(OptionalAdapterMethods):
     """Adapter of one vLLM server."""
 
     def __init__(self, http: HttpEngine, model: Path, *, weights: str) -> None:
@@ -261,13 +261,13 @@ class VllmAdapter(Unable):
         """The model's name in requests."""
         self._media: frozenset[MediaKind] = frozenset()
         """Kinds of media that the model reads."""
-        self._release: Release | None = None
+        self._release: VllmServerInfo | None = None
         self._memory = VllmMemory(self._post_query)
         self._loras = VllmLoras(http)
         self._weights = VllmWeights(http, self._model, weights)
 
     @property
-    def _about(self) -> Release:
+    def _about(self) -> VllmServerInfo:
         assert self._release is not None, "open() comes first"
         return self._release
 
@@ -293,7 +293,7 @@ class VllmAdapter(Unable):
             await self._weights.open(self._release, label)
             await self.resume()
             await self._probe(label)
-        except (Refusal, WeightsRefused, EngineGone) as error:
+        except (HttpStatusError, WeightsRefused, EngineGone) as error:
             raise ConfigError(f"vLLM at {self._http.url} can't be used: {error}") from error
         return self._capabilities(int(models["data"][0]["max_model_len"]))
 
@@ -324,7 +324,7 @@ class VllmAdapter(Unable):
     async def _probe(self, label: str) -> None:
         """Sample one token, and check that the answer has all fields that are relied on."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = Request(token_ids=[0], sampling=sampling, salt=label)
+        request = GenerationRequest(token_ids=[0], sampling=sampling, salt=label)
         try:
             async with aclosing(self.generate(request)) as chunks:
                 seen = [chunk async for chunk in chunks]
@@ -344,7 +344,7 @@ class VllmAdapter(Unable):
 
     # ------------------------------------------------------------ requests
 
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens; closing the generator closes the connection, which aborts the request."""
         body = self._body(request) | {"stream": True}
         has_ended = False
@@ -359,13 +359,13 @@ class VllmAdapter(Unable):
                         yield to_chunk(choice, request.sampling.top_logprobs)
                     if has_ended:
                         return
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise await self._refused(refusal) from refusal
         except msgspec.DecodeError as error:
             raise EngineGone(f"{self._http.url} streams what is no event: {error}") from error
         raise EngineGone(f"{self._http.url} ended a stream without saying why")
 
-    def _body(self, request: Request) -> dict[str, Any]:
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
         asked = request.sampling
         media = {"content_parts": [content_part(each) for each in request.media]}
         return (media if request.media else {}) | {
@@ -387,7 +387,7 @@ class VllmAdapter(Unable):
             },
         }
 
-    async def _refused(self, refusal: Refusal) -> Exception:
+    async def _refused(self, refusal: HttpStatusError) -> Exception:
         if refusal.status == 403:
             return ConfigError(f"{refusal.why} {START_IT_SO}")
         if refusal.status in (429, 503):
@@ -414,7 +414,7 @@ class VllmAdapter(Unable):
         }
         try:
             answer = await self._http.call("POST", GENERATE, body, timeout_s=LOAD_TIMEOUT_S)
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise ScoreRefused(f"vLLM refuses to score: {refusal.why}") from refusal
         told = answer["prompt_logprobs"]
         logprobs: list[float] = []
@@ -489,7 +489,7 @@ class VllmAdapter(Unable):
         """Check the server and the engine process behind it."""
         try:
             await self._http.call("GET", "/health")
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise EngineGone(f"{self._http.url} is not healthy: {refusal}") from refusal
 
     async def preemptions(self) -> int | None:
@@ -509,5 +509,5 @@ class VllmAdapter(Unable):
     ) -> Any:
         try:
             return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise EngineGone(f"vLLM refuses to be controlled: {refusal}") from refusal

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.messages import SharedMemory
 from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, Gpu
@@ -28,7 +28,7 @@ SEND_TIMEOUT_S = 600.0
 """Seconds for each buffer, which vLLM loads before it answers."""
 
 
-class SharedBuffers:
+class VllmIpcSender:
     """Sender for one server with one worker."""
 
     def __init__(self, http: HttpEngine, *, workers: int, gpu: Gpu) -> None:
@@ -73,7 +73,7 @@ class SharedBuffers:
                 self._gpu.unshare(memory)  # on success vLLM drops its reference itself
                 raise
         except (
-            Refusal,
+            HttpStatusError,
             WeightsRefused,
             RuntimeError,
         ) as error:  # RuntimeError: from torch, if the GPU fails

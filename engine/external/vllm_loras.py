@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.engine.external.adapter import LORA_NAMES
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.errors import EngineGone, WeightsRefused
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -57,14 +57,14 @@ class VllmLoras:
         body = {"lora_name": name, "lora_path": str(directory)}
         try:
             await self._http.call("POST", LOAD, body, timeout_s=LOAD_TIMEOUT_S)
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise WeightsRefused(f"vLLM can't load it: {refusal.why}") from refusal
 
     async def unload(self, name: str) -> None:
         """Unload an adapter, at once for new requests."""
         try:
             await self._http.call("POST", UNLOAD, {"lora_name": name})
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             if refusal.status != NOT_FOUND:
                 raise EngineGone(f"vLLM keeps an adapter: {refusal}") from refusal
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.errors import ConfigError, EngineGone
 from tidegate.transport.weight_channels.cuda_nccl import (
     Communicator,
@@ -39,7 +39,7 @@ LEAVE_TIMEOUT_S = 5.0
 Result = TypeVar("Result")
 
 
-class Broadcasts:
+class VllmNcclSender:
     """Rank 0 of one server's communicator."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Broadcasts:
         asking = self._ask("/update_weights", {"update_info": info}, SEND_TIMEOUT_S)
         try:
             await self._both(asking, partial(self._broadcast, communicator, tensors))
-        except (Refusal, NcclFailed, RuntimeError) as error:
+        except (HttpStatusError, NcclFailed, RuntimeError) as error:
             raise EngineGone(
                 f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
                 f"what it computes with"
@@ -154,7 +154,7 @@ class Broadcasts:
         if communicator is None:
             return
         communicator.close()
-        with suppress(Refusal, EngineGone):
+        with suppress(HttpStatusError, EngineGone):
             path = "/shutdown_weight_transfer_engine"
             await self._http.call("POST", path, timeout_s=LEAVE_TIMEOUT_S)
 

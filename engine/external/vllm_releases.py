@@ -58,7 +58,7 @@ SALT_CHARACTERS_REFUSED = frozenset("@/\\\0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
+class VllmServerInfo:
     """Properties of one running server."""
 
     version: tuple[int, int]
@@ -87,7 +87,7 @@ class Release:
     """Backend of its --weight-transfer-config; empty without one."""
 
 
-def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> Release:
+def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> VllmServerInfo:
     """Evaluate ``/version``, the paths of ``/openapi.json``, and ``/server_info``.
 
     Raises:
@@ -111,7 +111,7 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
             f"nothing can be trained; start it with --logprobs-mode processed_logprobs"
         )
     has_labels = version >= LABELS and "/weight_info" in paths
-    return Release(
+    return VllmServerInfo(
         version=version,
         text=text,
         has_labels=has_labels,
@@ -143,7 +143,7 @@ def check_routes(text: str, paths: Collection[str]) -> None:
         raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
 
 
-def refuse_transfer(release: Release, url: str, backend: str) -> None:
+def refuse_transfer(release: VllmServerInfo, url: str, backend: str) -> None:
     """Refuse a server that accepts no weights by ``backend``, ``nccl`` or ``ipc``.
 
     Raises:

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from tidegate.engine.external.host_weights import is_tied
-from tidegate.engine.external.http import HttpEngine, Refusal
-from tidegate.engine.external.vllm_ipc import SharedBuffers
-from tidegate.engine.external.vllm_nccl import Broadcasts
-from tidegate.engine.external.vllm_releases import Release, refuse_transfer
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
+from tidegate.engine.external.vllm_ipc import VllmIpcSender
+from tidegate.engine.external.vllm_nccl import VllmNcclSender
+from tidegate.engine.external.vllm_releases import VllmServerInfo, refuse_transfer
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.printable import say
@@ -50,7 +50,7 @@ class VllmWeights:
             )
         self._http, self._model, self._way = http, model, way
         self._has_labels = False
-        self._sender: Broadcasts | SharedBuffers | None = None
+        self._sender: VllmNcclSender | VllmIpcSender | None = None
         self._serves: tuple[Path, str] | None = None
         """Directory and label of the loaded weights; used with files only."""
 
@@ -59,7 +59,7 @@ class VllmWeights:
         """Whether new weights are sent as tensors, never as files."""
         return self._way != "disk"
 
-    def refuse(self, release: Release) -> None:
+    def refuse(self, release: VllmServerInfo) -> None:
         """Check the server and this process before changing anything.
 
         Raises:
@@ -86,7 +86,7 @@ class VllmWeights:
         """Name of the transfer method in --weight-transfer-config."""
         return self._way.removesuffix("-unpacked")
 
-    async def open(self, release: Release, label: str) -> None:
+    async def open(self, release: VllmServerInfo, label: str) -> None:
         """Load the model directory's weights, and name them ``label``.
 
         Raises:
@@ -120,12 +120,12 @@ class VllmWeights:
         before = self._serves
         try:
             await self._read(directory, label)
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             if before is None:
                 raise WeightsRefused(str(refusal)) from refusal
             try:
                 await self._read(*before)
-            except Refusal as error:
+            except HttpStatusError as error:
                 raise EngineGone(
                     f"{self._http.url} could load neither new weights ({refusal}) nor those of "
                     f"before ({error})"
@@ -141,7 +141,7 @@ class VllmWeights:
 
     # ------------------------------------------------------------ tensors
 
-    async def _join(self) -> Broadcasts | SharedBuffers:
+    async def _join(self) -> VllmNcclSender | VllmIpcSender:
         device = own_device()
         assert device is not None, "refuse() comes first"
         size = await self._http.call("GET", "/get_world_size")
@@ -149,15 +149,15 @@ class VllmWeights:
         await sender.join()
         return sender
 
-    def _new_sender(self, device: torch.device, workers: int) -> Broadcasts | SharedBuffers:
+    def _new_sender(self, device: torch.device, workers: int) -> VllmNcclSender | VllmIpcSender:
         if self._backend == "ipc":
-            return SharedBuffers(self._http, workers=workers, gpu=gpu_of(device))
+            return VllmIpcSender(self._http, workers=workers, gpu=gpu_of(device))
         try:
             library = nccl_library()
         except NcclFailed as error:
             raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
         is_packed = self._way == "nccl"
-        return Broadcasts(
+        return VllmNcclSender(
             self._http, workers=workers, library=library, device=device, is_packed=is_packed
         )
 
@@ -169,7 +169,7 @@ class VllmWeights:
         """
         try:
             await self._phase("/start_weight_update")
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             if "already active" not in refusal.why:
                 raise
         await self._phase("/finish_weight_update")
@@ -179,12 +179,12 @@ class VllmWeights:
         assert self._sender is not None, "takes_tensors was not declared"
         try:
             await self._phase("/start_weight_update")
-        except Refusal as error:
+        except HttpStatusError as error:
             raise WeightsRefused(f"vLLM begins no update of its weights: {error.why}") from error
         await self._sender.send(tensors)
         try:
             await self._phase("/finish_weight_update", {"weight_version": label})
-        except Refusal as error:
+        except HttpStatusError as error:
             raise EngineGone(f"vLLM can't finish an update of its weights: {error}") from error
         await self._verify(label)
 
@@ -203,7 +203,7 @@ class VllmWeights:
     async def _name(self, label: str) -> None:
         try:
             await self._http.call("POST", "/update_weight_version", {"new_version": label})
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise EngineGone(f"vLLM gives its weights no name: {refusal}") from refusal
         await self._verify(label)
 
@@ -214,14 +214,14 @@ class VllmWeights:
     async def _label(self) -> str:
         try:
             answer = await self._http.call("GET", "/weight_info")
-        except Refusal as refusal:
+        except HttpStatusError as refusal:
             raise EngineGone(
                 f"vLLM doesn't say what its weights are called: {refusal}"
             ) from refusal
         return str(answer["weight_version"])
 
 
-def _refuse_tied(release: Release, model: Path) -> None:
+def _refuse_tied(release: VllmServerInfo, model: Path) -> None:
     """Refuse a tied model on a CPU, of which vLLM would update all but the LM head.
 
     On a CPU vLLM multiplies by a packed copy of the head, which loading the tied embedding does not

@@ -1,9 +1,8 @@
 """Process of an external engine's adapter: ``python -m tidegate.engine.external.worker``.
 
 Started by the orchestrator for each of its ``engine_urls``, or by hand; opens the adapter and runs
-``Bridge``. Exit status as in :mod:`tidegate.engine.worker`. The engine itself keeps running when
-this process ends.
-"""
+``ExternalEngineLoop``. Exit status as in :mod:`tidegate.engine.worker`. The engine itself keeps
+running when this process ends."""
 
 import argparse
 import asyncio
@@ -21,14 +20,14 @@ from pathlib import Path
 import uvloop
 
 from tidegate.engine.external.adapter import Capabilities, EngineAdapter
-from tidegate.engine.external.bridge import Bridge
+from tidegate.engine.external.engine_loop import ExternalEngineLoop
 from tidegate.engine.external.host_weights import (
     PublishedDirectories,
     read_host_weights,
     read_sizes,
 )
-from tidegate.engine.link import Link
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.link import OrchestratorLink
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.worker import DEFECT, ENDED, PR_SET_PDEATHSIG, REFUSED, UNUSABLE
 from tidegate.errors import ConfigError, TidegateError
@@ -38,7 +37,7 @@ from tidegate.transport.private_directory import PrivateDirectory, remove_abando
 from tidegate.transport.security import read_engine_keys
 from tidegate.transport.server_keys import refuse_secrets
 from tidegate.transport.sockets import DealerSocket
-from tidegate.transport.weight_channels import CHANNELS, Home
+from tidegate.transport.weight_channels import CHANNELS, WeightReceiverConfig
 
 KINDS = {
     "sglang": "tidegate.engine.external.sglang",
@@ -126,11 +125,11 @@ async def _main(arguments: argparse.Namespace) -> int:
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
         try:
             hello = _hello(arguments, able, epoch)
-            link = Link(socket, hello)
+            link = OrchestratorLink(socket, hello)
             private = PrivateDirectory("published")
             try:
                 parent = arguments.weights_directory or private.path
-                home = Home(arguments.connect, keys)
+                home = WeightReceiverConfig(arguments.connect, keys)
                 return await _serve(arguments, adapter, able, link, hello, parent, home, labels)
             finally:
                 private.remove()
@@ -144,16 +143,16 @@ async def _serve(
     arguments: argparse.Namespace,
     adapter: EngineAdapter,
     able: Capabilities,
-    link: Link,
+    link: OrchestratorLink,
     hello: Hello,
     parent: Path,
-    home: Home,
+    home: WeightReceiverConfig,
     labels: "_Labels",
 ) -> int:
     weights = await asyncio.to_thread(read_host_weights, arguments.model, able)
     staging = Staging(weights.twin, home)
     directories = PublishedDirectories(arguments.model, parent)
-    bridge = Bridge(
+    bridge = ExternalEngineLoop(
         link,
         adapter,
         able,
@@ -179,7 +178,7 @@ async def _serve(
     return _end(link, bridge, reason)
 
 
-def _end(link: Link, bridge: Bridge, reason: str) -> int:
+def _end(link: OrchestratorLink, bridge: ExternalEngineLoop, reason: str) -> int:
     if bridge.refusal is not None:
         say(f"error: the orchestrator refused this engine: {bridge.refusal}")
         return REFUSED

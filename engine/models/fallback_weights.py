@@ -25,7 +25,7 @@ from tidegate.engine.weights.converted_places import (
     converted_places,
     find_conversions,
 )
-from tidegate.engine.weights.weight_store import Place, WeightStore
+from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError
 
 CONTEXT_TOKENS_UNSAID = 32_768
@@ -297,7 +297,7 @@ def _aliases(module: Any) -> dict[str, str]:
     return aliases
 
 
-def _places(module: Any, aliases: dict[str, str]) -> dict[str, Place]:
+def _places(module: Any, aliases: dict[str, str]) -> dict[str, CopyTarget]:
     """Return a place per tensor of the module; a head tied to the embedding is
     filled along with it."""
     tensors: dict[str, torch.Tensor] = module.state_dict()
@@ -305,7 +305,9 @@ def _places(module: Any, aliases: dict[str, str]) -> dict[str, Place]:
     for alias, name in aliases.items():
         if tensors[alias].data_ptr() != tensors[name].data_ptr():
             targets[name].append(tensors[alias])
-    return {name: Place(tuple(where[0].shape), tuple(where)) for name, where in targets.items()}
+    return {
+        name: CopyTarget(tuple(where[0].shape), tuple(where)) for name, where in targets.items()
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from tidegate.engine.models.layer_weights import LayerWeights
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_tables import make_rope_table
-from tidegate.kernels.layers import DenseLayer, Layers, Projection, Traits
+from tidegate.kernels.layers import DenseLayer, Layers, Projection, SharedLayerParams
 
 
 class LayerKinds:
@@ -41,7 +41,7 @@ def dense_layers(
     if weights.group is not None or not all(map(_is_dense, weights.layers)):
         return None
     config = weights.config
-    traits = Traits(
+    traits = SharedLayerParams(
         num_heads=config.num_heads,
         norm_epsilon=config.norm_epsilon,
         attention_scale=config.attention_scale or config.head_dim**-0.5,

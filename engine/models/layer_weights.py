@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.engine.models.model_config import Experts, LayerShape, ModelConfig
-from tidegate.engine.weights.weight_store import Part, Place
+from tidegate.engine.weights.weight_store import CopyTarget, TensorSlice
 from tidegate.kernels.weight_matrix import Matrix, take_over
 
 MakeMatrix = Callable[[int, int], Matrix]
@@ -93,7 +93,7 @@ def allocate_layer(
     )
 
 
-def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, Place]]:
+def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, CopyTarget]]:
     """Yield the place of each published tensor, as views with its published shape."""
     for name, norm in _norms(layer):
         yield f"{name}.weight", _one(norm)
@@ -104,7 +104,7 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
     if layer.qk_norm is not None:
         parts = layer.qk_norm.split_with_sizes([config.num_heads, config.num_kv_heads])
         for letter, part in zip("qk", parts, strict=True):
-            yield f"self_attn.{letter}_norm.weight", Place((config.head_dim,), (part,))
+            yield f"self_attn.{letter}_norm.weight", CopyTarget((config.head_dim,), (part,))
     if layer.router is not None:
         yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
         assert config.experts is not None  # set whenever there is a router
@@ -118,12 +118,12 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
 
 def joint_places(
     layer: LayerWeights, prefix: str, experts: Experts | None
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, CopyTarget]]:
     """Yield the places of stacked expert tensors, which a directory holds one by one."""
     if layer.router is None or experts is None:
         return
     here = experts.here
-    held = None if experts.held is None else Part(0, here.start, len(here))
+    held = None if experts.held is None else TensorSlice(0, here.start, len(here))
     for name, matrices, parts in (
         ("gate_up_proj", layer.gate_up, ("gate_proj", "up_proj")),
         ("down_proj", layer.down, ("down_proj",)),
@@ -134,7 +134,7 @@ def joint_places(
             for part in parts
         )
         shape = (experts.count, *matrices[0].shape)
-        yield f"{prefix}mlp.experts.{name}", Place(shape, (_Stack(matrices),), covers, held)
+        yield f"{prefix}mlp.experts.{name}", CopyTarget(shape, (_Stack(matrices),), covers, held)
 
 
 class _Stack:
@@ -176,7 +176,7 @@ def _mlp(
     down: Matrix,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, CopyTarget]]:
     inner = gate_up.shape[0] // 2
     names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     yield from _fused(names, (inner, inner), gate_up, gate_up_bias)
@@ -188,10 +188,10 @@ def _fused(
     widths: tuple[int, ...],
     matrix: Matrix,
     bias: torch.Tensor | None,
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, CopyTarget]]:
     first = 0
     for name, width in zip(names, widths, strict=True):
-        place = Place((width, matrix.shape[1]), (matrix.rows(first, width),))
+        place = CopyTarget((width, matrix.shape[1]), (matrix.rows(first, width),))
         yield f"{name}.weight", place
         first += width
     if bias is not None:
@@ -199,5 +199,5 @@ def _fused(
             yield f"{name}.bias", _one(part)
 
 
-def _one(target: torch.Tensor) -> Place:
-    return Place(tuple(target.shape), (target,))
+def _one(target: torch.Tensor) -> CopyTarget:
+    return CopyTarget(tuple(target.shape), (target,))

@@ -21,7 +21,7 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.weights.lora import AdapterTokens, add_low_rank
 from tidegate.kernels.attention import RowGroup, attend, write_kv
 from tidegate.kernels.layers import Layers
-from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
+from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, SlotMapping, native
 from tidegate.kernels.norm import rms_norm, rms_norm_plus_one
 from tidegate.kernels.rope import apply_rope
 from tidegate.kernels.weight_matrix import Matrix
@@ -52,7 +52,7 @@ class LayerPlan:
 
     attention: Sequence[AttentionPlan]
     """Attention plan of each layer; layers of one kind share theirs."""
-    places: Places
+    places: SlotMapping
     write_index: torch.Tensor | None
     """KV slots to write; None for compiled code, which uses ``places``."""
     scratch: torch.Tensor

@@ -23,8 +23,8 @@ from tidegate.engine.models.layer_weights import (
 )
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.shards import WHOLE, Shard
-from tidegate.engine.weights.lora import Adapter, Like, make_adapter
-from tidegate.engine.weights.weight_store import Place, WeightStore
+from tidegate.engine.weights.lora import Adapter, MatrixLayout, make_adapter
+from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 from tidegate.kernels.exact_matrix import ExactMatrix, make_exact_matrix
 from tidegate.kernels.fp8_matrix import make_fp8_matrix
@@ -145,7 +145,7 @@ class Weights(WeightStore):
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
         """Make a LoRA adapter for this model from tensors named as in the protocol."""
-        like = Like(self.dtype, self.is_packed)
+        like = MatrixLayout(self.dtype, self.is_packed)
         layers = self.config.num_layers
         return make_adapter(tensors, scale, self._places, num_layers=layers, like=like)
 
@@ -207,7 +207,7 @@ def refuse_lacking(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
+def _places(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
     config, shard = weights.config, weights.shard
     held = shard.vocabulary(config)
     part = None if shard.is_whole else held
@@ -216,18 +216,18 @@ def _places(weights: Weights) -> Iterator[tuple[str, Place]]:
     if config.tied_head and weights.head is not weights.embedding:
         embedding.append(head)
     vocabulary = (config.vocab_size, config.hidden_size)
-    yield "model.embed_tokens.weight", Place(vocabulary, tuple(embedding), part=part)
+    yield "model.embed_tokens.weight", CopyTarget(vocabulary, tuple(embedding), part=part)
     for number, layer in enumerate(weights.layers):
         for name, place in shard.layer_places(layer, config, weights.whole_config):
             yield f"model.layers.{number}.{name}", place
-    yield "model.norm.weight", Place((config.hidden_size,), (weights.final_norm,))
+    yield "model.norm.weight", CopyTarget((config.hidden_size,), (weights.final_norm,))
     if not config.tied_head:
         if config.labels:
-            yield "score.weight", Place(weights.head.shape, (head,))
+            yield "score.weight", CopyTarget(weights.head.shape, (head,))
         else:
-            yield "lm_head.weight", Place(vocabulary, (head,), part=part)
+            yield "lm_head.weight", CopyTarget(vocabulary, (head,), part=part)
 
 
-def _joint_places(weights: Weights) -> Iterator[tuple[str, Place]]:
+def _joint_places(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
     for number, layer in enumerate(weights.layers):
         yield from joint_places(layer, f"model.layers.{number}.", weights.config.experts)

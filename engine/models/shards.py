@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tidegate.engine.models.layer_weights import LayerWeights, layer_places
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.weights.weight_store import Part, Place
+from tidegate.engine.weights.weight_store import CopyTarget, TensorSlice
 from tidegate.errors import ConfigError
 
 CUT_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -54,14 +54,14 @@ class Shard:
             experts=experts,
         )
 
-    def vocabulary(self, config: ModelConfig) -> Part:
+    def vocabulary(self, config: ModelConfig) -> TensorSlice:
         """Return the range of tokens whose embeddings and logits are this rank's.
 
         The last rank's may be shorter.
         """
         size = self.vocabulary_rows(config)
         first = min(self.rank * size, config.vocab_size)
-        return Part(0, first, min(size, config.vocab_size - first))
+        return TensorSlice(0, first, min(size, config.vocab_size - first))
 
     def vocabulary_rows(self, config: ModelConfig) -> int:
         """Return the vocabulary rows of each rank; equal, so that logits can be gathered."""
@@ -69,7 +69,7 @@ class Shard:
 
     def layer_places(
         self, layer: LayerWeights, local: ModelConfig, whole: ModelConfig
-    ) -> Iterator[tuple[str, Place]]:
+    ) -> Iterator[tuple[str, CopyTarget]]:
         """Yield where this rank's part of each published tensor of a layer is stored."""
         for name, place in layer_places(layer, local):
             if self.is_whole or ".experts." in name:
@@ -80,11 +80,11 @@ class Shard:
             (inner, hidden), experts = layer.gate_up[0].shape, local.experts
             for expert in (n for n in range(experts.count) if n not in experts.here):
                 prefix = f"mlp.experts.{expert}"
-                yield f"{prefix}.gate_proj.weight", Place((inner // 2, hidden), ())
-                yield f"{prefix}.up_proj.weight", Place((inner // 2, hidden), ())
-                yield f"{prefix}.down_proj.weight", Place((hidden, inner // 2), ())
+                yield f"{prefix}.gate_proj.weight", CopyTarget((inner // 2, hidden), ())
+                yield f"{prefix}.up_proj.weight", CopyTarget((inner // 2, hidden), ())
+                yield f"{prefix}.down_proj.weight", CopyTarget((hidden, inner // 2), ())
 
-    def _cut(self, name: str, place: Place, whole: ModelConfig) -> Place:
+    def _cut(self, name: str, place: CopyTarget, whole: ModelConfig) -> CopyTarget:
         projection, kind = name.split(".")[-2:]
         if projection in CUT_BY_OUTPUTS:
             dim = 0
@@ -99,7 +99,7 @@ class Shard:
             first = self.rank * whole.num_kv_heads // self.ranks * whole.head_dim
         shape = list(place.shape)
         shape[dim] = full
-        return replace(place, shape=tuple(shape), part=Part(dim, first, count))
+        return replace(place, shape=tuple(shape), part=TensorSlice(dim, first, count))
 
     def _refuse_uneven(self, config: ModelConfig) -> None:
         counts = {

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
-from tidegate.engine.execution.sleep import Sleeper
+from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.ranks.ranked_sleep import memory_answer
 from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.weights.staging import Live, Staging
@@ -30,7 +30,11 @@ class RankLoop:
     """Serves rank 0, on one thread."""
 
     def __init__(
-        self, connection: Connection, runner: ModelRunner, staging: Staging, sleeper: Sleeper
+        self,
+        connection: Connection,
+        runner: ModelRunner,
+        staging: Staging,
+        sleeper: SleepController,
     ) -> None:
         self._connection = connection
         self._runner = runner

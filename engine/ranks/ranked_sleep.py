@@ -1,15 +1,14 @@
 """Sleep and wake of an engine with several ranks: all ranks release their memory, or none does.
 
-Used instead of ``Sleeper`` on rank 0; each rank has a
-:class:`~tidegate.engine.execution.sleep.Sleeper` of its own, and only rank 0's knows turns. Rank 0
-sends heartbeats while it waits for the others, because copies to disk take long.
-"""
+Used instead of ``SleepController`` on rank 0; each rank has a
+:class:`~tidegate.engine.execution.sleep.SleepController` of its own, and only rank 0's knows turns.
+Rank 0 sends heartbeats while it waits for the others, because copies to disk take long."""
 
 from collections.abc import Callable, Sequence
 
 from tidegate.engine.execution.runner import Runner
-from tidegate.engine.execution.sleep import Sleeper, Turns
-from tidegate.engine.ranks.team import Team
+from tidegate.engine.execution.sleep import SleepController, Turns
+from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.transport import rank_messages as rank
@@ -26,7 +25,7 @@ from tidegate.transport.sleep_messages import (
 )
 
 
-class Frozen:
+class NullTurns:
     """Stand-in for the scheduler on ranks other than 0, which have no turns of their own."""
 
     is_pause_asked = True
@@ -40,7 +39,7 @@ class Frozen:
         """Do nothing: rank 0 preempts the turns."""
 
 
-class RankedSleeper(Sleeper):
+class MultiRankSleepController(SleepController):
     """Puts the memory of all ranks to sleep and wakes it."""
 
     def __init__(
@@ -50,7 +49,7 @@ class RankedSleeper(Sleeper):
         turns: Turns,
         *,
         reload: Callable[[WeightStore, Callable[[], None]], None],
-        team: Team,
+        team: RankProcesses,
     ) -> None:
         super().__init__(runner, staging, turns, reload=reload)
         self._team = team

@@ -3,7 +3,7 @@
 Used by the worker. Rank 0 sends the others each step's rows, and samples; the ranks' parts are
 combined by all-reduce in each layer. Each rank copies its part of new weights from the channel. If
 one refuses a version, all do. All swap between the same two steps, because every rank receives
-swaps and steps in one order. An engine of one rank uses plain ``Staging``, ``Sleeper`` and
+swaps and steps in one order. An engine of one rank uses plain ``Staging``, ``SleepController`` and
 ``Runner``.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput
-from tidegate.engine.execution.sleep import Memory, Sleeper, Turns
+from tidegate.engine.execution.sleep import Memory, SleepController, Turns
 from tidegate.engine.memory.memory import is_out_of_memory
 from tidegate.engine.models.shards import Shard
 from tidegate.engine.ranks.rank_loop import rank_rows
-from tidegate.engine.ranks.team import Team
+from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, RankLost
@@ -32,16 +32,16 @@ from tidegate.transport.messages import (
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.rank_messages import Connect, RunStep
 from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import CHANNELS, NOWHERE, Home
+from tidegate.transport.weight_channels import CHANNELS, NOWHERE, WeightReceiverConfig
 
 if TYPE_CHECKING:
     from tidegate.engine.models.rank_group import RankGroup
 
 
-class RankedRunner(Runner):
+class MultiRankRunner(Runner):
     """Runs steps on rank 0 and all other ranks."""
 
-    def __init__(self, runner: ModelRunner, team: Team) -> None:
+    def __init__(self, runner: ModelRunner, team: RankProcesses) -> None:
         self._runner = runner
         self._team = team
 
@@ -89,11 +89,14 @@ class RankedRunner(Runner):
             raise RankLost(rank=0, ranks=self._team.ranks, why=why) from error
 
 
-class RankedStaging(Staging):
+class MultiRankStaging(Staging):
     """Stages weights on rank 0 and all other ranks."""
 
     def __init__(
-        self, allocate: Callable[[], WeightStore], team: Team, home: Home = NOWHERE
+        self,
+        allocate: Callable[[], WeightStore],
+        team: RankProcesses,
+        home: WeightReceiverConfig = NOWHERE,
     ) -> None:
         super().__init__(allocate, home)
         self._team = team
@@ -212,7 +215,7 @@ class Ranks:
             )
         self.shard = Shard(0, count)
         self.group: RankGroup | None = None
-        self._team: Team | None = None
+        self._team: RankProcesses | None = None
         self._directory: PrivateDirectory | None = None
         if count > 1:
             from tidegate.engine.models import rank_group
@@ -243,13 +246,13 @@ class Ranks:
         told = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
         self._team.wait_loaded(Connect(told))
         self.group.connect()
-        return RankedRunner(runner, self._team)
+        return MultiRankRunner(runner, self._team)
 
-    def staging(self, allocate: Callable[[], WeightStore], home: Home) -> Staging:
+    def staging(self, allocate: Callable[[], WeightStore], home: WeightReceiverConfig) -> Staging:
         """Return the staging over all ranks."""
         if self._team is None:
             return Staging(allocate, home)
-        return RankedStaging(allocate, self._team, home)
+        return MultiRankStaging(allocate, self._team, home)
 
     def sleeper(
         self,
@@ -258,13 +261,13 @@ class Ranks:
         turns: Turns,
         reload: Callable[[WeightStore, Callable[[], None]], None],
         memory: Memory | None = None,
-    ) -> Sleeper:
+    ) -> SleepController:
         """Return the sleeper over all ranks; ``memory`` applies to an engine of one rank."""
         if self._team is None:
-            return Sleeper(runner, staging, turns, reload=reload, memory=memory)
-        from tidegate.engine.ranks.ranked_sleep import RankedSleeper
+            return SleepController(runner, staging, turns, reload=reload, memory=memory)
+        from tidegate.engine.ranks.ranked_sleep import MultiRankSleepController
 
-        return RankedSleeper(runner, staging, turns, reload=reload, team=self._team)
+        return MultiRankSleepController(runner, staging, turns, reload=reload, team=self._team)
 
     def close(self) -> None:
         """Stop the other ranks. Harmless if repeated."""

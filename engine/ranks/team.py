@@ -47,7 +47,7 @@ class Process(Protocol):
         """Kill the process."""
 
 
-class Team:
+class RankProcesses:
     """The other ranks, and rank 0's connections to them."""
 
     def __init__(self, connections: Sequence[Connection], processes: Sequence[Process]) -> None:
@@ -161,7 +161,7 @@ class Team:
         return RankLost(rank=number, ranks=self.ranks, why=why)
 
 
-def start_team(ranks: int, arguments: Sequence[str]) -> Team:
+def start_team(ranks: int, arguments: Sequence[str]) -> RankProcesses:
     """Start the processes of ranks 1 to ``ranks`` - 1, all with ``arguments``."""
     connections: list[Connection] = []
     processes: list[Process] = []
@@ -174,4 +174,4 @@ def start_team(ranks: int, arguments: Sequence[str]) -> Team:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd])
         connections.append(mine)
         processes.append(process)
-    return Team(connections, processes)
+    return RankProcesses(connections, processes)

@@ -18,16 +18,16 @@ import torch
 
 from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.execution.served_model import OwnModel, open_model
-from tidegate.engine.execution.sleep import Sleeper
+from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.models.rank_group import RankGroup
 from tidegate.engine.models.shards import Shard
 from tidegate.engine.ranks.rank_loop import RankLoop
-from tidegate.engine.ranks.ranked_sleep import Frozen
+from tidegate.engine.ranks.ranked_sleep import NullTurns
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport import rank_messages as rank
 from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import Home
+from tidegate.transport.weight_channels import WeightReceiverConfig
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: sets the signal that the process gets when its parent dies."""
@@ -74,8 +74,8 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
         raise AssertionError("ranks meet first")
     group.connect()
     keys = None if told.keys is None else EngineKeys(*told.keys)
-    staging = Staging(model.allocate, Home(arguments.home, keys))
-    sleeper = Sleeper(runner, staging, Frozen(), reload=model.reload)
+    staging = Staging(model.allocate, WeightReceiverConfig(arguments.home, keys))
+    sleeper = SleepController(runner, staging, NullTurns(), reload=model.reload)
     try:
         RankLoop(connection, runner, staging, sleeper).run()
     finally:

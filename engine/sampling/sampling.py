@@ -19,7 +19,7 @@ from tidegate.engine.sampling.scoring import RowScore
 from tidegate.kernels.native import Native
 from tidegate.kernels.penalties import ban_, bias_, penalize_
 from tidegate.kernels.sampling import (
-    Weighed,
+    TokenDistribution,
     sample,
     weigh,
     weights_of,
@@ -230,7 +230,7 @@ def _edit(
 
 
 def _details(
-    weighed: Weighed, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
+    weighed: TokenDistribution, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
 ) -> dict[int, RowDetails]:
     told = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
     rows = [row for row, one in options.items() if one.top_logprobs]

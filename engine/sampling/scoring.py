@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringTraits:
+class ScoringCapabilities:
     """Scores that a model can compute for given tokens."""
 
     hidden_size: int

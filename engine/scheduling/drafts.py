@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.engine.scheduling.turns import TurnState
+from tidegate.engine.scheduling.sequences import EngineSequence
 
 Tokens = npt.NDArray[np.int32]
 
@@ -45,10 +45,10 @@ pause doubles with each rejected trial."""
 class DraftSource(Protocol):
     """Source of draft tokens, implemented in ``engine/drafts``."""
 
-    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         """Return at most ``counts[i]`` draft tokens that may follow turn i's tokens."""
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         """Forget a turn; ``is_whole`` says that it was neither aborted nor cancelled."""
 
 
@@ -61,7 +61,7 @@ def share_that_pays(decodes: int) -> float:
     return 1 / (1 + STEP_TOKENS / decodes)
 
 
-class DraftPace:
+class DraftLengthController:
     """Chooses a turn's number of draft tokens from the acceptance rate of its earlier drafts."""
 
     __slots__ = ("_next_at", "_rest", "_right", "_tried")
@@ -99,21 +99,24 @@ class DraftPace:
 
 
 class Speculation:
-    """Asks one engine's draft source for tokens, and keeps each turn's ``DraftPace``."""
+    """Asks one engine's draft source for tokens, and keeps each turn's
+    ``DraftLengthController``."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source = source
         self._has_failed = False
         """Whether the source has raised an error; it is not asked again after that."""
-        self._paces: dict[int, DraftPace] = {}
+        self._paces: dict[int, DraftLengthController] = {}
         """Pace of each turn that has been drafted for, by turn handle."""
 
-    def draft(self, turns: Sequence[TurnState], tokens_left: int) -> list[tuple[TurnState, Tokens]]:
+    def draft(
+        self, turns: Sequence[EngineSequence], tokens_left: int
+    ) -> list[tuple[EngineSequence, Tokens]]:
         """Return draft tokens for decoding turns, at most ``tokens_left`` over all of them."""
         if self._has_failed:
             return []
         enough = share_that_pays(max(1, len(turns)))
-        asked: list[TurnState] = []
+        asked: list[EngineSequence] = []
         counts: list[int] = []
         for turn in turns:
             room = turn.length_max - turn.length - 1  # the last token need not be computed
@@ -133,17 +136,17 @@ class Speculation:
             return []
         return [(turn, draft) for turn, draft in zip(asked, drafts, strict=True) if len(draft)]
 
-    def learn(self, turn: TurnState, drafted: int, accepted: int) -> None:
+    def learn(self, turn: EngineSequence, drafted: int, accepted: int) -> None:
         """Record how many of a turn's draft tokens a step accepted."""
         self._paces[turn.handle].learn(drafted, accepted, turn.length)
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         """Forget a turn; ``is_whole`` says that it was neither aborted nor cancelled."""
         self._paces.pop(turn.handle, None)
         if not self._has_failed:
             self._source.ended(turn, is_whole=is_whole)
 
-    def _wanted(self, turn: TurnState, enough: float) -> int:
+    def _wanted(self, turn: EngineSequence, enough: float) -> int:
         """Return 0 for turns whose options edit logits by the output so far: drafts
         would be part of it."""
         options = turn.sampling.options
@@ -151,7 +154,7 @@ class Speculation:
             return 0
         pace = self._paces.get(turn.handle)
         if pace is None:
-            pace = self._paces[turn.handle] = DraftPace()
+            pace = self._paces[turn.handle] = DraftLengthController()
         count = pace.count(turn.length, enough)
         if options is None or options.step_tokens_max is None:
             return count

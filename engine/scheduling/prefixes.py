@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from tidegate.engine.scheduling.kv_cache import KvCache, Wanted
-from tidegate.engine.scheduling.turns import NEVER, TurnState
+from tidegate.engine.scheduling.sequences import NEVER, EngineSequence
 
 
 class Sessions:
@@ -24,7 +24,7 @@ class Sessions:
         self._wanted: OrderedDict[int, Wanted] = OrderedDict()
         """Wanted blocks by session number, least recently used session first."""
 
-    def leave(self, turn: TurnState) -> None:
+    def leave(self, turn: EngineSequence) -> None:
         """Protect a turn's cached blocks for its session, just before the turn releases its KV."""
         if not turn.session or turn.share_at == NEVER or not turn.shared_blocks:
             return
@@ -53,13 +53,13 @@ class Prefixes:
         self._block_tokens = block_tokens
         self._are_shared = are_shared
 
-    def enter(self, turn: TurnState, weight_version: int) -> None:
+    def enter(self, turn: EngineSequence, weight_version: int) -> None:
         """Start a turn without KV at the root of the weights ``weight_version``."""
         turn.shared_blocks = 0
         turn.node = self._cache.root(weight_version, turn.adapter, turn.cache_salt)
         turn.share_at = self._block_tokens if self._are_shared else NEVER
 
-    def forget(self, turns: list[TurnState], weight_version: int) -> None:
+    def forget(self, turns: list[EngineSequence], weight_version: int) -> None:
         """Empty the prefix cache; ``turns`` with KV keep it in private, others enter anew."""
         self._cache.forget()
         for turn in turns:
@@ -67,7 +67,7 @@ class Prefixes:
             if not turn.computed:
                 self.enter(turn, weight_version)
 
-    def find(self, turn: TurnState) -> list[int]:
+    def find(self, turn: EngineSequence) -> list[int]:
         """Return the cached blocks that follow the turn's shared ones and match its tokens.
 
         Only positions that need not be computed count: never the last token, nor positions to be
@@ -85,7 +85,7 @@ class Prefixes:
             node = self._cache.node(block)
         return found
 
-    def take(self, turn: TurnState, found: list[int]) -> None:
+    def take(self, turn: EngineSequence, found: list[int]) -> None:
         """Replace the turn's own blocks by the ``found`` ones; their positions are computed."""
         if not found:
             return
@@ -99,7 +99,7 @@ class Prefixes:
         turn.computed = end * self._block_tokens
         self._advance(turn, self._cache.node(found[-1]), end)
 
-    def share_planned(self, turn: TurnState) -> None:
+    def share_planned(self, turn: EngineSequence) -> None:
         """Cache the blocks that the planned step fills, for other turns of the same step.
 
         A block that ends with the last known token is left out: ``find`` never looks it up, so
@@ -108,7 +108,7 @@ class Prefixes:
         """
         self.share(turn, min(turn.computed + turn.chunk_tokens, turn.reusable_tokens))
 
-    def share(self, turn: TurnState, end: int) -> None:
+    def share(self, turn: EngineSequence, end: int) -> None:
         """Cache the turn's full blocks before position ``end``.
 
         If another turn has cached the same tokens, its block replaces the turn's own.
@@ -126,11 +126,11 @@ class Prefixes:
                 node = self._cache.node(block)
             self._advance(turn, node, place + 1)
 
-    def _tokens(self, turn: TurnState, place: int) -> bytes:
+    def _tokens(self, turn: EngineSequence, place: int) -> bytes:
         start = place * self._block_tokens
         return turn.tokens[start : start + self._block_tokens].tobytes()
 
-    def _advance(self, turn: TurnState, node: int, shared_blocks: int) -> None:
+    def _advance(self, turn: EngineSequence, node: int, shared_blocks: int) -> None:
         turn.node = node
         turn.shared_blocks = shared_blocks
         turn.share_at = (shared_blocks + 1) * self._block_tokens

@@ -16,11 +16,12 @@ import numpy as np
 from tidegate.engine.execution.runner import Row, RowSampling, StepOutput
 from tidegate.engine.memory.step_budget import StepBudget
 from tidegate.engine.sampling.options import OptionReader
-from tidegate.engine.sampling.scoring import ScoringTraits
+from tidegate.engine.sampling.scoring import ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource, Speculation
 from tidegate.engine.scheduling.pauses import PauseGate
-from tidegate.engine.scheduling.scores import ScoreDesk
-from tidegate.engine.scheduling.seats import Seats
+from tidegate.engine.scheduling.score_queue import ScoreQueue
+from tidegate.engine.scheduling.sequence_queues import SequenceQueues
+from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineLimits, EngineSequence, admit
 from tidegate.engine.scheduling.step_columns import (
     EndedTurn,
     SampledRows,
@@ -28,7 +29,6 @@ from tidegate.engine.scheduling.step_columns import (
     failures_of,
 )
 from tidegate.engine.scheduling.step_columns import StepColumns as StepColumns
-from tidegate.engine.scheduling.turns import AcceptedTokens, EngineLimits, TurnState, admit
 from tidegate.errors import TurnRefused
 from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
@@ -48,18 +48,18 @@ from tidegate.transport.scoring import ScoreTokens
 class StepPlanner:
     """Assigns one step's token budget and KV blocks to turns."""
 
-    def __init__(self, seats: Seats, speculation: Speculation | None) -> None:
+    def __init__(self, seats: SequenceQueues, speculation: Speculation | None) -> None:
         self._seats = seats
         self._prefixes = seats.prefixes
         self._speculation = speculation
-        self._planned: list[TurnState] = []
+        self._planned: list[EngineSequence] = []
 
-    def plan(self, tokens: int, version: int, *, may_start: bool) -> list[TurnState]:
+    def plan(self, tokens: int, version: int, *, may_start: bool) -> list[EngineSequence]:
         """Return the turns of a step of at most ``tokens`` tokens, with chunks and drafts set.
 
         ``version`` is the live weights'. Waiting turns are admitted only if ``may_start``.
         """
-        planned: list[TurnState] = []
+        planned: list[EngineSequence] = []
         self._planned = planned
         left = tokens - self._plan_decodes()
         for turn in self._seats.running:
@@ -89,7 +89,7 @@ class StepPlanner:
                 planned.append(turn)
         return len(planned)
 
-    def _plan_chunk(self, turn: TurnState, tokens_left: int) -> int:
+    def _plan_chunk(self, turn: EngineSequence, tokens_left: int) -> int:
         """Plan a prefill chunk, as large as the turn's blocks and the step's budget allow."""
         self._prefixes.take(turn, self._prefixes.find(turn))
         end = min(turn.length, turn.computed + tokens_left)
@@ -128,7 +128,7 @@ class Scheduler:
         version: int = 0,
         *,
         options: OptionReader | None = None,
-        scoring: ScoringTraits | None = None,
+        scoring: ScoringCapabilities | None = None,
         shares_prefixes: bool = True,
         drafts: DraftSource | None = None,
     ) -> None:
@@ -142,8 +142,8 @@ class Scheduler:
         self._options = options or OptionReader(
             vocab_size=limits.vocab_size, max_running_turns=limits.max_running_turns
         )
-        self._seats = Seats(limits, shares_prefixes=shares_prefixes)
-        self.scores = ScoreDesk(limits, scoring or ScoringTraits(hidden_size=1), self._seats)
+        self._seats = SequenceQueues(limits, shares_prefixes=shares_prefixes)
+        self.scores = ScoreQueue(limits, scoring or ScoringCapabilities(hidden_size=1), self._seats)
         """Queue of the scoring requests."""
         self.sessions = self._seats.sessions
         """Contexts that are kept for the next turns of their rollouts."""
@@ -156,12 +156,12 @@ class Scheduler:
         self._budget = StepBudget(limits.max_step_tokens)
         self._clears_cache = False
         """Whether a pending pause is to empty the prefix cache when it takes effect."""
-        self._turns: dict[int, TurnState] = {}
+        self._turns: dict[int, EngineSequence] = {}
         """Every running or waiting turn, by handle; scoring requests are in ``scores``."""
         self._preparing: dict[int, _Preparing] = {}
         """Turns whose grammars are being compiled, by handle; disjoint from ``_turns``."""
         self._arrivals = 0
-        self._planned: list[TurnState] = []
+        self._planned: list[EngineSequence] = []
         self._ended: list[EndedTurn] = []
         self._answers: list[Message] = []
 
@@ -472,7 +472,7 @@ class Scheduler:
 
     def _take(
         self,
-        turn: TurnState,
+        turn: EngineSequence,
         rows: SampledRows,
         place: int,
         output: StepOutput,
@@ -491,7 +491,7 @@ class Scheduler:
         self._go_on(turn, accepted, end - place - 1)
         return end
 
-    def _go_on(self, turn: TurnState, accepted: AcceptedTokens, drafted: int) -> None:
+    def _go_on(self, turn: EngineSequence, accepted: AcceptedTokens, drafted: int) -> None:
         """Share the accepted tokens' blocks, update the draft pace, and finish the turn
         if it is complete."""
         if drafted:
@@ -506,23 +506,23 @@ class Scheduler:
 
     # ------------------------------------------------------------ leaving
 
-    def _finish(self, turn: TurnState, *, is_whole: bool = False) -> None:
+    def _finish(self, turn: EngineSequence, *, is_whole: bool = False) -> None:
         """Remove and forget a turn; ``is_whole`` says that it finished by itself."""
         self._seats.remove(turn)
         self._forget(turn, is_whole=is_whole)
 
-    def _forget(self, turn: TurnState, *, is_whole: bool) -> None:
+    def _forget(self, turn: EngineSequence, *, is_whole: bool) -> None:
         del self._turns[turn.handle]
         if self._speculation is not None:
             self._speculation.ended(turn, is_whole=is_whole)
 
-    def _refuse(self, turn: TurnState, why: str) -> None:
+    def _refuse(self, turn: EngineSequence, why: str) -> None:
         """End a turn that cannot be sampled, and queue its refusal; its tokens of this
         step are dropped."""
         self._finish(turn)
         self._answers.append(messages.TurnRefused(turn=turn.handle, message=cut(why)))
 
-    def _end(self, turn: TurnState, finish: int) -> None:
+    def _end(self, turn: EngineSequence, finish: int) -> None:
         self._forget(turn, is_whole=False)
         self._ended.append(EndedTurn(turn.handle, finish))
 

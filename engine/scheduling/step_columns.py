@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidegate.engine.sampling.sampling import RowDetails, StepOutput
-from tidegate.engine.scheduling.turns import AcceptedTokens, TurnState
+from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
 from tidegate.transport.messages import Prefill, TokenDetails
 
 
@@ -81,7 +81,9 @@ class SampledRows:
     prefills: list[Prefill] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
 
-    def add(self, turn: TurnState, place: int, sampled: list[int], version: int) -> AcceptedTokens:
+    def add(
+        self, turn: EngineSequence, place: int, sampled: list[int], version: int
+    ) -> AcceptedTokens:
         """Let a turn accept its samples, the first of which is at ``place``.
 
         There are fewer samples than draft tokens plus one if a sample's log-probs were not finite.
@@ -96,7 +98,7 @@ class SampledRows:
         self.kept.extend(range(place, place + accepted.tokens))
         return accepted
 
-    def add_next(self, turn: TurnState, place: int, token_id: int) -> int:
+    def add_next(self, turn: EngineSequence, place: int, token_id: int) -> int:
         """Fast path of ``add`` for a decoding turn without drafts; return its finish code."""
         finish = turn.append(token_id)
         self.handles.append(turn.handle)

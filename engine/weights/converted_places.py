@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from tidegate.engine.weights.weight_store import Place
+from tidegate.engine.weights.weight_store import CopyTarget
 from tidegate.transport.weight_names import NameGroup, name_groups
 
 INT32_MAX = 2**31 - 1
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class StridedTensorView:
     """A strided view of another, contiguous tensor."""
 
     whole: str
@@ -46,7 +46,7 @@ class Conversion:
     group: NameGroup
     shapes: dict[str, Shape]
     """Shapes of the tensors, by the names of both schemes."""
-    inner: dict[str, Slice]
+    inner: dict[str, StridedTensorView]
     """Slice of each tensor of one scheme in a tensor of the other."""
     inner_is_directory: bool
 
@@ -55,7 +55,7 @@ class Conversion:
         old = (*self.group.state, *self.group.directory)
         names = dict(zip(old, (*group.state, *group.directory), strict=True))
         inner = {
-            names[n]: Slice(names[s.whole], s.shape, s.strides, s.offset)
+            names[n]: StridedTensorView(names[s.whole], s.shape, s.strides, s.offset)
             for n, s in self.inner.items()
         }
         shapes = {names[name]: shape for name, shape in self.shapes.items()}
@@ -65,7 +65,7 @@ class Conversion:
 class _Pieces:
     """Copy target that splits a tensor: each slice goes to targets of its own."""
 
-    def __init__(self, pieces: Sequence[tuple[Slice, Sequence[Any]]]) -> None:
+    def __init__(self, pieces: Sequence[tuple[StridedTensorView, Sequence[Any]]]) -> None:
         self._pieces = pieces
 
     def copy_(self, source: torch.Tensor, /) -> None:
@@ -124,8 +124,8 @@ def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
 
 
 def converted_places(
-    stored: Mapping[str, Place], conversions: Sequence[Conversion], *, stores_directory: bool
-) -> tuple[dict[str, Place], dict[str, Place]]:
+    stored: Mapping[str, CopyTarget], conversions: Sequence[Conversion], *, stores_directory: bool
+) -> tuple[dict[str, CopyTarget], dict[str, CopyTarget]]:
     """Return the places of the smallest tensors, and joint places of tensors that cover several.
 
     ``stored`` has the place of each tensor under one scheme: the directory's or the
@@ -145,33 +145,33 @@ def converted_places(
             for whole in others:
                 covers = tuple(name for name in own if inner[name].whole == whole)
                 pieces = [(inner[name], stored[name].targets) for name in covers]
-                joint[whole] = Place(conversion.shapes[whole], (_Pieces(pieces),), covers)
+                joint[whole] = CopyTarget(conversion.shapes[whole], (_Pieces(pieces),), covers)
             continue
         for name in own:
             targets: Any = stored[name].targets
             parts = {n: inner[n] for n in others if inner[n].whole == name}
             views = {
-                n: Place(part.shape, tuple(part.of(target) for target in targets))
+                n: CopyTarget(part.shape, tuple(part.of(target) for target in targets))
                 for n, part in parts.items()
             }
             if len(views) == 1:  # the same tensor by another name
                 ((other, place),) = views.items()
-                joint[other] = Place(place.shape, place.targets, covers=(name,))
+                joint[other] = CopyTarget(place.shape, place.targets, covers=(name,))
             else:
-                joint[name] = Place(stored[name].shape, targets, covers=tuple(views))
+                joint[name] = CopyTarget(stored[name].shape, targets, covers=tuple(views))
                 places = _with_parts(places, name, views)
     return places, joint
 
 
-def _is_contiguous(place: Place) -> bool:
+def _is_contiguous(place: CopyTarget) -> bool:
     return all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in place.targets)
 
 
 def _with_parts(
-    places: Mapping[str, Place], name: str, parts: Mapping[str, Place]
-) -> dict[str, Place]:
+    places: Mapping[str, CopyTarget], name: str, parts: Mapping[str, CopyTarget]
+) -> dict[str, CopyTarget]:
     """Replace ``name`` by ``parts``, keeping the model's order."""
-    made: dict[str, Place] = {}
+    made: dict[str, CopyTarget] = {}
     for other, place in places.items():
         made |= parts if other == name else {other: place}
     return made
@@ -253,13 +253,13 @@ def _inverse(
 
 def _slices(
     inner: Mapping[str, torch.Tensor], outer: Mapping[str, torch.Tensor]
-) -> dict[str, Slice] | None:
+) -> dict[str, StridedTensorView] | None:
     """Find each numbered tensor as a slice of one of ``outer``; None if one is not a slice."""
     found = {name: _slice(tensor, outer) for name, tensor in inner.items()}
     return {n: s for n, s in found.items() if s is not None} if all(found.values()) else None
 
 
-def _slice(numbers: torch.Tensor, outer: Mapping[str, torch.Tensor]) -> Slice | None:
+def _slice(numbers: torch.Tensor, outer: Mapping[str, torch.Tensor]) -> StridedTensorView | None:
     if not numbers.numel():
         return None
     corner = numbers[(0,) * numbers.dim()]
@@ -275,6 +275,6 @@ def _slice(numbers: torch.Tensor, outer: Mapping[str, torch.Tensor]) -> Slice | 
         offset = int(corner - whole.view(-1)[0])
         if offset < 0 or offset + reach >= whole.numel():
             continue
-        place = Slice(name, shape, strides, offset)
+        place = StridedTensorView(name, shape, strides, offset)
         return place if torch.equal(place.of(whole), numbers) else None
     return None

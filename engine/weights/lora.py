@@ -35,7 +35,7 @@ PARTS: dict[Place, tuple[str, ...]] = {
 RANK_MAX = 512
 """Largest rank. Above it an adapter costs about as much as a full set of weights."""
 
-OwnPlaces = Mapping[str, "weight_store.Place"]
+OwnPlaces = Mapping[str, "weight_store.CopyTarget"]
 """Places of the model's own tensors, by Hugging Face's names."""
 
 
@@ -51,7 +51,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class MatrixLayout:
     """Layout of a model's matrices."""
 
     dtype: torch.dtype
@@ -97,7 +97,7 @@ def make_adapter(
     places: OwnPlaces,
     *,
     num_layers: int,
-    like: Like,
+    like: MatrixLayout,
 ) -> Adapter:
     """Lay out an adapter's tensors for a model's matrices.
 
@@ -172,20 +172,22 @@ def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> dict[str, 
     return pairs
 
 
-def _cut(narrow: torch.Tensor, wide: torch.Tensor, place: "weight_store.Place") -> _Pair:
+def _cut(narrow: torch.Tensor, wide: torch.Tensor, place: "weight_store.CopyTarget") -> _Pair:
     """Return the adapter's part for a sharded matrix: of its inputs (A) or of its outputs (B)."""
     if place.part is None:
         return narrow, wide
     return (narrow, place.cut(wide)) if place.part.dim == 0 else (place.cut(narrow), wide)
 
 
-def _rows(place: "weight_store.Place") -> int:
+def _rows(place: "weight_store.CopyTarget") -> int:
     """Return the number of a projection's outputs on this rank."""
     is_cut = place.part is not None and place.part.dim == 0
     return place.part.count if is_cut and place.part is not None else place.shape[0]
 
 
-def _joint(parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, like: Like) -> LowRank:
+def _joint(
+    parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, like: MatrixLayout
+) -> LowRank:
     narrow = torch.cat([pair[0] for pair in parts if pair is not None])
     wide = torch.zeros(sum(rows), narrow.shape[0])
     row = column = 0
@@ -198,7 +200,7 @@ def _joint(parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, lik
     return LowRank(_matrix(narrow, like), _matrix(wide, like))
 
 
-def _matrix(tensor: torch.Tensor, like: Like) -> Matrix:
+def _matrix(tensor: torch.Tensor, like: MatrixLayout) -> Matrix:
     rows, columns = tensor.shape
     matrix = make_matrix(rows, columns, like.dtype, is_packed=like.is_packed)
     matrix.rows(0, rows).copy_(tensor)

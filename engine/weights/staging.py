@@ -30,7 +30,13 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsStaged,
 )
-from tidegate.transport.weight_channels import NOWHERE, Home, WeightReceiver, cuda_ipc, receiver
+from tidegate.transport.weight_channels import (
+    NOWHERE,
+    WeightReceiver,
+    WeightReceiverConfig,
+    cuda_ipc,
+    receiver,
+)
 from tidegate.transport.weight_channels.checksums import check_sum
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
 
@@ -96,7 +102,9 @@ class _Result:
 class Staging:
     """The buffer beside the live weights, and the thread that fills it."""
 
-    def __init__(self, allocate: Callable[[], WeightStore], home: Home = NOWHERE) -> None:
+    def __init__(
+        self, allocate: Callable[[], WeightStore], home: WeightReceiverConfig = NOWHERE
+    ) -> None:
         self._allocate = allocate
         self._home = home
         self._update: _Update | None = None
@@ -331,7 +339,7 @@ class Staging:
             self._buffer.load(name, tensor)
 
 
-def _receiver(message: InitWeights, home: Home) -> WeightReceiver | CudaIpcReceiver:
+def _receiver(message: InitWeights, home: WeightReceiverConfig) -> WeightReceiver | CudaIpcReceiver:
     if message.channel == cuda_ipc.NAME:
         return CudaIpcReceiver(message, home.gpu)
     return receiver(message, home)

@@ -20,7 +20,7 @@ LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """One rank's slice of a published tensor: ``count`` rows of dimension ``dim``."""
 
     dim: int
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CopyTarget:
     """Where a published tensor is stored: its shape, and the targets of the copy."""
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Place:
     covers: tuple[str, ...] = ()
     """Names of the parts that may also be published one by one; loading this
     tensor loads them all."""
-    part: Part | None = None
+    part: TensorSlice | None = None
     """Slice to store, if other ranks hold the rest."""
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,11 @@ class WeightStore:
     """
 
     def __init__(
-        self, model: str, places: Mapping[str, Place], *, joint: Mapping[str, Place] | None = None
+        self,
+        model: str,
+        places: Mapping[str, CopyTarget],
+        *,
+        joint: Mapping[str, CopyTarget] | None = None,
     ) -> None:
         self._model = model
         """Description of the model for error messages."""

@@ -26,13 +26,13 @@ from tidegate.integrations.ray.ray_places import (
     own_address,
     said,
 )
+from tidegate.orchestrator.fleet.launcher import Engines, OnExit
 from tidegate.orchestrator.fleet.processes import (
     LOG_LINES_SHOWN,
     RESTARTS_MAX,
     WORKER,
     engine_options,
 )
-from tidegate.orchestrator.fleet.site import Engines, OnExit
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.transport.addresses import listening_host
 from tidegate.transport.security import (

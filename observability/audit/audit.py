@@ -23,11 +23,17 @@ from tidegate.observability.audit.replay_plan import (
     Segment,
     plan_rollout,
 )
-from tidegate.observability.lives import RUN_FILE, has_ended, is_part, lives, read_run_file
 from tidegate.observability.recording import (
     QUEUED_WEIGHTS_MAX,
     archived_weights,
     archives,
+)
+from tidegate.observability.run_directories import (
+    RUN_FILE,
+    has_ended,
+    is_part,
+    lives,
+    read_run_file,
 )
 from tidegate.observability.run_files import replace_file
 from tidegate.observability.trajectories import (
@@ -74,7 +80,7 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
+class DetectionPower:
     """Detection power: spans replayed under a tag made wrong, and how many still agreed."""
 
     spans_tried: int = 0
@@ -109,9 +115,9 @@ class AuditReport:
     spans: int
     spans_mixed: int
     worst: Worst | None
-    version_power: Power
+    version_power: DetectionPower
     """Power for spans sampled and read by one version, replayed under a neighbouring version."""
-    kv_power: Power
+    kv_power: DetectionPower
     """Power for spans that attended to older KV, replayed as if the KV were fresh."""
     problems: tuple[Problem, ...] = field(default=())
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -427,9 +433,9 @@ def _agreeing(segment: Segment) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         return np.asarray(np.abs(segment.replayed - segment.recorded) <= segment.tolerance)
 
 
-def _power(probes: list[Replay], purpose: Purpose) -> Power:
+def _power(probes: list[Replay], purpose: Purpose) -> DetectionPower:
     spans = [probe.segments[0] for probe in probes if probe.purpose == purpose]
-    return Power(len(spans), sum(bool(_agreeing(span).all()) for span in spans))
+    return DetectionPower(len(spans), sum(bool(_agreeing(span).all()) for span in spans))
 
 
 def _mismatches(segments: Iterable[Segment]) -> list[Problem]:

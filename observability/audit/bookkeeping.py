@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.observability.audit.replay_plan import Problem
-from tidegate.observability.lives import (
+from tidegate.observability.run_directories import (
     RUN_FILE,
     has_ended,
     read_json_lines,

@@ -23,7 +23,7 @@ from tidegate.observability.dashboard.observation import Observation, RolloutLin
 from tidegate.observability.dashboard.source import LISTED_MAX, RolloutQuery
 from tidegate.observability.dashboard.timeline import timeline_of
 from tidegate.observability.facts import read_record
-from tidegate.observability.lives import RUN_FILE
+from tidegate.observability.run_directories import RUN_FILE
 from tidegate.observability.trace import TRAINER_TRACK, read_trace, trace_path
 from tidegate.observability.trajectories import (
     SCHEMA,

@@ -9,14 +9,14 @@ from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import left_out
 from tidegate.orchestrator.core.group import Group, TaskKey
-from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.trained import TrainedCounts
-from tidegate.orchestrator.core.turns import TurnBook
+from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.staleness import OffPolicyness, refuse_selection
 
 
@@ -112,10 +112,12 @@ class Core:
         """``survives_crashes``: the run has a journal. Then batches are kept until the trainer's
         checkpoint holds them, because a resumed process may have to hand them over again."""
         self.policy = rules.policy
-        self.turns = TurnBook(rules.placement)
+        self.turns = TurnTracker(rules.placement)
         self.prompts = Prompts(rules.group_filter)
         self.tasks = TakenTasks()
-        self.groups = GroupBook(self.turns, self.prompts, self.tasks, group_size=rules.group_size)
+        self.groups = GroupTracker(
+            self.turns, self.prompts, self.tasks, group_size=rules.group_size
+        )
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger
         self.discarded_rollouts = self.groups.discarded_rollouts

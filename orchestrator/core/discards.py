@@ -1,7 +1,7 @@
 """Counters of discarded rollouts by reason, length and task, and of the length bias that they
 cause.
 
-:class:`GroupBook` calls them; :class:`RunStatistics` shows them. They only count: nothing is
+:class:`GroupTracker` calls them; :class:`RunStatistics` shows them. They only count: nothing is
 decided here and no policy is known. Memory is bounded, all numbers are integers, and the same calls
 give the same state, so it is saved with the core.
 """

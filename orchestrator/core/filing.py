@@ -1,13 +1,13 @@
 """Appends each token of an engine's step to its turn: the hot path of every token, without I/O.
 
-:class:`TurnBook` calls it for each step. Consecutive steps with the same turns are collected as
+:class:`TurnTracker` calls it for each step. Consecutive steps with the same turns are collected as
 columns, and numpy splits many steps at once into each turn's share; one by one, each token would
 cost two Python appends. A turn counts its collected tokens at once, and :meth:`Turn.settle` files
 them before anyone reads the rollout's tokens.
 
 Tokens per CPU-second without each part, with 16 tokens a row, with one as fast as they go, and with
 one at 1,000 steps a second (``benchmarks.transport tokens``, medians of 5 pairs): without
-:class:`SteadySteps` .64, .42 and .55; without :func:`_file_each` as well .39, .18 and .34; with
+:class:`StepCoalescer` .64, .42 and .55; without :func:`_file_each` as well .39, .18 and .34; with
 slices in place of :func:`splitter` .92 with one as fast as they go.
 """
 
@@ -27,10 +27,10 @@ STEPS_MAX = 64
 """Steps collected before they are filed; more would save hardly anything, and delay readers."""
 
 
-class SteadySteps:
+class StepCoalescer:
     """Collected steps of one engine whose rows are the same turns, with equal tokens per row.
 
-    It is the :class:`HeldBack` of each of those turns.
+    It is the :class:`DeferredTokens` of each of those turns.
     """
 
     __slots__ = (
@@ -154,7 +154,7 @@ class StepOutcome(Struct, gc=False):
     """Tokens of evaluation turns that were over already."""
 
 
-class Filing:
+class TokenAppender:
     """Files the steps of one engine, in the order in which they arrive."""
 
     __slots__ = ("_last_turns", "_steady")
@@ -162,7 +162,7 @@ class Filing:
     def __init__(self) -> None:
         self._last_turns = b""
         """Handles of the last step that was filed by itself."""
-        self._steady: SteadySteps | None = None
+        self._steady: StepCoalescer | None = None
 
     def file(self, submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
         """Append a step's tokens to their turns, and count them by ledger account.
@@ -182,7 +182,7 @@ class Filing:
             return _file_any(submissions, event)
         turns = event.turns.tobytes()
         if turns == self._last_turns and not event.finish and not event.prefills:
-            self._steady = SteadySteps(rows, event, tokens_each)
+            self._steady = StepCoalescer(rows, event, tokens_each)
             return _added(self._steady, event, tokens_each)
         self._last_turns = turns
         return _file_each(rows, event, tokens_each)
@@ -204,7 +204,7 @@ def _tokens_each(event: StepArrived) -> int:
     return counts[0] if column and column == column[:4] * len(counts) else 0
 
 
-def _added(steady: SteadySteps, event: StepArrived, tokens_each: int) -> StepOutcome:
+def _added(steady: StepCoalescer, event: StepArrived, tokens_each: int) -> StepOutcome:
     steady.add(event)
     evaluation_tokens = tokens_each * steady.evaluation_rows
     return StepOutcome([], tokens_each * len(event.turns) - evaluation_tokens, evaluation_tokens)

@@ -1,6 +1,6 @@
 """A group: the ``group_size`` rollouts of one task, whose rewards are compared (GRPO).
 
-:class:`GroupBook` creates and changes groups; batches and policies read them.
+:class:`GroupTracker` creates and changes groups; batches and policies read them.
 """
 
 from collections.abc import Sequence

@@ -17,8 +17,8 @@ from tidegate.orchestrator.core.rollout import (
     Turn,
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
-from tidegate.orchestrator.core.turns import TurnBook
-from tidegate.orchestrator.core.waiting_groups import WaitingGroups
+from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.orchestrator.core.waiting_groups import OutstandingGroupIndex
 from tidegate.policies.filters import GroupFilter
 
 KEPT_ROLLOUTS_MIN = 2
@@ -31,11 +31,11 @@ EVALUATION_PRIORITY = -1
 """Priority of evaluation turns: before all training, because the trainer waits for them."""
 
 
-class GroupBook(WaitingGroups):
+class GroupTracker(OutstandingGroupIndex):
     """All running and buffered groups, and the ledger of their tokens."""
 
     def __init__(
-        self, turns: TurnBook, prompts: Prompts, tasks: TakenTasks, *, group_size: int
+        self, turns: TurnTracker, prompts: Prompts, tasks: TakenTasks, *, group_size: int
     ) -> None:
         super().__init__()
         self._turns = turns

@@ -7,7 +7,7 @@ a branch of one; a rollout counts as trained while one of its rows does.
 from collections.abc import Iterable
 
 from tidegate.orchestrator.core.group import TaskKey
-from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.handed_batches import HandedBatch
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.trained import TrainedCounts
@@ -17,7 +17,7 @@ def leave_out(
     batch: HandedBatch,
     places: Iterable[int],
     reason: str,
-    groups: GroupBook,
+    groups: GroupTracker,
     trained: TrainedCounts,
 ) -> None:
     """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows left
@@ -38,7 +38,7 @@ def leave_out(
             groups.discards.note_left_out(root, why, keys[root.group_id])
 
 
-def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> None:
+def take_back(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
     """Undo a whole batch, rows left out of it included, so that it can be handed over again."""
     roots = [row for row in batch.rows if row.branch_of is None]
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)

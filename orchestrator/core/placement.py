@@ -1,6 +1,6 @@
 """Choice of the engine for each turn, by load and by the routing and straggler policies.
 
-:class:`TurnBook` calls it. It derives everything from the engines and their turns, so it is not
+:class:`TurnTracker` calls it. It derives everything from the engines and their turns, so it is not
 saved with the core: a core that replays its events chooses the same engines.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from tidegate.orchestrator.core.events import StepArrived
-from tidegate.orchestrator.core.filing import Filing
+from tidegate.orchestrator.core.filing import TokenAppender
 from tidegate.orchestrator.core.rollout import Turn
 from tidegate.policies.routing import EngineLoads, LeastLoaded, Routing, TurnToRoute
 from tidegate.policies.speeds import EngineSpeeds
@@ -47,7 +47,7 @@ class EngineTurns:
     """Factor by which its slots are weighed."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media that its model reads."""
-    filing: Filing = field(default_factory=Filing)
+    filing: TokenAppender = field(default_factory=TokenAppender)
 
 
 class Placement:

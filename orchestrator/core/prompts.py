@@ -1,6 +1,6 @@
 """Reward history of each task, by its digest, for group filters that use it.
 
-:class:`GroupBook` notes rewards; :class:`Core` asks whether to skip a task at its admission.
+:class:`GroupTracker` notes rewards; :class:`Core` asks whether to skip a task at its admission.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 
-class HeldBack(Protocol):
+class DeferredTokens(Protocol):
     """Sampled tokens that are counted, but not in their turns' contexts before :meth:`settle`."""
 
     tokens_each: int
@@ -77,7 +77,7 @@ class Turn:
         """Index in the rollout's context of the first output token."""
         self.filed = 0
         """Number of output tokens that are in the rollout's context."""
-        self.held_back: HeldBack | None = None
+        self.held_back: DeferredTokens | None = None
         """Collection that holds the tokens after those; None if there are none."""
         self.runs: list[VersionRun] = []
         self.prefills: Sequence[TurnPrefill] = ()

@@ -127,7 +127,7 @@ class SavedLedger(Saved):
 
 
 class SavedTurns(Saved):
-    """Saved form of :class:`TurnBook`: which turn is on which engine."""
+    """Saved form of :class:`TurnTracker`: which turn is on which engine."""
 
     engines: list[SavedEngine]
     live_version: int

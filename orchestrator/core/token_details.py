@@ -1,6 +1,6 @@
 """Per-token attachments of one turn: raw log-probs and the likeliest tokens.
 
-:class:`TurnBook` appends them as steps arrive. Only turns that asked for either have them.
+:class:`TurnTracker` appends them as steps arrive. Only turns that asked for either have them.
 """
 
 from array import array

@@ -1,9 +1,8 @@
 """Registry of running turns: sends them to engines, and files the tokens that come back.
 
-:class:`GroupBook` submits and cancels turns; :class:`Core` passes on engines' events. No I/O and no
-clock. A turn outlives its submissions: after an abort, or the loss of an engine, the next
-submission continues from the tokens sampled so far.
-"""
+:class:`GroupTracker` submits and cancels turns; :class:`Core` passes on engines' events. No I/O and
+no clock. A turn outlives its submissions: after an abort, or the loss of an engine, the next
+submission continues from the tokens sampled so far."""
 
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ from tidegate.orchestrator.core.events import (
     StepArrived,
     Submit,
 )
-from tidegate.orchestrator.core.filing import EVALUATION_HANDLES_FROM, Filing, StepOutcome
+from tidegate.orchestrator.core.filing import EVALUATION_HANDLES_FROM, StepOutcome, TokenAppender
 from tidegate.orchestrator.core.placement import EngineTurns, Placement, PlacementRules
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, Turn
@@ -44,7 +43,7 @@ HANDLES_PER_PROCESS = 1 << 24
 write to the journal, so no engine gets a handle twice."""
 
 
-class TurnBook:
+class TurnTracker:
     """All running turns, by engine and handle."""
 
     def __init__(self, rules: PlacementRules | None = None) -> None:
@@ -334,7 +333,7 @@ class TurnBook:
             self._file_prefill(submissions.get(prefill.turn), prefill)
         if event.details:
             _file_details(event, submissions)
-        filing = engine.filing if engine else Filing()
+        filing = engine.filing if engine else TokenAppender()
         outcome = filing.file(submissions, event)
         if event.finish:
             outcome.commands += self._end_turns(event, engine)

@@ -1,4 +1,5 @@
-"""Ordered collection of the groups that run or wait to be trained; the base of :class:`GroupBook`.
+"""Ordered collection of the groups that run or wait to be trained; the base of
+:class:`GroupTracker`.
 
 Staleness policies read it, to admit, select and expire groups. All figures that they need are kept
 up to date with each change, because there may be a hundred thousand groups.
@@ -10,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from tidegate.orchestrator.core.group import Group
 
 
-class WaitingGroups:
+class OutstandingGroupIndex:
     """Groups from their admission until they are trained or given up."""
 
     def __init__(self) -> None:

@@ -135,7 +135,7 @@ class EngineGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ControlReplyReceived:
     """An engine sent a message about weights, pauses or sleep."""
 
     engine: str
@@ -187,7 +187,7 @@ class PauseAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class StandStillAsked:
+class EngineHaltRequested:
     """The staleness policy wants engines aborted and paused, or wants that to end."""
 
     call: int
@@ -213,7 +213,7 @@ class WakeAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class CallWoken:
     """A call that :class:`WakeCall` named continues."""
 
     call: int
@@ -235,8 +235,9 @@ class TimerFired:
 
 
 @dataclass(frozen=True, slots=True)
-class SwapsSafe:
-    """The release of a version is committed, so engines may swap. Answers :class:`WhenSafe`."""
+class VersionsDurable:
+    """The release of a version is committed, so engines may swap. Answers
+    :class:`ReportWhenDurable`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,18 +250,18 @@ class KvPolicyChosen:
 Event = (
     EngineCame
     | EngineGone
-    | Answered
+    | ControlReplyReceived
     | ReserveAsked
     | PublishAsked
     | ReserveGivenUp
     | PauseAsked
-    | StandStillAsked
+    | EngineHaltRequested
     | SleepAsked
     | WakeAsked
-    | GoOn
+    | CallWoken
     | Cancelled
     | TimerFired
-    | SwapsSafe
+    | VersionsDurable
     | KvPolicyChosen
 )
 
@@ -286,7 +287,7 @@ class Resolve:
 
 @dataclass(frozen=True, slots=True)
 class WakeCall:
-    """A call's condition holds: continue it (:class:`GoOn`) in the loop's next iteration."""
+    """A call's condition holds: continue it (:class:`CallWoken`) in the loop's next iteration."""
 
     call: int
 
@@ -307,8 +308,8 @@ class StopTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class WhenSafe:
-    """Tell (:class:`SwapsSafe`) once no crash can undo what was decided so far."""
+class ReportWhenDurable:
+    """Tell (:class:`VersionsDurable`) once no crash can undo what was decided so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +358,7 @@ class RetractVersions:
 
 
 @dataclass(frozen=True, slots=True)
-class StandStill:
+class SuspendDeadlines:
     """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     is_still: bool
@@ -380,14 +381,14 @@ Command = (
     | WakeCall
     | SetTimer
     | StopTimer
-    | WhenSafe
+    | ReportWhenDurable
     | GiveUp
     | RefuseEngine
     | NoteSwap
     | ReleaseVersion
     | NoteFailure
     | RetractVersions
-    | StandStill
+    | SuspendDeadlines
     | HoldBatches
 )
 
@@ -443,7 +444,7 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Laggards:
+class LaggingEngines:
     """Engines that a version is on its way to, and the phase they are in."""
 
     version: int
@@ -538,7 +539,7 @@ class Phase(Enum):
 class _Call:
     """A call that is not over."""
 
-    asked: ReserveAsked | PublishAsked | PauseAsked | StandStillAsked | SleepAsked | WakeAsked
+    asked: ReserveAsked | PublishAsked | PauseAsked | EngineHaltRequested | SleepAsked | WakeAsked
     phase: Phase
     mode: PauseMode | None = None
     """Pause mode to apply; None to resume."""
@@ -633,13 +634,13 @@ class WeightControl:
     def handle(self, event: Event) -> list[Command]:
         """Apply one event and return the commands that follow from it, in order."""
         match event:
-            case Answered(engine=engine, message=message):
+            case ControlReplyReceived(engine=engine, message=message):
                 self._on_answer(engine, message)
             case EngineCame():
                 self._on_came(event)
             case EngineGone(engine=engine):
                 self._on_gone(engine)
-            case GoOn(call=call, next_version=next_version):
+            case CallWoken(call=call, next_version=next_version):
                 self._go_on(call, next_version)
             case ReserveAsked():
                 self._on_reserve(event)
@@ -650,7 +651,7 @@ class WeightControl:
             case PauseAsked(call=call, mode=mode):
                 self._users_mode = mode
                 self._ask_pause(_Call(event, Phase.PAUSE_TURN, clear_cache=event.clear_cache))
-            case StandStillAsked(call=call, is_still=is_still):
+            case EngineHaltRequested(call=call, is_still=is_still):
                 self._stands_still = is_still
                 self._ask_pause(_Call(event, Phase.PAUSE_TURN))
             case SleepAsked() | WakeAsked():
@@ -659,7 +660,7 @@ class WeightControl:
                 self._on_cancelled(call)
             case TimerFired(timer=timer):
                 self._on_timer(timer)
-            case SwapsSafe():
+            case VersionsDurable():
                 self._swap()
             case KvPolicyChosen(kv_policy=kv_policy):
                 self.kv_policy = kv_policy
@@ -729,15 +730,15 @@ class WeightControl:
         return any(update.swapping for update in self._updates)
 
     @property
-    def laggards(self) -> list[Laggards]:
+    def laggards(self) -> list[LaggingEngines]:
         """Engines that versions are on their way to, by version and phase."""
-        found: list[Laggards] = []
+        found: list[LaggingEngines] = []
         for update in self._updates:
             v = update.version
             found += [
-                Laggards(v, "staging", tuple(sorted(update.staging))),
-                Laggards(v, "staged", tuple(sorted(update.staged))),
-                Laggards(v, "swapping", tuple(sorted(update.swapping))),
+                LaggingEngines(v, "staging", tuple(sorted(update.staging))),
+                LaggingEngines(v, "staged", tuple(sorted(update.staged))),
+                LaggingEngines(v, "swapping", tuple(sorted(update.swapping))),
             ]
         return [laggards for laggards in found if laggards.engines]
 
@@ -898,7 +899,7 @@ class WeightControl:
         if self._is_swap_due and self._pausing is None:
             # Only when committed: after a crash that forgets the version, its number could be
             # given to other weights.
-            self._out.append(WhenSafe())
+            self._out.append(ReportWhenDurable())
         if self.is_settled and not self.is_undecided:
             self._settle()
         self._note()
@@ -1310,7 +1311,7 @@ class WeightControl:
             self._end_pause(call)
             return
         self.pause_mode, self._clears_cache = call.mode, call.clear_cache
-        self._out.append(StandStill(call.mode is not None))
+        self._out.append(SuspendDeadlines(call.mode is not None))
         self._unsettled_pauses = set(self._engines)
         self._send([word for name in sorted(self._engines) for word in self._pause_word(name)])
         if not self._unsettled_pauses:

@@ -43,7 +43,7 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams, SubmitTurn, encode
 
 
-class Generating(Protocol):
+class EpisodeBackend(Protocol):
     """Methods of :class:`EpisodeRunner` that an episode calls."""
 
     def ask(
@@ -84,7 +84,7 @@ SMALL_CONTEXT_TOKENS = 64 * 1024
 """Context length up to which a turn without media fits its frame, whatever its options."""
 
 
-class AsksScores(Protocol):
+class ScoringClient(Protocol):
     """A scorer that can be called from any event loop, such as a :class:`~tidegate.Scorer`."""
 
     async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
@@ -96,7 +96,7 @@ class ScoringEpisode:
 
     __slots__ = ("_asking", "_generating", "_is_over", "_rollout")
 
-    def __init__(self, rollout: Rollout, generating: Generating) -> None:
+    def __init__(self, rollout: Rollout, generating: EpisodeBackend) -> None:
         self._rollout = rollout
         self._generating = generating
         self._is_over = False
@@ -110,7 +110,7 @@ class ScoringEpisode:
         start: int | Sequence[int] = 1,
         top_logprobs: int = 0,
         temperature: float = 1.0,
-        by: AsksScores | None = None,
+        by: ScoringClient | None = None,
     ) -> list[TokenScores]:
         """Return how likely the policy's live weights find each sequence's tokens from ``start``
         on.
@@ -131,12 +131,12 @@ class ScoringEpisode:
         return cast("list[TokenScores]", await self._ask(asked, by))
 
     async def reward(
-        self, sequences: Sequence[Any], *, by: AsksScores | None = None
+        self, sequences: Sequence[Any], *, by: ScoringClient | None = None
     ) -> list[Readout]:
         """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
         return cast("list[Readout]", await self._ask(ask_rewards(sequences), by))
 
-    async def _ask(self, asked: Sequence[Asked], by: AsksScores | None) -> list[Score]:
+    async def _ask(self, asked: Sequence[Asked], by: ScoringClient | None) -> list[Score]:
         self._refuse_if_over()
         coming: Awaitable[list[Score]]
         if by is None:
@@ -210,7 +210,7 @@ NOT_REPEATABLE = ("cancelled", "refused")
 """Finish reasons of turns that can't be replayed, because their episode got an exception."""
 
 
-class Recollection:
+class ReplayCursor:
     """Replay of a rollout's turns, for an episode that runs again after a resume."""
 
     def __init__(self, rollout: Rollout) -> None:
@@ -321,7 +321,7 @@ class Episode(ScoringEpisode):
         self,
         rollout: Rollout,
         model: ModelFiles,
-        generating: Generating,
+        generating: EpisodeBackend,
         defaults: SamplingSettings,
         *,
         parent: "Episode | None" = None,
@@ -338,7 +338,7 @@ class Episode(ScoringEpisode):
         """Media appended since the last turn."""
         self._model = model
         self._defaults = defaults
-        self._past = Recollection(rollout) if rollout.turns else None
+        self._past = ReplayCursor(rollout) if rollout.turns else None
         """After a resume: replay of earlier turns, until all have been replayed; else None."""
         self._past_branches = rollout.branches
         """After a resume: branches not forked again yet."""
@@ -643,7 +643,7 @@ class Episode(ScoringEpisode):
         return turn_seed(self._defaults.seed + self._salt, rollout, len(rollout.turns))
 
     async def _turn_again(
-        self, past: Recollection, sampling: SamplingParams, media: tuple[Media, ...]
+        self, past: ReplayCursor, sampling: SamplingParams, media: tuple[Media, ...]
     ) -> Turn:
         """Replay the next turn, or ask for a new one if the episode has diverged."""
         turn = past.next_turn(sampling, media)

@@ -22,13 +22,13 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.contained_tasks import is_interrupt
-from tidegate.orchestrator.episodes.diary import EpisodeDiary
 from tidegate.orchestrator.episodes.episode import Episode, refuse_too_large
+from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail
 from tidegate.orchestrator.fleet.scores import Asked, Score
-from tidegate.orchestrator.fleet.waiting import Waiting, fail
 from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSettings
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -190,7 +190,7 @@ log = logging.getLogger("tidegate")
 
 
 @dataclass(slots=True)
-class LeftBehind:
+class EpisodeLeakTracker:
     """Objects that should be gone once their episode is over; the run's watchdog checks them."""
 
     stubborn: set[int] = field(default_factory=set)
@@ -235,7 +235,7 @@ class EpisodeRunner:
         settings: EpisodeSettings,
         sampling: SamplingSettings,
         model: ModelFiles,
-        waiting: Waiting,
+        waiting: PendingFutures,
         handle: Callable[[ev.Event], None],
         on_error: Callable[[BaseException], None],
         on_over: Callable[[Rollout], None] = lambda rollout: None,
@@ -243,7 +243,7 @@ class EpisodeRunner:
         parking: Parking,
         score: Callable[[Sequence[Asked]], Awaitable[list[Score]]],
         context_tokens_max: Callable[[], int] = lambda: 0,
-        diary: EpisodeDiary | None = None,
+        diary: EpisodeTracer | None = None,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
         one failed episode too many; ``on_over`` gets rollouts that ask for no more turns, maybe
@@ -267,7 +267,7 @@ class EpisodeRunner:
         self._going: dict[int, EpisodeTask] = {}
         """Tasks of running episodes, by rollout id."""
         self._is_ending = False
-        self.left = LeftBehind()
+        self.left = EpisodeLeakTracker()
         self._forked: Rollout | None = None
         self._broken: EpisodeError | None = None
         """Error that every further episode fails with, after too many failures."""

@@ -33,7 +33,7 @@ from tidegate.transport.messages import (
     Welcome,
     decode_from_engine,
 )
-from tidegate.transport.patience import Patience
+from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.streams import ReceiveWindow, Verdict
 
 ENGINE_NAME_BYTES_MAX = 200
@@ -44,7 +44,7 @@ ENGINES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class EngineRequirements:
     """Requirements of a run that each engine must meet."""
 
     is_deterministic: bool
@@ -59,7 +59,7 @@ class Demands:
 def objection(
     peer: bytes,
     hello: Hello,
-    demands: Demands,
+    demands: EngineRequirements,
     engines: Mapping[str, Engine],
     newest_version: int,
 ) -> str | None:
@@ -92,7 +92,7 @@ def _of_its_name(peer: bytes, hello: Hello, engines: Mapping[str, Engine]) -> st
     return None
 
 
-def _of_what_it_can(hello: Hello, demands: Demands) -> str | None:
+def _of_what_it_can(hello: Hello, demands: EngineRequirements) -> str | None:
     if hello.max_running_turns < 1:
         return f"max_running_turns must be >= 1, got {hello.max_running_turns}"
     if demands.is_deterministic and not hello.is_deterministic:
@@ -116,7 +116,9 @@ def _of_what_it_can(hello: Hello, demands: Demands) -> str | None:
     return None
 
 
-def _of_its_blocks(hello: Hello, demands: Demands, engines: Mapping[str, Engine]) -> str | None:
+def _of_its_blocks(
+    hello: Hello, demands: EngineRequirements, engines: Mapping[str, Engine]
+) -> str | None:
     """Require one block size, because deterministic engines sum attention block by block."""
     for other in engines.values() if demands.is_deterministic else ():
         its = other.hello.block_tokens
@@ -130,7 +132,7 @@ def _of_its_blocks(hello: Hello, demands: Demands, engines: Mapping[str, Engine]
 
 
 def _of_its_weights(
-    hello: Hello, demands: Demands, engines: Mapping[str, Engine], newest_version: int
+    hello: Hello, demands: EngineRequirements, engines: Mapping[str, Engine], newest_version: int
 ) -> str | None:
     if demands.weight_channel not in (None, *hello.weight_channels):
         return (
@@ -169,7 +171,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineReply:
     """Engine message about weights, pauses, sleep or scoring, which the fleet passes on."""
 
     engine: str
@@ -185,7 +187,7 @@ class DueAck:
     seq: int
 
 
-Heard = list[Event | Answer]
+Heard = list[Event | EngineReply]
 """Meaning of a batch of frames, in order."""
 
 
@@ -205,7 +207,9 @@ class Fleet:
         """An ``is_deterministic`` one takes only engines that are, and only such as round weights
         to ``quantization``; with a ``kv_policy`` or ``weight_channel``, only those that have it."""
         self._settings = settings
-        self._demands = Demands(is_deterministic, quantization, kv_policy, weight_channel)
+        self._demands = EngineRequirements(
+            is_deterministic, quantization, kv_policy, weight_channel
+        )
         self._send = send
         self.engines: dict[str, Engine] = {}
         self.malformed_frames = 0
@@ -235,8 +239,8 @@ class Fleet:
         """Longest context that any engine so far reads; 0 before the first has joined."""
         self._have_fine_tokens = False
         """Whether all token ids and log-probs of the steps being handled are in range."""
-        self._answers = Patience(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
-        self._hellos = Patience(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
+        self._answers = RateLimiter(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
+        self._hellos = RateLimiter(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
 
     def resume(self, streams: Mapping[str, tuple[int, int]], away: list[str], now_s: float) -> None:
         """Expect the engines of a crashed process, which reconnect and replay their steps."""
@@ -360,7 +364,7 @@ class Fleet:
             case _:
                 if isinstance(message, WeightsLive):
                     self._hear_live(engine, message)
-                heard.append(Answer(name, message))
+                heard.append(EngineReply(name, message))
 
     def _hear_live(self, engine: Engine, live: WeightsLive) -> None:
         version = live.version

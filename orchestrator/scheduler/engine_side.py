@@ -15,11 +15,11 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.outbox import Outbox
-from tidegate.orchestrator.fleet.fleet import Answer, Fleet
+from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet
 from tidegate.orchestrator.fleet.heartbeats import Heartbeats
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
-from tidegate.orchestrator.fleet.score_desk import ScoreDesk
-from tidegate.orchestrator.fleet.waiting import Waiting
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures
+from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
 from tidegate.orchestrator.weight_sync.control import EngineControl
@@ -38,7 +38,7 @@ from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens
 log = logging.getLogger("tidegate")
 
 
-class Shell(Protocol):
+class EngineSideCallbacks(Protocol):
     """Methods of :class:`Scheduler` that the engine side calls."""
 
     core: Core
@@ -67,9 +67,9 @@ class EngineSide:
         settings: RunSettings,
         init_weights: InitWeights,
         send: Callable[[bytes, Message], bool],
-        waiting: Waiting,
+        waiting: PendingFutures,
         recorder: Recorder | None,
-        shell: Shell,
+        shell: EngineSideCallbacks,
         *,
         weights_dtype: str = "",
     ) -> None:
@@ -102,7 +102,7 @@ class EngineSide:
             on_error=shell.fail,
         )
         self.sessions = OpenSessions(self.outbox.post)
-        self.scores = ScoreDesk(
+        self.scores = ScoreDispatcher(
             self.fleet,
             waiting=waiting.scores,
             live_version=lambda: self.core.turns.live_version,
@@ -152,8 +152,8 @@ class EngineSide:
         except Exception as error:  # noqa: BLE001 - a bug ends the run, not only this callback
             self._shell.fail(error)
 
-    def _on_heard(self, item: ev.Event | Answer) -> None:
-        if isinstance(item, Answer):
+    def _on_heard(self, item: ev.Event | EngineReply) -> None:
+        if isinstance(item, EngineReply):
             if isinstance(item.message, Scored | ScoreRefused):
                 self.scores.heard(item.engine, item.message)
             elif not self.control.heard(item.engine, item.message):

@@ -15,7 +15,7 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.placement import EngineTurns
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.weight_control import WeightControl
-from tidegate.orchestrator.episodes.runner import LeftBehind
+from tidegate.orchestrator.episodes.runner import EpisodeLeakTracker
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.telemetry.watchdog import Stuck, Watchdog
@@ -50,7 +50,7 @@ class RunWatch:
         core: Core,
         fleet: Fleet,
         weights: WeightControl,
-        left: LeftBehind,
+        left: EpisodeLeakTracker,
         *,
         parked: Container[int] = (),
         is_paused: Callable[[], bool] = lambda: False,

@@ -19,18 +19,18 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.outbox import Outbox
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.diary import EpisodeDiary
+from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
-from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting, fail, resolve
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures, fail, resolve
 from tidegate.orchestrator.fleet.wire import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
-from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
-from tidegate.orchestrator.scheduler.task_feed import Offers
+from tidegate.orchestrator.scheduler.task_feed import TaskIterators
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.watchdog import Stuck
@@ -43,10 +43,10 @@ class Commands:
 
     outbox: Outbox
     sessions: OpenSessions
-    waiting: Waiting
+    waiting: PendingFutures
     episodes: EpisodeRunner
-    batches: BatchDesk
-    offers: Offers
+    batches: BatchRequestQueue
+    offers: TaskIterators
     recorder: Recorder | None
     on_pause: Callable[[bool], None]
     """Pauses all engines, or resumes them."""
@@ -113,7 +113,7 @@ class Scheduler:
         recorder: Recorder | None,
         journal: RunJournal | None = None,
         resume: ev.Resumed | None = None,
-        diary: EpisodeDiary | None = None,
+        diary: EpisodeTracer | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
         """With a ``journal``, whose core is used then, the run survives a crash; ``resume`` says
@@ -128,7 +128,7 @@ class Scheduler:
         self._group: asyncio.TaskGroup | None = None
         self._is_ending = False
         self._watch: RunWatch | None = None
-        self._waiting = Waiting()
+        self._waiting = PendingFutures()
         self._wants_tasks = asyncio.Event()
         self.published = PublishTimes(self.core.trainer_version)
         self.engines = EngineSide(
@@ -143,8 +143,8 @@ class Scheduler:
         self.fleet, self.control = self.engines.fleet, self.engines.control
         self.scores = self.engines.scores
         failure = self.control.state.take_failure
-        self._desk = BatchDesk(self._waiting, self.handle_one, self.when_safe, failure)
-        self._offers = Offers(
+        self._desk = BatchRequestQueue(self._waiting, self.handle_one, self.when_safe, failure)
+        self._offers = TaskIterators(
             lambda: self.core,
             self.handle_one,
             wants_tasks=self._wants_tasks,
@@ -157,7 +157,7 @@ class Scheduler:
         self._episodes = self._new_episodes(model, diary)
         self._commands = self._new_commands(recorder)
 
-    def _new_episodes(self, model: ModelFiles, diary: EpisodeDiary | None) -> EpisodeRunner:
+    def _new_episodes(self, model: ModelFiles, diary: EpisodeTracer | None) -> EpisodeRunner:
         return EpisodeRunner(
             self._settings.episodes,
             self._settings.sampling,
@@ -374,23 +374,23 @@ class Scheduler:
         return None
 
     async def wait_for_batch(self, request: BatchRequest) -> bool:
-        """As :meth:`BatchDesk.wait`; for callers on another event loop, or without one."""
+        """As :meth:`BatchRequestQueue.wait`; for callers on another event loop, or without one."""
         return await self._desk.wait(request)
 
     def acknowledge_batch(self, request: BatchRequest) -> None:
-        """As :meth:`BatchDesk.acknowledge`."""
+        """As :meth:`BatchRequestQueue.acknowledge`."""
         self._desk.acknowledge(request)
 
     def close_batch_request(self, request: BatchRequest) -> None:
-        """As :meth:`BatchDesk.close`."""
+        """As :meth:`BatchRequestQueue.close`."""
         self._desk.close(request)
 
     def give_back(self, number: int) -> bool:
-        """As :meth:`BatchDesk.give_back`."""
+        """As :meth:`BatchRequestQueue.give_back`."""
         return self._desk.give_back(number, newest=self.core.handed.count)
 
     def hold_batches(self, is_held: bool) -> None:
-        """As :meth:`BatchDesk.hold`."""
+        """As :meth:`BatchRequestQueue.hold`."""
         self._desk.hold(is_held)
 
     def stand_still(self, is_still: bool) -> None:

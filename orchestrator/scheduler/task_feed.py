@@ -1,9 +1,8 @@
 """Feeds tasks of the user's iterators to the core, in order, as admission has room for groups.
 
-The scheduler owns an :class:`Offers`, which reads one iterator at a time. A task that is taken
-again keeps the episode function that it was given with. After a resume, tasks that were taken
-before are skipped.
-"""
+The scheduler owns an :class:`TaskIterators`, which reads one iterator at a time. A task that is
+taken again keeps the episode function that it was given with. After a resume, tasks that were taken
+before are skipped."""
 
 import asyncio
 import logging
@@ -21,7 +20,7 @@ from tidegate.orchestrator.episodes.runner import EpisodeFunction
 log = logging.getLogger("tidegate")
 
 
-class Offers:
+class TaskIterators:
     """The user's iterators; starts a :class:`TaskFeed` for the newest."""
 
     def __init__(

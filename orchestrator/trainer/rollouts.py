@@ -36,8 +36,8 @@ from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.fleet.scores import Asked, Score
-from tidegate.orchestrator.fleet.waiting import BatchRequest
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.loop_watch import LOOK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -66,10 +66,10 @@ from tidegate.orchestrator.trainer.handle import (
 )
 from tidegate.orchestrator.trainer.run import Run, RunParts
 from tidegate.orchestrator.trainer.weight_updates import (
+    AdapterPublish,
     AdapterRemoval,
-    AdapterUpdate,
+    WeightPublish,
     WeightRollback,
-    WeightUpdate,
 )
 from tidegate.policies.staleness import OffPolicyness
 from tidegate.transport.messages import PauseMode
@@ -570,7 +570,7 @@ class Rollouts(Scorer, TrainerHandle):
             EngineLagging: an engine did not take them in time.
             PublishDropped: they gave way to newer ones, whose writing failed.
         """
-        return await self._publish(WeightUpdate(self._running, state_dict, wait, partial=partial))
+        return await self._publish(WeightPublish(self._running, state_dict, wait, partial=partial))
 
     async def rollback(
         self, state_dict: "Mapping[str, torch.Tensor]", *, first_bad: int | None = None
@@ -608,7 +608,7 @@ class Rollouts(Scorer, TrainerHandle):
             ConfigError: it is no LoRA adapter, or asks for more than engines have.
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
         """
-        return await self._publish(AdapterUpdate(self._running, name, adapter, config, wait))
+        return await self._publish(AdapterPublish(self._running, name, adapter, config, wait))
 
     async def unload_adapter(self, name: str, *, wait: PublishWait = "live") -> int:
         """Have engines drop an adapter; return the version without it.
@@ -620,7 +620,7 @@ class Rollouts(Scorer, TrainerHandle):
         """
         return await self._publish(AdapterRemoval(self._running, name, wait))
 
-    async def _publish(self, call: WeightUpdate) -> int:
+    async def _publish(self, call: WeightPublish) -> int:
         self._mark("train")
         try:
             return await self._requests.do(call.run)
@@ -642,7 +642,7 @@ class Rollouts(Scorer, TrainerHandle):
         engines = scheduler.fleet.work() if scheduler is not None else {}
         self._keeper.mark(ended, self._version, engines)
 
-    def _published(self, call: WeightUpdate) -> None:
+    def _published(self, call: WeightPublish) -> None:
         """Note the end of a publish, whether it succeeded or not."""
         if not call.may_be_served:
             return  # it failed before any engine swapped

@@ -29,11 +29,11 @@ from tidegate.errors import (
 )
 from tidegate.orchestrator.core.events import Resumed
 from tidegate.orchestrator.episodes.contained_tasks import ContainedExit, contained_task
-from tidegate.orchestrator.episodes.diary import EpisodeDiary
+from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import read_model_files
-from tidegate.orchestrator.fleet.site import Engines, Site
+from tidegate.orchestrator.fleet.launcher import EngineLauncher, Engines
 from tidegate.orchestrator.journal.resuming import Resume, open_for
-from tidegate.orchestrator.scheduler.garbage import RARE_LOOKS, young_objects_max
+from tidegate.orchestrator.scheduler.gc_tuning import RARE_LOOKS, young_objects_max
 from tidegate.orchestrator.scheduler.loop_watch import LoopWatch
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
@@ -58,7 +58,7 @@ log = logging.getLogger("tidegate")
 class RunParts:
     """Parts of a run that its settings choose: where engines run, and its observers."""
 
-    site: Site
+    site: EngineLauncher
     """Place where the run's engines are started."""
     observers: RunObservers | None = None
     """Recorder and dashboard; None: nobody observes the run."""
@@ -311,7 +311,7 @@ class Run:
             recorder=self.recorder,
             journal=self._opened.journal,
             resume=self._opened.resumed,
-            diary=EpisodeDiary(self.recorder.episode_interval)
+            diary=EpisodeTracer(self.recorder.episode_interval)
             if self.recorder is not None and self.recorder.keeps_episodes
             else None,
             now_s=time.monotonic,

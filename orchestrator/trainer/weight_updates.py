@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class WeightUpdate:
+class WeightPublish:
     """One publish of a state dict."""
 
     def __init__(
@@ -158,7 +158,7 @@ class WeightUpdate:
         return with_checksums(chunks, sums) if sums else chunks
 
 
-class WeightRollback(WeightUpdate):
+class WeightRollback(WeightPublish):
     """A publish of good weights in place of bad ones. Engines are paused meanwhile."""
 
     def __init__(
@@ -174,7 +174,7 @@ class WeightRollback(WeightUpdate):
         self._first_bad = first_bad
 
 
-class AdapterUpdate(WeightUpdate):
+class AdapterPublish(WeightPublish):
     """A publish of a LoRA adapter, new or with new tensors."""
 
     def __init__(
@@ -196,7 +196,7 @@ class AdapterUpdate(WeightUpdate):
         self.parts = WeightParts(is_adapter=True)
 
 
-class AdapterRemoval(WeightUpdate):
+class AdapterRemoval(WeightPublish):
     """A publish of a version without one LoRA adapter."""
 
     def __init__(self, run: Run, name: str, wait: PublishWait) -> None:
@@ -208,7 +208,7 @@ class AdapterRemoval(WeightUpdate):
         """Bring the version without the adapter to the engines; return it.
 
         Raises:
-            WeightsRefused: no adapter of this name is published; else as :meth:`WeightUpdate.run`.
+            WeightsRefused: no adapter of this name is published; else as :meth:`WeightPublish.run`.
         """
         known = scheduler.control.state.adapters_before
         if self._name not in known:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.errors import ConfigError, WeightsRefused
-from tidegate.orchestrator.fleet.site import Site
+from tidegate.orchestrator.fleet.launcher import EngineLauncher
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.orchestrator.weight_sync.state_dict import distinct_tensors
 from tidegate.transport.messages import UpdateWeights
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_channel(
-    settings: WeightSettings, site: Site, *, device: str, run_directory: Path | None
+    settings: WeightSettings, site: EngineLauncher, *, device: str, run_directory: Path | None
 ) -> WeightSender | CudaIpcSender:
     """The run's end of its weight channel.
 

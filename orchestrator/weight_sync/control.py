@@ -17,7 +17,7 @@ from tidegate.orchestrator.core import weight_control as wc
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.weight_content import Change, anew
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
-from tidegate.orchestrator.fleet.waiting import Waiting, resolve
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
 from tidegate.orchestrator.settings.config import WeightSettings
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 from tidegate.transport.messages import (
@@ -41,7 +41,7 @@ HEADER_BYTES = 256
 """Bytes added to a weights message for each engine: the versions that it may be laid over."""
 
 
-class Shell(Protocol):
+class EngineControlCallbacks(Protocol):
     """Methods of :class:`EngineSide` that weight control calls."""
 
     @property
@@ -86,8 +86,8 @@ class EngineControl:
         self,
         settings: WeightSettings,
         init_weights: InitWeights,
-        waiting: Waiting,
-        shell: Shell,
+        waiting: PendingFutures,
+        shell: EngineControlCallbacks,
         *,
         pause_timeout_s: float,
     ) -> None:
@@ -130,7 +130,7 @@ class EngineControl:
             return False
         if isinstance(message, SleepFailed):
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
-        self._handle(wc.Answered(engine, message))
+        self._handle(wc.ControlReplyReceived(engine, message))
         if isinstance(message, WeightsStaged):
             self._shell.staged(engine, message.version)
         return True
@@ -215,7 +215,7 @@ class EngineControl:
 
     async def stand_still(self, is_still: bool) -> None:
         """Pause engines for the staleness policy; afterwards the user's pause holds again."""
-        await self._ask(wc.StandStillAsked(next(self._numbers), is_still))
+        await self._ask(wc.EngineHaltRequested(next(self._numbers), is_still))
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
         """Return once this memory sleeps on every engine, with the bytes that they returned
@@ -248,7 +248,7 @@ class EngineControl:
         asked: wc.ReserveAsked
         | wc.PublishAsked
         | wc.PauseAsked
-        | wc.StandStillAsked
+        | wc.EngineHaltRequested
         | wc.SleepAsked
         | wc.WakeAsked,
     ) -> object:
@@ -262,7 +262,7 @@ class EngineControl:
                 self._handle(event)
                 if number not in self._outcomes:
                     await woken
-                event = wc.GoOn(number, self._shell.core.next_version)
+                event = wc.CallWoken(number, self._shell.core.next_version)
         finally:
             self._waiting.calls.pop(number, None)
             outcome = self._outcomes.pop(number, None)
@@ -296,8 +296,8 @@ class EngineControl:
                 self._timers[timer] = loop.call_later(seconds, self._on_timer, timer)
             case wc.StopTimer(timer=timer):
                 self._stop_timer(timer)
-            case wc.WhenSafe():
-                shell.when_safe(lambda: self._handle(wc.SwapsSafe()))
+            case wc.ReportWhenDurable():
+                shell.when_safe(lambda: self._handle(wc.VersionsDurable()))
             case wc.NoteSwap(engine=engine, message=message):
                 shell.swapped(engine, message)
             case wc.ReleaseVersion(version=version, replaced=replaced):
@@ -306,7 +306,7 @@ class EngineControl:
                 shell.handle([ev.PublishFailed()])
             case wc.RetractVersions(first_bad=first_bad):
                 shell.handle([ev.VersionRetracted(first_bad)])
-            case wc.StandStill(is_still=is_still):
+            case wc.SuspendDeadlines(is_still=is_still):
                 shell.stand_still(is_still)
             case wc.GiveUp(engine=engine, why=why):
                 shell.give_up_engine(engine, why)

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from tidegate.orchestrator.episodes.conversation import tool_names
-from tidegate.orchestrator.episodes.growing_text import GrowingText
+from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
 from tidegate.orchestrator.episodes.tool_calls import settled_words
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import OpenAIErrors
@@ -48,11 +48,11 @@ class Choice:
     turn: "asyncio.Task[GeneratedTurn]"
     sent: str = ""
     """Text that a stream has sent."""
-    growing: GrowingText = field(init=False)
+    growing: IncrementalDetokenizer = field(init=False)
     """Text of the turn so far; only streams keep it."""
 
     def __post_init__(self) -> None:
-        self.growing = GrowingText(self.row.decode)
+        self.growing = IncrementalDetokenizer(self.row.decode)
 
     def settled_text(self, tools: list[str], stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.

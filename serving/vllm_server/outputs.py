@@ -11,7 +11,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tidegate.orchestrator.episodes.growing_text import HALF_A_CHARACTER, GrowingText
+from tidegate.orchestrator.episodes.incremental_detokenizer import (
+    HALF_A_CHARACTER,
+    IncrementalDetokenizer,
+)
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, encode_text
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.http_server import off_loop
@@ -113,11 +116,13 @@ class IncrementalText:
     tokenizer: ModelTokenizer
     stops: StopConditions
     _sent: str = ""
-    _growing: GrowingText = field(init=False)
+    _growing: IncrementalDetokenizer = field(init=False)
 
     def __post_init__(self) -> None:
         skips = self.stops.skips_special_tokens
-        self._growing = GrowingText(partial(self.tokenizer.decode, skips_special_tokens=skips))
+        self._growing = IncrementalDetokenizer(
+            partial(self.tokenizer.decode, skips_special_tokens=skips)
+        )
 
     def more(self, token_ids: Sequence[int]) -> str:
         """Return what may be sent of an output that is not over.

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import TidegateError
-from tidegate.orchestrator.trainer.weight_updates import AdapterRemoval, AdapterUpdate, WeightUpdate
+from tidegate.orchestrator.trainer.weight_updates import (
+    AdapterPublish,
+    AdapterRemoval,
+    WeightPublish,
+)
 from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo, VersionLabels
 from tidegate.serving.vllm_server.receivers import Receiver, read_tensors
@@ -53,7 +57,7 @@ class WeightUpdates:
         scheduler: "Scheduler",
         info: ModelInfo,
         receiver: Receiver,
-        published: Callable[[WeightUpdate], None],
+        published: Callable[[WeightPublish], None],
         *,
         directories: Sequence[Path] = (),
     ) -> None:
@@ -215,7 +219,7 @@ class WeightUpdates:
             why = f"No adapter found for '{path}'; {_ONLY_BELOW}"
             raise ApiError(404, why, param="lora_path")
         async with self._one_at_a_time:
-            call = await asyncio.to_thread(AdapterUpdate, self._run, name, str(real), None, "live")
+            call = await asyncio.to_thread(AdapterPublish, self._run, name, str(real), None, "live")
             await self._publish(call, None)
             self._info.adapters[name] = path
 
@@ -257,7 +261,7 @@ class WeightUpdates:
 
     async def _publish_tensors(self, session: _Session, label: str | None) -> None:
         is_partial = bool(await asyncio.to_thread(self._info.lacking, list(session.tensors)))
-        call = WeightUpdate(self._run, session.tensors, "live", partial=is_partial)
+        call = WeightPublish(self._run, session.tensors, "live", partial=is_partial)
         await self._publish(call, label)
         if session.checksums:
             sums = {**self._checksums, **session.checksums}
@@ -267,7 +271,7 @@ class WeightUpdates:
                 sums = {name: each for name, each in sums.items() if name not in stale}
             self._checksums = sums
 
-    async def _publish(self, call: WeightUpdate, label: str | None) -> None:
+    async def _publish(self, call: WeightPublish, label: str | None) -> None:
         expected = self._scheduler.core.next_version
         if label is not None:
             self.labels.name(

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tidegate.policies import predictions
-from tidegate.simulation.planning.situation import Choice, Prediction, Situation
+from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
 
 HALVINGS = 30
 """Of the interval that the time of a batch is looked for in: to a billionth of it."""
 
 
-def predict(situation: Situation, choice: Choice) -> Prediction:
+def predict(situation: PlanWorkload, choice: PlanCandidate) -> Prediction:
     """What this choice brings, by closed forms.
 
     A batch takes as long as the slowest of three: the engines with all slots busy, the trainer, or
@@ -45,8 +45,8 @@ def predict(situation: Situation, choice: Choice) -> Prediction:
 
 @dataclass(frozen=True)
 class _Forms:
-    situation: Situation
-    choice: Choice
+    situation: PlanWorkload
+    choice: PlanCandidate
 
     @property
     def rollouts(self) -> float:

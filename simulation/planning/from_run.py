@@ -7,13 +7,13 @@ from typing import Any
 
 from tidegate.errors import ConfigError
 from tidegate.observability.facts import Facts, read_facts, read_metrics, read_record
-from tidegate.observability.lives import RUN_FILE
+from tidegate.observability.run_directories import RUN_FILE
 from tidegate.observability.trajectories import read_trajectories
 from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost
 from tidegate.simulation.engine_costs import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
-from tidegate.simulation.planning.situation import Choice, Prediction, Situation
+from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
 
 NO_PREFILL = 1e12
 """Tokens per second: a run's steps hold prefills too, so they are in the steps' time already."""
@@ -23,8 +23,8 @@ NO_PREFILL = 1e12
 class MeasuredRun:
     """Measured figures of a run that a plan needs."""
 
-    situation: Situation
-    choice: Choice
+    situation: PlanWorkload
+    choice: PlanCandidate
     """What it was set to."""
     measured: Prediction
     """What it did."""
@@ -52,13 +52,13 @@ def measured_run(directory: Path) -> MeasuredRun:
     is_trainer_bound = _idle_share_between_batches(directory, facts) <= BUSY_TRAINER_IDLE_MAX
     # What idle a trainer has that limits is the handing over of batches: its own time, too.
     trainer_s = facts.wall_s * (1.0 if is_trainer_bound else 1 - facts.trainer_idle_share)
-    bare = Situation(
+    bare = PlanWorkload(
         groups=groups,
         costs=_costs(engines, statistics["engines"]),
         trainer_tokens_per_s=facts.tokens_trained / trainer_s,
         turns=turns,
     )
-    choice = Choice(
+    choice = PlanCandidate(
         max_staleness=_setting(settings, "max_staleness", directory),
         groups_per_batch=_setting(settings, "groups_per_batch", directory),
         engines=len(engines),
@@ -86,7 +86,7 @@ UNACCOUNTED_MAX = 64.0
 """Engines that are in steps for less of a token's time than one part in so many wait for tools."""
 
 
-def _unaccounted_factor(situation: Situation, choice: Choice, batch_s: float) -> float:
+def _unaccounted_factor(situation: PlanWorkload, choice: PlanCandidate, batch_s: float) -> float:
     """How much longer a token takes than the steps it is in: the plan must give the run's own time.
 
     Tools, engines that wait for a processor, the wire: what steps don't account for is spread over
@@ -102,7 +102,7 @@ def _unaccounted_factor(situation: Situation, choice: Choice, batch_s: float) ->
     return high
 
 
-def _slowed(situation: Situation, factor: float) -> Situation:
+def _slowed(situation: PlanWorkload, factor: float) -> PlanWorkload:
     costs = situation.costs
     slowed = replace(
         costs, step_s=factor * costs.step_s, running_turn_s=factor * costs.running_turn_s

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tidegate.simulation.planning.closed_forms import predict
-from tidegate.simulation.planning.situation import Choice, Prediction, Situation
+from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 NEARLY_BEST = 0.98
@@ -20,7 +20,7 @@ class Row:
 
     varied: str
     """What was changed against the recommended choice: ``max_staleness``, ``pause``, …"""
-    choice: Choice
+    choice: PlanCandidate
     closed: Prediction
     simulated: Prediction | None = None
 
@@ -30,7 +30,9 @@ class Row:
         return self.simulated or self.closed
 
 
-def staleness_rows(situation: Situation, base: Choice, bounds: Sequence[int]) -> list[Row]:
+def staleness_rows(
+    situation: PlanWorkload, base: PlanCandidate, bounds: Sequence[int]
+) -> list[Row]:
     """The same run with other bounds."""
     choices = [replace(base, max_staleness=bound) for bound in sorted(set(bounds))]
     return [Row("max_staleness", each, predict(situation, each)) for each in choices]
@@ -43,8 +45,8 @@ def recommended(rows: Sequence[Row]) -> Row:
 
 
 def other_rows(
-    situation: Situation,
-    base: Choice,
+    situation: PlanWorkload,
+    base: PlanCandidate,
     *,
     pauses: Sequence[PauseMode] = (),
     splits: Sequence[tuple[int, int]] = (),
@@ -61,7 +63,7 @@ def other_rows(
         yield _row(situation, "batch", replace(base, groups_per_batch=groups))
 
 
-def _row(situation: Situation, varied: str, choice: Choice) -> Row:
+def _row(situation: PlanWorkload, varied: str, choice: PlanCandidate) -> Row:
     return Row(varied, choice, predict(situation, choice))
 
 

@@ -14,12 +14,12 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
-from tidegate.simulation.hardships import Hardships
-from tidegate.simulation.planning.situation import Choice, Prediction, Situation
+from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
+from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
 from tidegate.simulation.simulation import model_of_no_words
-from tidegate.simulation.stretch_engine import StretchEngine
 from tidegate.simulation.virtual_time import VirtualTime
-from tidegate.simulation.wire import CarriedFrame, SimulatedRouter, Tape
+from tidegate.simulation.wire import CarriedFrame, FrameLog, SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 WIRE_S = 0.0002
@@ -32,7 +32,7 @@ WARM_UP_VERSIONS_MIN = 4
 """Beside η: before them the pipeline is not full, so they don't count."""
 
 
-class BlankTape(Tape):
+class NullFrameLog(FrameLog):
     """Keeps nothing of what is carried: that would be most of the frames' cost."""
 
     def note(self, carried: CarriedFrame) -> None:
@@ -56,7 +56,7 @@ class _Tally:
 
 
 def simulate(
-    situation: Situation, choice: Choice, *, versions: int = 16, seed: int = 0
+    situation: PlanWorkload, choice: PlanCandidate, *, versions: int = 16, seed: int = 0
 ) -> Prediction:
     """What this choice brings over so many versions, after those that fill the pipeline."""
     virtual_time = VirtualTime(limit_s=FOR_EVER_S)
@@ -67,7 +67,11 @@ def simulate(
 
 
 async def _simulation(
-    situation: Situation, choice: Choice, virtual_time: VirtualTime, versions: int, seed: int
+    situation: PlanWorkload,
+    choice: PlanCandidate,
+    virtual_time: VirtualTime,
+    versions: int,
+    seed: int,
 ) -> Prediction:
     """Made where its loop runs, which a scheduler wants."""
     return await _Simulation(situation, choice, virtual_time, seed).run(versions)
@@ -77,7 +81,7 @@ class _Simulation:
     """One run, with a trainer that counts."""
 
     def __init__(
-        self, situation: Situation, choice: Choice, virtual_time: VirtualTime, seed: int
+        self, situation: PlanWorkload, choice: PlanCandidate, virtual_time: VirtualTime, seed: int
     ) -> None:
         self._situation = situation
         self._choice = choice
@@ -85,7 +89,7 @@ class _Simulation:
         self._seed = seed
         self._tally = _Tally()
         settings = _settings(situation, choice, seed)
-        self._router = SimulatedRouter(self._loop, BlankTape(), Hardships())
+        self._router = SimulatedRouter(self._loop, NullFrameLog(), CoverageMarks())
         init = InitWeights(channel="shm")
         self._scheduler = Scheduler(
             settings, model_of_no_words(), self._router, init, recorder=None
@@ -99,7 +103,7 @@ class _Simulation:
             link = self._router.link(name, latency_s=WIRE_S, chance=chance)
             none = contextlib.nullcontext()
             costs = self._situation.costs
-            StretchEngine(name, costs, loop=self._loop, link=link, stopwatch=none).start()
+            CoarseSimulatedEngine(name, costs, loop=self._loop, link=link, stopwatch=none).start()
         serving = self._loop.create_task(self._scheduler.run(), name="scheduler")
         await self._scheduler.wait_for_engines(self._choice.engines)
         self._scheduler.offer(self._prompts(), self._play)
@@ -173,7 +177,7 @@ def _prediction(start_s: float, tally: _Tally, versions: int) -> Prediction:
     )
 
 
-def _settings(situation: Situation, choice: Choice, seed: int) -> RunSettings:
+def _settings(situation: PlanWorkload, choice: PlanCandidate, seed: int) -> RunSettings:
     return run_settings(
         model="simulated",
         seed=seed,

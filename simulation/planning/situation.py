@@ -19,7 +19,7 @@ figures are about that; ``tidegate plan --from`` uses a run's own groups and ass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class PlanWorkload:
     """What is given: lengths, speeds and machines, which no setting changes."""
 
     groups: tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PlanCandidate:
     """Settings that a plan compares."""
 
     max_staleness: int

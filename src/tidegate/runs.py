@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from tidegate.orchestrator.fleet.site import Site, ThisMachine
+from tidegate.orchestrator.fleet.launcher import EngineLauncher, LocalEngineLauncher
 from tidegate.orchestrator.journal.resuming import Resume
 from tidegate.orchestrator.settings.config import RunOptions, RunSettings, run_settings
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
@@ -131,9 +131,9 @@ def run_parts(settings: RunSettings) -> RunParts:
         raise
 
 
-def _site_of(settings: RunSettings) -> Site:
+def _site_of(settings: RunSettings) -> EngineLauncher:
     if settings.fleet.cluster == "ray":
         from tidegate.integrations.ray.on_ray import RayCluster
 
         return RayCluster(settings)
-    return ThisMachine(settings)
+    return LocalEngineLauncher(settings)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tests.orchestrator.fleet.test_fleet import hello
-from tidegate.engine.link import Link
+from tidegate.engine.link import OrchestratorLink
 from tidegate.transport.messages import (
     FromOrchestrator,
     Message,
@@ -47,8 +47,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def welcomed(wire: Wire) -> Link:
-    link = Link(cast(DealerSocket, cast(Any, wire)), hello("a"))
+def welcomed(wire: Wire) -> OrchestratorLink:
+    link = OrchestratorLink(cast(DealerSocket, cast(Any, wire)), hello("a"))
     link.receive(0.0)
     link.say_hello(weight_version=0, turns=[])
     wire.incoming.append(WELCOME)

@@ -18,7 +18,7 @@ from tests.models import make_model_directory
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights, load_directory
 from tidegate.engine.scheduling.drafts import Tokens
-from tidegate.engine.scheduling.turns import TurnState
+from tidegate.engine.scheduling.sequences import EngineSequence
 from tidegate.kernels.native import native
 from tidegate.transport.messages import SamplingParams, TurnRefused
 
@@ -97,10 +97,10 @@ def test_turns_that_meet_no_number_end_and_those_beside_them_are_what_they_are_a
 class PoisonousGuesses:
     """Draft source that drafts one token for ever."""
 
-    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         return [np.full(count, POISON, np.int32) for count in counts]
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         pass
 
 

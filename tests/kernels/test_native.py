@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tidegate.kernels.compiled import COMPILER
-from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, Places, native
+from tidegate.kernels.native import HEAD_DIMS, LastTokens, Native, SlotMapping, native
 from tidegate.kernels.norm import rms_norm
 from tidegate.kernels.rope import apply_rope, rope_table
 from tidegate.kernels.sampling import sample
@@ -86,7 +86,7 @@ def test_queries_are_turned_and_keys_and_values_stand_where_they_belong(
     untouched = cache.clone()
 
     query = compiled(dtype).rotate_and_write(
-        qkv, weight, table, Places(positions, blocks, offsets), cache, EPSILON
+        qkv, weight, table, SlotMapping(positions, blocks, offsets), cache, EPSILON
     )
 
     turned = qkv[:, : heads + kv_heads]

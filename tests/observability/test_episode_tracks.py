@@ -8,7 +8,7 @@ from tests.observability.trace_events import hold_to_the_format
 from tidegate.observability.trace import EPISODE_INTERVALS_MAX, Trace, read_trace
 from tidegate.observability.trace_lines import trace_lines
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.diary import LANES_MAX, EpisodeDiary
+from tidegate.orchestrator.episodes.episode_tracer import LANES_MAX, EpisodeTracer
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval
 from tidegate.transport.messages import SamplingParams
 
@@ -19,7 +19,7 @@ class Watch:
     def __init__(self) -> None:
         self.now_us = 0
         self.told: list[EpisodeInterval] = []
-        self.diary = EpisodeDiary(self.told.append, now_us=lambda: self.now_us)
+        self.diary = EpisodeTracer(self.told.append, now_us=lambda: self.now_us)
 
     def ask(self, rollout: Rollout) -> "asyncio.Future[Turn]":
         rollout.turns.append(Turn(rollout, SamplingParams(max_tokens=4)))

@@ -22,9 +22,9 @@ from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.dashboard.source import RolloutQuery
 from tidegate.observability.facts import read_facts, read_metrics
-from tidegate.observability.lives import lives
 from tidegate.observability.recording import RunRecorder
 from tidegate.observability.report import write_report
+from tidegate.observability.run_directories import lives
 from tidegate.observability.trajectories import (
     STREAM_FILE,
     TRAJECTORIES_FILE,

@@ -13,15 +13,15 @@ from tidegate.orchestrator.batches.tasks import TaskSource
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import filing, groups, left_out
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.filing import SteadySteps, StepOutcome
+from tidegate.orchestrator.core.filing import StepCoalescer, StepOutcome
 from tidegate.orchestrator.core.group import Group
-from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.core.turns import TurnBook
+from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.episodes.runner import EpisodeRunner
-from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.policies import asynchrony, consumption
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
@@ -73,7 +73,7 @@ def one_group_too_many_is_admitted(patch: pytest.MonkeyPatch) -> None:
 def groups_in_training_are_not_outstanding(patch: pytest.MonkeyPatch) -> None:
     right = BoundedStaleness.admit
 
-    def admit(self: BoundedStaleness, waiting: GroupBook, *, training_groups: int) -> int:
+    def admit(self: BoundedStaleness, waiting: GroupTracker, *, training_groups: int) -> int:
         return right(self, waiting, training_groups=0)
 
     patch.setattr(BoundedStaleness, "admit", admit)
@@ -91,11 +91,11 @@ def places_are_free_before_the_version_is_live(patch: pytest.MonkeyPatch) -> Non
 
 @mutation(seed=3)
 def places_are_free_once_the_first_engine_is_live(patch: pytest.MonkeyPatch) -> None:
-    def raise_live_version(self: TurnBook) -> None:
+    def raise_live_version(self: TurnTracker) -> None:
         newest = max((engine.weight_version for engine in self.engines.values()), default=0)
         self.live_version = max(self.live_version, newest)
 
-    patch.setattr(TurnBook, "_raise_live_version", raise_live_version)
+    patch.setattr(TurnTracker, "_raise_live_version", raise_live_version)
 
 
 @mutation(seed=0)
@@ -105,7 +105,7 @@ def groups_are_trained_in_the_order_of_completion(patch: pytest.MonkeyPatch) -> 
 
 @mutation(seed=898)
 def a_group_overtakes_one_that_has_no_time_left(patch: pytest.MonkeyPatch) -> None:
-    def by_deadline(waiting: GroupBook, groups: int, **times: int) -> list[Group] | None:
+    def by_deadline(waiting: GroupTracker, groups: int, **times: int) -> list[Group] | None:
         return consumption.in_completion_order(waiting, groups)
 
     patch.setattr(asynchrony, "by_deadline", by_deadline)
@@ -115,7 +115,7 @@ def a_group_overtakes_one_that_has_no_time_left(patch: pytest.MonkeyPatch) -> No
 def a_window_is_one_group_too_wide(patch: pytest.MonkeyPatch) -> None:
     right = consumption.in_window
 
-    def in_window(waiting: GroupBook, groups: int, window: Window) -> list[Group] | None:
+    def in_window(waiting: GroupTracker, groups: int, window: Window) -> list[Group] | None:
         return right(waiting, groups, Window(window.groups + 1))
 
     patch.setattr(asynchrony, "in_window", in_window)
@@ -175,11 +175,11 @@ def a_batch_is_trained_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=0)
 def a_dropped_group_keeps_its_tokens_buffered(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: GroupBook, group: Group, reason: str) -> list[ev.Command]:
+    def drop(self: GroupTracker, group: Group, reason: str) -> list[ev.Command]:
         self._forget(group)
         return [self._discard(rollout, group, reason) for rollout in group.kept]
 
-    patch.setattr(GroupBook, "drop", drop)
+    patch.setattr(GroupTracker, "drop", drop)
 
 
 @mutation(seed=1)
@@ -204,10 +204,10 @@ def a_group_with_one_rollout_left_is_trained(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=1)
 def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
-    def undo_offer(self: BatchDesk) -> None:
+    def undo_offer(self: BatchRequestQueue) -> None:
         self._offer = None
 
-    patch.setattr(BatchDesk, "_undo_offer", undo_offer)
+    patch.setattr(BatchRequestQueue, "_undo_offer", undo_offer)
 
 
 @mutation(seed=13)
@@ -277,25 +277,25 @@ def a_group_that_teaches_nothing_is_trained(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=1)
 def a_lost_engines_turns_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: TurnBook, engine: str, *, is_crash: bool) -> list[ev.Command]:
+    def leave(self: TurnTracker, engine: str, *, is_crash: bool) -> list[ev.Command]:
         self.engines.pop(engine, None)
         self._raise_live_version()
         return []
 
-    patch.setattr(TurnBook, "leave", leave)
+    patch.setattr(TurnTracker, "leave", leave)
 
 
 @mutation(seed=9)
 def turns_sent_before_a_reconnect_are_believed_to_have_arrived(patch: pytest.MonkeyPatch) -> None:
-    right = TurnBook.join
+    right = TurnTracker.join
 
-    def join(self: TurnBook, event: ev.EngineJoined) -> list[ev.Command]:
+    def join(self: TurnTracker, event: ev.EngineJoined) -> list[ev.Command]:
         known = self.engines.get(event.engine)
         if known is not None and known.epoch == event.epoch:
             return self.swap(event.engine, event.weight_version)
         return right(self, event)
 
-    patch.setattr(TurnBook, "join", join)
+    patch.setattr(TurnTracker, "join", join)
 
 
 @mutation(seed=13)
@@ -304,27 +304,27 @@ def an_aborted_turn_is_taken_for_finished(patch: pytest.MonkeyPatch) -> None:
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return True
 
-    patch.setattr(TurnBook, "_finish", staticmethod(finish))
+    patch.setattr(TurnTracker, "_finish", staticmethod(finish))
 
 
 @mutation(seed=6)
 def a_late_joiner_with_old_weights_gets_turns(patch: pytest.MonkeyPatch) -> None:
-    right = TurnBook.submit
+    right = TurnTracker.submit
 
-    def submit(self: TurnBook, turn: Turn, priority: int) -> list[ev.Command]:
+    def submit(self: TurnTracker, turn: Turn, priority: int) -> list[ev.Command]:
         live, self.live_version = self.live_version, 0
         commands = right(self, turn, priority)
         self.live_version = live
         return commands
 
-    patch.setattr(TurnBook, "submit", submit)
+    patch.setattr(TurnTracker, "submit", submit)
 
 
 @mutation(seed=20)
 def a_turn_sent_again_counts_its_tokens_from_0(patch: pytest.MonkeyPatch) -> None:
-    right = TurnBook.submit
+    right = TurnTracker.submit
 
-    def submit(self: TurnBook, turn: Turn, priority: int) -> list[ev.Command]:
+    def submit(self: TurnTracker, turn: Turn, priority: int) -> list[ev.Command]:
         commands = right(self, turn, priority)
         for command in commands:
             if isinstance(command, ev.Submit):
@@ -332,7 +332,7 @@ def a_turn_sent_again_counts_its_tokens_from_0(patch: pytest.MonkeyPatch) -> Non
                 submissions[command.message.turn].sampled_before = 0
         return commands
 
-    patch.setattr(TurnBook, "submit", submit)
+    patch.setattr(TurnTracker, "submit", submit)
 
 
 @mutation(seed=9)
@@ -348,23 +348,23 @@ def tokens_are_tagged_with_the_version_at_their_arrival(patch: pytest.MonkeyPatc
 
 @mutation(seed=13)
 def an_abort_is_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TurnBook, "_go_on", lambda self, turn: [])
+    patch.setattr(TurnTracker, "_go_on", lambda self, turn: [])
 
 
 @mutation(seed=0)
 def a_turn_given_up_goes_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TurnBook, "cancel", lambda self, rollout: [])
+    patch.setattr(TurnTracker, "cancel", lambda self, rollout: [])
 
 
 @mutation(seed=45)
 def kv_computed_again_is_taken_for_the_old(patch: pytest.MonkeyPatch) -> None:
-    right = TurnBook._file_prefill
+    right = TurnTracker._file_prefill
 
     def file_prefill(turn: Turn | None, prefill: Prefill) -> None:
         if prefill.at == 0:
             right(turn, prefill)
 
-    patch.setattr(TurnBook, "_file_prefill", staticmethod(file_prefill))
+    patch.setattr(TurnTracker, "_file_prefill", staticmethod(file_prefill))
 
 
 @mutation(seed=0)
@@ -379,10 +379,10 @@ def the_rows_of_a_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=225)
 def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) -> None:
-    right = SteadySteps.takes
+    right = StepCoalescer.takes
 
     def takes(
-        self: SteadySteps,
+        self: StepCoalescer,
         step: ev.StepArrived,
         tokens_each: int,
         submissions: dict[int, Turn],
@@ -390,14 +390,14 @@ def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) 
         self._version = step.version
         return right(self, step, tokens_each, submissions)
 
-    patch.setattr(SteadySteps, "takes", takes)
+    patch.setattr(StepCoalescer, "takes", takes)
 
 
 @mutation(seed=29)
 def a_turn_that_ends_engines_is_sent_to_the_next(patch: pytest.MonkeyPatch) -> None:
-    right = TurnBook.leave
+    right = TurnTracker.leave
 
-    def leave(self: TurnBook, engine: str, *, is_crash: bool) -> list[ev.Command]:
+    def leave(self: TurnTracker, engine: str, *, is_crash: bool) -> list[ev.Command]:
         return right(self, engine, is_crash=False)
 
-    patch.setattr(TurnBook, "leave", leave)
+    patch.setattr(TurnTracker, "leave", leave)

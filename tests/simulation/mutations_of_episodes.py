@@ -7,23 +7,23 @@ from tests.simulation.mutations_of_the_wire import MUTATIONS
 from tidegate.orchestrator.core.outbox import Outbox
 from tidegate.orchestrator.episodes import episode, runner
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.fleet.score_desk import ScoreDesk
+from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 
 __all__ = ["MUTATIONS"]
 
 
 @mutation(seed=20)
 def engines_with_old_weights_are_asked_for_scores(patch: pytest.MonkeyPatch) -> None:
-    right = ScoreDesk._choose
+    right = ScoreDispatcher._choose
 
-    def choose(self: ScoreDesk, want: str) -> str | None:
+    def choose(self: ScoreDispatcher, want: str) -> str | None:
         live_version, self._live_version = self._live_version, lambda: 0
         try:
             return right(self, want)
         finally:
             self._live_version = live_version
 
-    patch.setattr(ScoreDesk, "_choose", choose)
+    patch.setattr(ScoreDispatcher, "_choose", choose)
 
 
 @mutation(seed=9)

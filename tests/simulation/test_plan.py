@@ -17,8 +17,8 @@ from tidegate.simulation.planning.from_run import measured_run
 from tidegate.simulation.planning.plan import advice, other_rows, recommended, staleness_rows
 from tidegate.simulation.planning.simulated import simulate
 from tidegate.simulation.planning.situation import (
-    Choice,
-    Situation,
+    PlanCandidate,
+    PlanWorkload,
     log_normal_groups,
 )
 
@@ -29,8 +29,8 @@ GROUPS = log_normal_groups(mean_tokens=200, sigma=1.0, tokens_max=1600, group_si
 BALANCED = COSTS.peak_tokens_per_s * 4 / 0.9
 """The trainer of four engines: it needs a little less than they do."""
 
-SITUATION = Situation(groups=GROUPS, costs=COSTS, trainer_tokens_per_s=BALANCED)
-CHOICE = Choice(max_staleness=2, groups_per_batch=16, engines=4)
+SITUATION = PlanWorkload(groups=GROUPS, costs=COSTS, trainer_tokens_per_s=BALANCED)
+CHOICE = PlanCandidate(max_staleness=2, groups_per_batch=16, engines=4)
 
 
 def test_drawn_lengths_have_the_mean_that_was_asked_for_after_the_cut() -> None:
@@ -199,6 +199,6 @@ def test_what_can_not_be_planned_is_one_line(
 
 def test_a_group_without_a_token_and_a_trainer_without_speed_are_refused() -> None:
     with pytest.raises(ConfigError, match="lengths are needed"):
-        Situation(groups=(), costs=COSTS, trainer_tokens_per_s=1.0)
+        PlanWorkload(groups=(), costs=COSTS, trainer_tokens_per_s=1.0)
     with pytest.raises(ConfigError, match="speed must be > 0"):
         replace(SITUATION, trainer_tokens_per_s=0.0)

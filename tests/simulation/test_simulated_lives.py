@@ -9,21 +9,21 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import left_out, state, turns
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
-from tidegate.orchestrator.core.groups import GroupBook
+from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.handed_batches import HandedBatch, HandedBatches
 from tidegate.orchestrator.core.rollout import RolloutState
 from tidegate.orchestrator.core.state import SavedTurns
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.trained import TrainedCounts
-from tidegate.orchestrator.core.turns import TurnBook
+from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.journal.run_journal import RunJournal
-from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.task_feed import TaskFeed
-from tidegate.simulation.lives import LivesReport, simulate_lives
+from tidegate.simulation.crash_restart import CrashRestartReport, simulate_lives
 from tidegate.simulation.scenario import read_scenario
 from tidegate.simulation.shrinking import run_any
 from tidegate.transport.messages import Hello
@@ -72,7 +72,7 @@ def engines_are_sent_turns_before_a_resume_is_committed(patch: pytest.MonkeyPatc
 
 @mutation
 def turns_that_were_lost_on_the_way_are_not_sent_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TurnBook, "_send_missing", lambda self, name, engine: [])
+    patch.setattr(TurnTracker, "_send_missing", lambda self, name, engine: [])
 
 
 @mutation
@@ -128,20 +128,20 @@ def a_resumed_run_takes_its_tasks_from_the_start(patch: pytest.MonkeyPatch) -> N
 
 @mutation
 def what_a_cut_rollout_had_sampled_stays_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def cut(self: GroupBook, event: ev.RolloutCut) -> list[ev.Command]:
+    def cut(self: GroupTracker, event: ev.RolloutCut) -> list[ev.Command]:
         rollout, _ = self.running[event.rollout_id]
         commands = self._turns.cancel(rollout)
         rollout.cut(turns=event.turns)
         return commands
 
-    patch.setattr(GroupBook, "cut", cut)
+    patch.setattr(GroupTracker, "cut", cut)
 
 
 @mutation
 def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -> None:
-    right = GroupBook.cut
+    right = GroupTracker.cut
 
-    def cut(self: GroupBook, event: ev.RolloutCut) -> list[ev.Command]:
+    def cut(self: GroupTracker, event: ev.RolloutCut) -> list[ev.Command]:
         rollout, _ = self.running[event.rollout_id]
         context = rollout.token_ids[: event.tokens]
         commands = right(self, event)
@@ -153,20 +153,20 @@ def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -
         if past is not None:
             self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
 
-    patch.setattr(GroupBook, "cut", cut)
+    patch.setattr(GroupTracker, "cut", cut)
     patch.setattr(Episode, "_forget_the_past", forget_the_past)
 
 
 @mutation
 def batches_to_be_handed_over_again_go_to_the_end(patch: pytest.MonkeyPatch) -> None:
-    def take_back(self: GroupBook, groups: list[Group]) -> None:
+    def take_back(self: GroupTracker, groups: list[Group]) -> None:
         self._waiting.update({group.group_id: group for group in groups})
         self._ended.update({group.group_id: group for group in groups})
         for rollout in (rollout for group in groups for rollout in group.kept):
             rollout.state = RolloutState.FINISHED
             self.ledger.take_back(rollout.sampled_tokens)
 
-    patch.setattr(GroupBook, "take_back", take_back)
+    patch.setattr(GroupTracker, "take_back", take_back)
 
 
 @mutation
@@ -176,7 +176,7 @@ def batches_to_be_handed_over_again_are_selected_anew(patch: pytest.MonkeyPatch)
 
 @mutation
 def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyPatch) -> None:
-    def take_back(batch: HandedBatch, groups: GroupBook, trained: TrainedCounts) -> None:
+    def take_back(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
         trained.count(batch.rows, batch.trainer_version, -1)
         groups.take_back(batch.groups)
 
@@ -196,10 +196,10 @@ def what_was_left_out_is_not_written_down(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def a_batch_that_nobody_waited_for_is_lost(patch: pytest.MonkeyPatch) -> None:
-    def undo_offer(self: BatchDesk) -> None:
+    def undo_offer(self: BatchRequestQueue) -> None:
         self._offer = None
 
-    patch.setattr(BatchDesk, "_undo_offer", undo_offer)
+    patch.setattr(BatchRequestQueue, "_undo_offer", undo_offer)
 
 
 @mutation
@@ -252,7 +252,7 @@ def test_turns_that_are_recalled_are_sent_in_the_same_order_by_whoever_resumes(s
 def test_a_scenario_that_dies_is_replayed_from_its_json_as_from_its_seed() -> None:
     drawn = simulate_lives(5)
     again = run_any(read_scenario(drawn.scenario.to_json()))
-    assert isinstance(again, LivesReport)
+    assert isinstance(again, CrashRestartReport)
     assert again.digest == drawn.digest
     assert drawn.replay_command == "tidegate simulate --first-seed 5 --seeds 0 --lives 1"
     assert again.replay_command == f"tidegate simulate --replay '{drawn.scenario.to_json()}'"

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.test_cli import status_of
 from tests.simulation.mutations_of_episodes import MUTATIONS
 from tidegate.errors import ConfigError
+from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.faults import (
     ALL_FAULTS,
     NO_FAULTS,
@@ -19,7 +20,6 @@ from tidegate.simulation.faults import (
     FaultKind,
     parse_faults,
 )
-from tidegate.simulation.hardships import Hardship
 from tidegate.simulation.scenario import Scenario, draw_scenario, read_scenario
 from tidegate.simulation.shrinking import shrink
 from tidegate.simulation.simulation import SimulationReport, run_scenario, simulate
@@ -49,7 +49,7 @@ def test_every_promise_is_kept_whatever_goes_wrong(reports: list[SimulationRepor
 def test_the_runs_reach_what_is_hard(reports: list[SimulationReport]) -> None:
     """Or nothing that goes wrong would be noticed. A sweep of 1,000 seeds has to reach all."""
     reached = {hardship for report in reports for hardship in report.hardships}
-    assert len(reached) > 0.7 * len(Hardship)
+    assert len(reached) > 0.7 * len(CoverageMark)
     assert max(report.oldest_staleness for report in reports) >= 2
     assert sum(report.trained_tokens for report in reports) > 10 * SEEDS
     assert len({report.digest for report in reports}) == SEEDS
@@ -120,12 +120,12 @@ def test_without_faults_every_task_is_trained_and_nothing_is_thrown_away() -> No
     for seed in range(30):
         report, scenario = simulate(seed, faults=NO_FAULTS), draw_scenario(seed, NO_FAULTS)
         assert report.failure is None
-        assert Hardship.CAME_BACK not in report.hardships
+        assert CoverageMark.CAME_BACK not in report.hardships
         is_dropping = scenario.on_deadline == "drop" or scenario.policy == "tail-packing"
         if not scenario.filters_groups:
             assert report.trained_tasks == scenario.tasks
         if not scenario.filters_groups and not is_dropping:
-            assert not report.hardships & {Hardship.DROPPED, Hardship.STALE}
+            assert not report.hardships & {CoverageMark.DROPPED, CoverageMark.STALE}
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_a_sweep_counts_what_its_runs_went_through() -> None:
         assert summary.add(report) == []
     said = "\n".join(summary.lines())
     assert said.startswith("30 of 30 seeds kept every promise")
-    assert f"{1000 * summary.hardships[Hardship.CRASHED] / 30:6.0f}  an engine crashed" in said
+    assert f"{1000 * summary.hardships[CoverageMark.CRASHED] / 30:6.0f}  an engine crashed" in said
     assert "     0  a connection broke" in said
 
 

@@ -17,8 +17,8 @@ from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import UpdateWeights, encode
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
 from tidegate.transport.weight_channels import (
-    Home,
     NamedBuffer,
+    WeightReceiverConfig,
     collective,
     collective_sender,
     receiver,
@@ -33,7 +33,7 @@ WAIT_S = 100.0
 FOR_EVER_S = 1000.0
 """Longer than any test waits."""
 
-HOME = Home("tcp://127.0.0.1:5555")
+HOME = WeightReceiverConfig("tcp://127.0.0.1:5555")
 """Orchestrator's address, with no listener; weights use a port beside it."""
 
 
@@ -52,7 +52,7 @@ def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """A receiver with a thread of its own."""
 
-    def __init__(self, weights: CollectiveSender, home: Home = HOME) -> None:
+    def __init__(self, weights: CollectiveSender, home: WeightReceiverConfig = HOME) -> None:
         self._end = receiver(weights.init(), home)
         self._thread = ThreadPoolExecutor(1)
 
@@ -116,10 +116,10 @@ def test_one_that_comes_late_gets_the_newest_and_what_is_kept(weights: Collectiv
 SELF_SIGNALLED = """
 import os, sys
 from tidegate.transport.messages import decode_from_orchestrator
-from tidegate.transport.weight_channels import Home, receiver
+from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
 
 init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[1:])
-arriving = receiver(init, Home("tcp://127.0.0.1:5555")).tensors(update)
+arriving = receiver(init, WeightReceiverConfig("tcp://127.0.0.1:5555")).tensors(update)
 next(arriving)
 print("in", flush=True)
 os.kill(os.getpid(), SIGNAL)
@@ -157,11 +157,11 @@ def test_a_round_that_a_member_dies_in_is_done_again_without_it(weights: Collect
 PATIENT = f"""
 import sys, zlib
 from tidegate.transport.messages import decode_from_orchestrator
-from tidegate.transport.weight_channels import Home, collective, receiver
+from tidegate.transport.weight_channels import WeightReceiverConfig, collective, receiver
 
 collective.ROUND_TIMEOUT_S = {FOR_EVER_S}
 init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[1:])
-for spec, view in receiver(init, Home("tcp://127.0.0.1:5555")).tensors(update):
+for spec, view in receiver(init, WeightReceiverConfig("tcp://127.0.0.1:5555")).tensors(update):
     print(zlib.crc32(view), flush=True)
 sys.stdin.read()
 """
@@ -263,7 +263,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_requests_are_made_with_the_runs_keys(tmp_path: Path) -> None:
     own = read_engine_keys(make_keys(tmp_path))
     weights = CollectiveSender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
-    engine = Engine(weights, Home(HOME.address, own))
+    engine = Engine(weights, WeightReceiverConfig(HOME.address, own))
     [update] = weights.write(1, sent := tensors(100))
     assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
     engine.close()

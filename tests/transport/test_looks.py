@@ -17,23 +17,23 @@ from tidegate.transport.router import (
     MESSAGES_PER_ACK,
     QUIET_LOOK_INTERVAL_S,
     VAIN_LOOKS_MAX,
-    Looks,
+    PollSchedule,
     RouterSocket,
 )
 
 pytestmark = pytest.mark.wire
 
 
-def by_the_clock() -> Looks:
+def by_the_clock() -> PollSchedule:
     """Return the schedule of a thousand messages a second, at the end of its first wakeups."""
-    looks = Looks()
+    looks = PollSchedule()
     firsts = [looks.woken(1.0 + 0.001 * index) for index in range(BUSY_WAKEUPS)]
     assert firsts == [None] * (BUSY_WAKEUPS - 1) + [LOOK_INTERVAL_S]
     return looks
 
 
 def test_wakeups_that_are_far_between_or_answered_stay_wakeups() -> None:
-    slow, answered = Looks(), Looks()
+    slow, answered = PollSchedule(), PollSchedule()
     for index in range(4 * BUSY_WAKEUPS):
         assert slow.woken(2 * index * BUSY_WITHIN_S / BUSY_WAKEUPS) is None
         answered.sends += 1

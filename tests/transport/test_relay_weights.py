@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, UpdateWeights, encode
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
-from tidegate.transport.weight_channels import Home, NamedBuffer, receiver, relay_node
+from tidegate.transport.weight_channels import (
+    NamedBuffer,
+    WeightReceiverConfig,
+    receiver,
+    relay_node,
+)
 from tidegate.transport.weight_channels.relay import Where, decode_parent, decode_where
 from tidegate.transport.weight_channels.relay import encode as encode_relay
-from tidegate.transport.weight_channels.relay_sender import Line, RelaySender
+from tidegate.transport.weight_channels.relay_sender import RelaySender, RelayTree
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, Chunk, Fetch, decode_fetch
 from tidegate.transport.weight_channels.zmq import encode as encode_chunk
 
@@ -78,9 +83,11 @@ def as_bytes(sent: list[NamedBuffer]) -> dict[str, bytes]:
 class Engine:
     """A receiver with a thread of its own, on a host of this name."""
 
-    def __init__(self, weights: RelaySender, host: str, home: Home | None = None) -> None:
-        home = home or Home(ORCHESTRATOR)
-        self._end = receiver(weights.init(), Home(home.address, home.keys, host))
+    def __init__(
+        self, weights: RelaySender, host: str, home: WeightReceiverConfig | None = None
+    ) -> None:
+        home = home or WeightReceiverConfig(ORCHESTRATOR)
+        self._end = receiver(weights.init(), WeightReceiverConfig(home.address, home.keys, host))
         self._thread = ThreadPoolExecutor(1)
 
     def fetch(self, update: UpdateWeights) -> "Future[dict[str, bytes]]":
@@ -142,7 +149,7 @@ def test_what_is_not_there_any_more_is_refused(weights: Sender, engines: list[En
 
 
 def test_memory_is_used_again_on_each_host(weights: Sender) -> None:
-    with closing(receiver(weights.init(), Home(ORCHESTRATOR))) as end:
+    with closing(receiver(weights.init(), WeightReceiverConfig(ORCHESTRATOR))) as end:
         inodes = set()
         for version in range(4):
             [update] = weights.write(version, sent := tensors()[:2], keep=[version - 1])
@@ -165,10 +172,10 @@ def test_a_relay_that_ends_while_it_is_being_closed_is_closed(weights: Sender) -
 RELAY = """
 import sys
 from tidegate.transport.messages import decode_from_orchestrator
-from tidegate.transport.weight_channels import Home, receiver
+from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
 
 init, update = (decode_from_orchestrator(bytes.fromhex(line)) for line in sys.argv[2:])
-end = receiver(init, Home("tcp://127.0.0.1:5555", None, sys.argv[1]))
+end = receiver(init, WeightReceiverConfig("tcp://127.0.0.1:5555", None, sys.argv[1]))
 arriving = end.tensors(update)
 next(arriving)
 print("fetching", flush=True)
@@ -256,7 +263,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) -> None:
     own = read_engine_keys(make_keys(tmp_path))
     weights = RelaySender("tcp://127.0.0.1:*", keys=read_orchestrator_keys(tmp_path))
-    home = Home(ORCHESTRATOR, own)
+    home = WeightReceiverConfig(ORCHESTRATOR, own)
     engines = [Engine(weights, host, home) for host in ("a", "b")]
     [update] = weights.write(1, sent := tensors())
     for engine in engines:
@@ -296,7 +303,7 @@ def answers(address: str, fetch: Fetch) -> list[bytes]:
 
 
 def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:
-    line = Line()
+    line = RelayTree()
     assert line.parent(Where("w", "a")) == ""
     assert line.parent(Where("w", "b")) == "a"
     assert line.parent(Where("w", "c")) == "b"
@@ -308,7 +315,7 @@ def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:
 
 
 def test_where_each_serves_two_they_form_a_tree() -> None:
-    line = Line()
+    line = RelayTree()
     parents = [line.parent(Where("w", name), fan_out=2) for name in "abcdefg"]
     assert parents == ["", "", "a", "a", "b", "b", "c"]
 
@@ -317,7 +324,7 @@ def test_where_each_serves_two_they_form_a_tree() -> None:
 def test_nobody_is_ever_served_by_who_is_served_by_it(
     asked: list[tuple[int, int]], fan_out: int
 ) -> None:
-    line, parents = Line(), {}
+    line, parents = RelayTree(), {}
     for here, avoid in asked:
         where = Where("w", str(here), str(avoid) if avoid >= 0 else "")
         parents[str(here)] = line.parent(where, fan_out=fan_out)

@@ -19,7 +19,7 @@ from tidegate.transport.trainer_sockets import TrainerDealer, TrainerRouter
 from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import TunnelEntrance
 from tidegate.transport.weight_channels import relay_sockets
-from tidegate.transport.weight_channels.base import Home
+from tidegate.transport.weight_channels.base import WeightReceiverConfig
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream
 from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
@@ -132,7 +132,7 @@ def tunnel(open_: ExitStack) -> str:
 
 def weights_by_zmq(open_: ExitStack) -> str:
     sender = open_.enter_context(closing(ZmqSender(ANYWHERE)))
-    home = Home(address=sender.address.replace("*", "127.0.0.1"))
+    home = WeightReceiverConfig(address=sender.address.replace("*", "127.0.0.1"))
     open_.enter_context(closing(ZmqReceiver(sender.init(), home)))
     return sender.address
 

@@ -19,7 +19,12 @@ import zmq
 from tidegate.errors import WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import make_keys, read_engine_keys, read_orchestrator_keys
-from tidegate.transport.weight_channels import Home, NamedBuffer, receiver, zmq_receiver
+from tidegate.transport.weight_channels import (
+    NamedBuffer,
+    WeightReceiverConfig,
+    receiver,
+    zmq_receiver,
+)
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
 from tidegate.transport.weight_channels.zmq_sender import SendableMemory, ZmqSender
 
@@ -29,7 +34,7 @@ WAIT_S = 30.0
 ORCHESTRATOR = "tcp://127.0.0.1:5555"
 """Orchestrator's address, with no listener; weights use a port beside it."""
 
-HOME = Home(ORCHESTRATOR)
+HOME = WeightReceiverConfig(ORCHESTRATOR)
 
 
 @pytest.fixture
@@ -44,7 +49,9 @@ def tensor(name: str, nbytes: int) -> NamedBuffer:
     return NamedBuffer(name, "uint8", (nbytes,), memoryview(os.urandom(nbytes)))
 
 
-def fetched(init: InitWeights, update: UpdateWeights, home: Home = HOME) -> dict[str, bytes]:
+def fetched(
+    init: InitWeights, update: UpdateWeights, home: WeightReceiverConfig = HOME
+) -> dict[str, bytes]:
     with closing(receiver(init, home)) as end:
         return {spec.name: bytes(view) for spec, view in end.tensors(update)}
 
@@ -66,7 +73,7 @@ def test_weights_of_any_size_come_from_beside_the_orchestrators_address(
     sizes = [1, 0, CHUNK_BYTES - 1, CHUNK_BYTES, 3, (CHUNKS_AHEAD + 2) * CHUNK_BYTES + 1]
     tensors = [tensor(f"w{n}", size) for n, size in enumerate(sizes)]
     [update] = weights.write(1, tensors)
-    assert fetched(weights.init(), update, Home(address or "")) == as_bytes(tensors)
+    assert fetched(weights.init(), update, WeightReceiverConfig(address or "")) == as_bytes(tensors)
     weights.close()
 
 
@@ -116,7 +123,7 @@ def test_memory_is_used_again_at_both_ends(weights: ZmqSender) -> None:
 MAPPED_FOR_CHUNKS = """
 import ctypes, sys
 from tidegate.transport.messages import InitWeights
-from tidegate.transport.weight_channels import Home, receiver
+from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
 from tidegate.transport.weight_channels.zmq_sender import SendableMemory
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
 
@@ -126,13 +133,11 @@ class Statistics(ctypes.Structure):
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "mallinfo2"):
     sys.exit("this is no glibc of 2.33 or later")
-libc.mallinfo2.restype, libc.malloc.restype = Statistics, ctypes.c_void_p
-end = receiver(InitWeights(channel="zmq", info={"address": "tcp://*:1"}), Home(sys.argv[1]))
-before = libc.mallinfo2().field_3
-libc.malloc(ctypes.c_size_t(CHUNKS_AHEAD * CHUNK_BYTES - 4096))
-print(libc.mallinfo2().field_3 - before)
-end.close()
-"""
+libc.mallinfo2.restype, libc.malloc.restype = Statistics, ctypes.c_void_p end =
+receiver(InitWeights(channel="zmq", info={"address": "tcp://*:1"}),
+WeightReceiverConfig(sys.argv[1])) before = libc.mallinfo2().field_3
+libc.malloc(ctypes.c_size_t(CHUNKS_AHEAD * CHUNK_BYTES - 4096)) print(libc.mallinfo2().field_3 -
+before) end.close() """
 
 
 def test_memory_of_chunks_is_the_heaps_and_so_not_fresh_for_each() -> None:
@@ -250,7 +255,9 @@ def test_a_sender_that_dies_in_the_midst_is_an_error_after_a_time(
 
 def test_where_nobody_answers_it_is_an_error_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 0.3)
-    end = receiver(InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), Home())
+    end = receiver(
+        InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), WeightReceiverConfig()
+    )
     update = UpdateWeights(version=1, location="x", tensors=[TensorSpec("w", "uint8", [7], 0, 7)])
     with pytest.raises(WeightsRefused, match="7 bytes still to come; is the orchestrator alive"):
         list(end.tensors(update))
@@ -258,7 +265,9 @@ def test_where_nobody_answers_it_is_an_error_after_a_time(monkeypatch: pytest.Mo
 
 
 def test_a_transfer_that_nobody_wants_any_more_ends_at_once() -> None:
-    end = receiver(InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), Home())
+    end = receiver(
+        InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), WeightReceiverConfig()
+    )
     update = UpdateWeights(version=1, location="x", tensors=[TensorSpec("w", "uint8", [7], 0, 7)])
     started_s = time.monotonic()
     assert list(end.tensors(update, lambda: time.monotonic() < started_s + 0.2)) == []
@@ -375,10 +384,12 @@ def test_with_keys_only_who_has_them_gets_weights(
     weights = ZmqSender("tcp://0.0.0.0:5555", keys=own_keys)
     [update] = weights.write(1, sent := [tensor("w", 2 * CHUNK_BYTES)])
     own, theirs = read_engine_keys(engine), read_engine_keys(stranger)
-    assert fetched(weights.init(), update, Home(ORCHESTRATOR, own)) == as_bytes(sent)
+    assert fetched(weights.init(), update, WeightReceiverConfig(ORCHESTRATOR, own)) == as_bytes(
+        sent
+    )
     for keys in (None, theirs):
         with pytest.raises(
             WeightsRefused, match=r"does not let this engine in|no weights have come"
         ):
-            fetched(weights.init(), update, Home(ORCHESTRATOR, keys))
+            fetched(weights.init(), update, WeightReceiverConfig(ORCHESTRATOR, keys))
     weights.close()

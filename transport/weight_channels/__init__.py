@@ -9,14 +9,19 @@ from pathlib import Path
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys
-from tidegate.transport.weight_channels.base import Home, NamedBuffer, WeightReceiver, WeightSender
+from tidegate.transport.weight_channels.base import (
+    NamedBuffer,
+    WeightReceiver,
+    WeightReceiverConfig,
+    WeightSender,
+)
 
 __all__ = [
     "CHANNELS",
     "NOWHERE",
-    "Home",
     "NamedBuffer",
     "WeightReceiver",
+    "WeightReceiverConfig",
     "WeightSender",
     "receiver",
     "sender",
@@ -25,7 +30,7 @@ __all__ = [
 CHANNELS = ("shm", "zmq", "relay", "collective", "disk")
 """Names of the available channels, the fastest first."""
 
-NOWHERE = Home()
+NOWHERE = WeightReceiverConfig()
 """Home of an engine that needs no network to fetch weights: the buffer is on its host."""
 
 
@@ -69,7 +74,7 @@ def sender(
     raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
 
 
-def receiver(init: InitWeights, home: Home = NOWHERE) -> WeightReceiver:
+def receiver(init: InitWeights, home: WeightReceiverConfig = NOWHERE) -> WeightReceiver:
     """Create an engine's end; ``home`` is how it reaches its orchestrator.
 
     Raises:

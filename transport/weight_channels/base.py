@@ -52,7 +52,7 @@ class NamedBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class WeightReceiverConfig:
     """How an engine reaches its orchestrator, for channels that fetch weights over the network."""
 
     address: str = ""

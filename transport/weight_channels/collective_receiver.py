@@ -21,7 +21,7 @@ from tidegate.transport.addresses import (
 )
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
-from tidegate.transport.weight_channels.base import Home, views
+from tidegate.transport.weight_channels.base import WeightReceiverConfig, views
 from tidegate.transport.weight_channels.collective import (
     ATTEMPTS_MAX,
     PIECE_BYTES,
@@ -48,7 +48,7 @@ LOOPBACK = "tcp://127.0.0.1:1"
 class CollectiveReceiver:
     """A socket to the sender, a membership in its group, and the buffer; for one thread."""
 
-    def __init__(self, init: InitWeights, home: Home) -> None:
+    def __init__(self, init: InitWeights, home: WeightReceiverConfig) -> None:
         """Connect to the address in ``init``, which need not answer yet.
 
         Raises:

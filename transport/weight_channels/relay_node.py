@@ -35,7 +35,7 @@ from tidegate.transport.weight_channels.relay import (
     encode,
     sign_of_life,
 )
-from tidegate.transport.weight_channels.relay_slot import Seed, Slot
+from tidegate.transport.weight_channels.relay_slot import RelayBootstrap, Slot
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream, is_readable
 from tidegate.transport.weight_channels.transfer import keep_freed_chunks, take_chunk
 from tidegate.transport.weight_channels.zmq import (
@@ -173,7 +173,9 @@ JOIN_TIMEOUT_S = 5.0
 class RelayNode:
     """The relay of a host, as a thread; it serves as long as it holds the host's socket name."""
 
-    def __init__(self, upstream: Upstream, listener: socket.socket, seed: Seed | None) -> None:
+    def __init__(
+        self, upstream: Upstream, listener: socket.socket, seed: RelayBootstrap | None
+    ) -> None:
         """Take over ``listener``, which holds the host's socket name until :meth:`close`.
 
         Raises:

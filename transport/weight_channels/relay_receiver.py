@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from tidegate.errors import BadFrame, ConfigError, WeightsRefused
 from tidegate.transport.addresses import at_host_of, check_connector
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
-from tidegate.transport.weight_channels.base import Home, check_specs
+from tidegate.transport.weight_channels.base import WeightReceiverConfig, check_specs
 from tidegate.transport.weight_channels.host_memory import (
     CONNECT_TIMEOUT_S,
     MESSAGE_BYTES_MAX,
@@ -30,7 +30,7 @@ from tidegate.transport.weight_channels.relay import (
     encode,
 )
 from tidegate.transport.weight_channels.relay_node import RelayNode
-from tidegate.transport.weight_channels.relay_slot import Seed
+from tidegate.transport.weight_channels.relay_slot import RelayBootstrap
 from tidegate.transport.weight_channels.relay_sockets import Upstream
 
 POLL_S = 0.1
@@ -43,7 +43,7 @@ SILENT_MAX_S = 2 * STALL_TIMEOUT_S
 class RelayReceiver:
     """A connection to this host's relay, and the memory it shares; for one thread."""
 
-    def __init__(self, init: InitWeights, home: Home) -> None:
+    def __init__(self, init: InitWeights, home: WeightReceiverConfig) -> None:
         """Connect to the host's relay, or become it.
 
         Raises:
@@ -186,8 +186,8 @@ class RelayReceiver:
                     f"this host's relay of weights, {self._name!r}, takes no connections"
                 )
 
-    def _seed(self) -> Seed | None:
+    def _seed(self) -> RelayBootstrap | None:
         """Return what a new relay can start with."""
         if self._memory is None or not self._is_shown:
             return None
-        return Seed(self._location, os.dup(self._memory.fd), self._ready_bytes)
+        return RelayBootstrap(self._location, os.dup(self._memory.fd), self._ready_bytes)

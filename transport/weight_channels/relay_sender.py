@@ -15,7 +15,7 @@ from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
 
 @dataclass(slots=True)
-class Line:
+class RelayTree:
     """The relays that have asked for one location, in that order. A relay fetches only from earlier
     ones, so there are no cycles."""
 
@@ -50,7 +50,7 @@ class RelaySender(ZmqSender):
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, RelayTree] = {}
         """One line per requested location; accessed by the serving thread only."""
         self._fan_out = fan_out
         self._relay_keys = None if keys is None else passing_keys()[1]
@@ -86,6 +86,6 @@ class RelaySender(ZmqSender):
         if nbytes is None:
             why = f"{where.location!r} is not here, or not any more"
             return Parent(where.location, kept=list(sizes), refusal=why)
-        line = self._lines.setdefault(where.location, Line())
+        line = self._lines.setdefault(where.location, RelayTree())
         address = line.parent(where, fan_out=self._fan_out)
         return Parent(where.location, address, nbytes, list(sizes))

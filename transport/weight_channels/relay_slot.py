@@ -14,7 +14,7 @@ from tidegate.transport.zeromq import Socket
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:
+class RelayBootstrap:
     """Memory that an engine had mapped before it became its host's relay."""
 
     location: str
@@ -33,7 +33,7 @@ class Slot:
     """Monotonic time of the last received chunk."""
     heard_s: float = 0.0
     """Monotonic time of the last message from the parent."""
-    seed: Seed | None = None
+    seed: RelayBootstrap | None = None
     memory: HostMemory | None = None
     nbytes: int = 0
     transfer: Transfer | None = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import zmq
 
 from tidegate.transport.addresses import own_address_towards
-from tidegate.transport.doorkeeper import Doorkeeper
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.security import (
@@ -19,6 +18,7 @@ from tidegate.transport.security import (
 )
 from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
 from tidegate.transport.weight_channels.zmq_sender import QUEUED_MAX, REQUEST_BYTES_MAX
+from tidegate.transport.zap_authenticator import ZapAuthenticator
 from tidegate.transport.zeromq import Context, Socket, expect_life, outlive_links
 
 GUIDE_SILENT_S = 10.0
@@ -101,7 +101,7 @@ class RelaySockets:
         if keys is not None:
             own = OrchestratorKeys(keys.public, keys.secret, frozenset({keys.public}))
             secure_listener(made, own)
-            Doorkeeper(made, own)
+            ZapAuthenticator(made, own)
         address = own_address_towards(self._upstream.address)
         if address is None:
             self._private = PrivateDirectory("relay")

@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.addresses import at_host_of, check_connector
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
-from tidegate.transport.weight_channels.base import Home, views
+from tidegate.transport.weight_channels.base import WeightReceiverConfig, views
 from tidegate.transport.weight_channels.transfer import (
     Transfer,
     keep_freed_chunks,
@@ -37,7 +37,7 @@ _NOT_LET_IN = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTO
 class ZmqReceiver:
     """A DEALER to one sender, and the buffer; for one thread."""
 
-    def __init__(self, init: InitWeights, home: Home) -> None:
+    def __init__(self, init: InitWeights, home: WeightReceiverConfig) -> None:
         """Connect to the address in ``init``, which need not answer yet.
 
         Raises:

@@ -14,7 +14,6 @@ import zmq
 
 from tidegate.errors import BadFrame, ConfigError
 from tidegate.transport.addresses import any_port
-from tidegate.transport.doorkeeper import Doorkeeper
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
@@ -30,6 +29,7 @@ from tidegate.transport.weight_channels.zmq import (
     decode_fetch,
     encode,
 )
+from tidegate.transport.zap_authenticator import ZapAuthenticator
 from tidegate.transport.zeromq import Context, Socket, outlive_links
 
 
@@ -161,7 +161,7 @@ class ZmqSender:
         outlive_links(socket)
         if keys is not None:
             secure_listener(socket, keys)
-            Doorkeeper(socket, keys)
+            ZapAuthenticator(socket, keys)
         own = None if address is None else any_port(address)
         if own is None:
             self._private = PrivateDirectory("weights")

@@ -43,14 +43,14 @@ class MayRetry(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class RequestAnswered:
     """An answer, and the frames that follow it."""
 
     answer: wire.AnyAnswer
     frames: Sequence[bytes]
 
 
-AnswerFuture = concurrent.futures.Future[Answered]
+AnswerFuture = concurrent.futures.Future[RequestAnswered]
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class TrainerLink:
         match message:
             case wire.Reply():
                 if (pending := self._settle(message.request)) is not None:
-                    pending.future.set_result(Answered(message.answer, frames))
+                    pending.future.set_result(RequestAnswered(message.answer, frames))
             case wire.Failed():
                 error: Exception = _error(message.error, message.message)
                 if message.may_retry:

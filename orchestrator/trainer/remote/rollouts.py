@@ -42,7 +42,7 @@ from tidegate.orchestrator.trainer.handle import (
     result_of,
 )
 from tidegate.orchestrator.trainer.remote.columns import from_frames
-from tidegate.orchestrator.trainer.remote.link import Answered, MayRetry, TrainerLink
+from tidegate.orchestrator.trainer.remote.link import MayRetry, RequestAnswered, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.orchestrator.trainer.rollouts import Evaluation
 from tidegate.transport import trainer_messages as wire
@@ -228,7 +228,7 @@ class RemoteRollouts(TrainerHandle):
             self._link_or_none.close(is_done=is_done)
         self._weights.close()
 
-    def _batch(self, answered: Answered) -> "Batch | None":
+    def _batch(self, answered: RequestAnswered) -> "Batch | None":
         from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire  # torch
 
         if isinstance(answered.answer, wire.NoBatch):
@@ -251,7 +251,7 @@ class RemoteRollouts(TrainerHandle):
         partial: bool = False,
         is_rollback: bool = False,
         first_bad: int | None = None,
-    ) -> "concurrent.futures.Future[Answered]":
+    ) -> "concurrent.futures.Future[RequestAnswered]":
         """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.Publish(
             number=self._number,
@@ -267,7 +267,7 @@ class RemoteRollouts(TrainerHandle):
             publish = self._weights.send(self._link, state_dict, publish)
         return self._link.ask(publish)
 
-    def _published(self, answered: Answered) -> int:
+    def _published(self, answered: RequestAnswered) -> int:
         assert isinstance(answered.answer, wire.Published)
         self._ordinal += 1
         self._version = max(self._version, answered.answer.version)
@@ -512,7 +512,7 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
         ) from None
 
 
-def _scores_of(answered: Answered) -> list[Score]:
+def _scores_of(answered: RequestAnswered) -> list[Score]:
     """Return the scores in an answer, in the order of the request."""
     message = answered.answer
     assert isinstance(message, wire.Scores)

@@ -23,14 +23,14 @@ from tidegate.engine.device.memory import (
 from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling, Runner
-from tidegate.engine.execution.sleep import Sleeper
+from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import fill_from_directory, load_directory
 from tidegate.engine.sampling.options import RowOptions
 from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.sampling.seen_tokens import SeenCounts
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import OutOfMemory, WeightsRefused
@@ -262,7 +262,7 @@ def test_weights_that_the_host_has_no_room_for_stay_and_others_sleep_deeper(mode
         fill_from_directory(store, model, beat)
 
     try:
-        sleeper = Sleeper(runner, staging, scheduler, reload=reload, memory=Crowded(CPU))
+        sleeper = SleepController(runner, staging, scheduler, reload=reload, memory=Crowded(CPU))
         scheduler.pause("abort")
         sleeper.ask(Sleep(request=1, level=1, tags=["weights"]))
         [failed] = sleeper.settle()

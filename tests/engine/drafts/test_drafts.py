@@ -13,12 +13,12 @@ from tidegate.engine.drafts.lookup import LookupDrafts
 from tidegate.engine.drafts.rollouts import SAMPLES_MAX, RolloutDrafts
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling.drafts import (
-    DraftPace,
+    DraftLengthController,
     Tokens,
     share_that_pays,
 )
 from tidegate.engine.scheduling.scheduler import StepColumns
-from tidegate.engine.scheduling.turns import TurnState, admit
+from tidegate.engine.scheduling.sequences import EngineSequence, admit
 from tidegate.transport.messages import LENGTH, STOP, SamplingParams, SubmitTurn
 
 
@@ -31,14 +31,14 @@ class Oracle:
         self.version = 0
         self.held: set[int] = set()
 
-    def propose(self, turns: Sequence[TurnState], counts: Sequence[int]) -> list[Tokens]:
+    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
         self.held |= {turn.handle for turn in turns}
         return [self._propose(turn, count) for turn, count in zip(turns, counts, strict=True)]
 
-    def ended(self, turn: TurnState, *, is_whole: bool) -> None:
+    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
         self.held.discard(turn.handle)
 
-    def _propose(self, turn: TurnState, count: int) -> Tokens:
+    def _propose(self, turn: EngineSequence, count: int) -> Tokens:
         context = turn.tokens[: turn.length].tolist()
         first = turn.sampled_before + turn.output_tokens
         for index in range(first, first + count):
@@ -132,7 +132,7 @@ def test_turns_with_penalties_are_not_guessed_for() -> None:
 
 
 def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -> None:
-    pace = DraftPace()
+    pace = DraftLengthController()
     alone, among_many = share_that_pays(1), share_that_pays(64)
     assert alone == 0.2
     assert (pace.count(10, alone), pace.count(10, among_many)) == (5, 1)
@@ -145,7 +145,7 @@ def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -
 
 
 def test_a_turn_whose_guesses_do_not_pay_is_tried_again_ever_more_seldom() -> None:
-    pace, enough = DraftPace(), share_that_pays(8)
+    pace, enough = DraftLengthController(), share_that_pays(8)
     waits, length = [], 20
     for _ in range(7):
         pace.learn(1, 0, length)
@@ -191,7 +191,9 @@ def test_a_lookup_guesses_nothing_where_nothing_repeats(tokens: list[int]) -> No
 # ---------------------------------------------------------------- earlier samples
 
 
-def ended_turn(prompt: list[int], output: list[int], handle: int = 0, before: int = 0) -> TurnState:
+def ended_turn(
+    prompt: list[int], output: list[int], handle: int = 0, before: int = 0
+) -> EngineSequence:
     """Return a turn with this output, of which ``before`` tokens were sampled by another engine."""
     limits = FakeEngine(context_tokens_max=200, num_blocks=60).limits
     tokens = np.array(prompt + output[:before], "<i4").tobytes()
@@ -208,7 +210,7 @@ def ended_turn(prompt: list[int], output: list[int], handle: int = 0, before: in
     return turn
 
 
-def guessed(drafts: RolloutDrafts, turn: TurnState, count: int = 4) -> list[int]:
+def guessed(drafts: RolloutDrafts, turn: EngineSequence, count: int = 4) -> list[int]:
     (draft,) = drafts.propose([turn], [count])
     return [int(token) for token in draft]
 

@@ -22,7 +22,7 @@ from tidegate.engine.sampling import options
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
-from tidegate.engine.scheduling.turns import EngineLimits, TurnState, admit
+from tidegate.engine.scheduling.sequences import EngineLimits, EngineSequence, admit
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
 from tidegate.transport.sampling import TokenBias
@@ -108,7 +108,7 @@ def test_a_draft_models_guesses_change_no_token_and_one_that_is_as_good_is_alway
         assert drafts._cache.free_blocks == blocks
 
 
-def make_turn(tokens: list[int], handle: int, limits: EngineLimits) -> TurnState:
+def make_turn(tokens: list[int], handle: int, limits: EngineLimits) -> EngineSequence:
     message = SubmitTurn(
         turn=handle,
         token_ids=np.array(tokens, "<i4").tobytes(),
@@ -149,7 +149,7 @@ def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_n
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def kv_of(drafts: ModelDrafts, turn: TurnState) -> list[torch.Tensor]:
+def kv_of(drafts: ModelDrafts, turn: EngineSequence) -> list[torch.Tensor]:
     """Return the draft model's KV of a turn's tokens, layer by layer."""
     positions = np.arange(turn.length)
     blocks = np.array(drafts._turns[turn.handle].blocks)[positions // 4]

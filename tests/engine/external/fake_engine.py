@@ -13,10 +13,10 @@ import numpy as np
 
 from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.models.model_weights import Weights
-from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringTraits
+from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import (
     LENGTH,
@@ -167,7 +167,7 @@ class FakeEngine:
     def _make_runner(self) -> FakeRunner | ModelRunner:
         return FakeRunner(self.limits)
 
-    def _scoring(self) -> ScoringTraits | None:
+    def _scoring(self) -> ScoringCapabilities | None:
         return None
 
     def _swap_weights(self, version: int) -> None:
@@ -314,9 +314,9 @@ class DrivenEngine(FakeEngine):
             is_deterministic=self._is_deterministic,
         )
 
-    def _scoring(self) -> ScoringTraits:
+    def _scoring(self) -> ScoringCapabilities:
         config = self._weights[0].config
-        return ScoringTraits(
+        return ScoringCapabilities(
             hidden_size=config.hidden_size,
             wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
             labels=config.labels,

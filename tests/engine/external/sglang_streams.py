@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tidegate.engine.external.adapter import Capabilities, Chunk, Request
+from tidegate.engine.external.adapter import Capabilities, GeneratedChunk, GenerationRequest
 from tidegate.engine.external.sglang import SglangAdapter
 from tidegate.transport.messages import SamplingParams
 
@@ -29,11 +29,11 @@ class Sglang:
     able: Capabilities
 
     def stream(self, sampling: SamplingParams = LONG, salt: str = "v0") -> "Stream":
-        request = Request(token_ids=PROMPT, sampling=sampling, salt=salt)
-        chunks: list[Chunk] = []
+        request = GenerationRequest(token_ids=PROMPT, sampling=sampling, salt=salt)
+        chunks: list[GeneratedChunk] = []
         return Stream(asyncio.create_task(self._read(request, chunks)), chunks)
 
-    async def _read(self, request: Request, chunks: list[Chunk]) -> None:
+    async def _read(self, request: GenerationRequest, chunks: list[GeneratedChunk]) -> None:
         async with aclosing(self.adapter.generate(request)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
@@ -44,7 +44,7 @@ class Stream:
     """A request in flight, and its chunks so far."""
 
     task: asyncio.Task[None]
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[GeneratedChunk] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:

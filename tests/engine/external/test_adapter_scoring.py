@@ -9,12 +9,12 @@ import pytest
 from tidegate.engine.external.adapter import (
     Capabilities,
     EngineAdapter,
+    OptionalAdapterMethods,
     ScoreRequest,
     Scores,
-    Unable,
 )
-from tidegate.engine.external.scoring import ScoreDesk
-from tidegate.engine.link import Link
+from tidegate.engine.external.scoring import ExternalScoreQueue
+from tidegate.engine.link import OrchestratorLink
 from tidegate.errors import EngineGone, TidegateError
 from tidegate.transport.scoring import ScoreTokens
 
@@ -27,7 +27,7 @@ ASKED = ScoreTokens(
 )
 
 
-class Failing(Unable):
+class Failing(OptionalAdapterMethods):
     """An engine that answers no scoring request."""
 
     def __init__(self, error: Exception) -> None:
@@ -54,7 +54,9 @@ async def test_a_request_that_an_engine_breaks_off_gives_up_the_engine_and_is_no
 ) -> None:
     gone: asyncio.Future[TidegateError] = asyncio.get_running_loop().create_future()
     adapter = cast(EngineAdapter, Failing(error))
-    desk = ScoreDesk(adapter, ABLE, cast(Link, Silent()), on_gone=gone.set_result)
+    desk = ExternalScoreQueue(
+        adapter, ABLE, cast(OrchestratorLink, Silent()), on_gone=gone.set_result
+    )
     desk.ask(ASKED)
     desk.start(version=3)
     async with asyncio.timeout(10):

@@ -6,12 +6,18 @@ from typing import cast
 
 import numpy as np
 
-from tidegate.engine.external.adapter import Capabilities, Chunk, EngineAdapter, Request, Unable
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    EngineAdapter,
+    GeneratedChunk,
+    GenerationRequest,
+    OptionalAdapterMethods,
+)
+from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import Streams
-from tidegate.engine.external.telling import Teller
 from tidegate.engine.external.turns import read_turn
-from tidegate.engine.link import Link
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.link import OrchestratorLink
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import TidegateError
 from tidegate.transport.messages import LENGTH, SamplingParams, Step, SubmitTurn
 
@@ -26,18 +32,18 @@ LIMITS = EngineLimits(
 )
 
 
-class Slow(Unable):
+class Slow(OptionalAdapterMethods):
     """An engine that answers preemption queries late."""
 
     def __init__(self) -> None:
         self.taken, self.goes_on = asyncio.Event(), asyncio.Event()
         self.asked, self.answers = asyncio.Event(), asyncio.Event()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        yield Chunk([5], [-1.0])
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
+        yield GeneratedChunk([5], [-1.0])
         self.taken.set()
         await self.goes_on.wait()
-        yield Chunk([6], [-2.0], "length")
+        yield GeneratedChunk([6], [-2.0], "length")
 
     async def preemptions(self) -> int | None:
         if self.goes_on.is_set():
@@ -63,7 +69,7 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_a
     None
 ):
     wire, engine, over = Wire(), Slow(), asyncio.Event()
-    teller = Teller(cast(Link, wire))
+    teller = StepMessageBatcher(cast(OrchestratorLink, wire))
 
     def on_over(turn: object, error: TidegateError | None, *, is_held: bool = False) -> None:
         assert error is None

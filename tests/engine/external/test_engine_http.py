@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidegate.engine.external.http import HttpEngine, Refusal
+from tidegate.engine.external.http import HttpEngine, HttpStatusError
 
 pytestmark = pytest.mark.wire
 
@@ -39,7 +39,7 @@ async def server(answers: list[bytes]) -> AsyncIterator[str]:
 async def test_a_call_after_an_error_is_not_lost_with_the_connection_of_the_one_before() -> None:
     async with server(ANSWERS) as url:
         engine = HttpEngine(url)
-        with pytest.raises(Refusal, match="bad"):
+        with pytest.raises(HttpStatusError, match="bad"):
             await engine.call("POST", "/start")
         assert await engine.call("POST", "/finish") == "good"
         await engine.close()

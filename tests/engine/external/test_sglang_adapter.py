@@ -14,7 +14,7 @@ from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.engine.external.sglang_streams import LONG, PROMPT, TOLERANCE, Sglang, off_by
 from tests.models import EOS_TOKEN_ID, make_model_directory
 from tests.served_app import served
-from tidegate.engine.external.adapter import Request, ScoreRequest
+from tidegate.engine.external.adapter import GenerationRequest, ScoreRequest
 from tidegate.engine.external.sglang import make_adapter
 from tidegate.errors import ConfigError, EngineGone, ScoreRefused, TurnRefused, WeightsRefused
 from tidegate.transport.messages import SamplingParams
@@ -254,7 +254,7 @@ async def test_weights_that_somebody_else_gave_are_noticed(models: list[Path]) -
 async def test_a_token_that_is_not_the_models_never_reaches_the_server(models: list[Path]) -> None:
     async with sglang(models[0]) as engine:
         for token in (96, -1):
-            request = Request(token_ids=[1, token], sampling=LONG, salt="v0")
+            request = GenerationRequest(token_ids=[1, token], sampling=LONG, salt="v0")
             with pytest.raises(TurnRefused, match="tokenizer"):
                 await anext(engine.adapter.generate(request))
         asked = ScoreRequest(

@@ -14,7 +14,12 @@ from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models
 from tests.models import make_model_directory
 from tidegate.engine.external import http
-from tidegate.engine.external.adapter import Capabilities, Chunk, Request, VersionLabel
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    GeneratedChunk,
+    GenerationRequest,
+    VersionLabel,
+)
 from tidegate.engine.external.vllm import VllmAdapter, make_adapter
 from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
 from tidegate.transport.media import Media
@@ -69,11 +74,11 @@ async def refusal(model: Path, **settings: Any) -> str:
     return str(error.value)
 
 
-def request(sampling: SamplingParams, salt: str = "v0") -> Request:
-    return Request(token_ids=PROMPT, sampling=sampling, salt=salt)
+def request(sampling: SamplingParams, salt: str = "v0") -> GenerationRequest:
+    return GenerationRequest(token_ids=PROMPT, sampling=sampling, salt=salt)
 
 
-async def generate(adapter: VllmAdapter, asked: Request) -> list[Chunk]:
+async def generate(adapter: VllmAdapter, asked: GenerationRequest) -> list[GeneratedChunk]:
     async with aclosing(adapter.generate(asked)) as chunks:
         return [chunk async for chunk in chunks]
 
@@ -236,7 +241,7 @@ async def test_a_request_that_is_turned_away_by_a_pause_is_held_and_not_refused(
             with pytest.raises(EngineHeld):
                 await generate(adapter, request(FOREVER))
             await adapter.resume()
-            bad = Request(token_ids=[96], sampling=FOREVER, salt="v0")
+            bad = GenerationRequest(token_ids=[96], sampling=FOREVER, salt="v0")
             with pytest.raises(TurnRefused, match="out of vocabulary"):
                 await generate(adapter, bad)
 
@@ -271,7 +276,9 @@ async def test_media_travel_as_references_beside_the_tokens(
     async with opened(double, seeing) as (adapter, able):
         assert able.media == {"image"}
         sampling = SamplingParams(max_tokens=1)
-        await generate(adapter, Request(token_ids=PROMPT, sampling=sampling, salt="", media=shown))
+        await generate(
+            adapter, GenerationRequest(token_ids=PROMPT, sampling=sampling, salt="", media=shown)
+        )
         await generate(adapter, request(sampling))
     assert double.bodies[-2]["content_parts"] == [
         {"type": "image_url", "url": "https://host/a.png"},

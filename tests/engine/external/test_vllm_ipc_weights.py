@@ -16,7 +16,7 @@ from tests.engine.external.vllm_double import VllmDouble
 from tests.engine.orchestra import Models
 from tests.host_gpu import HostGpu
 from tidegate.engine.external import vllm_ipc, vllm_weights
-from tidegate.engine.external.adapter import Request, VersionLabel
+from tidegate.engine.external.adapter import GenerationRequest, VersionLabel
 from tidegate.engine.external.vllm import VllmAdapter, make_adapter
 from tidegate.errors import ConfigError, EngineGone
 from tidegate.transport.messages import SamplingParams
@@ -53,7 +53,7 @@ def tensors_of(models: Models, version: int) -> dict[str, torch.Tensor]:
 
 
 async def sampled(adapter: VllmAdapter, label: str) -> list[float]:
-    request = Request(token_ids=list(range(1, 40)), sampling=GREEDY, salt=label)
+    request = GenerationRequest(token_ids=list(range(1, 40)), sampling=GREEDY, salt=label)
     async with aclosing(adapter.generate(request)) as stream:
         chunks = [chunk async for chunk in stream]
     assert chunks[-1].labels == [VersionLabel(label, 0, 6)]

@@ -20,7 +20,12 @@ from tests.engine.orchestra import Models
 from tests.models import make_model_directory
 from tests.nccl_double import built
 from tidegate.engine.external import vllm_nccl, vllm_weights
-from tidegate.engine.external.adapter import Capabilities, Chunk, Request, VersionLabel
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    GeneratedChunk,
+    GenerationRequest,
+    VersionLabel,
+)
 from tidegate.engine.external.vllm import VllmAdapter, make_adapter
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.messages import SamplingParams
@@ -63,13 +68,13 @@ def tensors_of(models: Models, version: int) -> dict[str, torch.Tensor]:
     return load_file(models.directories[version] / "model.safetensors")
 
 
-async def sampled(adapter: VllmAdapter, salt: str) -> list[Chunk]:
-    request = Request(token_ids=PROMPT, sampling=GREEDY, salt=salt)
+async def sampled(adapter: VllmAdapter, salt: str) -> list[GeneratedChunk]:
+    request = GenerationRequest(token_ids=PROMPT, sampling=GREEDY, salt=salt)
     async with aclosing(adapter.generate(request)) as chunks:
         return [chunk async for chunk in chunks]
 
 
-def logprobs(chunks: list[Chunk]) -> list[float]:
+def logprobs(chunks: list[GeneratedChunk]) -> list[float]:
     return [p for chunk in chunks for p in chunk.logprobs]
 
 

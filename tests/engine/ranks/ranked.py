@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.execution.served_model import ServedModel, open_model
-from tidegate.engine.execution.sleep import Sleeper
+from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.models.model_weights import Quantization
 from tidegate.engine.models.rank_group import RankGroup
 from tidegate.engine.models.shards import Shard
 from tidegate.engine.ranks.rank_loop import RankLoop
-from tidegate.engine.ranks.ranked_sleep import Frozen
-from tidegate.engine.ranks.ranks import RankedRunner, RankedStaging
-from tidegate.engine.ranks.team import Team
+from tidegate.engine.ranks.ranked_sleep import NullTurns
+from tidegate.engine.ranks.ranks import MultiRankRunner, MultiRankStaging
+from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ModelError, RankLost
@@ -26,7 +26,7 @@ Reload = Callable[[WeightStore, Callable[[], None]], None]
 
 
 class RankThread:
-    """Thread with the ``Process`` interface that :class:`Team` expects."""
+    """Thread with the ``Process`` interface that :class:`RankProcesses` expects."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -80,13 +80,13 @@ class RankedEngine:
             thread.start()
             connections.append(mine)
             threads.append(RankThread(thread))
-        self.team = Team(connections, threads)
+        self.team = RankProcesses(connections, threads)
         model, runner, group = self._open(0)
         self.team.wait_loaded()
         group.connect()
-        self.runner = RankedRunner(runner, self.team)
+        self.runner = MultiRankRunner(runner, self.team)
         self.model = model
-        self.staging = RankedStaging(model.allocate, self.team)
+        self.staging = MultiRankStaging(model.allocate, self.team)
 
     def _open(self, number: int) -> tuple[ServedModel, ModelRunner, RankGroup]:
         shard = Shard(number, self._ranks)
@@ -111,7 +111,7 @@ class RankedEngine:
         group.connect()
         staging = Staging(_no_room if self._lacks_room else model.allocate)
         reload = _at_the_second_try(model.reload) if self._reloads_late else model.reload
-        sleeper = Sleeper(runner, staging, Frozen(), reload=reload)
+        sleeper = SleepController(runner, staging, NullTurns(), reload=reload)
         try:
             RankLoop(connection, runner, staging, sleeper).run()
         except RankLost as error:

@@ -10,24 +10,24 @@ from tests.engine.orchestra import named_buffers
 from tests.engine.ranks.ranked import RankedEngine, ranked_engine
 from tests.engine.scheduling.driving import drive
 from tests.models import make_model_directory
-from tidegate.engine.ranks.ranked_sleep import Frozen, RankedSleeper
+from tidegate.engine.ranks.ranked_sleep import MultiRankSleepController, NullTurns
 from tidegate.transport.messages import Message, WeightsStaged
 from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepFailed, SleepLevel, Wake
 
 
-def sleeper_of(engine: RankedEngine) -> RankedSleeper:
-    return RankedSleeper(
-        engine.runner, engine.staging, Frozen(), reload=engine.model.reload, team=engine.team
+def sleeper_of(engine: RankedEngine) -> MultiRankSleepController:
+    return MultiRankSleepController(
+        engine.runner, engine.staging, NullTurns(), reload=engine.model.reload, team=engine.team
     )
 
 
-def put_to_sleep(sleeper: RankedSleeper, level: SleepLevel) -> Message:
+def put_to_sleep(sleeper: MultiRankSleepController, level: SleepLevel) -> Message:
     sleeper.ask(Sleep(request=1, level=level, tags=["weights", "kv_cache"]))
     [answer] = sleeper.settle()  # at once, for nothing is being staged
     return answer
 
 
-def wake(sleeper: RankedSleeper) -> Message:
+def wake(sleeper: MultiRankSleepController) -> Message:
     return sleeper.wake(Wake(request=2, tags=["weights", "kv_cache"]))
 
 
@@ -93,7 +93,7 @@ def test_where_one_rank_cannot_sleep_all_wake_again(
     assert_alike(before, after)
 
 
-class FullDisk(RankedSleeper):
+class FullDisk(MultiRankSleepController):
     """Rank 0's memory on a machine without room to offload it."""
 
     def _put_weights_to_sleep(self, level: SleepLevel) -> None:
@@ -106,7 +106,7 @@ def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Pat
     with ranked_engine(path, reloads_late=True) as engine:
         drive(engine.runner, before, new_tokens=4)
         sleeper = FullDisk(
-            engine.runner, engine.staging, Frozen(), reload=engine.model.reload, team=engine.team
+            engine.runner, engine.staging, NullTurns(), reload=engine.model.reload, team=engine.team
         )
         failed = put_to_sleep(sleeper, 2)
         assert isinstance(failed, SleepFailed)

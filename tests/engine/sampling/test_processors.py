@@ -21,7 +21,7 @@ from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.messages import LENGTH, RUNNING, STOP, SubmitTurn

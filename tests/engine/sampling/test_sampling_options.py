@@ -22,7 +22,7 @@ from transformers import (
 from tests.engine.sampling.sampled_by_numpy import distribution
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.sampling import RowSampling, StepOutput, sample_rows
-from tidegate.engine.scheduling.turns import EngineLimits, TurnState, admit
+from tidegate.engine.scheduling.sequences import EngineLimits, EngineSequence, admit
 from tidegate.kernels.native import Native, native
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sampling import SamplingParams, TokenBias
@@ -39,7 +39,7 @@ LIMITS = EngineLimits(
 READER = OptionReader(vocab_size=VOCAB, max_running_turns=64)
 
 
-def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) -> TurnState:  # noqa: B006
+def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) -> EngineSequence:  # noqa: B006
     """Return a turn with this output, as an engine that takes it over has it."""
     message = SubmitTurn(
         turn=1,
@@ -50,7 +50,7 @@ def make_turn(asked: SamplingParams, prompt: list[int], output: list[int] = []) 
     return admit(message, LIMITS, 0, READER)
 
 
-def next_sampling(turn: TurnState) -> RowSampling:
+def next_sampling(turn: EngineSequence) -> RowSampling:
     """Return the sampling state of the turn's next token."""
     turn.chunk_tokens = turn.length - turn.computed
     sampling = turn.next_row().sampling
@@ -59,12 +59,12 @@ def next_sampling(turn: TurnState) -> RowSampling:
 
 
 def draw(
-    turns: list[TurnState], logits: torch.Tensor, compiled: Native | None = None
+    turns: list[EngineSequence], logits: torch.Tensor, compiled: Native | None = None
 ) -> StepOutput:
     return sample_rows(logits.clone(), [next_sampling(turn) for turn in turns], compiled)
 
 
-def told_distribution(turn: TurnState, logits: torch.Tensor) -> np.ndarray[Any, Any]:
+def told_distribution(turn: EngineSequence, logits: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the reported distribution of the next token; the turn asks for all log-probs."""
     details = draw([turn], logits[None]).details[0]
     probabilities = np.zeros(VOCAB)
@@ -229,7 +229,7 @@ def asking_for_everything(seed: int, **others: Any) -> SamplingParams:
 
 
 def go_on(
-    turns: list[TurnState], steps: int, start: int = 0, compiled: Native | None = None
+    turns: list[EngineSequence], steps: int, start: int = 0, compiled: Native | None = None
 ) -> list[list[Any]]:
     """Return the output of ``steps`` steps of each turn; logits are random, and each turn's own."""
     told: list[list[Any]] = [[] for _ in turns]

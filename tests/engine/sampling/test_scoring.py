@@ -208,7 +208,7 @@ def test_an_answer_too_large_for_a_frame_comes_in_parts(
     versions: tuple[list[Weights], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, peers = versions
-    monkeypatch.setattr("tidegate.engine.scheduling.scores.PART_BYTES_MAX", 300)
+    monkeypatch.setattr("tidegate.engine.scheduling.score_queue.PART_BYTES_MAX", 300)
     engine = DrivenEngine(weights, num_blocks=64)
     asker = Asker(engine)
     requests = [asker.ask(tokens_of(40), top_logprobs=5), asker.ask(tokens_of(9), "hidden_states")]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.engine.external.fake_engine import FakeEngine, uninterrupted
 from tidegate.engine.scheduling.scheduler import StepColumns
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.messages import (
     CANCELLED,

@@ -36,7 +36,7 @@ from tidegate.transport.messages import (
     encode,
 )
 from tidegate.transport.security import make_keys
-from tidegate.transport.weight_channels import Home, cuda_ipc, sender
+from tidegate.transport.weight_channels import WeightReceiverConfig, cuda_ipc, sender
 from tidegate.transport.weight_channels.checksums import with_checksums
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcSender, NamedTensor
 
@@ -70,7 +70,7 @@ def channel(trainer: HostGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaI
 @pytest.fixture
 def staging(directories: list[Path], engine: HostGpu, channel: CudaIpcSender) -> Iterator[Staging]:
     """A staging with the channel open."""
-    staging = Staging(lambda: room(directories[0]), Home(gpu=engine))
+    staging = Staging(lambda: room(directories[0]), WeightReceiverConfig(gpu=engine))
     staging.init(wired(channel.init()))
     yield staging
     staging.close()
@@ -206,7 +206,10 @@ def test_a_tensor_the_model_has_not_or_whose_sum_is_another_fails_the_version(
 def test_an_engine_without_that_gpu_says_so_and_takes_weights_another_way(
     directories: list[Path], channel: CudaIpcSender
 ) -> None:
-    for home, why in ((Home(), "computes on the CPU"), (Home(gpu=HostGpu("b")), "computes on 'b'")):
+    for home, why in (
+        (WeightReceiverConfig(), "computes on the CPU"),
+        (WeightReceiverConfig(gpu=HostGpu("b")), "computes on 'b'"),
+    ):
         staging = Staging(lambda: room(directories[0]), home)
         shm = sender("shm")
         staging.init(wired(channel.init()))

@@ -67,7 +67,7 @@ class ControlDriver:
         while woken:
             number = woken.pop(0)
             if number not in self.ended:
-                self._handle(wc.GoOn(number, self.next_version), woken)
+                self._handle(wc.CallWoken(number, self.next_version), woken)
         return self.sent[before:]
 
     def _handle(self, event: wc.Event, woken: list[int]) -> None:
@@ -83,8 +83,8 @@ class ControlDriver:
                     self.timers[timer] = seconds
                 case wc.StopTimer(timer=timer):
                     self.timers.pop(timer, None)
-                case wc.WhenSafe() if self.is_safe:
-                    self._handle(wc.SwapsSafe(), woken)
+                case wc.ReportWhenDurable() if self.is_safe:
+                    self._handle(wc.VersionsDurable(), woken)
                 case wc.ReleaseVersion(version=version):
                     self.released.append(version)
                 case wc.RetractVersions(first_bad=first_bad):
@@ -115,7 +115,7 @@ class ControlDriver:
         return self.do(wc.EngineGone(engine))
 
     def hear(self, engine: str, message: wc.Answer) -> Outgoing:
-        return self.do(wc.Answered(engine, message))
+        return self.do(wc.ControlReplyReceived(engine, message))
 
     def staged(self, engine: str, version: int) -> Outgoing:
         return self.hear(engine, WeightsStaged(version=version))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tidegate.orchestrator.core.events import StepArrived
-from tidegate.orchestrator.core.filing import STEPS_MAX, Filing
+from tidegate.orchestrator.core.filing import STEPS_MAX, TokenAppender
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.transport.messages import SamplingParams
 
@@ -64,7 +64,7 @@ class AnySteps(RuleBasedStateMachine):
 
     @initialize(turns=st.integers(1, 4))
     def start(self, turns: int) -> None:
-        self.filing = Filing()
+        self.filing = TokenAppender()
         self.submissions: dict[int, Turn] = {}
         self.expected: dict[int, Expected] = {}
         self.over: list[Expected] = []
@@ -129,7 +129,7 @@ class AnySteps(RuleBasedStateMachine):
     def the_engine_is_lost(self) -> None:
         """Lose the engine; its turns continue elsewhere from their tokens."""
         self.filing.end()
-        self.filing = Filing()
+        self.filing = TokenAppender()
         self.on_engine = list(self.submissions)
         for turn in self.submissions.values():
             turn.sampled_before, turn.sampled_by = turn.length, -1
@@ -176,7 +176,7 @@ TestAnySteps.settings = settings(max_examples=40, stateful_step_count=25, deadli
 def test_many_steps_of_the_same_turns_are_filed_at_once_and_nobody_can_tell() -> None:
     turns = [new_turn(number) for number in range(3)]
     submissions = dict(enumerate(turns))
-    filing = Filing()
+    filing = TokenAppender()
     for n in range(10):
         filing.file(submissions, step({h: [(10 * n + h, -1.0)] for h in submissions}, version=4))
     assert turns[1].held_back is not None
@@ -188,7 +188,7 @@ def test_many_steps_of_the_same_turns_are_filed_at_once_and_nobody_can_tell() ->
 
 def test_a_lost_engine_holds_nothing_back() -> None:
     turn = new_turn(0)
-    filing = Filing()
+    filing = TokenAppender()
     for n in range(5):
         filing.file({0: turn}, step({0: [(n, 0.0)]}, version=0))
     filing.end()

@@ -20,7 +20,7 @@ from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
 from tidegate.policies.stragglers import EvenOut, LongTailLane
-from tidegate.simulation.hardships import Hardship
+from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.scenario import Scenario, draw_scenario
 from tidegate.simulation.simulation import Simulation, SimulationReport, silent_log
 from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams, SubmitTurn
@@ -314,5 +314,5 @@ def test_moved_tokens_are_those_that_the_tagged_weights_sample_whatever_goes_wro
     reports = [simulate_by(rules, seed) for seed in range(12)]
     assert [str(report.failure) for report in reports if report.failure] == []
     if rules.stragglers is not None:
-        assert any(Hardship.MOVED in report.hardships for report in reports)
+        assert any(CoverageMark.MOVED in report.hardships for report in reports)
     assert reports[3] == simulate_by(rules, 3)

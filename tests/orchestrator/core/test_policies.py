@@ -14,7 +14,7 @@ from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling
-from tidegate.policies.staleness import G, StalenessPolicy, Waiting
+from tidegate.policies.staleness import G, OutstandingGroups, StalenessPolicy
 from tidegate.transport.messages import RUNNING, STOP
 
 
@@ -32,7 +32,9 @@ class NewestFirst(StalenessPolicy):
     def allowed_groups(self) -> int:
         return 3 * self.groups_per_batch
 
-    def select(self, waiting: Waiting[G], *, groups: int, trainer_version: int) -> list[G] | None:
+    def select(
+        self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
+    ) -> list[G] | None:
         newest = sorted(waiting.ended, key=lambda group: -group.group_id)
         return newest[:groups] if len(newest) >= groups else None
 
@@ -107,7 +109,7 @@ def test_a_policy_that_chooses_what_goes_on_is_told_so() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Hasty(NewestFirst):
         def select(
-            self, waiting: Waiting[G], *, groups: int, trainer_version: int
+            self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
         ) -> list[G] | None:
             return list(waiting.in_order)[:groups]
 

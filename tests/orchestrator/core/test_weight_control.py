@@ -12,7 +12,7 @@ from tests.orchestrator.core.control_driver import (
 )
 from tidegate.errors import ConfigError, EngineLagging, PublishDropped, SleepFailed, WeightsRefused
 from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.weight_control import Laggards
+from tidegate.orchestrator.core.weight_control import LaggingEngines
 from tidegate.transport.messages import (
     Asleep,
     Awake,
@@ -49,12 +49,12 @@ def test_who_waits_for_what_can_be_told_at_any_time() -> None:
     run.publish(1)
     run.staged("c", 1)
     assert run.state.laggards == [
-        Laggards(1, "staging", ("a", "b")),
-        Laggards(1, "staged", ("c",)),
+        LaggingEngines(1, "staging", ("a", "b")),
+        LaggingEngines(1, "staged", ("c",)),
     ]
     run.staged("a", 1)
     run.staged("b", 1)
-    assert run.state.laggards == [Laggards(1, "swapping", ("a", "b", "c"))]
+    assert run.state.laggards == [LaggingEngines(1, "swapping", ("a", "b", "c"))]
     assert str(run.state.laggards[0]) == "v1 is swapping on a, b, c"
 
 
@@ -64,8 +64,8 @@ def test_engines_are_told_to_swap_only_once_no_crash_can_forget_the_version() ->
     run.publish(1)
     assert run.staged("a", 1) == []
     assert run.released == [1]
-    assert run.do(wc.SwapsSafe()) == finish("a", 1)
-    assert run.do(wc.SwapsSafe()) == []
+    assert run.do(wc.VersionsDurable()) == finish("a", 1)
+    assert run.do(wc.VersionsDurable()) == []
 
 
 def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
@@ -74,9 +74,9 @@ def test_a_word_to_swap_that_comes_after_a_reconnect_is_not_said() -> None:
     run.publish(1)
     run.staged("a", 1)
     assert run.join("a") == [("a", INIT), *staging("a", 1)]
-    assert run.do(wc.SwapsSafe()) == []  # what it had staged is gone with its connection
+    assert run.do(wc.VersionsDurable()) == []  # what it had staged is gone with its connection
     run.staged("a", 1)
-    assert run.do(wc.SwapsSafe()) == finish("a", 1)
+    assert run.do(wc.VersionsDurable()) == finish("a", 1)
 
 
 def test_a_late_joiner_gets_the_newest_version_and_swaps_at_once() -> None:
@@ -151,7 +151,7 @@ def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> 
     run.publish(1)
     run.staged("a", 1)
     assert run.do(wc.Cancelled(run.call)) == []
-    assert run.state.laggards == [Laggards(1, "staging", ("b",))]
+    assert run.state.laggards == [LaggingEngines(1, "staging", ("b",))]
     waiting = run.ask(wc.ReserveAsked, 1)
     assert waiting not in run.ended
     assert run.staged("b", 1) == []
@@ -184,7 +184,7 @@ def test_answers_about_another_version_change_nothing() -> None:
     run.reserve()
     run.publish(1)
     assert [*run.staged("a", 0), *run.live("a", 0), *run.fails("a", 0)] == []
-    assert run.state.laggards == [Laggards(1, "staging", ("a",))]
+    assert run.state.laggards == [LaggingEngines(1, "staging", ("a",))]
 
 
 def test_a_second_swap_asked_of_an_engine_that_has_just_swapped_is_no_refusal() -> None:
@@ -209,7 +209,7 @@ def test_an_answer_to_an_earlier_start_of_a_version_says_nothing_of_the_newest()
     assert run.fails("a", 2, "given up, for v3 was started") == []
     run.reserve()
     assert run.publish(3) == staging("a", 3)
-    assert run.state.laggards == [Laggards(3, "staging", ("a",))]
+    assert run.state.laggards == [LaggingEngines(3, "staging", ("a",))]
     assert run.staged("a", 3) == finish("a", 3)
 
 
@@ -228,7 +228,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
     assert run.fails("late", 3, "given up, for v1 was started") == []
     assert run.fails("late", 1, "given up, for v3 was started") == []
     assert run.refused == {}
-    assert run.state.laggards == [Laggards(3, "staging", ("a", "late"))]
+    assert run.state.laggards == [LaggingEngines(3, "staging", ("a", "late"))]
 
 
 # ---------------------------------------------------------------- waves, and a newer publish

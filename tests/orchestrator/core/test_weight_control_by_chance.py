@@ -314,7 +314,7 @@ class Trainer(RuleBasedStateMachine):
             self.told_to_pause[name] -= 1
             if not self.told_to_pause[name]:
                 del self.told_to_pause[name]
-        self.do(wc.Answered(name, answer))
+        self.do(wc.ControlReplyReceived(name, answer))
 
     @rule()
     def arrive(self) -> None:
@@ -394,7 +394,7 @@ class Trainer(RuleBasedStateMachine):
             case "pause":
                 self.ask(wc.PauseAsked, data.draw(st.one_of(st.none(), st.none(), modes)))
             case "still":
-                self.ask(wc.StandStillAsked, data.draw(st.booleans()))
+                self.ask(wc.EngineHaltRequested, data.draw(st.booleans()))
             case "sleep":
                 level = data.draw(st.sampled_from([1, 2, 2]))
                 self.ask(wc.SleepAsked, level, data.draw(tags), data.draw(modes))
@@ -452,7 +452,7 @@ class Trainer(RuleBasedStateMachine):
         self.reserve()
         self.settle()
         self.ask(wc.WakeAsked, MEMORY_TAGS)
-        self.ask(wc.StandStillAsked, False)
+        self.ask(wc.EngineHaltRequested, False)
         self.ask(wc.PauseAsked, None)
         self.settle()
         assert self.calls == {}

@@ -13,13 +13,13 @@ from tests.orchestrator.episodes.chat_templates import add_chat_template
 from tests.orchestrator.episodes.talking import Talk
 from tidegate.engine.external.adapter import Capabilities
 from tidegate.engine.external.turns import read_turn
-from tidegate.engine.scheduling.turns import EngineLimits, admit
+from tidegate.engine.scheduling.sequences import EngineLimits, admit
 from tidegate.errors import ChatRefused, ConfigError, TurnRefused
 from tidegate.observability.trajectories import as_recorded, snapshot
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import NUMBERS, replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.episode import Recollection
+from tidegate.orchestrator.episodes.episode import ReplayCursor
 from tidegate.testing import ScriptedEngine, ServeInTests
 from tidegate.transport.media import DATA_URL_CHARS_MAX, MEDIA_MAX, Media
 from tidegate.transport.messages import SamplingParams, SubmitTurn
@@ -201,7 +201,7 @@ def test_a_resumed_episode_that_shows_something_else_gets_another_turn() -> None
     sampling = SamplingParams(max_tokens=3)
     turn = Turn(rollout, sampling, (CAT,))
     rollout.turns.append(turn)
-    past = Recollection(rollout)
+    past = ReplayCursor(rollout)
     assert past.follows(array.array("i", PROMPT))
     assert past.next_turn(sampling, (CAT,)) is turn
     assert past.next_turn(sampling) is None

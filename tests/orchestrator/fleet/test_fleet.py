@@ -6,7 +6,7 @@ import pytest
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.step_checks import step_arrived
-from tidegate.orchestrator.fleet.fleet import Answer, Fleet
+from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet
 from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.transport.messages import (
     PROTOCOL,
@@ -73,7 +73,7 @@ class Wire:
         self.sent.append((peer, message))
         return True
 
-    def hear(self, *messages: Message, peer: bytes = b"a") -> list[ev.Event | Answer]:
+    def hear(self, *messages: Message, peer: bytes = b"a") -> list[ev.Event | EngineReply]:
         heard = self.fleet.hear([(peer, encode(message)) for message in messages], self.now_s)
         self.fleet.acknowledge(self.fleet.take_acks())
         return heard
@@ -258,7 +258,7 @@ def test_what_an_engine_says_keeps_its_order(wire: Wire) -> None:
     )
     assert [type(item) for item in heard] == [
         ev.StepArrived,
-        Answer,
+        EngineReply,
         ev.TurnRejected,
         ev.EngineLeft,
     ]

@@ -6,10 +6,10 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.settings.config import FleetSettings
-from tidegate.simulation.traits import EngineTraits, hello_of
+from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
 from tidegate.transport.messages import Message, Step, encode
 
-COSTS = EngineTraits(
+COSTS = SimulatedEngineSpec(
     step_s=0.01,
     running_turn_s=0.0,
     prefill_tokens_per_s=1e6,

@@ -13,7 +13,7 @@ from tests.orchestrator.fleet.test_fleet import hello
 from tidegate.errors import ConfigError, EngineLost, ScoreRefused
 from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
-from tidegate.orchestrator.fleet.score_desk import ScoreDesk
+from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 from tidegate.orchestrator.fleet.scores import Asked, Score, TokenScores, ask_logprobs, ask_rewards
 from tidegate.transport import scoring
 from tidegate.transport.messages import Message
@@ -23,7 +23,7 @@ from tidegate.transport.streams import ReceiveWindow
 
 @dataclass
 class Run:
-    """A :class:`ScoreDesk`, its engines, and the messages sent to them."""
+    """A :class:`ScoreDispatcher`, its engines, and the messages sent to them."""
 
     engines: dict[str, Engine] = field(default_factory=dict)
     sent: list[tuple[str, Message]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Run:
     live_version: int = 0
 
     def __post_init__(self) -> None:
-        self.desk = ScoreDesk(
+        self.desk = ScoreDispatcher(
             self,
             waiting=self.waiting,
             live_version=lambda: self.live_version,

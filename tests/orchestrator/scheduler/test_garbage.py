@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidegate.orchestrator.scheduler.garbage import RareLooks, young_objects_max
+from tidegate.orchestrator.scheduler.gc_tuning import GcTuning, young_objects_max
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_garbage_is_looked_for_the_less_often_the_more_rollouts_may_run(
 def test_of_runs_that_overlap_the_last_leaves_what_the_first_has_found(
     usual: tuple[int, int, int],
 ) -> None:
-    looks = RareLooks()
+    looks = GcTuning()
     first, second = looks.during(60_000), looks.during(50_000)
     first.__enter__()
     assert gc.get_threshold() == (60_000, 10, 10)
@@ -46,18 +46,18 @@ def test_of_runs_that_overlap_the_last_leaves_what_the_first_has_found(
 
 def test_who_has_no_garbage_looked_for_keeps_it_so() -> None:
     gc.set_threshold(0, 10, 10)
-    with RareLooks().during(50_000):
+    with GcTuning().during(50_000):
         assert gc.get_threshold() == (0, 10, 10)
     assert gc.get_threshold() == (0, 10, 10)
 
 
 def test_what_somebody_sets_during_a_run_stays() -> None:
-    with RareLooks().during(50_000):
+    with GcTuning().during(50_000):
         gc.set_threshold(10_000, 5, 5)
     assert gc.get_threshold() == (10_000, 5, 5)
 
 
 def test_who_looks_more_rarely_anyway_is_left_alone() -> None:
     gc.set_threshold(90_000, 10, 10)
-    with RareLooks().during(50_000):
+    with GcTuning().during(50_000):
         assert gc.get_threshold() == (90_000, 10, 10)

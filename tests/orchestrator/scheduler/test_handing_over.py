@@ -15,8 +15,8 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.state import digest, load, save
-from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting
-from tidegate.orchestrator.scheduler.batch_desk import BatchDesk
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures
+from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import STOP
@@ -302,12 +302,15 @@ def test_late_tokens_of_an_evaluation_are_not_trainings() -> None:
 
 
 class Desk:
-    """A :class:`BatchDesk` whose core has a batch per request, numbered anew after a return."""
+    """A :class:`BatchRequestQueue` whose core has a batch per request, numbered anew after a
+    return."""
 
     def __init__(self) -> None:
         self.asked: list[ev.Event] = []
         self.number = 0
-        self.desk = BatchDesk(Waiting(), self.handle, lambda action: action(), lambda: None)
+        self.desk = BatchRequestQueue(
+            PendingFutures(), self.handle, lambda action: action(), lambda: None
+        )
 
     def handle(self, event: ev.Event) -> None:
         self.asked.append(event)

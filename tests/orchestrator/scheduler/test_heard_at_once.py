@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.orchestrator.fleet.test_fleet import Wire, hello
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.fleet.fleet import Answer
+from tidegate.orchestrator.fleet.fleet import EngineReply
 from tidegate.transport.messages import Complaint, Message, Step, encode
 
 VOCAB_SIZE = 96
@@ -74,7 +74,7 @@ def some_frames(random: Random) -> Frames:
 
 def heard(
     batches: list[Frames], engines: str = "a"
-) -> tuple[list[ev.Event | Answer], list[tuple[bytes, Message]]]:
+) -> tuple[list[ev.Event | EngineReply], list[tuple[bytes, Message]]]:
     """Return the events and the messages sent for these frames, from engines that have joined."""
     wire = Wire()
     for name in engines:

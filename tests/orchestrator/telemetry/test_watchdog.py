@@ -18,13 +18,13 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles
-from tidegate.orchestrator.episodes.runner import ENDED_REMEMBERED, LeftBehind
+from tidegate.orchestrator.episodes.runner import ENDED_REMEMBERED, EpisodeLeakTracker
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.scheduler import loop_watch
 from tidegate.orchestrator.scheduler.run_watch import RunWatch
 from tidegate.orchestrator.settings.config import FleetSettings, SamplingSettings
 from tidegate.orchestrator.telemetry.watchdog import STUCK_MAX, Stuck, Watchdog
-from tidegate.simulation.traits import EngineTraits, hello_of
+from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
 from tidegate.simulation.virtual_time import run_in_virtual_time
 from tidegate.transport.messages import (
     STOP,
@@ -33,7 +33,7 @@ from tidegate.transport.messages import (
     encode,
 )
 
-COSTS = EngineTraits(
+COSTS = SimulatedEngineSpec(
     step_s=0.01,
     running_turn_s=0.0,
     prefill_tokens_per_s=1e6,
@@ -112,7 +112,7 @@ class Watched:
             lambda peer, message: True,
         )
         self.weights = ControlDriver()
-        self.left = LeftBehind()
+        self.left = EpisodeLeakTracker()
         self.watch = RunWatch(
             self.driver.core, self.fleet, self.weights.state, self.left, patience_s=PATIENCE_S
         )

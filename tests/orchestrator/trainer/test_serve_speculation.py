@@ -11,7 +11,7 @@ from tests.repeating import make_repeating_model
 from tidegate.engine.drafts.draft_sources import open_drafts
 from tidegate.engine.drafts.rollouts import RolloutDrafts
 from tidegate.engine.execution.served_model import open_model
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.report import write_report

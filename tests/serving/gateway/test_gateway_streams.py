@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.orchestrator.episodes.talking import CALL, TOOLS, user
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.core.rollout import Rollout, Turn
-from tidegate.orchestrator.episodes.growing_text import GrowingText
+from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
 from tidegate.serving.gateway import completions
 from tidegate.serving.gateway.gateway import Gateway
 from tidegate.transport.media import Media
@@ -99,7 +99,7 @@ def test_text_that_grows_is_the_whole_text_up_to_its_last_whole_character(
     whole = len(ids)
     if is_cut_off:
         ids += tokenizer.encode("漢").ids[:-1]  # half a character, or nothing
-    growing, at = GrowingText(tokenizer.decode), 0
+    growing, at = IncrementalDetokenizer(tokenizer.decode), 0
     for tokens in [*cuts, len(ids)]:
         at = min(at, whole)
         growing.add(ids[at : min(at + tokens, whole)])
@@ -119,7 +119,7 @@ def test_a_token_of_a_stream_is_decoded_only_twice() -> None:
         decoded += len(token_ids)
         return "x" * len(token_ids)
 
-    growing = GrowingText(decode)
+    growing = IncrementalDetokenizer(decode)
     for _ in range(1000):
         growing.add([1] * 10)
     assert growing.text == "x" * 10_000

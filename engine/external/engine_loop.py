@@ -1,9 +1,9 @@
 """Main loop of an external engine's worker: applies the orchestrator's messages through an adapter.
 
 Run by ``external/worker.py`` on one asyncio loop. Messages only record the desired state; one task,
-:meth:`Bridge._reconcile`, compares it with the actual state and calls the engine, one call after
-another. Turns are ``TurnDesk``'s, weights ``WeightSwapper``'s, memory ``Sleeper``'s.
-"""
+:meth:`ExternalEngineLoop._reconcile`, compares it with the actual state and calls the engine, one
+call after another. Turns are ``ExternalTurnQueue``'s, weights ``WeightSwapper``'s, memory
+``ExternalSleepController``'s."""
 
 import asyncio
 import time
@@ -11,14 +11,14 @@ from collections.abc import Callable, Coroutine
 
 from tidegate.engine.external.adapter import Capabilities, EngineAdapter
 from tidegate.engine.external.host_weights import HostWeights, PublishedDirectories
-from tidegate.engine.external.scoring import ScoreDesk
-from tidegate.engine.external.sleeping import Sleeper
+from tidegate.engine.external.scoring import ExternalScoreQueue
+from tidegate.engine.external.sleeping import ExternalSleepController
+from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.swaps import WeightSwapper
-from tidegate.engine.external.telling import Teller
-from tidegate.engine.external.turn_desk import TurnDesk
-from tidegate.engine.link import Link
+from tidegate.engine.external.turn_queue import ExternalTurnQueue
+from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.pauses import PauseGate
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import EngineGone, TidegateError
 from tidegate.transport.messages import (
@@ -57,12 +57,12 @@ END_TIMEOUT_S = 4.0
 process after 5."""
 
 
-class Bridge:
+class ExternalEngineLoop:
     """Connects one external engine to a run, for the lifetime of this process."""
 
     def __init__(
         self,
-        link: Link,
+        link: OrchestratorLink,
         adapter: EngineAdapter,
         able: Capabilities,
         *,
@@ -78,9 +78,9 @@ class Bridge:
         self._link = link
         self._adapter = adapter
         self._staging = staging
-        self._teller = Teller(link)
+        self._teller = StepMessageBatcher(link)
         self._changed = asyncio.Event()
-        self._desk = TurnDesk(
+        self._desk = ExternalTurnQueue(
             link,
             adapter,
             able,
@@ -101,13 +101,13 @@ class Bridge:
             label=label,
             label_of=label_of,
         )
-        self._sleeper = Sleeper(
+        self._sleeper = ExternalSleepController(
             adapter,
             able,
             reload=self._swapper.reload,
             are_the_directorys=lambda: not self._swapper.has_swapped,
         )
-        self._scores = ScoreDesk(adapter, able, link, on_gone=self._fail)
+        self._scores = ExternalScoreQueue(adapter, able, link, on_gone=self._fail)
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._answers: list[Message] = []

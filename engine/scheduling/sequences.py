@@ -116,7 +116,7 @@ class AcceptedTokens(NamedTuple):  # a tuple, because one is made per token
     """Finish code of the turn; RUNNING if it continues."""
 
 
-class TurnState:
+class EngineSequence:
     """One turn (sequence) in the engine: its tokens, KV blocks and progress."""
 
     __slots__ = (
@@ -296,7 +296,7 @@ class TurnState:
 
 def admit(
     message: SubmitTurn, limits: EngineLimits, arrival: int, options: OptionReader
-) -> TurnState:
+) -> EngineSequence:
     """Validate a submission and make its turn.
 
     Raises:
@@ -308,7 +308,7 @@ def admit(
             "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
             "(engine_urls, docs/engines.md)"
         )
-    turn = TurnState(message, prompt, arrival)
+    turn = EngineSequence(message, prompt, arrival)
     turn.sampling.options = options.read(message, turn.tokens)
     return turn
 

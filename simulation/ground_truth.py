@@ -16,7 +16,7 @@ class SentStep:
     token_ids: bytes
 
 
-class Truth:
+class GroundTruth:
     """Steps that engines have sent and that have not arrived; the weights behind each version."""
 
     def __init__(self) -> None:

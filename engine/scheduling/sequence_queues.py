@@ -14,12 +14,12 @@ from operator import attrgetter
 
 from tidegate.engine.scheduling.kv_cache import KvCache
 from tidegate.engine.scheduling.prefixes import Prefixes, Sessions
-from tidegate.engine.scheduling.turns import EngineLimits, TurnState
+from tidegate.engine.scheduling.sequences import EngineLimits, EngineSequence
 
 _rank = attrgetter("rank")
 
 
-class Seats:
+class SequenceQueues:
     """The running and waiting turns of one engine, and the KV blocks of the running ones."""
 
     def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
@@ -27,9 +27,9 @@ class Seats:
         self._cache = KvCache(limits.num_blocks)
         self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
         self.sessions = Sessions(self._cache, sessions_max=limits.num_blocks)
-        self.running: list[TurnState] = []
+        self.running: list[EngineSequence] = []
         """Turns that may hold blocks, best rank first."""
-        self._waiting: list[tuple[tuple[int, int], TurnState]] = []
+        self._waiting: list[tuple[tuple[int, int], EngineSequence]] = []
 
     @property
     def waiting_turns(self) -> int:
@@ -43,11 +43,11 @@ class Seats:
 
     # ------------------------------------------------------------ coming
 
-    def queue(self, turn: TurnState) -> None:
+    def queue(self, turn: EngineSequence) -> None:
         """Add a turn to the waiting ones, ordered by rank."""
         heapq.heappush(self._waiting, (turn.rank, turn))
 
-    def start_waiting(self, weight_version: int, running_max: int) -> Iterator[TurnState]:
+    def start_waiting(self, weight_version: int, running_max: int) -> Iterator[EngineSequence]:
         """Admit waiting turns, best first, while blocks are free and fewer run than may.
 
         A turn gets the blocks of all its known tokens at once, so that no prefill stops half way.
@@ -74,7 +74,7 @@ class Seats:
 
     # ------------------------------------------------------------ staying
 
-    def grow(self, turn: TurnState) -> bool:
+    def grow(self, turn: EngineSequence) -> bool:
         """Allocate one more block for a turn, preempting the worst-ranked turns if none is free.
 
         False if the turn is the worst itself, or was preempted: then it waits. The worst one keeps
@@ -90,26 +90,26 @@ class Seats:
             self.queue(worst)  # it keeps its tokens, and prefills again
         return False
 
-    def grow_freely(self, turn: TurnState, tokens: int) -> None:
+    def grow_freely(self, turn: EngineSequence, tokens: int) -> None:
         """Allocate blocks for ``tokens`` positions of a turn, as far as blocks are free."""
         if tokens > turn.block_tokens_held:
             missing = self._limits.blocks_for(tokens) - len(turn.blocks)
             self._give_blocks(turn, min(missing, self._cache.free_blocks))
 
-    def grow_to_spare(self, turn: TurnState, tokens: int) -> None:
+    def grow_to_spare(self, turn: EngineSequence, tokens: int) -> None:
         """Like ``grow_freely``, but leave one block free per running turn."""
         if tokens > turn.block_tokens_held:
             missing = self._limits.blocks_for(tokens) - len(turn.blocks)
             spare = self._cache.free_blocks - len(self.running)
             self._give_blocks(turn, max(0, min(missing, spare)))
 
-    def recompute(self, turn: TurnState, weight_version: int) -> bool:
+    def recompute(self, turn: EngineSequence, weight_version: int) -> bool:
         """Drop a running turn's KV of other weights; return whether there was any."""
         blocks = turn.drop_kv_of_others(weight_version, self._limits.block_tokens)
         self._cache.release(blocks or [])
         return blocks is not None
 
-    def _give_blocks(self, turn: TurnState, blocks: int) -> bool:
+    def _give_blocks(self, turn: EngineSequence, blocks: int) -> bool:
         given = self._cache.allocate(blocks)
         if given is None:
             return False
@@ -119,7 +119,7 @@ class Seats:
 
     # ------------------------------------------------------------ leaving
 
-    def remove(self, turn: TurnState) -> None:
+    def remove(self, turn: EngineSequence) -> None:
         """Remove an ended turn and free its blocks."""
         if turn.is_running:
             self.running.remove(turn)
@@ -128,20 +128,20 @@ class Seats:
             heapq.heapify(self._waiting)
         self.stop(turn)
 
-    def send_back(self, turn: TurnState) -> None:
+    def send_back(self, turn: EngineSequence) -> None:
         """Preempt a running turn: free its blocks and queue it."""
         self.running.remove(turn)
         self.stop(turn)
         self.queue(turn)
 
-    def remove_running(self) -> list[TurnState]:
+    def remove_running(self) -> list[EngineSequence]:
         """Empty the running set; return the turns that were in it."""
         removed, self.running = self.running, []
         for turn in removed:
             self.stop(turn)
         return removed
 
-    def stop(self, turn: TurnState) -> None:
+    def stop(self, turn: EngineSequence) -> None:
         """Release the KV of a turn that has left the running set."""
         turn.is_running = False
         self.sessions.leave(turn)

@@ -27,7 +27,7 @@ YOUNG_OBJECTS_CEILING = 2_000_000
 """Maximum of the threshold, so that cycles of users' code are found at some time."""
 
 
-class RareLooks:
+class GcTuning:
     """GC thresholds of a process, while runs are active in it."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class RareLooks:
         self._set = gc.get_threshold()
 
 
-RARE_LOOKS = RareLooks()
+RARE_LOOKS = GcTuning()
 """The only instance, because there is one collector per process."""
 
 

@@ -1,9 +1,8 @@
 """Scheduler of scoring requests: assigns them to engines, and assembles the answers.
 
-The engine side owns one; episodes and trainers call :meth:`ScoreDesk.ask_all`. Scoring is outside
-the run: no ledger counts it and no journal holds it. A request lost with its engine is sent to
-another; an answer is whole and computed by one weight version, or there is none.
-"""
+The engine side owns one; episodes and trainers call :meth:`ScoreDispatcher.ask_all`. Scoring is
+outside the run: no ledger counts it and no journal holds it. A request lost with its engine is sent
+to another; an answer is whole and computed by one weight version, or there is none."""
 
 import asyncio
 from collections import deque
@@ -14,8 +13,8 @@ from typing import Protocol
 from tidegate.errors import EngineLost, ScoreRefused
 from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
+from tidegate.orchestrator.fleet.pending_futures import fail, resolve
 from tidegate.orchestrator.fleet.scores import Asked, Score, read_answer
-from tidegate.orchestrator.fleet.waiting import fail, resolve
 from tidegate.transport.messages import Message
 from tidegate.transport.scoring import ANSWER_BYTES_MAX, CancelScore, Scored
 from tidegate.transport.scoring import ScoreRefused as Refusal
@@ -40,7 +39,7 @@ class _Request:
     parts_bytes: int = 0
 
 
-class ScoreDesk:
+class ScoreDispatcher:
     """All scoring requests of a run."""
 
     def __init__(

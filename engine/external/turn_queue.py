@@ -1,18 +1,18 @@
 """Turns submitted to an external engine's worker: queued by priority, then arrival, until they end.
 
-Used by ``Bridge``, which decides when turns may start; ``Streams`` makes their requests.
-"""
+Used by ``ExternalEngineLoop``, which decides when turns may start; ``Streams`` makes their
+requests."""
 
 import asyncio
 import heapq
 from collections.abc import Callable, Collection
 
 from tidegate.engine.external.adapter import Capabilities, EngineAdapter
+from tidegate.engine.external.step_message_batcher import StepMessageBatcher
 from tidegate.engine.external.streams import Streams
-from tidegate.engine.external.telling import Teller
-from tidegate.engine.external.turns import AskedTurn, read_turn
-from tidegate.engine.link import Link
-from tidegate.engine.scheduling.turns import EngineLimits
+from tidegate.engine.external.turns import ExternalTurn, read_turn
+from tidegate.engine.link import OrchestratorLink
+from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import TidegateError, TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.limits import cut
@@ -22,18 +22,18 @@ HELD_S = 0.2
 """Seconds to wait after the engine refused a request because a third party paused it."""
 
 
-class TurnDesk:
+class ExternalTurnQueue:
     """All turns that have been submitted and have not ended."""
 
     def __init__(
         self,
-        link: Link,
+        link: OrchestratorLink,
         adapter: EngineAdapter,
         able: Capabilities,
         *,
         limits: EngineLimits,
         label: str,
-        teller: Teller,
+        teller: StepMessageBatcher,
         on_change: Callable[[], None],
         on_gone: Callable[[TidegateError], None],
     ) -> None:
@@ -46,8 +46,8 @@ class TurnDesk:
         self._on_gone = on_gone
         self._adapters: Collection[str] = ()
         """LoRA adapters of the live version."""
-        self._turns: dict[int, AskedTurn] = {}
-        self._waiting: list[tuple[tuple[int, int], AskedTurn]] = []
+        self._turns: dict[int, ExternalTurn] = {}
+        self._waiting: list[tuple[tuple[int, int], ExternalTurn]] = []
         """Heap by rank; may contain turns that have been cancelled."""
         self._arrivals = 0
         self._is_held = False
@@ -119,7 +119,9 @@ class TurnDesk:
                 self.streams.start(turn, self._teller.version)
         return True
 
-    def _over(self, turn: AskedTurn, error: TidegateError | None, *, is_held: bool = False) -> None:
+    def _over(
+        self, turn: ExternalTurn, error: TidegateError | None, *, is_held: bool = False
+    ) -> None:
         """Handle the end of a request; the turn is queued again unless it has ended, too."""
         self._on_change()
         if isinstance(error, TurnRefused):
@@ -141,7 +143,7 @@ class TurnDesk:
         self._is_held = False
         self._on_change()
 
-    def _refuse(self, turn: AskedTurn, error: TurnRefused) -> None:
+    def _refuse(self, turn: ExternalTurn, error: TurnRefused) -> None:
         # Tokens that wait for credit would be sent for a turn that no longer exists.
         self._teller.rows.drop(turn.handle)
         self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))

@@ -1,8 +1,7 @@
 """Batches the tokens of an external engine into step messages, a few milliseconds at a time.
 
-Used by ``Streams`` and ``Bridge``. Tokens arrive request by request; a step message has one row per
-turn and one weight version. So all rows must be sent before the version changes.
-"""
+Used by ``Streams`` and ``ExternalEngineLoop``. Tokens arrive request by request; a step message has
+one row per turn and one weight version. So all rows must be sent before the version changes."""
 
 import asyncio
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidegate.engine.external.adapter import TopLogprobs
-from tidegate.engine.link import Link
+from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.step_columns import StepColumns
 from tidegate.transport.messages import RUNNING, Prefill, Step, TokenDetails
 
@@ -27,7 +26,7 @@ class _Row:
     top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
 
 
-class Rows:
+class StepMessageRows:
     """Rows of the next step message."""
 
     def __init__(self) -> None:
@@ -98,12 +97,12 @@ GATHER_S = 0.002
 """Seconds to wait for the other turns' tokens of the same engine step before sending."""
 
 
-class Teller:
+class StepMessageBatcher:
     """Unsent rows, and the link that they are sent over."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: OrchestratorLink) -> None:
         self._link = link
-        self.rows = Rows()
+        self.rows = StepMessageRows()
         self.version = 0
         """Weight version of all tokens that are added from now on."""
         self.queued_turns = 0

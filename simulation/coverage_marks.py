@@ -7,7 +7,7 @@ Therefore each is noted where it really happens.
 from enum import StrEnum
 
 
-class Hardship(StrEnum):
+class CoverageMark(StrEnum):
     """Something hard that happened in a run at least once."""
 
     CRASHED = "an engine crashed"
@@ -66,12 +66,12 @@ class Hardship(StrEnum):
     STOPPED = "an episode was stopped, for its group was given up"
 
 
-class Hardships:
+class CoverageMarks:
     """Hardships that one run has met so far."""
 
     def __init__(self) -> None:
-        self.seen: set[Hardship] = set()
+        self.seen: set[CoverageMark] = set()
 
-    def note(self, hardship: Hardship) -> None:
+    def note(self, hardship: CoverageMark) -> None:
         """It happened."""
         self.seen.add(hardship)

@@ -16,15 +16,15 @@ from functools import partial
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.fleet.waiting import BatchRequest, Waiting, fail, resolve
+from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures, fail, resolve
 
 
-class BatchDesk:
+class BatchRequestQueue:
     """Hands batches to the trainer's requests, one after the other."""
 
     def __init__(
         self,
-        waiting: Waiting,
+        waiting: PendingFutures,
         handle: Callable[[ev.Event], None],
         when_safe: Callable[[Callable[[], None]], None],
         take_failure: Callable[[], TidegateError | None],

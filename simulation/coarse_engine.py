@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tidegate.simulation.engine_costs import EngineCosts
-from tidegate.simulation.wire import Link
+from tidegate.simulation.wire import SimulatedLink
 from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
@@ -55,7 +55,7 @@ ZEROS = bytes(TOKEN_BYTES * STRETCH_STEPS_MAX * 1024)
 
 
 @dataclass(slots=True)
-class RunningTurn:
+class CoarseSimulatedTurn:
     """A turn in a slot."""
 
     handle: int
@@ -88,7 +88,7 @@ class _Stretch:
         return is_cut
 
 
-class StretchEngine:
+class CoarseSimulatedEngine:
     """One engine: slots, a queue ordered by priority, and the weights it serves."""
 
     def __init__(
@@ -97,7 +97,7 @@ class StretchEngine:
         costs: EngineCosts,
         *,
         loop: asyncio.AbstractEventLoop,
-        link: Link,
+        link: SimulatedLink,
         stopwatch: AbstractContextManager[None],
     ) -> None:
         self.name = name
@@ -108,7 +108,7 @@ class StretchEngine:
         self._window = SendWindow(1)
         self._version = 0
         self._steps_done = 0
-        self._running: dict[int, RunningTurn] = {}
+        self._running: dict[int, CoarseSimulatedTurn] = {}
         self._handles = b""
         """Column of the running turns."""
         self._waiting: list[tuple[int, int, SubmitTurn]] = []
@@ -289,7 +289,7 @@ class StretchEngine:
             context = len(turn.token_ids) // TOKEN_BYTES
             tokens += self._prefill_tokens(turn, context)
             ends_at = self._steps_done + turn.sampling.max_tokens
-            running = RunningTurn(turn.turn, context, self._steps_done, ends_at)
+            running = CoarseSimulatedTurn(turn.turn, context, self._steps_done, ends_at)
             self._running[turn.turn] = running
             free -= 1
         self._note_running()

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tidegate.errors import ConfigError
-from tidegate.transport.patience import Patience
+from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.security import KEY_BYTES, OrchestratorKeys, read_allowed
 from tidegate.transport.zeromq import Socket
 
@@ -35,7 +35,7 @@ WARNINGS_PER_MINUTE_MAX = 6
 log = logging.getLogger("tidegate")
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Authenticates the connections of one listening socket, in a thread."""
 
     def __init__(self, listener: Socket, keys: OrchestratorKeys) -> None:
@@ -44,7 +44,7 @@ class Doorkeeper:
         self.refused = 0
         """Number of connections that were rejected."""
         self._keys = keys
-        self._patience = Patience(answers_max=WARNINGS_PER_MINUTE_MAX, interval_s=60.0)
+        self._patience = RateLimiter(answers_max=WARNINGS_PER_MINUTE_MAX, interval_s=60.0)
         self._questions = context.socket(zmq.REP)
         self._questions.setsockopt(zmq.LINGER, 0)
         self._questions.bind(_ZAP_ADDRESS)

@@ -44,7 +44,7 @@ class _Page:
     """Named activities that are running, the last of which is shown."""
 
 
-class EpisodeDiary:
+class EpisodeTracer:
     """Logs episodes on the run's loop, each interval once it is over."""
 
     def __init__(

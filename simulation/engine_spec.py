@@ -11,7 +11,7 @@ CONTEXT_TOKENS_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTraits:
+class SimulatedEngineSpec:
     """Capabilities of one engine, as long as nothing is wrong with it."""
 
     step_s: float = 0.01
@@ -47,7 +47,7 @@ class EngineTraits:
         return -(-tokens // self.block_tokens)
 
 
-def hello_of(engine: str, epoch: int, traits: EngineTraits) -> Hello:
+def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
     """What an engine like this says of itself."""
     return Hello(
         protocol=PROTOCOL,

@@ -8,7 +8,7 @@ PEERS_MAX = 8192
 """Maximum number of peers tracked per interval; further peers get no reply until the next one."""
 
 
-class Patience:
+class RateLimiter:
     """Allows ``answers_max`` replies per peer and fixed interval."""
 
     def __init__(self, *, answers_max: int, interval_s: float) -> None:

@@ -10,7 +10,7 @@ HALF_A_CHARACTER = "\ufffd"
 """Text that an incomplete character decodes to."""
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """Text of a running output, up to its last complete character."""
 
     __slots__ = ("_decode", "_joined", "_window", "text", "tokens")

@@ -68,7 +68,7 @@ class BatchRequest:
 
 
 @dataclass(slots=True)
-class Waiting:
+class PendingFutures:
     """All waiting calls of a run."""
 
     turns: dict[int, asyncio.Future[Turn]] = field(default_factory=dict)

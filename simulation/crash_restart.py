@@ -25,6 +25,7 @@ from tidegate.orchestrator.journal.reading import Snapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
+from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.episodes import SimulatedEpisodes
 from tidegate.simulation.faults import ALL_FAULTS, FaultKind
 from tidegate.simulation.host import EngineHost
@@ -40,8 +41,7 @@ from tidegate.simulation.simulation import (
 from tidegate.simulation.staging import WeightBuffer
 from tidegate.simulation.trainer import receive
 from tidegate.simulation.virtual_time import VirtualLoop, run_in_virtual_time
-from tidegate.simulation.wire import SimulatedRouter, Tape
-from tidegate.simulation.world import World
+from tidegate.simulation.wire import FrameLog, SimulatedRouter
 from tidegate.transport.messages import InitWeights
 
 STALLED_STARTS = 0.2
@@ -152,7 +152,7 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
-class LivesReport:
+class CrashRestartReport:
     """Report of one crash-restart run."""
 
     scenario: Scenario
@@ -223,7 +223,7 @@ class SlowTasks(AsyncIterator[int]):
         raise StopAsyncIteration
 
 
-class WatchedCore(Core):
+class CrashRestartCore(Core):
     """A core whose invariants are checked after every event."""
 
     on_event: Callable[[ev.Event, list[ev.Command]], None]
@@ -241,13 +241,13 @@ class WatchedCore(Core):
         return commands
 
 
-class Lives:
+class CrashRestartRun:
     """One scenario's run, from its first life to its last."""
 
     def __init__(self, scenario: Scenario, *, is_drawn: bool = False) -> None:
         self._scenario = scenario
         self._chance = self._scenario.chance("lives")
-        self._tape = Tape()
+        self._tape = FrameLog()
         self._hosts: list[EngineHost] = []
         self._buffer = WeightBuffer()
         self._checkpoint = Checkpoint()
@@ -293,9 +293,9 @@ class Lives:
         self._sent: dict[int, tuple[str, int]] = {}
         """Handle -> the engine and the session of the turn that was last sent under it."""
         self._done = False
-        self.report = LivesReport(scenario, is_drawn)
+        self.report = CrashRestartReport(scenario, is_drawn)
 
-    def run(self) -> LivesReport:
+    def run(self) -> CrashRestartReport:
         """Run it to its end or its first broken promise."""
         try:
             with silent_log():
@@ -324,7 +324,7 @@ class Lives:
         loop.set_exception_handler(
             lambda _, context: on_broken(context.get("exception", AssertionError(str(context))))
         )
-        world = World(loop, self._tape, buffer=self._buffer)
+        world = SimulationContext(loop, self._tape, buffer=self._buffer)
         self._episodes = SimulatedEpisodes(
             self._scenario, world, stopped=self._stopped, is_patient=True
         )
@@ -427,7 +427,7 @@ class Lives:
 
     def _lived_again(
         self, store: SimulatedStore, on_broken: Callable[[BaseException], None]
-    ) -> WatchedCore:
+    ) -> CrashRestartCore:
         """The last snapshot, and the events after it."""
         snapshot = store.snapshot()
         core = self._loaded(None if snapshot is None else snapshot.body, on_broken)
@@ -439,8 +439,8 @@ class Lives:
 
     def _loaded(
         self, saved: bytes | None, on_broken: Callable[[BaseException], None]
-    ) -> WatchedCore:
-        core = WatchedCore(self._scenario.settings.rules(), survives_crashes=True)
+    ) -> CrashRestartCore:
+        core = CrashRestartCore(self._scenario.settings.rules(), survives_crashes=True)
         core.on_event, core.on_broken = lambda *_: None, on_broken
         if saved is not None:
             load(saved, core)
@@ -684,12 +684,12 @@ async def _end(*tasks: "asyncio.Task[Any]") -> None:
     await asyncio.wait(tasks)
 
 
-def simulate_lives(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> LivesReport:
+def simulate_lives(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> CrashRestartReport:
     """Run one seed, and say whether every promise was kept."""
     drawn = draw_scenario(seed, kinds - TRAINERS_FAULTS)
-    return Lives(msgspec.structs.replace(drawn, lives=LIVES_MAX), is_drawn=True).run()
+    return CrashRestartRun(msgspec.structs.replace(drawn, lives=LIVES_MAX), is_drawn=True).run()
 
 
-def run_lives(scenario: Scenario) -> LivesReport:
+def run_lives(scenario: Scenario) -> CrashRestartReport:
     """Run one scenario whose process dies, and say whether every promise was kept."""
-    return Lives(scenario).run()
+    return CrashRestartRun(scenario).run()

@@ -3,21 +3,21 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from tidegate.simulation.hardships import Hardships
+from tidegate.simulation.coverage_marks import CoverageMarks
+from tidegate.simulation.ground_truth import GroundTruth
 from tidegate.simulation.model import HashModel, TurnModel
 from tidegate.simulation.staging import WeightBuffer
-from tidegate.simulation.truth import Truth
-from tidegate.simulation.wire import SimulatedRouter, Tape
+from tidegate.simulation.wire import FrameLog, SimulatedRouter
 
 
 @dataclass(slots=True)
-class World:
+class SimulationContext:
     """Shared state; it outlives engines and orchestrators, which come and go in it."""
 
     loop: asyncio.AbstractEventLoop
-    tape: Tape
-    truth: Truth = field(default_factory=Truth)
-    hardships: Hardships = field(default_factory=Hardships)
+    tape: FrameLog
+    truth: GroundTruth = field(default_factory=GroundTruth)
+    hardships: CoverageMarks = field(default_factory=CoverageMarks)
     buffer: WeightBuffer = field(default_factory=WeightBuffer)
     model: TurnModel = field(default_factory=HashModel)
     router: SimulatedRouter = field(init=False)

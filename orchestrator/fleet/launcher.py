@@ -45,7 +45,7 @@ class Engines(Protocol):
         ...
 
 
-class Site(Protocol):
+class EngineLauncher(Protocol):
     """Place where a run's engines are started."""
 
     @property
@@ -63,7 +63,7 @@ class Site(Protocol):
         ...
 
 
-class ThisMachine:
+class LocalEngineLauncher:
     """Site whose engines are processes on this machine."""
 
     def __init__(self, settings: RunSettings) -> None:

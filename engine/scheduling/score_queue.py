@@ -12,12 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.engine.execution.runner import Row
-from tidegate.engine.sampling.scoring import Reads, RowScore, RowScoring, ScoringTraits, join_scores
-from tidegate.engine.scheduling.seats import Seats
-from tidegate.engine.scheduling.turns import (
+from tidegate.engine.sampling.scoring import (
+    Reads,
+    RowScore,
+    RowScoring,
+    ScoringCapabilities,
+    join_scores,
+)
+from tidegate.engine.scheduling.sequence_queues import SequenceQueues
+from tidegate.engine.scheduling.sequences import (
     TEMPERATURE_MAX,
     EngineLimits,
-    TurnState,
+    EngineSequence,
     read_token_ids,
 )
 from tidegate.errors import OutOfBlocks, ScoreRefused, TurnRefused
@@ -50,7 +56,7 @@ _NO_TOKENS = SamplingParams(max_tokens=0)
 _FLOAT32_BYTES = 4
 
 
-class ScoreState(TurnState):
+class ScoreState(EngineSequence):
     """One scoring request: its tokens, its KV, and the values computed so far."""
 
     __slots__ = ("_asked", "chunks", "first_told", "needed_from", "want")
@@ -150,10 +156,12 @@ class ScoreState(TurnState):
             )
 
 
-class ScoreDesk:
+class ScoreQueue:
     """All scoring requests of one engine, by request number."""
 
-    def __init__(self, limits: EngineLimits, traits: ScoringTraits, seats: Seats) -> None:
+    def __init__(
+        self, limits: EngineLimits, traits: ScoringCapabilities, seats: SequenceQueues
+    ) -> None:
         self._limits = limits
         self._traits = traits
         self._seats = seats
@@ -209,7 +217,7 @@ class ScoreDesk:
             if state.is_running:
                 self._seats.send_back(state)
 
-    def take(self, turn: TurnState, scores: Iterator[RowScore], version: int) -> list[Message]:
+    def take(self, turn: EngineSequence, scores: Iterator[RowScore], version: int) -> list[Message]:
         """Add a computed chunk to its request; return the answer if it was the last chunk."""
         assert isinstance(turn, ScoreState)  # as ``is_score`` says
         if turn.row.scoring is not None:
@@ -225,7 +233,7 @@ class ScoreDesk:
 
 
 def admit_score(
-    message: ScoreTokens, limits: EngineLimits, traits: ScoringTraits, arrival: int
+    message: ScoreTokens, limits: EngineLimits, traits: ScoringCapabilities, arrival: int
 ) -> ScoreState:
     """Validate a request and make its state.
 
@@ -285,7 +293,7 @@ def _position_bytes(top_logprobs: int) -> int:
     return _FLOAT32_BYTES * (2 + 2 * top_logprobs if top_logprobs else 1)
 
 
-def _check_size(message: ScoreTokens, end: int, traits: ScoringTraits) -> None:
+def _check_size(message: ScoreTokens, end: int, traits: ScoringCapabilities) -> None:
     told = end - message.start
     answer_bytes = 0
     if message.want == "logprobs":
