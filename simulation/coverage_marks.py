@@ -67,7 +67,7 @@ class CoverageMark(StrEnum):
 
 
 class CoverageMarks:
-    """Hardships that one run has met so far."""
+    """Coverage marks that one run has reached."""
 
     def __init__(self) -> None:
         self.seen: set[CoverageMark] = set()

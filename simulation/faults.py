@@ -16,9 +16,9 @@ class FaultKind(StrEnum):
     """Kinds of faults: of engines, connections, weights, trainers and episodes."""
 
     CRASH = "crash"
-    """The process is gone with all it had, and is started again later, with weights 0."""
+    """The process ends with all its state, and is started again later, at weight version 0."""
     HANG = "hang"
-    """It does nothing for a while: neither reads, nor computes, nor sends."""
+    """The engine neither reads, computes nor sends for a while."""
     SLOW = "slow"
     """Its steps take many times as long for a while."""
     LEAVE = "leave"
@@ -50,7 +50,7 @@ class FaultKind(StrEnum):
 SCENARIO_FAULTS = frozenset(
     {FaultKind.PRESSURE, FaultKind.EPISODE, FaultKind.GIVE_UP, FaultKind.TRAINER}
 )
-"""These don't happen at one time to one engine: they are how a whole run is."""
+"""Faults that apply to the whole run, not to one engine at one time."""
 
 WEIGHT_FAULTS = frozenset({FaultKind.REFUSE, FaultKind.LAG})
 
@@ -58,13 +58,15 @@ ALL_FAULTS = frozenset(FaultKind)
 NO_FAULTS: frozenset[FaultKind] = frozenset()
 
 AFTER_SWAP_SHARE = 0.3
-"""Of the faults, for a swap is when most is in flight that nobody numbers."""
+"""Share of faults that are placed right after a weight swap, when the most messages without a
+sequence number are in flight."""
 
 FAULTS_MAX = 6
-"""Per run: enough that they meet each other, and few enough to understand a failure."""
+"""Most faults of one run: enough that they overlap, and few enough to understand a failure."""
 
 LONGEST_FAULT_S = 3.0
-"""Longer than any engine is waited for, so that some are given up and come back."""
+"""Longest duration of a fault, in seconds: longer than engine timeouts, so that some engines are
+given up and come back."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,12 +74,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: FaultKind
     engine: int = 0
-    """Its number."""
+    """Number of the engine that it happens to."""
     at_s: float = 0.0
-    """When, unless it follows a swap."""
+    """Virtual time of the fault, in seconds; unused if ``after_swap`` is set."""
     after_swap: int = 0
-    """Right after the engine's so many-th swap of weights, counted from 1, while it is announced;
-    0 for a fault at a fixed time."""
+    """Number of the engine's weight swap, from 1, that the fault follows while the announcement of
+    the swap is on its way; 0 for a fault at a fixed time."""
     lasts_s: float = 0.0
 
 
@@ -97,7 +99,7 @@ def parse_faults(words: str) -> frozenset[FaultKind]:
 
 
 def name_faults(kinds: frozenset[FaultKind]) -> str:
-    """What :func:`parse_faults` reads."""
+    """Return the kinds as text that :func:`parse_faults` reads back."""
     if kinds in (ALL_FAULTS, NO_FAULTS):
         return "all" if kinds else "none"
     return ",".join(sorted(kinds))

@@ -205,7 +205,7 @@ class RouterSocket:
             if self._directory is not None:
                 address = f"ipc://{self._directory.path}/orchestrator"
             assert address is not None
-            self._socket, self._doorkeeper = bound_router(address, keys)
+            self._socket, self._authenticator = bound_router(address, keys)
             self._more = more_frames(self._socket)
         except BaseException:
             self._remove_directory()
@@ -289,12 +289,12 @@ class RouterSocket:
             return
         self.detach()
         stop_listening(self._socket, self.address)
-        close_socket(self._socket, is_context_own=self._doorkeeper is not None)
+        close_socket(self._socket, is_context_own=self._authenticator is not None)
         self._remove_directory()
 
     def statistics(self) -> SocketStatistics:
         """Return the counters of received frames and rejected connections."""
-        refused = self._doorkeeper.refused if self._doorkeeper else 0
+        refused = self._authenticator.refused if self._authenticator else 0
         return SocketStatistics(self._frames, self._bytes, self._malformed, refused)
 
     def _on_readable(self) -> None:
@@ -411,11 +411,11 @@ def bound_router(
     # a send to a vanished peer fails instead of being dropped
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity
-    doorkeeper = None
+    authenticator = None
     try:
         if keys is not None:
             secure_listener(socket, keys)
-            doorkeeper = ZapAuthenticator(socket, keys)
+            authenticator = ZapAuthenticator(socket, keys)
         socket.bind(address)
     except BaseException as error:
         close_socket(socket, is_context_own=keys is not None)
@@ -424,7 +424,7 @@ def bound_router(
         if error.errno == zmq.EADDRINUSE:
             raise AddressInUse(address) from error
         raise ConfigError(f"can't listen on {address!r}: {error.strerror}") from error
-    return socket, doorkeeper
+    return socket, authenticator
 
 
 def stop_listening(socket: Socket, address: str) -> None:

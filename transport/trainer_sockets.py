@@ -35,7 +35,7 @@ class TrainerRouter:
             AddressInUse: another process listens there.
             ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
-        self._socket, self._doorkeeper = bound_router(
+        self._socket, self._authenticator = bound_router(
             address, keys, frame_bytes_max=FRAME_BYTES_MAX
         )
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -75,7 +75,7 @@ class TrainerRouter:
         """Release the address; queued messages are still sent for a while. Idempotent."""
         if not self._socket.closed:
             stop_listening(self._socket, self.address)
-            close_socket(self._socket, is_context_own=self._doorkeeper is not None)
+            close_socket(self._socket, is_context_own=self._authenticator is not None)
 
 
 class TrainerDealer:

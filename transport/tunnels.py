@@ -100,7 +100,7 @@ class TunnelEntrance:
             AddressInUse: another process listens there.
             ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
-        self._socket, self._doorkeeper = bound_router(
+        self._socket, self._authenticator = bound_router(
             address, keys, frame_bytes_max=FRAME_BYTES_MAX
         )
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -157,7 +157,7 @@ class TunnelEntrance:
             for name in list(self._inside):
                 self._end(name, "the tunnel's near end was closed", tell="kill")
             stop_listening(self._socket, self.address)
-            close_socket(self._socket, is_context_own=self._doorkeeper is not None)
+            close_socket(self._socket, is_context_own=self._authenticator is not None)
             self._wakeup.close()
 
     def _turn(self) -> None:

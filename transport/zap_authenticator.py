@@ -21,7 +21,7 @@ from tidegate.transport.zeromq import Socket
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
-_EVENTS_ADDRESS = "inproc://tidegate.doorkeeper"
+_EVENTS_ADDRESS = "inproc://tidegate.zap"
 
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH  # public key not in the allowed list
@@ -52,7 +52,7 @@ class ZapAuthenticator:
         self._events.setsockopt(zmq.LINGER, 0)
         listener.monitor(_EVENTS_ADDRESS, _REFUSALS)
         self._events.connect(_EVENTS_ADDRESS)
-        threading.Thread(target=self._serve, name="doorkeeper", daemon=True).start()
+        threading.Thread(target=self._serve, name="zap-authenticator", daemon=True).start()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -94,4 +94,4 @@ class ZapAuthenticator:
 
     def _warn(self, what: str) -> None:
         if self._patience.has(b"", time.monotonic()):
-            log.warning("doorkeeper: %s", what)
+            log.warning("ZAP: %s", what)

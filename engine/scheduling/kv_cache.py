@@ -1,6 +1,6 @@
 """Block allocator and prefix cache of the KV cache: block numbers, reference counts and eviction.
 
-Used by the running set (``seats.py``), the prefixes and the draft model; the tensors belong to the
+Used by the ``sequence_queues.py``, the prefixes and the draft model; the tensors belong to the
 model runner. A block holds the keys and values of ``block_tokens`` successive context positions in
 every layer. Blocks are allocated singly, so a turn's blocks need not be adjacent.
 

@@ -3,7 +3,7 @@
 Pure: the worker's loop calls ``plan`` for the rows to compute and ``complete`` with what was
 sampled. A step takes decodes first, then chunks of prefills, then draft tokens, within the step
 budget. Which turns run at all, and in which KV blocks, is the running set's decision
-(``seats.py``).
+(``sequence_queues.py``).
 """
 
 from collections.abc import Collection, Mapping

@@ -94,7 +94,7 @@ class EngineJoined(Struct, frozen=True, gc=False):
     held: tuple[int, ...] = ()
     """Handles of the turns that the engine holds."""
     replay_until: int = 0
-    """Steps with a lower seq were sampled before the hello, and are sent again."""
+    """Steps with a lower ``seq`` were sampled before the hello message, and are sent again."""
     media: tuple[MediaKind, ...] = ()
     """Kinds of media that the engine's model reads."""
 
@@ -155,7 +155,8 @@ class BatchNotWanted(Struct, frozen=True, gc=False):
     """The trainer stopped waiting for a batch, or its request is on hold."""
 
     is_held: bool = False
-    """Whether the trainer still waits, and gets no batch until a publish is decided."""
+    """True if the trainer still waits, and gets no batch until the outcome of a publish is known;
+    False if it stopped waiting."""
 
 
 class BatchReturned(Struct, frozen=True, gc=False):

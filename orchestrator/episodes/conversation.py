@@ -140,8 +140,8 @@ class Prepared(Generic[Row]):
 
 
 class Conversation(Generic[Row]):
-    """Generates turns for messages. Several may run at once, in any number of threads of messages:
-    each that continues from the end of an earlier turn stays in that turn's row."""
+    """Generates turns for messages. Several calls may run at once, on any number of message
+    histories: each that continues from the end of an earlier turn stays in that turn's row."""
 
     def __init__(self, episode: Row, model: ModelFiles) -> None:
         """Raises ModelError if the model has no chat template."""

@@ -1,9 +1,8 @@
 """Requests to score token sequences, and their answers: log-probs, embeddings and rewards.
 
 ``Rollouts.score``, ``embed`` and ``reward`` and the :class:`Episode` methods use it;
-:class:`ScoreDesk` sends the requests. Letters in shapes: N tokens of a sequence, k likeliest
-tokens, H hidden, L labels.
-"""
+:class:`~tidegate.orchestrator.fleet.score_dispatcher.ScoreDispatcher` sends the requests. Letters
+in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

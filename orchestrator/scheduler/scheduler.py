@@ -94,8 +94,8 @@ class Commands:
 
 
 FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
-"""Events that never raise ``capacity_groups``, and that the shell has no other use for: most
-events. Admission after ``TaskArrived`` is checked by :class:`TaskFeed`."""
+"""Events that never increase ``capacity_groups`` and for which the shell itself has nothing to do;
+most events are of these types. Admission after ``TaskArrived`` is checked by :class:`TaskFeed`."""
 
 log = logging.getLogger("tidegate")
 
@@ -257,9 +257,9 @@ class Scheduler:
     async def _resumption_safe(self) -> None:
         """Return once ``Resumed`` is committed, or the journal has failed.
 
-        Engines are not heard before. ``Resumed`` moves turn handles on: if this process died before
-        the commit, the next one would give the same handles to other turns, and take old steps for
-        theirs.
+        Engines are not heard before. ``Resumed`` advances the turn handles. Without the commit,
+        a crash here would let the next process reuse these handles for other turns, and take old
+        steps for theirs.
         """
         safe = asyncio.ensure_future(self.wait_until_safe())
         try:
@@ -302,7 +302,7 @@ class Scheduler:
             self.handle_one(event, episode)
 
     def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
-        """Feed one event to the core and carry out its commands; each rollout has three events."""
+        """Feed one event to the core and carry out its commands."""
         may_free_places = type(event) not in FREES_NO_PLACE
         groups, revision = self.core.groups, -1
         if type(event) is ev.EpisodeReturned:

@@ -273,7 +273,8 @@ class Scorer(RunHandle):
             self._old_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def _read(self, read: Callable[[Scheduler], Result]) -> Result:
-        """Return what ``read`` finds on the run's loop; if that is blocked, from this thread."""
+        """Run ``read`` on the run's loop and return its result; on this thread if the loop is
+        blocked."""
         scheduler = self._running.scheduler
         if self._running.is_own_thread and scheduler is not None:
             return read(scheduler)
@@ -388,8 +389,8 @@ class Rollouts(Scorer, TrainerHandle):
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's position in the run, to be saved in its checkpoint.
 
-        Take it when the batch last received is trained, and save it in one piece with the weights
-        made from it, before they are published. ``serve(resume=…)`` takes it.
+        Take it when the batch last received is trained. Save it atomically with the weights made
+        from that batch, before you publish them. ``serve(resume=…)`` takes it.
 
         Raises:
             ConfigError: the run keeps no journal, so it can't be resumed.
@@ -407,10 +408,11 @@ class Rollouts(Scorer, TrainerHandle):
         """Yield batches made from ``tasks``, until they are used up; the last may be smaller.
 
         ``tasks`` may be endless, sync or async; it is iterated, and ``episode`` runs, on the run's
-        own thread. Publish after each batch: what is handed over holds its place until then.
+        own thread. Publish after each batch: until then its groups
+        count against the staleness bound.
 
-        Another ``batches()`` may follow once this one is over or broken out of: its unfinished
-        tasks are trained there. Two at once are refused.
+        After this iterator ends, or you break out of it, you may call ``batches()`` again; the new
+        iterator also trains the unfinished tasks of the earlier one. Two at once are refused.
 
         Raises:
             PublishNeeded: the next batch could never fill without a publish.
@@ -439,7 +441,7 @@ class Rollouts(Scorer, TrainerHandle):
 
         A call that is cancelled costs nothing: its batch goes back, and a later call gets it if it
         is young enough by then. A trainer may ask ahead, during its train step; then it publishes
-        after each batch, and each batch's age is counted to the version at which it is trained.
+        after each batch, and each batch's staleness is counted at the version that will train it.
         """
         self._mark("train")
         request = BatchRequest()
@@ -561,14 +563,14 @@ class Rollouts(Scorer, TrainerHandle):
         their live weights, so that none can refuse it any more, ``none`` as soon as the tensors are
         copied and may change. What fails after that is raised by the next publish or batch.
 
-        A publish during another takes its place where engines haven't staged that yet; both calls
-        return when the newer weights are there. No batch is handed over before it is certain that
-        the version comes, so none is counted as older than it is.
+        A publish started during another one replaces it on engines that have not staged it yet;
+        both calls return when the newer weights are there. Until it is certain that the version
+        comes, no batch is handed over, so no batch's staleness is overstated.
 
         Raises:
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
             EngineLagging: an engine did not take them in time.
-            PublishDropped: they gave way to newer ones, whose writing failed.
+            PublishDropped: a newer publish replaced this one, and writing its weights failed.
         """
         return await self._publish(WeightPublish(self._running, state_dict, wait, partial=partial))
 
@@ -856,7 +858,7 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
 
 
 def warn_if_oversubscribed(settings: RunSettings) -> None:
-    """Warn if torch uses more threads in the trainer's process than engines leave it cores.
+    """Warn if torch has more threads in the trainer's process than engines leave cores free.
 
     OpenMP's threads spin while they wait for each other; with fewer cores than threads, each waits
     for one that isn't running, and a run was seen to take eight times as long.

@@ -133,11 +133,14 @@ class Statistics(ctypes.Structure):
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "mallinfo2"):
     sys.exit("this is no glibc of 2.33 or later")
-libc.mallinfo2.restype, libc.malloc.restype = Statistics, ctypes.c_void_p end =
-receiver(InitWeights(channel="zmq", info={"address": "tcp://*:1"}),
-WeightReceiverConfig(sys.argv[1])) before = libc.mallinfo2().field_3
-libc.malloc(ctypes.c_size_t(CHUNKS_AHEAD * CHUNK_BYTES - 4096)) print(libc.mallinfo2().field_3 -
-before) end.close() """
+libc.mallinfo2.restype, libc.malloc.restype = Statistics, ctypes.c_void_p
+info = {"address": "tcp://*:1"}
+end = receiver(InitWeights(channel="zmq", info=info), WeightReceiverConfig(sys.argv[1]))
+before = libc.mallinfo2().field_3
+libc.malloc(ctypes.c_size_t(CHUNKS_AHEAD * CHUNK_BYTES - 4096))
+print(libc.mallinfo2().field_3 - before)
+end.close()
+"""
 
 
 def test_memory_of_chunks_is_the_heaps_and_so_not_fresh_for_each() -> None:
