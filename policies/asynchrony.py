@@ -191,7 +191,8 @@ class Unbounded(StalenessPolicy):
 
     @property
     def allowed_groups(self) -> int:
-        """Number of groups that may be outstanding: ``outstanding_groups_limit``."""
+        """Number of groups that may run, be buffered or be in training:
+        ``outstanding_groups_limit``."""
         assert self.outstanding_groups_limit is not None
         return self.outstanding_groups_limit
 

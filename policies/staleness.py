@@ -221,8 +221,11 @@ class StalenessPolicy:
 
     @property
     def adaptation(self) -> int | None:
-        """State that :meth:`observed` has changed, journalled so a resumed run keeps it; None if
-        none."""
+        """Value that an adaptive policy has learned, journalled so that a resumed run keeps it.
+
+        None for policies that learn nothing; :meth:`observed` changes it, :meth:`adapted` restores
+        it.
+        """
         return None
 
     def adapted(self, adaptation: int) -> Self:

@@ -1,17 +1,17 @@
-"""What becomes of a page's links into the code on the site? Names of files: the code isn't there.
+"""MkDocs hook that replaces links into the code by file names, because the site has no code.
 
-Knows Markdown's links, and nothing of what they lead to; tests/test_docs.py follows each.
+``mkdocs.yml`` loads it; tests/test_docs.py checks that every link leads to a file.
 """
 
 import re
 from typing import Any
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s#]+)(?:#[^)\s]*)?\)")
-"""To what lies beside docs/, not in it."""
+"""Markdown links to files outside docs/."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """As mkdocs calls it, for each page."""
+    """Replace the links of one page; MkDocs calls this for each."""
     return LINK.sub(_named, markdown)
 
 

@@ -132,7 +132,7 @@ CLASSIFIERS = {
 
 
 class ConfigFields(msgspec.Struct):
-    """The fields of config.json that are read; the names are Hugging Face's."""
+    """Fields of a model directory's config.json that the engine reads, under Hugging Face's names."""
 
     vocab_size: int
     hidden_size: int

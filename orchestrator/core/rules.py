@@ -36,7 +36,10 @@ OUR_PACKAGE = "tidegate."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """All policies of a core. Its record makes an equal core in another process."""
+    """Policies that a run's core decides by: staleness, group filter, routing and group size.
+
+    The journal's header has a record of them, from which another process makes an equal core.
+    """
 
     policy: StalenessPolicy
     group_size: int

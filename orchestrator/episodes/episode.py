@@ -636,7 +636,11 @@ class Episode(ScoringEpisode):
         return given
 
     def _next_seed(self) -> int:
-        """Return the next turn's seed; a replayed one keeps its own, as splits renumber groups."""
+        """Return the sampling seed of the next turn.
+
+        A turn that is replayed after a resume keeps the seed it had, because a split may have given
+        its group another number, from which the seed would be derived.
+        """
         if self._past is not None:
             return self._past.next_seed
         rollout = self._rollout

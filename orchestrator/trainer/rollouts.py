@@ -639,7 +639,7 @@ class Rollouts(Scorer, TrainerHandle):
         return ready
 
     def _mark(self, ended: TrainerActivity) -> None:
-        """Note the end of one of the trainer's activities."""
+        """Record in the time statistics that this activity of the trainer ends now."""
         scheduler = self._running.scheduler
         engines = scheduler.fleet.work() if scheduler is not None else {}
         self._keeper.mark(ended, self._version, engines)

@@ -189,7 +189,7 @@ class Completer:
     async def chat(
         self, request: ChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
-        """Begin ``/v1/chat/completions``."""
+        """Render a chat request and start its turns; return them with the form of their answer."""
         if request.tool_choice not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
         tools = None if request.tool_choice == "none" else request.tools
@@ -205,7 +205,7 @@ class Completer:
     async def chat_batch(
         self, request: BatchChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
-        """Begin ``/v1/chat/completions/batch``."""
+        """Render several conversations and start their turns; return them with their answer."""
         request.refuse_unserved_in_batches()
         _refuse_many(len(request.messages), request)
         prompts = [
