@@ -132,7 +132,7 @@ CLASSIFIERS = {
 
 
 class ConfigFields(msgspec.Struct):
-    """Fields of a model directory's config.json that the engine reads, under Hugging Face's names."""
+    """Fields of config.json that the engine reads, under Hugging Face's names."""
 
     vocab_size: int
     hidden_size: int
