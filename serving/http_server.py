@@ -464,6 +464,10 @@ async def unless_gone(http: HttpRequest, work: Awaitable[Result]) -> Result:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
+        # An error's traceback refers to this frame. Without references back to the tasks, the error
+        # and the bodies in its frames are freed at once, not by the garbage collector.
+        either.clear()
+        del task, leaving
     raise ClientDisconnect
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tidegate.serving import http_server
 from tidegate.serving.api_errors import ApiError
@@ -32,6 +34,10 @@ pytestmark = pytest.mark.wire
 TOKEN = "a-token-of-enough-characters"
 BODY_BYTES_MAX = 1000
 WAIT_S = 30.0
+
+
+class HeldBody:
+    """An object that a request's frames hold, as they hold its body."""
 
 
 def refused(policy: AccessPolicy, method: str = "GET", **headers: str) -> int | None:
@@ -386,6 +392,29 @@ async def test_work_for_a_client_that_leaves_is_cancelled_and_has_ended() -> Non
             await began.wait()
             writer.close()
             await ended.wait()
+
+
+async def test_what_a_refused_request_held_is_freed_without_the_garbage_collector() -> None:
+    held: list[weakref.ref[HeldBody]] = []
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def work() -> None:
+        body = HeldBody()
+        held.append(weakref.ref(body))
+        await asyncio.sleep(0)
+        raise ApiError(400, "refused")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ApiError):
+            await unless_gone(HttpRequest({"type": "http"}, receive), work())
+        await asyncio.sleep(0)  # the task that waited for the client ends now
+        assert [ref() for ref in held] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_a_stream_whose_client_left_before_its_first_event_says_that_it_has_ended() -> None:
