@@ -20,7 +20,7 @@ class EngineCosts:
     """Time for which a weight swap stops the engine, in seconds."""
     prompt_tokens: int = 512
     group_size: int = 16
-    """Rollouts per group. A group's prompt is prefilled once, so each bears 1/``group_size`` of it."""
+    """Rollouts per group; their prompt is prefilled once, so each bears 1/``group_size`` of it."""
 
     def token_s(self, running: int) -> float:
         """Return the duration of one step with ``running`` turns, in seconds."""
