@@ -117,7 +117,7 @@ class CoarseSimulatedEngine:
         """Heap of (priority, order of arrival, turn)."""
         self._arrivals = 0
         self._cancelled: set[int] = set()
-        """Handles of cancelled turns that are still running or waiting, or ended before the cancel."""
+        """Handles of cancelled turns, removed when the turn is found running or waiting."""
         self._stretch: _Stretch | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Timer of the current stretch or weight swap; nothing else begins while it is set."""

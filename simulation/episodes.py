@@ -1,4 +1,4 @@
-"""Scripted episodes of a simulated run: they take turns, use tools, fork, score, park, fail and hang.
+"""Scripted episodes of a simulated run: turns, tools, forks, scores, parks, failures and hangs.
 
 An episode follows the script that the scenario draws for it, and checks that its context consists
 of the tokens that it appended and the tokens that it was given.
@@ -56,7 +56,7 @@ class SimulatedEpisodes:
         self._hardships = world.hardships
         self._live_version = live_version
         self._contexts: WeakKeyDictionary[Episode, list[int]] = WeakKeyDictionary()
-        """Row -> its expected context: all tokens that its episode appended or was given, in order."""
+        """Row -> its expected context: the tokens that its episode appended or was given."""
 
     async def play(self, episode: Episode, task: int, mood: random.Random | None = None) -> float:
         """Play one episode and return its reward; ``mood`` draws deviations from earlier lives."""
@@ -141,7 +141,7 @@ class SimulatedEpisodes:
             raise error
 
     async def _have_it_scored(self, row: Episode, patience_s: float | None) -> None:
-        """Request a score of the row's context, and check its log-probs and that its version is live."""
+        """Request a score of the row's context, and check its log-probs and its version."""
         context, live = row.token_ids, self._live_version()
         if len(context) < 2:
             return

@@ -136,7 +136,7 @@ def _tags(turn: Turn) -> Iterator[_Tag]:
 def _prefilled(
     prefill: TurnPrefill, context: "array[int]", content_of: Callable[[int], int]
 ) -> tuple[int, KvRange]:
-    """Return a context's state and KV version range, if its KV was computed as ``prefill`` says."""
+    """Return the state and KV version range of a context prefilled as ``prefill`` says."""
     state = end = 0
     for span in prefill.spans:
         assert span.start == end < span.end, f"a gap in {prefill}"
