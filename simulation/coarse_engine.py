@@ -1,8 +1,8 @@
-"""Coarse-grained simulated engine: samples a whole stretch of steps at once, at a true pace.
+"""Coarse-grained simulated engine: one timer and one message for a whole stretch of steps.
 
-All running turns advance together, so between two changes nothing needs to be looked at: a stretch
-of steps is one timer and one message. It is cut short, at the end of the step going on, by whatever
-changes what runs; so lengths, times and version tags are exactly those of single steps.
+All running turns advance together, so no event is needed between two changes of the running set.
+Such a change cuts the stretch at the end of the current step, so lengths, times and version tags
+are exactly those of single steps.
 """
 
 import asyncio
@@ -43,45 +43,47 @@ from tidegate.transport.messages import (
 from tidegate.transport.streams import SendWindow
 
 STRETCH_STEPS_MAX = 128
-"""Tokens of a turn in one message: 64 KiB for 64 turns, a few percent of a turn's length."""
+"""Maximum tokens of a turn in one message: 64 KiB for 64 turns, a few percent of a turn."""
 
 TOKEN_BYTES = 4
 
 ROUNDING = 1e-9
-"""Of a step: a message that comes as one ends is heard then."""
+"""Tolerance, as a share of a step: a message that arrives as a step ends counts for its end."""
 
 ZEROS = bytes(TOKEN_BYTES * STRETCH_STEPS_MAX * 1024)
-"""Token ids and log-probabilities: nobody looks at them."""
+"""Source of the token id and log-probability columns, whose values nothing reads."""
 
 
 @dataclass(slots=True)
 class CoarseSimulatedTurn:
-    """A turn in a slot."""
+    """One running turn."""
 
     handle: int
     context_tokens: int
-    """When it started."""
+    """Number of context tokens at the start of the turn."""
     started_at: int
-    """Of the engine's steps."""
+    """Number of steps that the engine had done when the turn started."""
     ends_at: int
+    """Number of steps that the engine has done when the turn reaches its token limit."""
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps on their way."""
+    """Consecutive steps of the same running set that one timer covers."""
 
     begins_s: float
-    """Once prompts are prefilled."""
+    """Loop time at which the first step begins, after the prefills, in seconds."""
     token_s: float
+    """Duration of one step, in seconds."""
     steps: int
 
     @property
     def ends_s(self) -> float:
-        """When the last of them is done."""
+        """Loop time at which the last step ends, in seconds."""
         return self.begins_s + self.steps * self.token_s
 
     def cut(self, now_s: float) -> bool:
-        """Only the step that goes on now is still finished; whether that changes anything."""
+        """Drop the steps that have not begun at ``now_s``; return whether there were any."""
         begun = max(0, math.ceil((now_s - self.begins_s) / self.token_s - ROUNDING))
         is_cut = begun < self.steps
         self.steps = min(self.steps, begun)
@@ -89,7 +91,7 @@ class _Stretch:
 
 
 class CoarseSimulatedEngine:
-    """One engine: slots, a queue ordered by priority, and the weights it serves."""
+    """Simulated engine with slots, a queue ordered by priority, and one weight version."""
 
     def __init__(
         self,
@@ -110,24 +112,24 @@ class CoarseSimulatedEngine:
         self._steps_done = 0
         self._running: dict[int, CoarseSimulatedTurn] = {}
         self._handles = b""
-        """Column of the running turns."""
+        """Handles of the running turns, encoded as a column of the step message."""
         self._waiting: list[tuple[int, int, SubmitTurn]] = []
         """Heap of (priority, order of arrival, turn)."""
         self._arrivals = 0
         self._cancelled: set[int] = set()
-        """Handles to be dropped where they are found."""
+        """Handles of cancelled turns, removed when the turn is found running or waiting."""
         self._stretch: _Stretch | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Of the stretch, or of the swap; while there is one, nothing else begins."""
+        """Timer of the current stretch or weight swap; nothing else begins while it is set."""
         self._swap: FinishWeightUpdate | None = None
         self._pause: PauseMode | None = None
         self._is_pause_told = False
         self.reprefilled_tokens = 0
 
-    # ------------------------------------------------------------ what it hears
+    # ------------------------------------------------------------ messages from the orchestrator
 
     def start(self) -> None:
-        """Say hello."""
+        """Connect and send the hello."""
         self._link.open(self._on_frame)
         hello = Hello(
             protocol=PROTOCOL,
@@ -188,7 +190,7 @@ class CoarseSimulatedEngine:
     # ------------------------------------------------------------ one stretch after another
 
     def _look_up(self) -> None:
-        """Something is to change: at the end of the step that goes on, or now."""
+        """Apply a change at the end of the current step, or now if the engine is idle."""
         if self._timer is None:
             self._go_on()
         elif self._stretch is not None and self._stretch.cut(self._loop.time()):
@@ -212,7 +214,7 @@ class CoarseSimulatedEngine:
         self._tell(stretch.steps, dict.fromkeys(ended, LENGTH))
 
     def _tell(self, steps: int, ended: dict[int, int]) -> None:
-        """Send what was sampled, and how those ended that did."""
+        """Send the tokens of ``steps`` steps, and the finish codes of the ``ended`` turns."""
         rows = len(self._running)
         seq = self._window.next_seq()
         column = ZEROS[: TOKEN_BYTES * steps * rows]
@@ -236,7 +238,7 @@ class CoarseSimulatedEngine:
         self._handles = array("I", self._running).tobytes()
 
     def _go_on(self) -> None:
-        """Between two stretches: cancel, pause, swap, fill slots, and begin the next."""
+        """Cancel, pause, swap and fill slots between two stretches, then begin the next stretch."""
         if self._timer is not None or not self._window.is_open:
             return
         if not self._cancelled.isdisjoint(self._running):
@@ -255,12 +257,12 @@ class CoarseSimulatedEngine:
 
     @property
     def _asked_modes(self) -> list[PauseMode]:
-        """Why nothing new may start."""
+        """Pause modes of the pending swap and pause; no turn starts while there are any."""
         swap = [self._swap.pause_mode] if self._swap is not None else []
         return [*swap, self._pause] if self._pause is not None else swap
 
     def _hand_back(self, code: int, handles: set[int]) -> None:
-        """End turns before their time; who asked for them has their tokens."""
+        """End turns early with a finish code; all their sampled tokens have been sent."""
         self._tell(0, dict.fromkeys(handles, code))
         self._cancelled -= handles
 
@@ -278,7 +280,7 @@ class CoarseSimulatedEngine:
         self._timer = self._loop.call_at(self._stretch.ends_s, self._timed, self._end_stretch)
 
     def _fill_slots(self) -> float:
-        """Start the most urgent of those that wait; the seconds that their prompts take."""
+        """Start the most urgent waiting turns in free slots; return the prefill time in seconds."""
         tokens = 0.0
         free = self._costs.slots - len(self._running)
         while free and self._waiting:
@@ -296,7 +298,11 @@ class CoarseSimulatedEngine:
         return tokens / self._costs.prefill_tokens_per_s
 
     def _prefill_tokens(self, turn: SubmitTurn, context_tokens: int) -> float:
-        """A later turn of an episode finds its KV: nothing but what an abort took is made anew."""
+        """Return the tokens to prefill for a turn.
+
+        An aborted turn prefills its whole context again, and a first turn its share of the group's
+        prompt. A later turn of an episode finds its KV and prefills nothing.
+        """
         if turn.sampled_before:
             self.reprefilled_tokens += context_tokens
             return context_tokens

@@ -1,4 +1,4 @@
-"""State that all engines of a simulation share: the wire, the weights, the model, the records."""
+"""State shared by all engines of a simulation: the wire, the weights, the model, the records."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tidegate.simulation.wire import FrameLog, SimulatedRouter
 
 @dataclass(slots=True)
 class SimulationContext:
-    """Shared state; it outlives engines and orchestrators, which come and go in it."""
+    """State of one simulation that outlives its engine and orchestrator processes."""
 
     loop: asyncio.AbstractEventLoop
     tape: FrameLog

@@ -1,14 +1,14 @@
-"""Names of what a simulated run went through, counted over the runs of a sweep.
+"""Coverage marks: named situations that a simulated run reached, counted over a sweep's runs.
 
-A planned fault may hit nothing: an engine that crashes when it is gone already proves nothing.
-Therefore each is noted where it really happens.
+A planned fault may hit nothing: a crash of an engine that is gone already proves nothing. Therefore
+each mark is noted where its situation really occurs.
 """
 
 from enum import StrEnum
 
 
 class CoverageMark(StrEnum):
-    """Something hard that happened in a run at least once."""
+    """Situation that a run reached at least once; the value says it in a report."""
 
     CRASHED = "an engine crashed"
     HUNG = "an engine hung with work to do"
@@ -73,5 +73,5 @@ class CoverageMarks:
         self.seen: set[CoverageMark] = set()
 
     def note(self, hardship: CoverageMark) -> None:
-        """It happened."""
+        """Note that the run has reached this mark."""
         self.seen.add(hardship)

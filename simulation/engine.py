@@ -1,8 +1,8 @@
 """Simulated engine process: speaks the wire protocol exactly; its work takes only virtual time.
 
 Like a real engine, it reads its messages between steps, stages weights while it decodes, keeps
-steps until they are acknowledged, and answers in the same order. :mod:`turns` computes what its
-turns sample, and :mod:`host` decides when it breaks.
+steps until they are acknowledged, and answers in the same order. :mod:`turns` samples the tokens,
+and :mod:`host` injects the faults.
 """
 
 import random
@@ -54,13 +54,13 @@ from tidegate.transport.scoring import CancelScore, ScoreTokens
 from tidegate.transport.streams import SendWindow
 
 WELCOME_TIMEOUT_S = 1.0
-"""An engine that isn't welcomed for so long ends, and is started again."""
+"""Time without a welcome after which an engine process ends and is restarted, in seconds."""
 
 HELLO_INTERVAL_S = 0.5
-"""A hello without an answer is said again."""
+"""Time after which an unanswered hello is sent again, in seconds."""
 
 COMPLAINTS_MAX = 3
-"""Of the same step."""
+"""Number of complaints about the same oldest unacknowledged step at which an engine ends."""
 
 
 @dataclass(slots=True)
@@ -69,11 +69,11 @@ class _Answers:
 
     due: list[Message] = field(default_factory=list)
     pauses: list[Paused] = field(default_factory=list)
-    """Not in effect yet."""
+    """Answers to pauses that are not in effect yet."""
 
 
 class EngineOwner(Protocol):
-    """The simulated machine that an engine process runs on; the engine reports its life to it."""
+    """Host of an engine process, as the process sees it: receives its swaps, steps and end."""
 
     def swapped(self) -> None:
         """Count one weight swap that the engine has reported."""
@@ -120,7 +120,7 @@ class SimulatedEngine:
         self.sleep = SimulatedSleep(self.turns, self.staging)
         self.is_alive = True
         self.slowness = 1.0
-        """Steps take so many times as long."""
+        """Factor by which steps take longer; 1.0 is normal speed."""
         self._is_hung = False
         self._hung_by_a_turn_until_s = 0.0
         self._inbox: deque[bytes] = deque()
@@ -128,32 +128,33 @@ class SimulatedEngine:
         self._window = SendWindow(1)
         self._answers = _Answers()
         self._work: StepWork | None = None
-        """The step being computed."""
+        """Work of the step being computed; None between steps."""
         self._is_step_over = False
-        """It is, but the engine hangs."""
+        """Whether the step's time is over but the step is unfinished because the engine hangs."""
         self._started_s = self._heard_at_s = self._heartbeat_due_s = 0.0
         self._greeted_at_s: float | None = None
-        """When it said hello, until it is welcomed."""
+        """Loop time of the last repeated hello, in seconds; None once that hello is answered."""
         self._hello_due = False
+        """Whether a hello is sent with the next heartbeat: after a reconnect, complaint or timeout."""
         self._complained: deque[int] = deque(maxlen=COMPLAINTS_MAX)
-        """The oldest unacknowledged step at each of the last complaints."""
+        """Oldest unacknowledged step at each of the last complaints."""
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Connect, and say who it is."""
+        """Connect and send the hello."""
         self._truth.started(self._hello.engine)
         self._link.open(self._on_frame)
         self._send(self._hello)
         self._loop.call_later(WELCOME_TIMEOUT_S, self._end_unless_welcome)
 
     def kill(self, *, is_clean: bool = False) -> None:
-        """Gone, without a word. Cleanly: what it said before still arrives."""
+        """Kill the process without a goodbye; if ``is_clean``, frames already sent still arrive."""
         self.is_alive = False
         self._link.hang_up(is_clean=is_clean)
 
     def end(self, reason: str) -> None:
-        """Take leave; whatever is unfinished goes on elsewhere."""
+        """Send a goodbye and end the process; unfinished turns continue on other engines."""
         if self.is_alive:
             self._send(Goodbye(reason=reason))
             self.is_alive = False
@@ -167,7 +168,7 @@ class SimulatedEngine:
         self._is_hung = True
 
     def wake(self) -> None:
-        """Go on where it hung, unless a turn hangs it for longer than what is over now."""
+        """Resume after a hang, unless a turn keeps the engine hung for longer."""
         if self._loop.time() < self._hung_by_a_turn_until_s:
             return
         self._is_hung = False
@@ -203,7 +204,7 @@ class SimulatedEngine:
         self._go_on()
 
     def _go_on(self) -> None:
-        """One round of a real engine's loop: messages, time, answers, a swap, the next step."""
+        """Run one round of the engine loop: messages, timeouts, answers, weight swap, next step."""
         if not self.is_alive or self._is_hung or self._work is not None:
             return
         is_heard = bool(self._inbox)
@@ -245,7 +246,7 @@ class SimulatedEngine:
         self._send(heartbeat)
 
     def _introduce_again(self) -> None:
-        """Say hello; what was asked for before counts no more, but for turns."""
+        """Send the hello again, and drop all pending requests except turns."""
         self._hello_due = False
         self._greeted_at_s = self._loop.time()
         self.turns.awaited_swap = self.turns.pause_mode = None
@@ -266,7 +267,7 @@ class SimulatedEngine:
         )
 
     def _begin_again(self, welcome: Welcome) -> None:
-        """A hello after the first was answered: send again what may have been lost."""
+        """Handle the answer to a repeated hello: resend all unacknowledged steps."""
         self._greeted_at_s = None
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
@@ -281,7 +282,7 @@ class SimulatedEngine:
         self._hello_due = True
 
     def _settle(self) -> None:
-        """Say what is due, ended turns first, and swap weights that are."""
+        """Send the due answers, ended turns first, and swap weights if a swap is due."""
         if self.turns.has_ended and not self._window.is_open:
             return
         if (ended := self.turns.take_ended()) is not None:
@@ -361,7 +362,7 @@ class SimulatedEngine:
             case Welcome() if self._greeted_at_s is not None:
                 self._begin_again(message)
             case _ if self._welcome is None or self._greeted_at_s is not None:
-                pass  # said by one who had not heard the hello
+                pass  # the sender had not received the hello yet
             case Complaint(message=why):
                 self._take_complaint(why)
             case Ack(seq=seq):
@@ -393,7 +394,7 @@ class SimulatedEngine:
             self._send(TurnRefused(turn=message.turn, message=refusal))
 
     def _die_of(self, handle: int) -> None:
-        """Crash, or fall silent for so long that it is given up, as the turn's handle says."""
+        """Crash, or hang until the orchestrator gives the engine up, by the turn's handle."""
         if handle % 2:
             self._owner.crash(0.0, is_noticed=handle % 4 == 1)
         elif not self._is_hung:
@@ -417,7 +418,7 @@ class SimulatedEngine:
     ) -> None:
         match message:
             case StartWeightUpdate(version=version):
-                self.turns.awaited_swap = None  # its place is needed
+                self.turns.awaited_swap = None  # the new version needs its place
                 self.staging.start(version)
             case UpdateWeights():
                 self.staging.copy(message)

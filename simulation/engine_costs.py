@@ -1,6 +1,6 @@
 """Cost model of an engine: a few figures that predict its step times well enough to plan by.
 
-Independent of what is generated.
+The figures do not depend on the content of the generated tokens.
 """
 
 from dataclasses import dataclass
@@ -8,24 +8,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """Figures from which an engine's step times follow."""
+    """Slots, step times, prefill speed and weight-swap time of one engine."""
 
     slots: int = 64
     step_s: float = 0.008
-    """One token of each running turn, however many run; and for each of them:"""
+    """Fixed time of a step, in seconds; a step samples one token of each running turn."""
     running_turn_s: float = 0.00012
+    """Additional time of a step for each running turn, in seconds."""
     prefill_tokens_per_s: float = 25_000.0
     swap_s: float = 2.0
-    """It stands still for so long when it takes new weights."""
+    """Time for which a weight swap stops the engine, in seconds."""
     prompt_tokens: int = 512
     group_size: int = 16
-    """A group's prompt is prefilled once, so a rollout bears this share of it."""
+    """Rollouts per group; their prompt is prefilled once, so each bears 1/``group_size`` of it."""
 
     def token_s(self, running: int) -> float:
-        """One step with so many running turns."""
+        """Return the duration of one step with ``running`` turns, in seconds."""
         return self.step_s + self.running_turn_s * running
 
     @property
     def peak_tokens_per_s(self) -> float:
-        """With every slot in use."""
+        """Sampled tokens per second with every slot in use."""
         return self.slots / self.token_s(self.slots)

@@ -1,4 +1,4 @@
-"""Capabilities of a simulated engine: its memory, its speeds and what its hello says."""
+"""Capabilities of a simulated engine: its memory, its speeds and the content of its hello."""
 
 from dataclasses import dataclass
 
@@ -12,43 +12,46 @@ CONTEXT_TOKENS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngineSpec:
-    """Capabilities of one engine, as long as nothing is wrong with it."""
+    """Speeds, memory and optional features of one simulated engine while no fault is injected."""
 
     step_s: float = 0.01
-    """Of any step: reading the weights once."""
+    """Fixed time of a step, in seconds: reading the weights once."""
     running_turn_s: float = 0.001
-    """More per turn in the step."""
+    """Additional time of a step for each turn in it, in seconds."""
     prefill_tokens_per_s: float = 5000.0
     staging_s: float = 0.05
-    """To copy one version of the weights."""
+    """Time to copy one version of the weights, in seconds."""
     max_running_turns: int = 8
     chunk_tokens: int = 256
-    """Tokens prefilled per step, at most."""
+    """Maximum number of tokens prefilled in one step."""
     tokens_per_step: int = 1
-    """Sampled per turn."""
+    """Number of tokens that one step samples for each running turn."""
     blocks: int | None = None
-    """Of KV; None has no end of it."""
+    """Number of KV blocks; None means unlimited KV memory."""
     block_tokens: int = 8
     sleep_levels: tuple[SleepLevel, ...] = (1, 2)
     media: tuple[MediaKind, ...] = ()
-    """What it reads beside tokens: it looks at none of it."""
+    """Media kinds that the engine accepts beside tokens; the engine ignores their content."""
     tells_prefills: bool = True
-    """Whether it says whose weights computed a context's KV; other people's engines can't."""
+    """Whether the engine reports which weight versions computed a context's KV.
+
+    Third-party engines can't report that.
+    """
     hands_turns_back: bool = False
-    """Whether turns without room end with ``abort``, rather than wait for it."""
+    """Whether turns that lack KV blocks end with ``abort``, rather than wait for free blocks."""
 
     def busy_s(self, running_turns: int, prefilled_tokens: int) -> float:
-        """What one step takes."""
+        """Return the duration of one step, in seconds."""
         prefill_s = prefilled_tokens / self.prefill_tokens_per_s
         return self.step_s + self.running_turn_s * running_turns + prefill_s
 
     def blocks_for(self, tokens: int) -> int:
-        """KV blocks that hold so many positions."""
+        """Return the number of KV blocks that hold ``tokens`` positions."""
         return -(-tokens // self.block_tokens)
 
 
 def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
-    """What an engine like this says of itself."""
+    """Build the hello of an engine process with these capabilities."""
     return Hello(
         protocol=PROTOCOL,
         engine=engine,
@@ -67,5 +70,5 @@ def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
         takes_turns_together=True,
         media=list(traits.media),
         scores=["logprobs"],
-        is_deterministic=True,  # tokens are hashes of what came before them
+        is_deterministic=True,  # each token is a hash of the tokens before it
     )

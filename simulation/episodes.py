@@ -1,7 +1,7 @@
-"""Episodes of a simulated run: they take turns, use tools, fork, score, park, fail and hang.
+"""Scripted episodes of a simulated run: turns, tools, forks, scores, parks, failures and hangs.
 
-Each follows the script that the scenario draws for it, and checks that its context is what it
-appended and was given.
+An episode follows the script that the scenario draws for it, and checks that its context consists
+of the tokens that it appended and the tokens that it was given.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from tidegate.simulation.turns import DEADLY_TOKEN
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 
 OTHER_ANSWERS = 0.15
-"""Share of turns before which an episode goes another way than in its earlier lives, in a
-crash-restart run: it appends something before or after what it appended then, or asks for fewer
-tokens."""
+"""Share of turns at which an episode of a crash-restart run deviates from its earlier lives.
+
+The episode appends a token before or after the scripted tokens, or asks for one token fewer.
+"""
 
 
 TOO_LONG = array("i", bytes(FRAME_BYTES_MAX_BY_KIND["submit_turn"]))
-"""More tokens than any message to an engine holds."""
+"""Context with more tokens than any ``submit_turn`` message can hold."""
 
 
 class SimulatedEpisodes:
@@ -42,9 +43,10 @@ class SimulatedEpisodes:
         live_version: Callable[[], int] = lambda: 0,
         is_patient: bool = False,
     ) -> None:
-        """``stopped``: rollouts whose episode the run has cancelled; it changes during the run.
-        ``live_version``: what a score that is asked for now may not be older than.
+        """Create the episodes of one run.
 
+        ``stopped``: rollouts whose episode the run has cancelled; the set changes during the run.
+        ``live_version`` returns the oldest version that may answer a score request made now.
         With ``is_patient``, episodes give up no turn, whatever their script says.
         """
         self._stopped = stopped
@@ -54,10 +56,10 @@ class SimulatedEpisodes:
         self._hardships = world.hardships
         self._live_version = live_version
         self._contexts: WeakKeyDictionary[Episode, list[int]] = WeakKeyDictionary()
-        """What each row's context must be: all that its episode appended or was given, in order."""
+        """Row -> its expected context: the tokens that its episode appended or was given."""
 
     async def play(self, episode: Episode, task: int, mood: random.Random | None = None) -> float:
-        """One of them; ``mood``: of one whose tools may answer otherwise than in a life before."""
+        """Play one episode and return its reward; ``mood`` draws deviations from earlier lives."""
         script = self._scenario.script(task, episode.index)
         branch: asyncio.Task[None] | None = None
         try:
@@ -79,7 +81,7 @@ class SimulatedEpisodes:
     def _fork(
         self, episode: Episode, turns: list[ScriptedTurn], mood: random.Random | None
     ) -> "asyncio.Task[None]":
-        """Another way to go beside the first, from here on."""
+        """Fork the episode here, and start a task that plays the branch's turns."""
         self._hardships.note(CoverageMark.FORKED)
         row = episode.fork()
         self._contexts[row] = episode.token_ids
@@ -122,11 +124,11 @@ class SimulatedEpisodes:
         self._contexts.setdefault(row, []).extend(tokens)
 
     def _check_context(self, row: Episode) -> None:
-        """End the simulation if a context is not what its episode appended and was given.
+        """End the simulation if a row's context differs from its expected context.
 
         Raises:
-            AssertionError: it is not. The event loop's exception handler is called as well, because
-                an exception alone would only fail this episode.
+            AssertionError: the context differs. The event loop's exception handler is called as
+                well, because an exception alone would only fail this episode.
         """
         is_right = row.token_ids == self._contexts[row]
         if not is_right:
@@ -139,7 +141,7 @@ class SimulatedEpisodes:
             raise error
 
     async def _have_it_scored(self, row: Episode, patience_s: float | None) -> None:
-        """What it is told must be what the weights that it names say, and they must be live."""
+        """Request a score of the row's context, and check its log-probs and its version."""
         context, live = row.token_ids, self._live_version()
         if len(context) < 2:
             return
@@ -155,7 +157,7 @@ class SimulatedEpisodes:
         right = self._world.model.logprobs(array("i", context), told.start, content=content)
         assert told.logprobs.tolist() == right, f"v{told.version} scores otherwise"
         if told.logprobs[-1] < -1.0:
-            self._append(row, [3])  # it goes another way for what it was told
+            self._append(row, [3])  # the episode continues differently because of the score
 
     async def _park(self, row: Episode) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Record of what the simulated engines really did, to be compared with what is claimed of it."""
+"""Record of the simulated engines' true steps and weights, compared with the run's own records."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tidegate.transport.messages import Step
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """Content of one step message, to compare."""
+    """Fields of one step message that must arrive unchanged."""
 
     version: int
     turns: bytes
@@ -17,26 +17,26 @@ class SentStep:
 
 
 class GroundTruth:
-    """Steps that engines have sent and that have not arrived; the weights behind each version."""
+    """Steps that engines have sent and that have not arrived, and the content of each version."""
 
     def __init__(self) -> None:
         self._processes: dict[str, deque[deque[SentStep]]] = {}
         self._contents: dict[int, int] = {0: 0}
-        """Version -> the weights that go by this number, as counted when they were written."""
+        """Version -> its weight content: the number that the weights got when they were written."""
 
     def started(self, engine: str) -> None:
-        """A process of this engine begins to count its steps from 0."""
+        """Note the start of a process of ``engine``, which counts its steps from 0."""
         self._processes.setdefault(engine, deque()).append(deque())
 
     def sent(self, engine: str, step: Step) -> None:
-        """An engine has made a step."""
+        """Append a step that the newest process of ``engine`` has sent."""
         self._processes[engine][-1].append(SentStep(step.version, step.turns, step.token_ids))
 
     def swapped(self, engine: str, version: int, content: int) -> None:
-        """An engine computes with other weights from now on.
+        """Note that ``engine`` computes with the weights ``content``, as ``version``, from now on.
 
         Raises:
-            AssertionError: they are torn, or go by a number that others have.
+            AssertionError: the weights are torn, or the version belongs to other weights.
         """
         known = self._contents.setdefault(version, content)
         assert content == known >= 0, (
@@ -45,24 +45,24 @@ class GroundTruth:
         )
 
     def is_served(self, content: int) -> bool:
-        """Whether an engine has ever computed with these weights."""
+        """Return whether an engine has ever computed with the weights ``content``."""
         return content in self._contents.values()
 
     def content_of(self, version: int) -> int:
-        """Which weights go by this number.
+        """Return the weight content of ``version``.
 
         Raises:
-            AssertionError: none ever did.
+            AssertionError: no engine has ever served this version.
         """
         content = self._contents.get(version)
         assert content is not None, f"no engine ever served v{version}"
         return content
 
     def arrived(self, event: StepArrived) -> None:
-        """A step was taken in: it must be the next of its process, or the first of a later one.
+        """Check a handled step: the next of its engine process, or the first of a later process.
 
         Raises:
-            AssertionError: one was left out, or taken in twice.
+            AssertionError: a step was left out, or handled twice.
         """
         told = SentStep(event.version, bytes(event.turns), bytes(event.token_ids))
         processes = self._processes[event.engine]

@@ -11,16 +11,16 @@ from tidegate.simulation.engine_spec import SimulatedEngineSpec, hello_of
 from tidegate.simulation.faults import Fault, FaultKind
 
 SLOWNESS = 20.0
-"""Steps of a slow engine take so many times as long."""
+"""Factor by which the steps of a slow engine take longer."""
 
 STAGING_DELAY_S = 10.0
-"""A lagging engine takes so much longer to copy weights."""
+"""Additional time that a lagging engine takes to copy weights, in seconds."""
 
 RESTART_S = 0.1
-"""At least so long passes between one process and the next."""
+"""Minimum time between the end of one engine process and the start of the next, in seconds."""
 
 NOTICE_S = 0.02
-"""So long after a crash the orchestrator is told, where it has started the process itself."""
+"""Delay of the exit report of a crashed engine that the orchestrator has started, in seconds."""
 
 
 class EngineHost:
@@ -36,7 +36,7 @@ class EngineHost:
         chance: random.Random,
         on_exit: Callable[[str, str], None],
     ) -> None:
-        """``on_exit`` is told the name, and why, of an engine that crashed."""
+        """Create the host; ``on_exit`` is called with a crashed engine's name and the reason."""
         self.name = name
         self._traits = traits
         self._world = world
@@ -49,42 +49,42 @@ class EngineHost:
         self._faults: list[Fault] = []
         self.link = world.router.link(name, latency_s=latency_s, chance=chance)
         self.engine: SimulatedEngine | None = None
-        """The process; None before the first is started."""
+        """Newest engine process; None before the first one is started."""
 
     def __str__(self) -> str:
         return str(self.engine or f"{self.name}: not started yet")
 
     def start(self) -> None:
-        """Start the first process, unless it is planned to come late."""
+        """Start the first process, unless a planned fault delays the start."""
         if not any(fault.kind is FaultKind.LATE for fault in self._faults):
             self._restart()
 
     def plan(self, fault: Fault) -> None:
-        """Have something go wrong when it is due. Faults are planned before the start."""
+        """Schedule a fault for its time or weight swap. Call this before :meth:`start`."""
         self._faults.append(fault)
         if not fault.after_swap:
             self._loop.call_at(fault.at_s, self._suffer, fault)
 
-    # ------------------------------------------------------------ what the engine tells
+    # ------------------------------------------------------------ reports of the engine process
 
     def swapped(self) -> None:
-        """It has swapped weights, and said so."""
+        """Count one reported weight swap, and inject the faults due after this number of swaps."""
         self._swaps += 1
         for fault in self._faults:
             if fault.after_swap == self._swaps:
                 self._loop.call_soon(self._suffer, fault)
 
     def stepped(self, tokens: int) -> None:
-        """It has sampled so many tokens, and said so."""
+        """Ignore the tokens of a step; :class:`EngineOwner` requires the method."""
 
     def ended(self) -> None:
-        """It has taken its leave."""
+        """Start the next process after the engine process has ended by itself."""
         self._loop.call_later(RESTART_S, self._restart)
 
-    # ------------------------------------------------------------ what goes wrong
+    # ------------------------------------------------------------ fault injection
 
     def _suffer(self, fault: Fault) -> None:
-        """Let something go wrong now."""
+        """Inject one fault now, if the engine is in a state that the fault applies to."""
         if self.engine is None:
             if fault.kind is FaultKind.LATE:
                 self._world.hardships.note(CoverageMark.LATE)
@@ -124,10 +124,11 @@ class EngineHost:
                 self._loop.call_later(fault.lasts_s, setattr, engine.staging, "delay_s", 0.0)
 
     def crash(self, lasts_s: float, *, is_noticed: bool, is_clean: bool = False) -> None:
-        """Kill the process; start another after a while, if that is finite.
+        """Kill the engine process, and start another one if ``lasts_s`` is finite.
 
-        Noticed: the orchestrator has started it itself, and is told; else only its silence tells.
-        Cleanly: what it said before still arrives.
+        ``is_noticed``: the orchestrator has started the process itself and gets an exit report;
+        otherwise only the engine's silence shows the crash. ``is_clean``: frames that the engine
+        sent before the crash still arrive.
         """
         if self.engine is None or not self.engine.is_alive:
             return
@@ -139,7 +140,7 @@ class EngineHost:
             self._loop.call_later(RESTART_S + lasts_s, self._restart)
 
     def stop(self) -> None:
-        """End the process for good."""
+        """Kill the engine process and start no other one."""
         self._is_stopped = True
         if self.engine is not None:
             self.engine.kill()

@@ -1,8 +1,8 @@
-"""Hash in place of a model: each token depends exactly on everything that should matter to it.
+"""Hash in place of a model: each token depends exactly on the inputs that should determine it.
 
 A sampled token depends on the turn's seed, its index, the weights that sampled it, and on every
 token of its context together with the weights that computed that token's KV. So a tag that is off
-by one version, one position or one engine is found out by computing the token again.
+by one version, one position or one engine is detected by computing the token again.
 """
 
 from array import array
@@ -15,23 +15,25 @@ from tidegate.orchestrator.core.rollout import Turn
 from tidegate.transport.messages import KvSpan, SubmitTurn
 
 STOP_TOKEN = 1
-"""Ends a turn."""
+"""Token that ends a turn."""
 
 VOCAB_SIZE = 1 << 24
 """Large, so that a wrong tag passes by chance once in 16 million tokens."""
 
 TORN_WEIGHTS = -1
-"""What weights are that were overwritten while they were copied; others are counted from 0."""
+"""Content of weights that were overwritten during their copy; whole weights count from 0."""
 
 SHORTEST_OUTPUT_TOKENS = 3
+"""Minimum of the Pareto distribution from which a turn's output length is drawn, in tokens."""
+
 TAIL_EXPONENT = 0.8
-"""Pareto with alpha = 1/0.8 = 1.25: a mean of 15 tokens, and 1 in 100 turns longer than 119."""
+"""Pareto exponent 1/alpha: alpha = 1.25, mean 15 tokens, and 1 in 100 turns longer than 119."""
 
 _BITS = (1 << 64) - 1
 
 
 def absorb(state: int, token: int, content: int) -> int:
-    """The context's state after one more position, whose KV the weights ``content`` compute."""
+    """Return a context's state after one more position, with KV by the weights ``content``."""
     x = (state ^ (token * 0x9E3779B97F4A7C15 + content * 0xC2B2AE3D27D4EB4F + 1)) & _BITS
     x = (x * 0xBF58476D1CE4E5B9) & _BITS
     return x ^ (x >> 29)
@@ -39,15 +41,15 @@ def absorb(state: int, token: int, content: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token, and the log-probability its engine says it had."""
+    """One sampled token, and the log-probability that its engine reports."""
 
     token: int
     logprob: float
-    """A multiple of 1/1024, which float32 holds exactly."""
+    """Log-probability: a multiple of 1/1024, which float32 holds exactly."""
 
 
 def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> Sampled:
-    """The token of ``index`` in a turn, by the weights ``content``, after this context."""
+    """Sample output token ``index`` of a turn by the weights ``content`` after ``state``."""
     x = absorb(absorb(state, seed, content), index, content)
     logprob = -((x >> 40) % 4096 + _mark(engine)) / 1024
     if index + 1 >= output_tokens(seed):
@@ -56,12 +58,12 @@ def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> S
 
 
 def _mark(engine: str) -> int:
-    """Tells engines apart in their log-probs: Python's own hash of a str changes by process."""
+    """Return an engine's offset in log-probs, because ``hash(str)`` differs between processes."""
     return sum(engine.encode()) * 4096
 
 
 def output_tokens(seed: int) -> int:
-    """How long a turn of this seed gets unless it is cut off: many are short, few are very long."""
+    """Return the output length of a turn that is not cut off, Pareto-distributed over seeds."""
     chance = ((seed * 0x9E3779B97F4A7C15 & _BITS) >> 11) / (1 << 53)
     return int(SHORTEST_OUTPUT_TOKENS * (1.0 - chance) ** -TAIL_EXPONENT)
 
@@ -72,11 +74,11 @@ def check_turn(
     *,
     without_prefills: Collection[str] = (),
 ) -> None:
-    """Compute every token of a turn again, from what it is tagged with.
+    """Compute every token of a turn again from its provenance tag, and compare.
 
-    ``content_of`` tells which weights really go by a version's number; left out, those of the same.
-    ``without_prefills``: engines that don't say whose weights computed the KV. Their tokens can't
-    be computed, and must be tagged ``unknown``.
+    ``content_of`` maps a version to its weight content; by default both numbers are equal.
+    ``without_prefills``: engines that don't report which versions computed the KV. Tokens of these
+    engines can't be computed, and must be tagged without a KV range.
 
     Raises:
         AssertionError: a tag, a token or a log-probability is wrong.
@@ -112,7 +114,7 @@ def check_turn(
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """Provenance that is claimed of one token."""
+    """Provenance that the run has recorded for one token."""
 
     version: int
     engine: str
@@ -120,7 +122,7 @@ class _Tag:
 
 
 def _tags(turn: Turn) -> Iterator[_Tag]:
-    """One per output token; spans must leave no gap."""
+    """Yield one tag per output token, and check that the spans leave no gap."""
     end = 0
     for span in turn.spans():
         assert span.start == end < span.end, f"a gap before {span}, after {end}"
@@ -134,7 +136,7 @@ def _tags(turn: Turn) -> Iterator[_Tag]:
 def _prefilled(
     prefill: TurnPrefill, context: "array[int]", content_of: Callable[[int], int]
 ) -> tuple[int, KvRange]:
-    """The state of a context whose KV was computed as the prefill says."""
+    """Return the state and KV version range of a context prefilled as ``prefill`` says."""
     state = end = 0
     for span in prefill.spans:
         assert span.start == end < span.end, f"a gap in {prefill}"
@@ -148,7 +150,7 @@ def _prefilled(
 
 
 class TurnModel(Protocol):
-    """Model interface of a simulated engine."""
+    """Interface through which a simulated engine samples and scores tokens."""
 
     def next_token(
         self,
@@ -159,14 +161,14 @@ class TurnModel(Protocol):
         version: int,
         engine: str,
     ) -> Sampled:
-        """What the weights ``content``, called ``version``, sample after ``context``."""
+        """Sample the next token of ``context`` by the weights ``content``, numbered ``version``."""
 
     def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
-        """How likely these weights find each token from ``start`` on, given those before it."""
+        """Return the log-prob of each token from ``start`` on by the weights ``content``."""
 
 
 class HashModel:
-    """The hash of this module, as a model."""
+    """Model interface over this module's hash."""
 
     def next_token(
         self,
@@ -177,13 +179,13 @@ class HashModel:
         version: int,
         engine: str,
     ) -> Sampled:
-        """A hash of all that should matter."""
+        """Sample by a hash of the context state, seed, token index, weights and engine name."""
         index = message.sampled_before + len(context.tokens) - len(message.token_ids) // 4
         seed = message.sampling.seed
         return sample(context.state, seed=seed, index=index, content=content, engine=engine)
 
     def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
-        """A hash of the tokens up to each, and of the weights; the same on every engine."""
+        """Return log-probs hashed from each token's prefix and the weights, equal on all engines."""
         state, told = 0, list[float]()
         for token in tokens:
             state = absorb(state, token, content)
@@ -192,19 +194,19 @@ class HashModel:
 
 
 class HashedContext:
-    """One turn's tokens in a simulated engine, and as much of their KV as is computed."""
+    """One turn's tokens in a simulated engine, and the KV computed for them so far."""
 
     __slots__ = ("_spans", "_state", "computed", "tokens")
 
     def __init__(self, tokens: "array[int]") -> None:
         self.tokens = tokens
         self.computed = 0
-        """Leading positions whose KV there is."""
+        """Number of leading positions whose KV is computed."""
         self._state = 0
         self._spans: list[KvSpan] = []
 
     def compute(self, positions: int, *, content: int, version: int) -> None:
-        """Compute the KV of the next positions by weights ``content``, called ``version``."""
+        """Compute the KV of the next positions by weights ``content``, numbered ``version``."""
         start, end = self.computed, self.computed + positions
         for token in self.tokens[start:end]:
             self._state = absorb(self._state, token, content)
@@ -216,15 +218,15 @@ class HashedContext:
 
     @property
     def state(self) -> int:
-        """Of all positions computed."""
+        """Hash of all positions whose KV is computed."""
         return self._state
 
     @property
     def spans(self) -> list[KvSpan]:
-        """Whose weights computed them."""
+        """Versions whose weights computed the KV, by range of positions."""
         return self._spans.copy()
 
     def drop_kv(self) -> None:
-        """Forget all KV; the tokens stay."""
+        """Discard all KV and keep the tokens."""
         self.computed = self._state = 0
         self._spans.clear()

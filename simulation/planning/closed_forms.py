@@ -13,15 +13,15 @@ from tidegate.policies import predictions
 from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
 
 HALVINGS = 30
-"""Of the interval that the time of a batch is looked for in: to a billionth of it."""
+"""Bisection steps for the batch time: they narrow its interval to a billionth."""
 
 
 def predict(situation: PlanWorkload, choice: PlanCandidate) -> Prediction:
-    """What this choice brings, by closed forms.
+    """Predict a run's steady state for one choice of settings, by closed forms.
 
     A batch takes as long as the slowest of three: the engines with all slots busy, the trainer, or
-    admission: (η + 1) batches are outstanding at most, each from its start until the version made
-    from it is live, so by Little's law ``T = stay(T) / (η + 1)``.
+    admission. At most (η + 1) batches are outstanding, each from its start until its trained
+    version is live, so by Little's law ``T = stay(T) / (η + 1)``.
     """
     forms = _Forms(situation, choice)
     engines_s, trainer_s = forms.engines_s, forms.trainer_s
@@ -50,17 +50,17 @@ class _Forms:
 
     @property
     def rollouts(self) -> float:
-        """Of a batch."""
+        """Rollouts per batch."""
         return self.choice.groups_per_batch * self.situation.group_size
 
     @cached_property
     def batch_tokens(self) -> float:
-        """Of a batch, on the mean."""
+        """Mean sampled tokens per batch."""
         return self.rollouts * self.situation.mean_tokens
 
     @property
     def engines_s(self) -> float:
-        """A batch, with all slots busy, and the standstill of one update."""
+        """Seconds that the engines need for a batch with all slots busy, plus one weight update."""
         costs = self.situation.costs
         prefill_s = self.choice.groups_per_batch * costs.prompt_tokens / costs.prefill_tokens_per_s
         work_s = self.batch_tokens / costs.peak_tokens_per_s + prefill_s
@@ -68,18 +68,18 @@ class _Forms:
 
     @property
     def trainer_s(self) -> float:
-        """A batch, and the publish, which returns when all engines have swapped."""
+        """Seconds to train a batch and publish; a publish returns once all engines have swapped."""
         speed = self.situation.trainer_tokens_per_s * self.choice.trainers
         return self.batch_tokens / speed + self.publish_s
 
     @property
     def publish_s(self) -> float:
-        """What ``abort`` throws away is computed again after the swap, and nobody waits for it."""
+        """Seconds that a publish takes; KV lost to ``abort`` is computed after the publish returns."""
         return self.situation.costs.swap_s if self.choice.pause_mode == "abort" else self.pause_s
 
     @cached_property
     def pause_s(self) -> float:
-        """What one update costs each engine."""
+        """Seconds of work that one weight update costs each engine."""
         costs, situation = self.situation.costs, self.situation
         if self.choice.pause_mode == "wait":
             return costs.swap_s + self._drain_s()
@@ -95,21 +95,22 @@ class _Forms:
 
     @property
     def _running_rows(self) -> int:
-        """At most: slots, or as many rollouts as may be outstanding."""
+        """Maximum running rollouts per engine: its slots, or its share of outstanding rollouts."""
         outstanding = (self.choice.max_staleness + 1) * self.rollouts / self.choice.engines
         return max(1, min(self.situation.costs.slots, round(outstanding)))
 
     def _drain_s(self) -> float:
-        """Until the longest of those that run has ended, less what they produce meanwhile.
+        """Return the seconds lost until the longest running rollout ends, net of useful decoding.
 
-        What is left of one that runs is longer than x with probability E[(L - x)+] / E[L]
-        (Cox 1962, the residual life); the longest of C of them is ``∫ 1 - (1 - p(x))^C dx``.
+        A running rollout's remaining length exceeds x with probability p(x) = E[(L - x)+] / E[L]
+        (Cox 1962, the residual life). The longest of C remaining lengths has the mean
+        ``∫ 1 - (1 - p(x))^C dx``.
         """
         costs, rows = self.situation.costs, self._running_rows
         lengths = sorted(tokens for group in self.situation.groups for tokens in group)
         total, at, left = float(sum(lengths)), 0, float(sum(lengths))
         longest = 0.0
-        for index, length in enumerate(lengths):  # E[(L - x)+] is a line between two lengths
+        for index, length in enumerate(lengths):  # E[(L - x)+] is linear between two lengths
             above = len(lengths) - index
             middle = max(0.0, left - above * (length - at) / 2) / total
             longest += (length - at) * (1 - (1 - min(1.0, middle)) ** rows)
@@ -122,7 +123,7 @@ class _Forms:
         return max(0.0, drain_s - rows * mean / costs.peak_tokens_per_s)
 
     def admission_s(self, slowest_s: float) -> float:
-        """The T at which a batch's stay is (η + 1) T; ``slowest_s`` where it is shorter there."""
+        """Return the batch time T at which a batch's stay is (η + 1) T, at least ``slowest_s``."""
         places = self.choice.max_staleness + 1
         if self._stay_s(slowest_s) <= places * slowest_s:
             return slowest_s
@@ -136,10 +137,10 @@ class _Forms:
         return high
 
     def _stay_s(self, batch_s: float) -> float:
-        """From admission until what was made of a batch is live.
+        """Return the seconds from a batch's admission until its trained version is live.
 
-        A publish lets in a whole batch at once, so it starts as one, and goes when its last group
-        has ended and every batch before it has.
+        A publish admits a whole batch at once. The batch is released when its last group and
+        all earlier batches have ended.
         """
         slots = self.situation.costs.slots * self.choice.engines
         queued = max(0.0, self.rollouts - slots) * self.situation.mean_tokens
@@ -147,7 +148,10 @@ class _Forms:
         return batch_s * self.in_order_versions(batch_s) + queue_s + self.trainer_s
 
     def in_order_versions(self, batch_s: float) -> float:
-        """From a batch's start until order lets it go, where one is made every ``batch_s``."""
+        """Return the versions from a batch's start until its release in order of admission.
+
+        A version is published every ``batch_s`` seconds.
+        """
         per_token = self._token_s(batch_s) / batch_s
         longest = self._longest
 
@@ -161,11 +165,11 @@ class _Forms:
 
     @cached_property
     def _longest(self) -> list[int]:
-        """Of each group, the shortest first."""
+        """Tokens of each group's longest rollout, in ascending order."""
         return sorted(max(group) for group in self.situation.groups)
 
     def _token_s(self, batch_s: float) -> float:
-        """A token of each running turn, as many as run where a batch is made every ``batch_s``."""
+        """Return the seconds per token of a running turn, if a batch is made every ``batch_s``."""
         costs = self.situation.costs
         pause_s = min(self.pause_s, 0.9 * batch_s)
         rate = self.batch_tokens / (self.choice.engines * (batch_s - pause_s))

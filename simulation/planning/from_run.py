@@ -16,7 +16,7 @@ from tidegate.simulation.planning.closed_forms import predict
 from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
 
 NO_PREFILL = 1e12
-"""Tokens per second: a run's steps hold prefills too, so they are in the steps' time already."""
+"""Prefill speed in tokens/s: unlimited, because the measured step times include prefills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,19 @@ class MeasuredRun:
 
     situation: PlanWorkload
     choice: PlanCandidate
-    """What it was set to."""
+    """Settings of the run."""
     measured: Prediction
-    """What it did."""
+    """Figures measured in the run."""
     unaccounted_factor: float
-    """A token took so many times the steps that it was in; the situation has that in it."""
+    """Ratio of a token's real time to its steps' time; ``situation.costs`` already includes it."""
 
 
 def measured_run(directory: Path) -> MeasuredRun:
     """Read a finished run.
 
     Raises:
-        AuditError: it left no statistics, or its files can't be read.
-        ConfigError: too little was measured, or its settings were no bounded staleness.
+        AuditError: the run left no statistics, or its files can't be read.
+        ConfigError: too little was measured, or the run's policy was not bounded staleness.
     """
     facts = read_facts(directory)
     record = read_record(directory)
@@ -50,7 +50,7 @@ def measured_run(directory: Path) -> MeasuredRun:
             f"this version of Tidegate has them"
         )
     is_trainer_bound = _idle_share_between_batches(directory, facts) <= BUSY_TRAINER_IDLE_MAX
-    # What idle a trainer has that limits is the handing over of batches: its own time, too.
+    # If the trainer limits, its idle time is batch hand-over, so it counts as trainer time.
     trainer_s = facts.wall_s * (1.0 if is_trainer_bound else 1 - facts.trainer_idle_share)
     bare = PlanWorkload(
         groups=groups,
@@ -66,13 +66,13 @@ def measured_run(directory: Path) -> MeasuredRun:
         kv_policy=settings["kv_policy"],
     )
     measured = _measured(facts)
-    # Where the trainer limits, how late engines are for it shows in no batch's time.
+    # If the trainer limits, batch times do not show how slow the engines are.
     factor = 1.0 if is_trainer_bound else _unaccounted_factor(bare, choice, measured.batch_s)
     return MeasuredRun(_slowed(bare, factor), choice, measured, factor)
 
 
 def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
-    """As the run's own forecast has it: the trainer's wait for the first batch is no idleness."""
+    """Return the trainer's idle share without its wait for the first batch, as the forecast does."""
     metrics = read_metrics(directory)
     if len(metrics) < 2:
         return facts.trainer_idle_share
@@ -83,14 +83,14 @@ def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
 
 
 UNACCOUNTED_MAX = 64.0
-"""Engines that are in steps for less of a token's time than one part in so many wait for tools."""
+"""Largest unaccounted factor that is searched for; beyond it, tools take nearly all the time."""
 
 
 def _unaccounted_factor(situation: PlanWorkload, choice: PlanCandidate, batch_s: float) -> float:
-    """How much longer a token takes than the steps it is in: the plan must give the run's own time.
+    """Return the factor on step times at which the plan predicts the run's measured batch time.
 
-    Tools, engines that wait for a processor, the wire: what steps don't account for is spread over
-    them, as if each token bore its share.
+    Tools, engines that wait for a processor, and the wire take time outside the steps. The factor
+    spreads this time evenly over all tokens.
     """
     low, high = 1.0, 1.0
     while predict(_slowed(situation, high), choice).batch_s < batch_s and high < UNACCOUNTED_MAX:
@@ -130,7 +130,7 @@ def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
 
 
 def _groups(directory: Path) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Sampled tokens of each trained rollout, by group; and how many turns one has."""
+    """Return the sampled tokens of each trained rollout by group, and the mean turns per rollout."""
     lengths: dict[int, list[int]] = defaultdict(list)
     turns = rollouts = 0
     for rollout in read_trajectories(directory):

@@ -1,4 +1,4 @@
-"""Picture of a plan: throughput and age over the staleness bound. Computes nothing itself."""
+"""Plot of a plan: throughput and mean staleness over the staleness bound."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ INK, MUTED, BLUE, RED = "#22303c", "#8a97a3", "#2f6f9f", "#c0392b"
 
 
 def draw_plan(path: Path, rows: Sequence[Row]) -> None:
-    """Draw ``staleness_rows`` to a PNG."""
+    """Plot the rows of :func:`plan.staleness_rows` to a PNG file."""
     figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     speed, age = figure.subplots(1, 2)

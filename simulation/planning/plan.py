@@ -11,7 +11,7 @@ from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, 
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 NEARLY_BEST = 0.98
-"""Of the best throughput: what comes so near with less staleness is recommended."""
+"""Share of the best throughput that suffices to recommend a smaller staleness bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +19,27 @@ class Row:
     """One choice and its prediction."""
 
     varied: str
-    """What was changed against the recommended choice: ``max_staleness``, ``pause``, …"""
+    """Varied setting: ``max_staleness``, ``pause``, ``split`` or ``batch``."""
     choice: PlanCandidate
     closed: Prediction
     simulated: Prediction | None = None
 
     @property
     def best(self) -> Prediction:
-        """The simulator assumes less."""
+        """Simulated prediction if there is one, because it assumes less; else the closed form."""
         return self.simulated or self.closed
 
 
 def staleness_rows(
     situation: PlanWorkload, base: PlanCandidate, bounds: Sequence[int]
 ) -> list[Row]:
-    """The same run with other bounds."""
+    """Predict the run ``base`` for each staleness bound, in ascending order."""
     choices = [replace(base, max_staleness=bound) for bound in sorted(set(bounds))]
     return [Row("max_staleness", each, predict(situation, each)) for each in choices]
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """The least staleness at which nearly nothing is lost."""
+    """Return the first row whose throughput is at least ``NEARLY_BEST`` of the best."""
     most = max(row.best.tokens_per_s for row in rows)
     return next(row for row in rows if row.best.tokens_per_s >= NEARLY_BEST * most)
 
@@ -52,7 +52,7 @@ def other_rows(
     splits: Sequence[tuple[int, int]] = (),
     batches: Sequence[int] = (),
 ) -> Iterator[Row]:
-    """The recommended run with one thing changed: pause mode, engines and trainers, or batch."""
+    """Predict ``base`` with one setting changed: pause mode, engines and trainers, or batch size."""
     for mode in pauses:
         kv: tuple[KvPolicy, ...] = ("keep", "recompute") if mode == "keep" else ("keep",)
         for policy in kv:
@@ -68,7 +68,7 @@ def _row(situation: PlanWorkload, varied: str, choice: PlanCandidate) -> Row:
 
 
 def advice(rows: Sequence[Row]) -> str:
-    """In a sentence; ``rows`` are those of :func:`staleness_rows`."""
+    """Return the recommendation as a sentence, from the rows of :func:`staleness_rows`."""
     row = recommended(rows)
     eta, said = row.choice.max_staleness, row.best
     text = (

@@ -1,7 +1,7 @@
 """Prediction of a run by running it in virtual time: the real orchestrator, simulated engines.
 
-Real: scheduler, core, fleet, weight control, policy, episodes and messages. Simulated: engines
-of which only speeds are known, the trainer and the clock. Nothing fails here.
+Real: scheduler, core, fleet, weight control, policy, episodes and messages. Simulated: the engines
+(by their speeds only), the trainer and the clock. No faults are injected.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from tidegate.simulation.wire import CarriedFrame, FrameLog, SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
 
 WIRE_S = 0.0002
-"""One way, on average."""
+"""Mean one-way latency of a message, in seconds."""
 
 FOR_EVER_S = 1e8
-"""Nothing fails here, so nobody's patience is to end."""
+"""Value of all timeouts, in seconds: never reached, because no faults are injected."""
 
 WARM_UP_VERSIONS_MIN = 4
-"""Beside η: before them the pipeline is not full, so they don't count."""
+"""Versions beyond η that are excluded from the figures while the pipeline fills."""
 
 
 class NullFrameLog(FrameLog):
-    """Keeps nothing of what is carried: that would be most of the frames' cost."""
+    """Frame log that only counts frames, because keeping them would be most of their cost."""
 
     def note(self, carried: CarriedFrame) -> None:
-        """Count it."""
+        """Count one frame."""
         self.frames += 1
 
 
@@ -47,18 +47,22 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Tally:
+    """Sums over the batches since the warm-up."""
+
     at_s: float = 0.0
+    """Loop time of the last publish, in seconds."""
     tokens: int = 0
     rollouts: int = 0
     staleness: int = 0
-    """Of each rollout, added up."""
+    """Sum of the rollouts' staleness, in versions."""
     waited_s: float = 0.0
+    """Time that the trainer has waited for batches, in seconds."""
 
 
 def simulate(
     situation: PlanWorkload, choice: PlanCandidate, *, versions: int = 16, seed: int = 0
 ) -> Prediction:
-    """What this choice brings over so many versions, after those that fill the pipeline."""
+    """Predict a choice by simulating ``versions`` versions after those that fill the pipeline."""
     virtual_time = VirtualTime(limit_s=FOR_EVER_S)
     try:
         return virtual_time.run(_simulation(situation, choice, virtual_time, versions, seed))
@@ -73,12 +77,12 @@ async def _simulation(
     versions: int,
     seed: int,
 ) -> Prediction:
-    """Made where its loop runs, which a scheduler wants."""
+    """Create the simulation inside the running loop, as the scheduler requires, and run it."""
     return await _Simulation(situation, choice, virtual_time, seed).run(versions)
 
 
 class _Simulation:
-    """One run, with a trainer that counts."""
+    """One simulated run, with a trainer that measures it."""
 
     def __init__(
         self, situation: PlanWorkload, choice: PlanCandidate, virtual_time: VirtualTime, seed: int
@@ -96,7 +100,7 @@ class _Simulation:
         )
 
     async def run(self, versions: int) -> Prediction:
-        """Start engines and trainer; end with the trainer."""
+        """Run engines, scheduler and trainer until the trainer ends, and return its figures."""
         for number in range(self._choice.engines):
             name = f"engine-{number:03}"
             chance = random.Random(f"{self._seed}/{name}")
@@ -115,7 +119,7 @@ class _Simulation:
         return await training
 
     def _prompts(self) -> Iterator[_Prompt]:
-        """Groups without end: all of them in a new order, again and again."""
+        """Yield prompts endlessly: all groups of the workload, shuffled anew in each pass."""
         chance = random.Random(f"{self._seed}/prompts")
         groups = list(self._situation.groups)
         size = round(self._situation.group_size)
@@ -126,7 +130,7 @@ class _Simulation:
                 yield _Prompt((*group[:size], *missing))
 
     async def _play(self, episode: Episode, prompt: _Prompt) -> float:
-        """One rollout, as long as its prompt says, in turns of equal length."""
+        """Play one rollout of the length in its prompt, in turns of equal length."""
         episode.append([0] * max(1, self._situation.costs.prompt_tokens))
         tokens = prompt.lengths[episode.index]
         turns = max(1, min(self._situation.turns, tokens))
@@ -136,7 +140,7 @@ class _Simulation:
         return float(episode.index % 2)
 
     async def _train(self, versions: int) -> Prediction:
-        """Take a batch, train for as long as that takes, publish; and count."""
+        """Take batches, train on each for the time of its tokens, publish, and measure."""
         speed = self._situation.trainer_tokens_per_s * self._choice.trainers
         warm_up = self._choice.max_staleness + WARM_UP_VERSIONS_MIN
         start = self._tally

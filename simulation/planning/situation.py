@@ -1,4 +1,4 @@
-"""Input and output of a plan: lengths, speeds and machines; the settings; the predicted figures."""
+"""Input and output of a plan: workload, settings and predicted figures."""
 
 import math
 import random
@@ -11,25 +11,27 @@ from tidegate.simulation.engine_costs import EngineCosts
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 SAMPLED_GROUPS = 2048
-"""Drawn where only a distribution is known: its longest is then that of thirty batches of 64."""
+"""Groups drawn from a length distribution: as many as thirty batches of 64 have."""
 
 GROUP_CORRELATION = 0.5
-"""Of the logarithms of two lengths in a group: some prompts are hard for every rollout. Measured
-figures are about that; ``tidegate plan --from`` uses a run's own groups and assumes nothing."""
+"""Correlation of the logarithms of two lengths in a group: some prompts need long answers always.
+
+Measured values are about 0.5. ``tidegate plan --from`` uses a run's own groups instead.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanWorkload:
-    """What is given: lengths, speeds and machines, which no setting changes."""
+    """Rollout lengths and machine speeds, which no setting changes."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Tokens of each rollout, group by group: as in a run, or drawn."""
+    """Tokens of each rollout, by group: measured in a run, or drawn."""
     costs: EngineCosts
-    """Of one engine."""
+    """Cost model of one engine."""
     trainer_tokens_per_s: float
-    """Of one trainer, all its work on a batch included: passes, optimizer, publishing."""
+    """Tokens per second of one trainer, with passes, optimizer and publishing included."""
     turns: int = 1
-    """Of a rollout."""
+    """Turns per rollout."""
 
     def __post_init__(self) -> None:
         if not self.groups or not all(self.groups) or not self.mean_tokens:
@@ -39,17 +41,17 @@ class PlanWorkload:
 
     @property
     def group_size(self) -> float:
-        """On the mean: in a run, rollouts may have failed."""
+        """Mean rollouts per group; not always whole, because rollouts of a run may have failed."""
         return sum(map(len, self.groups)) / len(self.groups)
 
     @property
     def mean_tokens(self) -> float:
-        """Of a rollout."""
+        """Mean tokens per rollout, E[L]."""
         return sum(map(sum, self.groups)) / sum(map(len, self.groups))
 
     @property
     def mean_squared_tokens(self) -> float:
-        """Of a rollout."""
+        """Mean square of the tokens per rollout, E[L^2]."""
         squares = sum(tokens * tokens for group in self.groups for tokens in group)
         return squares / sum(map(len, self.groups))
 
@@ -76,7 +78,7 @@ class PlanCandidate:
 
     @property
     def name(self) -> str:
-        """In a table."""
+        """Pause mode and KV policy as a table shows them, such as ``keep+recompute``."""
         kv = f"+{self.kv_policy}" if self.pause_mode == "keep" else ""
         return f"{self.pause_mode}{kv}"
 
@@ -86,23 +88,24 @@ class Prediction:
     """Predicted figures of a run in its steady state."""
 
     batch_s: float
-    """From one batch to the next."""
+    """Time from one batch to the next, in seconds."""
     tokens_per_s: float
-    """Trained."""
+    """Trained tokens per second."""
     mean_staleness: float
-    """In versions, of a rollout's oldest token."""
+    """Mean staleness of the rollouts' oldest tokens, in versions."""
     trainer_idle_share: float
+    """Share of time that the trainer waits for a batch."""
     limit: str = ""
-    """What a batch waits for: ``trainer``, ``engines`` or ``admission``; empty: not told apart."""
+    """Bottleneck: ``trainer``, ``engines`` or ``admission``; empty if it is not determined."""
 
 
 def log_normal_groups(
     *, mean_tokens: float, sigma: float, tokens_max: int, group_size: int, seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups of log-normal lengths, cut at ``tokens_max``, of this mean after the cut.
+    """Draw groups of log-normal lengths, cut at ``tokens_max``, with a given mean after the cut.
 
     Raises:
-        ConfigError: no such lengths can have that mean.
+        ConfigError: no such lengths can have the mean ``mean_tokens``.
     """
     if not 1 <= mean_tokens < tokens_max or sigma < 0 or group_size < 1:
         raise ConfigError(
@@ -124,7 +127,7 @@ def log_normal_groups(
 
 
 def _median_for(factors: Sequence[Sequence[float]], mean: float, most: int) -> float:
-    """By halving: the mean after the cut rises with the median."""
+    """Find the median for a mean by bisection: the mean after the cut rises with the median."""
     low, high = 0.0, float(most)
     count = sum(map(len, factors))
     for _ in range(40):
