@@ -28,7 +28,7 @@ class FaultKind(StrEnum):
     CUT = "cut"
     """The connection breaks; the last frames of each direction are lost."""
     STALL = "stall"
-    """Frames of one or both directions of the connection arrive only after a while, all together."""
+    """Frames of one or both directions of the connection are held back, and then all arrive."""
     GARBLE = "garble"
     """Some of the frames that the engine sends arrive damaged."""
     REFUSE = "refuse"

@@ -52,7 +52,9 @@ class RunPlan:
 def run_plan(
     *, model: Path | str, engines: int | Sequence[ScriptedEngine], says: Says, **settings: Any
 ) -> RunPlan:
-    """Check a test's arguments and return the plan. A run directory, keys and an address are ignored.
+    """Check a test's arguments and return the plan of its run.
+
+    A run directory, keys and an address are ignored.
 
     Raises:
         ConfigError: a setting is unknown or out of range; or is ``journal`` or ``resume``, whose
@@ -69,7 +71,7 @@ def run_plan(
 
 
 class SimulatedChannel:
-    """Weight channel of a simulated run: a publish writes versions and tensor specs, but no data."""
+    """Weight channel of a simulated run: writes versions and tensor specs, but no weight data."""
 
     def __init__(self, world: SimulationContext) -> None:
         self._buffer = world.buffer

@@ -1,6 +1,6 @@
 """Scoring requests of a simulated engine: it returns log-probs of given tokens after virtual time.
 
-Requests end with the connection's conversation. An answer is computed by the weights that are live
+Open requests are dropped when the engine's conversation with the orchestrator ends. An answer is computed by the weights that are live
 when the answer is sent. A paused or sleeping engine answers no request until the engine resumes.
 """
 

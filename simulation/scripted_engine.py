@@ -82,8 +82,8 @@ class ScriptedEngine:
     crashes_at_token: int | None = None
     """Number of tokens, over all turns, after which the engine crashes. The tokens still arrive."""
     restart_s: float = 1.0
-    """Virtual seconds after which a crashed engine restarts, with the model's own weights. Infinity:
-    the engine never restarts."""
+    """Virtual seconds after which a crashed engine restarts, with the model's own weights; infinity
+    if the engine never restarts."""
     aborts_at_token: int | None = None
     """Number of tokens, over all turns, after which the engine aborts its running turns once, to be
     continued elsewhere."""

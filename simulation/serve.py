@@ -29,7 +29,7 @@ class SimulatedRollouts(Rollouts):
         self._time = time
         self.simulated = SimulatedRun(plan, time)
         self.is_sync = False
-        """Whether a :class:`SimulatedSyncRollouts` owns these rollouts and advances virtual time."""
+        """Whether a :class:`SimulatedSyncRollouts` owns the rollouts and advances virtual time."""
 
     def _make_run(self) -> Run:
         return cast(Run, self.simulated)
