@@ -1,7 +1,7 @@
 """Injected faults of a simulated run, planned from its seed before it starts.
 
-A fault says what happens when, and to which engine. :mod:`host` and :mod:`engine` carry it out;
-unusual trainers and episodes are settings of the scenario.
+A fault has a kind, a time and an engine. :mod:`host` and :mod:`engine` inject faults of engines and
+connections; unusual trainers and episodes are settings of the scenario.
 """
 
 import random
@@ -20,31 +20,31 @@ class FaultKind(StrEnum):
     HANG = "hang"
     """The engine neither reads, computes nor sends for a while."""
     SLOW = "slow"
-    """Its steps take many times as long for a while."""
+    """The engine's steps take many times as long for a while."""
     LEAVE = "leave"
-    """It says goodbye, and is started again later."""
+    """The engine sends a goodbye, ends, and is started again later."""
     LATE = "late"
-    """Its first process is started only when the run is well under way."""
+    """The engine's first process is started only when the run is well under way."""
     CUT = "cut"
     """The connection breaks; the last frames of each direction are lost."""
     STALL = "stall"
-    """Nothing gets through one direction of the connection for a while, and then everything."""
+    """Frames of one or both directions of the connection are held back, and then all arrive."""
     GARBLE = "garble"
-    """Some of the frames it sends arrive damaged."""
+    """Some of the frames that the engine sends arrive damaged."""
     REFUSE = "refuse"
-    """It refuses the next weights that it is given."""
+    """The engine refuses the next weights that it is sent."""
     LAG = "lag"
-    """It takes longer to copy weights than anybody waits for."""
+    """The engine takes longer to copy weights than short weight timeouts allow."""
     PRESSURE = "pressure"
     """All engines have little memory for KV: they preempt turns, or hand them back."""
     EPISODE = "episode"
-    """Some episodes raise, some ask for what no engine can serve or what ends every engine, and
-    some never return."""
+    """Some episodes raise, some request a turn that no engine can serve or that ends every engine,
+    and some never return."""
     GIVE_UP = "give_up"
-    """Some episodes don't wait for their turn to end, and go on with what it has said."""
+    """Some episodes stop waiting for their turn, and continue with the tokens sampled so far."""
     TRAINER = "trainer"
-    """It cancels publishes, stops waiting for batches and asks again, gives new tasks in the midst
-    of others, and publishes twice in a row."""
+    """The trainer cancels publishes, stops waiting for batches and asks again, offers new tasks
+    before the previous ones are done, and publishes twice in a row."""
 
 
 SCENARIO_FAULTS = frozenset(
@@ -74,13 +74,14 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: FaultKind
     engine: int = 0
-    """Number of the engine that it happens to."""
+    """Number of the engine that the fault is injected into."""
     at_s: float = 0.0
     """Virtual time of the fault, in seconds; unused if ``after_swap`` is set."""
     after_swap: int = 0
     """Number of the engine's weight swap, from 1, that the fault follows while the announcement of
     the swap is on its way; 0 for a fault at a fixed time."""
     lasts_s: float = 0.0
+    """Duration of the fault, in virtual seconds."""
 
 
 def parse_faults(words: str) -> frozenset[FaultKind]:
@@ -108,7 +109,7 @@ def name_faults(kinds: frozenset[FaultKind]) -> str:
 def plan_faults(
     kinds: frozenset[FaultKind], *, engines: int, until_s: float, chance: random.Random
 ) -> list[Fault]:
-    """Choose what goes wrong in one run."""
+    """Draw the faults of one run, at times before ``until_s`` or right after weight swaps."""
     ours = sorted(kinds - SCENARIO_FAULTS)
     if not ours:
         return []

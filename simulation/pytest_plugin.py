@@ -1,8 +1,8 @@
 """pytest plugin for code that uses Tidegate: fixtures that need no GPU, no process and no time.
 
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
-until a test asks for one of its fixtures. An async test that does runs in virtual time, with or
-without pytest-asyncio, in either of its modes. See docs/testing.md.
+until a test asks for one of the fixtures. An async test that uses a fixture runs in virtual time,
+with or without pytest-asyncio, in either mode of pytest-asyncio. See docs/testing.md.
 """
 
 import inspect
@@ -20,15 +20,19 @@ TIME, SERVE = "tidegate_virtual_time", "tidegate_serve"
 FIXTURES = frozenset({TIME, SERVE, "tidegate_serve_sync", "tidegate_engine"})
 
 TIME_LIMIT_S = 7200.0
-"""Virtual. Engines' heartbeats alone would go on for ever; two hours of them cost two seconds."""
+"""Longest duration of a test in virtual seconds. A limit is needed because heartbeats of engines
+never end; two hours of heartbeats cost two real seconds."""
 
 _STORY = pytest.StashKey["Callable[[], str]"]()
-"""Of the run that a test has used."""
+"""Stash key of the function that describes the test's newest run."""
 
 
 @pytest.fixture
 def tidegate_virtual_time() -> "Iterator[VirtualTime]":
-    """The test's time: ``run`` a coroutine, ``sleep``, look at ``now_s``; it costs none."""
+    """Virtual clock of the test: ``run`` a coroutine, ``sleep``, or read ``now_s``.
+
+    Waiting advances the clock at once and takes no real time.
+    """
     from tidegate.simulation.virtual_time import VirtualTime
 
     time = VirtualTime(limit_s=TIME_LIMIT_S)
@@ -40,7 +44,7 @@ def tidegate_virtual_time() -> "Iterator[VirtualTime]":
 def tidegate_serve(
     request: pytest.FixtureRequest, tidegate_virtual_time: "VirtualTime"
 ) -> "ServeInTests":
-    """In place of ``tidegate.serve``, over simulated engines, in virtual time."""
+    """Stand-in for ``tidegate.serve`` over simulated engines, in virtual time."""
     from tidegate.simulation.serve import ServeInTests
 
     serve = ServeInTests(tidegate_virtual_time)
@@ -50,13 +54,16 @@ def tidegate_serve(
 
 @pytest.fixture
 def tidegate_serve_sync(tidegate_serve: "ServeInTests") -> "Callable[..., Any]":
-    """In place of ``tidegate.serve_sync``, over simulated engines, in virtual time."""
+    """Stand-in for ``tidegate.serve_sync`` over simulated engines, in virtual time."""
     return tidegate_serve.sync
 
 
 @pytest.fixture
 def tidegate_engine() -> "type[ScriptedEngine]":
-    """Makes an engine that is slow, or crashes at some token, or refuses weights, as it is told."""
+    """Class :class:`ScriptedEngine`: call it to make an engine with a given speed and faults.
+
+    Examples are engines that are slow, crash at a given token or refuse weights.
+    """
     from tidegate.simulation.scripted_engine import ScriptedEngine
 
     return ScriptedEngine
@@ -66,7 +73,7 @@ class VirtualTimeTest(pytest.Function):
     """An async test, run in virtual time."""
 
     def runtest(self) -> None:
-        """Run it; the fixtures are there already."""
+        """Run the test's coroutine in virtual time. Pytest has set up the fixtures before."""
         time = cast("VirtualTime", self._request.getfixturevalue(TIME))
         names = self._fixtureinfo.argnames
         time.run(self.obj(**{name: self.funcargs[name] for name in names}))
@@ -74,7 +81,10 @@ class VirtualTimeTest(pytest.Function):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
-    """Take async tests that use the fixtures, whoever else would run them."""
+    """Turn async tests that use the fixtures into :class:`VirtualTimeTest` items.
+
+    The hook comes first, so other plugins for async tests don't run these tests.
+    """
     made = yield
     if isinstance(made, list):
         return [_in_virtual_time(item) for item in made]
@@ -103,7 +113,7 @@ def _in_virtual_time(item: object) -> object:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to a failed test what its engines did last."""
+    """Add the engines' states and last messages to the report of a failed test."""
     report = yield
     story = item.stash.get(_STORY, None)
     if story is not None and report.failed and call.when == "call" and (told := story()):

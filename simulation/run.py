@@ -1,8 +1,8 @@
 """Run of a test with the user's own trainer: the real scheduler over simulated engines.
 
-It takes the place of :mod:`tidegate.orchestrator.trainer.run`, so the trainer's handles hold it
-unchanged. There is no thread, no process and no socket; what takes time takes virtual time, and
-the trainer takes none.
+A :class:`SimulatedRun` takes the place of :class:`tidegate.orchestrator.trainer.run.Run`, so the
+trainer's handles need no change. There is no thread, no process and no socket. Engines take virtual
+time; the trainer's own computation takes none.
 """
 
 import asyncio
@@ -52,7 +52,9 @@ class RunPlan:
 def run_plan(
     *, model: Path | str, engines: int | Sequence[ScriptedEngine], says: Says, **settings: Any
 ) -> RunPlan:
-    """Check what a test asks for. A run directory, keys and an address are ignored.
+    """Check a test's arguments and return the plan of its run.
+
+    A run directory, keys and an address are ignored.
 
     Raises:
         ConfigError: a setting is unknown or out of range; or is ``journal`` or ``resume``, whose
@@ -69,7 +71,7 @@ def run_plan(
 
 
 class SimulatedChannel:
-    """The weight channel, as far as a publish sees it: weights that nobody looks into."""
+    """Weight channel of a simulated run: writes versions and tensor specs, but no weight data."""
 
     def __init__(self, world: SimulationContext) -> None:
         self._buffer = world.buffer
@@ -77,7 +79,7 @@ class SimulatedChannel:
     def write(
         self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
     ) -> list[UpdateWeights]:
-        """Put new weights into the buffer."""
+        """Write a version of the weights to the buffer, and return its update message."""
         update = self._buffer.begin(version, keep=keep)
         self._buffer.end(update)
         specs = [TensorSpec(t.name, t.dtype, list(t.shape), 0, len(t.data)) for t in tensors]
@@ -85,14 +87,14 @@ class SimulatedChannel:
 
 
 class _NeverBlocked:
-    """A loop whose time stands still while anything blocks it."""
+    """Loop watch that never reports a blocked loop, because virtual time stops while code runs."""
 
     blocked = None
     longest_block_s = 0.0
 
 
 class SimulatedRun:
-    """One run on a loop with virtual time, which its trainer shares."""
+    """One run on an event loop in virtual time, which the run shares with its trainer."""
 
     loop_watch = _NeverBlocked()
     resumed = None
@@ -102,7 +104,7 @@ class SimulatedRun:
     run_id = ""
     newest_version = 0
     is_own_thread = True
-    """There is one thread only, so whoever asks may look."""
+    """Always true: there is only one thread, so any caller may read the run's state."""
 
     def __init__(self, plan: RunPlan, time: VirtualTime) -> None:
         self.settings = plan.settings
@@ -111,7 +113,8 @@ class SimulatedRun:
         self._time = time
         self._tape = FrameLog()
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Done once every engine that doesn't come late has joined."""
+        """Future that is done once all engines that join at the start have joined, or one engine if
+        all join late. Holds the error if the run fails before."""
         self.scheduler: Scheduler | None = None
         self.channel: SimulatedChannel | None = None
         self.written = WrittenTensors()
@@ -122,13 +125,13 @@ class SimulatedRun:
 
     @property
     def story(self) -> list[str]:
-        """The last frames that were carried, for whoever wonders what happened."""
+        """State of each engine, and the last frames carried, as lines of text."""
         return [*map(str, self._hosts), *map(str, self._tape.last)]
 
-    # ------------------------------------------------------------ what the faces call
+    # ------------------------------------------------------------ called by the client handles
 
     def start(self) -> None:
-        """Start everything; :attr:`ready` tells how it went."""
+        """Start the scheduler and the engines; :attr:`ready` holds the outcome."""
         self._main = self._time.loop.create_task(self._serve(), name="run")
         self._main.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not self._is_async:
@@ -137,10 +140,10 @@ class SimulatedRun:
     def submit(
         self, work: Callable[[Scheduler], Awaitable[Result]]
     ) -> "concurrent.futures.Future[Result]":
-        """Run ``work`` on the loop; if that doesn't run, let it run until this is done.
+        """Run ``work`` on the event loop; run the loop until ``work`` is done if it is not running.
 
         Raises:
-            RunClosed: the run has ended; or, if it failed, what it failed of.
+            RunClosed: the run has ended. A run that failed raises the error that it failed with.
         """
         scheduler = self.scheduler
         if scheduler is None or self._is_ending:
@@ -151,37 +154,37 @@ class SimulatedRun:
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
         try:
             future.set_result(self._time.run(_awaited(work, scheduler)))
-        except Exception as error:  # noqa: BLE001 - the future hands it to who waits
+        except Exception as error:  # noqa: BLE001 - the future hands the error to its waiter
             future.set_exception(error)
         return future
 
     @staticmethod
     def _refuse_episodes() -> None:
-        """As a run with a thread of its own does."""
+        """Refuse calls from the run's own episodes, as a run with its own thread does."""
         task = asyncio.current_task()
         if task is not None and task.get_name().startswith("rollout "):
             raise RuntimeError("a run can't be asked from its own episodes: they would wait for it")
 
     def failure(self) -> BaseException:
-        """Why nothing more can be asked of this run."""
+        """Return the error that requests get after the end of the run."""
         return self._failure or RunClosed("the run has ended; start another one with serve()")
 
     def show(self, **_: object) -> None:
-        """There is no dashboard."""
+        """Do nothing: a simulated run has no dashboard."""
 
     def hide(self) -> None:
-        """There is no dashboard."""
+        """Do nothing: a simulated run has no dashboard."""
 
     def refuse_own_thread(self) -> None:
-        """Nothing to refuse: an episode that blocks is refused by :meth:`submit`."""
+        """Do nothing: :meth:`submit` refuses calls from episodes."""
 
     def stop(self) -> None:
-        """End all of it. On a running loop :meth:`end` has done so before."""
+        """End the run. Does nothing on a running loop, where :meth:`end` was awaited before."""
         if not self._is_async:
             self._time.run(self.end())
 
     async def end(self) -> None:
-        """Cancel what goes on, and wait for it. Harmless if repeated."""
+        """Cancel the run's main task and wait for its end. Harmless if repeated."""
         if self._main is not None:
             self._main.cancel()
             await asyncio.wait([self._main])
@@ -193,7 +196,7 @@ class SimulatedRun:
     # ------------------------------------------------------------ on the loop
 
     async def _wait_until_ready(self) -> None:
-        with contextlib.suppress(Exception):  # who holds the future learns of it
+        with contextlib.suppress(Exception):  # the future's holder gets the error
             await asyncio.wrap_future(self.ready)
 
     async def _serve(self) -> None:
@@ -238,7 +241,10 @@ class SimulatedRun:
             self.ready.set_result(None)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What an engine's script raises ends the run; what else is lost is told as ever."""
+        """End the run with an error that a callback raised, such as an engine's script.
+
+        Any other context goes to the loop's default handler.
+        """
         error = context.get("exception")
         if self.scheduler is not None and "handle" in context and isinstance(error, Exception):
             self.scheduler.fail(error)

@@ -1,7 +1,8 @@
 """Scenario of a simulated run: settings, engines, work, policies and faults, drawn from a seed.
 
-Plain data, so it can be written down as JSON; its defaults are the smallest run there is, so that a
-shrunken scenario is short. What the policies promise is worked out here, apart from their code.
+A scenario is plain data and can be written as JSON. Its defaults are the smallest run there is, so
+that a shrunken scenario is short. The bounds that policies promise are computed here independently
+of the policies' code.
 """
 
 import random
@@ -63,7 +64,7 @@ class ScenarioRules(
     """Policies of one run."""
 
     seed: int = 0
-    """Of all that is drawn while it runs: delays, lengths of answers, what episodes do."""
+    """Seed of all random draws of the run: delays, lengths of answers, scripts of episodes."""
 
     max_staleness: int = 0
     group_size: int = 1
@@ -79,13 +80,13 @@ class ScenarioRules(
     placement: PlacementName = "plain"
 
     def group_filter(self) -> GroupFilter:
-        """Which groups are trained on."""
+        """Return the filter that decides which groups are trained on."""
         if self.filters_groups:
             return DynamicSampling(decide_after=self.decide_after)
         return GroupFilter()
 
     def placement_settings(self) -> dict[str, object]:
-        """The settings that say where turns go."""
+        """Return the settings of routing, engine speeds and stragglers for the placement."""
         settings: dict[PlacementName, dict[str, object]] = {
             "plain": {},
             "session": {"routing": SessionAffinity(margin_turns=2)},
@@ -98,7 +99,7 @@ class ScenarioRules(
         return settings[self.placement]
 
     def staleness_policy(self) -> StalenessPolicy:
-        """Who may start, and what is trained next."""
+        """Return the policy that admits groups and chooses the next batch."""
         batch, limit = self.groups_per_batch, self.outstanding_groups_limit
         match self.policy:
             case "synchronous":
@@ -123,7 +124,7 @@ class ScenarioRules(
 
     @property
     def outstanding_groups_max(self) -> int:
-        """How many groups its policy may have at once, worked out apart from the policies."""
+        """Most groups outstanding at once, computed independently of the policy's code."""
         batch = self.groups_per_batch
         batches: dict[str, float] = {"synchronous": 1, "one-step": 2, "unbounded": 3}
         batches |= {"over-sampling": 2, "tail-packing": 1.5}
@@ -133,7 +134,10 @@ class ScenarioRules(
 
     @property
     def staleness_bound(self) -> int | None:
-        """What no trained token may exceed, worked out apart from the policies."""
+        """Largest staleness of a trained token, in versions; None if unbounded.
+
+        The bound is computed independently of the policy's code.
+        """
         others = {"synchronous": 0, "one-step": 1, "unbounded": None, "over-sampling": None}
         others["tail-packing"] = 0
         if self.policy in others:
@@ -151,7 +155,7 @@ class ScenarioRules(
 
 
 def draw_rules(plain: ScenarioRules) -> dict[str, object]:
-    """What differs from the plainest rules, by the scenario's seed."""
+    """Draw the settings of policies, placement and publishing from the scenario's seed."""
     chance = random.Random(f"{plain.seed}/policy")
     others: tuple[PolicyName, ...] = (
         *("synchronous", "one-step", "unbounded", "over-sampling"),
@@ -180,42 +184,47 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
 
 
 EPISODE_TIMEOUT_MIN_S = 40.0
-"""Time that an episode may take, where neither its engines' work nor deadly turns need more."""
+"""Shortest episode timeout, in seconds; longer if the engines' work or deadly turns need more."""
 
 FAULTS_S = FAULTS_MAX * LONGEST_FAULT_S
-"""Time that the planned faults of a run take together, at most."""
+"""Longest time that the planned faults of a run take together, in seconds."""
 
 DEADLY_TURN_S = LOSSES_MAX * (LONGEST_FAULT_S + 1.0)
-"""Time that one deadly turn costs the engine of a one-engine run: the turn is refused after so many
-losses, and after each of them the engine needs about a second to join again and take weights."""
+"""Time that one deadly turn costs the engine of a one-engine run, in seconds: the turn is refused
+after ``LOSSES_MAX`` losses, and after each loss the engine needs about a second to join again and
+take weights."""
 
 TURN_TOKENS = 10
-"""Mean of what a turn samples; see :func:`tidegate.simulation.model.output_tokens`."""
+"""Mean number of tokens that a turn samples; see
+:func:`tidegate.simulation.model.output_tokens`."""
 
 CONTEXT_TOKENS = 25
-"""Mean context of a turn, which an engine prefills before it samples."""
+"""Mean number of tokens in a turn's context, which an engine prefills before sampling."""
 
 FAULTS_UNTIL_S = 3.0
-"""About as long as a run takes without any."""
+"""Latest virtual time of a planned fault, in seconds: about the duration of a run without faults."""
 
 FAILING_EPISODES = 0.15
-"""Share of those that do, where episodes fail at all; a fifth of these never return."""
+"""Share of episodes that fail, in scenarios with failing episodes; a fifth of the failing ones
+never return."""
 
 DEADLY_EPISODES = 0.1
 """Share of the episodes that end engines, in one run of eight."""
 
 WEIGHTS_TIMEOUT_S = 60.0
-"""Longer than any honest engine takes to serve a new version, if it waits for turns to end."""
+"""Weight timeout, in seconds: longer than any engine without faults takes to serve a new version,
+even if the engine waits for its turns to end."""
 
 BLOCK_TOKENS = 4
-"""Of the simulated engines' KV."""
+"""Number of tokens in one KV block of a simulated engine."""
 
 TIGHT_BLOCKS = 15
-"""Hold 60 tokens: the longest context of two short turns has 56, and several start at once."""
+"""KV blocks of an engine under memory pressure. They hold 60 tokens: the longest context of two
+short turns has 56, and several turns start at once."""
 
 
 def engine_name(number: int) -> str:
-    """How a simulated engine is called."""
+    """Return a simulated engine's name."""
     return f"engine-{number}"
 
 
@@ -223,11 +232,11 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Scenario(ScenarioRules, frozen=True, kw_only=True):
-    """All of one simulated run, as plain data."""
+    """Complete description of one simulated run, as plain data."""
 
     # ---- the run
     update_wave: int | None = None
-    """Engines that swap at a time."""
+    """Number of engines that swap weights at a time; None: all."""
     publish_wait: PublishWait = "live"
     pausing: float = 0.0
     """Share of versions around which the trainer pauses engines."""
@@ -240,88 +249,91 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     engines: Count = 1
     step_s: Seconds = 0.005
     staging_s: float = 0.005
-    """To copy one version of the weights."""
+    """Time that an engine needs to copy one version of the weights, in seconds."""
     latency_s: float = 0.0005
-    """Mean delay of a frame."""
+    """Mean delay of a frame, in seconds."""
     max_running_turns: Count = 8
     chunk_tokens: Count = 256
-    """Tokens prefilled per step, at most."""
+    """Most tokens that an engine prefills per step."""
     tokens_per_step: Count = 1
-    """Of one turn."""
+    """Most tokens that one turn samples per step."""
     blocks: Annotated[int, msgspec.Meta(ge=TIGHT_BLOCKS)] | None = None
-    """Of KV memory per engine; None has no end of it."""
+    """Number of KV blocks per engine; None: unlimited."""
     engines_without_prefills: int = 0
-    """The last so many don't say whose weights computed a context's KV."""
+    """Number of engines, counted from the last, that don't report which weights computed a context's
+    KV."""
     hands_turns_back: bool = False
-    """Whether an engine without blocks ends turns with ``abort``, or preempts them."""
+    """Whether an engine that runs out of blocks ends turns with ``abort`` instead of preempting
+    them."""
 
     # ---- work
     tasks: Count = 1
     batches_per_offer: Count | None = None
-    """After so many the trainer breaks out, and goes on with the tasks that are left."""
+    """Number of batches after which the trainer offers the remaining tasks anew; None: never."""
     are_tasks_async: bool = False
     turns_max: Count = 1
-    """Episodes take fewer or as many."""
+    """Most turns of an episode."""
     output_tokens_max: Count = 4
     failing_episodes: float = 0.0
-    """Share of them."""
+    """Share of episodes that fail."""
     deadly_turns: float = 0.0
     """Share of episodes whose last turn ends every engine that it is sent to."""
     giving_up_turns: float = 0.0
-    """Share of them."""
+    """Share of turns whose end the episode may not wait for."""
     forking_episodes: float = 0.0
-    """Share of them."""
+    """Share of episodes that fork."""
     scored_turns: float = 0.0
     """Share of turns after which the episode has its context scored."""
     long_tools: float = 0.0
-    """Share of tools whose time has a long tail."""
+    """Share of tool calls whose duration has a long tail."""
     parking_turns: float = 0.0
     """Share of turns after which the episode waits for newer weights."""
     episode_budget_s: Seconds | None = None
-    """After so long it is parked without asking."""
+    """Time after which an episode is parked without its own request, in seconds; None: never."""
 
     # ---- the trainer
     train_s: float = 0.0
     write_s: float = 0.0
-    """To write one version where engines can read it."""
+    """Time that the trainer needs to write one version to the weight buffer, in seconds."""
     batches_per_publish: Count = 1
     publishing_twice: float = 0.0
-    """Share of publishes that are followed by another, without a batch in between."""
+    """Share of publishes that are followed by another publish, without a batch in between."""
     cancelled_publishes: float = 0.0
-    """Share of them."""
+    """Share of publishes that the trainer cancels after a timeout."""
     leaving_out: float = 0.0
-    """Share of rows that it does not train on."""
+    """Share of rows that the trainer discards."""
     look_ahead: int = 0
-    """Batches that it asks for during its step."""
+    """Number of batches that the trainer requests ahead, during its train step."""
     looks_after_s: float = 0.0
-    """Mean time until it looks whether a batch is on offer to it."""
+    """Mean delay until the trainer's loop checks for an offered batch, in seconds."""
     tasks_per_offer: Count | None = None
-    """An iterator ends after so many tasks, and another follows; None: after all."""
+    """Number of tasks after which an iterator ends and another follows; None: one iterator gives all
+    tasks."""
     patience_s: float | None = None
-    """It waits so long for a batch, then asks again; None waits on."""
+    """Time that the trainer waits for a batch before it asks again, in seconds; None: no limit."""
     evaluation_tasks: int = 0
-    """After each publish."""
+    """Number of tasks evaluated after each publish."""
     evaluates_beside: bool = False
-    """Whether it goes on meanwhile."""
+    """Whether the trainer continues training during an evaluation."""
 
     # ---- what goes wrong
     lives: Count = 1
-    """Processes that the orchestrator and its trainer may take: with more than one, they die at any
-    instant and are resumed, so many times less one at most."""
+    """Most processes of the orchestrator and its trainer, one after another. With more than one, the
+    process dies at any instant and is resumed, at most ``lives - 1`` times."""
     faults: list[Fault] = msgspec.field(default_factory=list)
 
     @cached_property
     def without_prefills(self) -> tuple[str, ...]:
-        """The names of these engines."""
+        """Names of the engines that don't report prefills."""
         names = [engine_name(number) for number in range(self.engines)]
         return tuple(names[max(0, self.engines - self.engines_without_prefills) :])
 
     @cached_property
     def episode_timeout_s(self) -> float:
-        """Longer than an episode takes that does not hang, so that only one that does is timed out.
+        """Timeout of episodes, in seconds: long enough that only hanging episodes are timed out.
 
-        An episode's turns wait for those of all others, if engines are slow and have few slots, and
-        for engines that deadly turns have ended.
+        An episode's turns wait for the turns of all other episodes if engines are slow and have few
+        slots, and for engines that deadly turns have ended.
         """
         rollouts = self.outstanding_groups_max * self.group_size + self.evaluation_tasks
         rows = rollouts * (1 + self.forking_episodes)
@@ -334,24 +346,24 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
 
     @property
     def quiet_max_s(self) -> float:
-        """Time without any progress after which a run is stuck: longer than two timeouts."""
+        """Seconds without progress after which a run is stuck: longer than two episode timeouts."""
         return 2 * self.episode_timeout_s + 5.0
 
     @property
     def longest_run_s(self) -> float:
-        """Time after which a run gets nowhere; several times as long as the longest honest runs."""
+        """Seconds after which a run is stuck: several times the longest runs that succeed."""
         return 15 * self.episode_timeout_s
 
     def chance(self, *name: object) -> random.Random:
-        """Random numbers for one purpose, the same in each run of this scenario."""
+        """Return a random generator for one purpose, the same in each run of the scenario."""
         return random.Random(f"{self.seed}/{name}")
 
     @cached_property
     def settings(self) -> RunSettings:
-        """As a user would give them.
+        """Run settings of the scenario, as a user would give them.
 
         Raises:
-            ConfigError: they can't work.
+            ConfigError: the settings are out of range or contradict each other.
         """
         return run_settings(
             model=Path("simulated"),
@@ -373,7 +385,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         )
 
     def script(self, task: int, index: int) -> Script:
-        """What the episode of one rollout does. Tasks below 0 are for evaluation."""
+        """Draw the script of one rollout's episode. Tasks below 0 are for evaluation."""
         script = draw_script(self.work, self.chance("episode", task, index))
         if not self.work.is_plain:
             add_habits(script, self.work, self.chance("habits", task, index))
@@ -384,7 +396,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
 
     @cached_property
     def work(self) -> Work:
-        """What episodes may do, and how often they do it."""
+        """Limits of episodes, and the shares of episodes, turns and tool calls per behavior."""
         return Work(
             turns_max=self.turns_max,
             output_tokens_max=self.output_tokens_max,
@@ -398,15 +410,15 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> str:
-        """On one line; what is as in the smallest run is left out."""
+        """Return the scenario as one line of JSON, without settings equal to their defaults."""
         return msgspec.json.encode(self).decode()
 
 
 def read_scenario(text: str) -> Scenario:
-    """Read what :meth:`Scenario.to_json` wrote.
+    """Read a scenario that :meth:`Scenario.to_json` wrote.
 
     Raises:
-        ConfigError: it is something else, or can't work.
+        ConfigError: the text is not a scenario, or its settings are invalid.
     """
     try:
         scenario = msgspec.json.decode(text, type=Scenario)
@@ -419,7 +431,7 @@ def read_scenario(text: str) -> Scenario:
 
 
 def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenario:
-    """Choose one seed's run. The same seed has the same work under other faults."""
+    """Draw the scenario of a seed. A seed's tasks and episodes are the same for all fault kinds."""
     chance = random.Random(f"{seed}/scenario")
     engines = chance.choice((1, 2, 2, 3))
     groups_per_batch = chance.choice((1, 1, 2, 3))
@@ -461,7 +473,7 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
 
 
 def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
-    """Add what isn't one fault at one time, but how the whole run is."""
+    """Add the settings of faults that apply to the whole run, not to one time."""
     chance = random.Random(f"{plain.seed}/times")
     times: dict[FaultKind, dict[str, object]] = {
         FaultKind.PRESSURE: chance.choice(({}, _under_pressure(chance))),
@@ -486,7 +498,7 @@ def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
 
 
 def _of_a_slow_loop(plain: Scenario) -> dict[str, object]:
-    """A trainer whose loop is busy with other things, and whose tasks come in several iterators."""
+    """Draw settings of a trainer with a slow event loop and several task iterators."""
     chance = random.Random(f"{plain.seed}/slow loop")
     return {
         "looks_after_s": chance.choice((0.0, 0.0, 0.0, 0.01, 0.1)),
@@ -495,7 +507,7 @@ def _of_a_slow_loop(plain: Scenario) -> dict[str, object]:
 
 
 def _under_pressure(chance: random.Random) -> dict[str, object]:
-    """One engine, with more turns than it has memory for."""
+    """Draw settings of one engine with more turns than its KV memory holds."""
     return {
         "engines": 1,
         "max_running_turns": 8,

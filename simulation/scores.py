@@ -1,7 +1,7 @@
 """Scoring requests of a simulated engine: it returns log-probs of given tokens after virtual time.
 
-Requests end with their conversation. An answer is computed by the weights that are live when it is
-sent; a paused or sleeping engine answers nothing until it resumes.
+Open requests are dropped when the engine's conversation with the orchestrator ends. An answer is computed by the weights that are live
+when the answer is sent. A paused or sleeping engine answers no request until the engine resumes.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ class SimulatedScores:
         self._loop = loop
         self._on_computed = on_computed
         self._asked: dict[int, tuple[float, ScoreTokens]] = {}
-        """By number, with the time at which it is computed."""
+        """Open requests by number, each with the virtual time at which its answer is computed."""
 
     def take(self, message: ScoreTokens | CancelScore) -> None:
-        """Begin to compute a request, beside turns; or forget one."""
+        """Begin to compute a request, in parallel with turns; or cancel a request."""
         if isinstance(message, CancelScore):
             self._asked.pop(message.request, None)
             return
@@ -44,11 +44,11 @@ class SimulatedScores:
         self._loop.call_at(due_s, self._on_computed)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all open requests."""
         self._asked.clear()
 
     def take_answers(self) -> list[Scored | ScoreRefused]:
-        """What is to be told now."""
+        """Remove the requests that are computed, and return their answers."""
         if self._turns.pause_mode is not None or self._turns.is_held:
             return []
         now_s = self._loop.time()

@@ -1,6 +1,6 @@
 """Script of one simulated episode: its turns, the tokens it appends, and how it ends.
 
-Plain data, drawn by the random numbers that a scenario names.
+Scripts are plain data, drawn with random numbers that the scenario's seed determines.
 """
 
 import random
@@ -8,42 +8,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LONG_TOOL_MAX_S = 2.0
-"""Longer than most runs take to publish several versions, and far from an episode's timeout."""
+"""Longest tool call, in seconds: longer than most runs take to publish several versions, and far
+below an episode's timeout."""
 
 
 @dataclass(slots=True)
 class ScriptedTurn:
-    """One turn of a script."""
+    """One turn of a script, with the steps that follow the turn."""
 
     given: list[int]
-    """Tokens appended before it."""
+    """Tokens that the episode appends before the turn."""
     max_tokens: int
     patience_s: float | None
-    """The episode waits so long for it, and then goes on with what there is; None waits on."""
+    """Time that the episode waits for the turn, in seconds, before it continues with the tokens
+    sampled so far; None: no limit."""
     tool_s: float
-    """Time spent after it."""
+    """Duration of the tool call after the turn, in seconds."""
     is_scored: bool = False
-    """Whether the episode asks then how likely its context is."""
+    """Whether the episode requests log-probs of its context after the turn."""
     parks: bool = False
-    """Whether it waits for newer weights after that."""
+    """Whether the episode waits for newer weights after the turn."""
 
 
 @dataclass(slots=True)
 class Script:
-    """Turns and fate of one episode."""
+    """Turns, reward and end of one episode."""
 
     turns: list[ScriptedTurn]
     reward: float
     fate: str
-    """``returns``, or how it fails: ``raises``, ``asks too much``, ``hangs``, ``ends engines``."""
+    """``returns``, or the kind of failure: ``raises``, ``asks too much``, ``hangs`` or
+    ``ends engines``."""
     forks_before: int | None = None
-    """Which of its turns; None: it doesn't fork."""
+    """Index of the turn before which the episode forks; None: the episode doesn't fork."""
     branch: list[ScriptedTurn] = field(default_factory=list)
-    """What it does beside, then."""
+    """Turns of the forked branch."""
 
     @property
     def failure(self) -> str | None:
-        """None, or the reason for which its rollout will be discarded."""
+        """Reason for which the episode's rollout is discarded; None if the episode returns."""
         if self.fate == "returns":
             return None
         return "episode_timeout" if self.fate == "hangs" else "episode_error"
@@ -51,7 +54,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What episodes may do, and the share of them, or of turns, that do it."""
+    """Limits of episodes, and the shares of episodes, turns or tool calls with each behavior."""
 
     turns_max: int
     output_tokens_max: int
@@ -65,13 +68,13 @@ class Work:
 
     @property
     def is_plain(self) -> bool:
-        """Whether they take their turns and do nothing else."""
+        """Whether episodes neither fork, score, park nor call long tools."""
         habits = self.forking_episodes + self.scored_turns + self.long_tools + self.parking_turns
         return not habits
 
 
 def draw_script(work: Work, chance: random.Random) -> Script:
-    """One episode's turns and its end."""
+    """Draw one episode's turns, reward and end."""
     turns = [_turn(work, chance) for _ in range(chance.choice((1, 1, 2, 3)))]
     fate = "returns"
     if chance.random() < work.failing_episodes:
@@ -93,7 +96,10 @@ def _turn(work: Work, chance: random.Random) -> ScriptedTurn:
 
 
 def draw_habits(chance: random.Random) -> dict[str, Any]:
-    """What a scenario's episodes do besides taking turns; in half of them, nothing."""
+    """Draw a scenario's settings for forks, scoring, long tools and parking.
+
+    Half of the scenarios have none of these.
+    """
     if chance.random() < 0.5:
         return {}
     return {
@@ -106,11 +112,13 @@ def draw_habits(chance: random.Random) -> dict[str, Any]:
 
 
 def add_habits(script: Script, work: Work, chance: random.Random) -> None:
-    """Have an episode do some of them."""
+    """Add forks, scoring, parking and long tools to a script, by the shares in ``work``."""
     if chance.random() < work.forking_episodes:
         script.forks_before = chance.randrange(len(script.turns))
         script.branch = [_turn(work, chance) for _ in range(chance.choice((1, 1, 2)))]
-        del script.branch[work.turns_max - script.forks_before :]  # no context is longer for it
+        del script.branch[
+            work.turns_max - script.forks_before :
+        ]  # a branch makes no context longer
     for turn in (*script.turns, *script.branch):
         turn.is_scored = chance.random() < work.scored_turns
         turn.parks = chance.random() < work.parking_turns

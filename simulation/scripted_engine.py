@@ -1,7 +1,7 @@
-"""Engines of a user's test: they say and suffer what the test's author has written down.
+"""Scripted engines for users' tests: the test gives their tokens, speed and faults.
 
-An engine's tokens come from a script instead of a model; all else about it is as in the simulation:
-its messages, its steps in virtual time, what pauses, weights and faults do to it.
+An engine's tokens come from a script instead of a model. Its messages, its steps in virtual time,
+and its reactions to pauses, weights and faults are those of the simulation's engines.
 """
 
 import functools
@@ -28,114 +28,119 @@ from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 LATENCY_S = 0.0005
-"""Of a message, on the mean."""
+"""Mean latency of a message, in virtual seconds."""
 
 LOGPROB = -1.0
-"""Of every token, scripted or given."""
+"""Log-prob of every token, sampled or scored."""
 
 END = "<end>"
-"""The stop token of text that is spelled in bytes."""
+"""Stop token of the byte-level tokenizer."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """Request that an engine was sent: what to continue, and how."""
+    """Request for one turn, as an engine received it."""
 
     engine: str
     version: int
-    """The weights it begins with."""
+    """Weight version that samples the turn's first token on this engine."""
     text: str
-    """The context, decoded; special tokens are left out."""
+    """Prompt of the turn, decoded without special tokens."""
     token_ids: tuple[int, ...]
-    """The same, with all."""
+    """Token ids of the prompt, special tokens included."""
     said: str
-    """What the turn had said before, here or on another engine, when it came to this one."""
+    """Text that the turn had sampled before this submission, on this engine or another."""
     max_tokens: int
-    """Left to say."""
+    """Most tokens that the turn may still sample."""
     media: tuple[Media, ...] = ()
-    """What the context has beside tokens."""
+    """Images, audio and video of the context."""
 
 
 Answer = str | Sequence[int]
-"""Text, or token ids. A stop token follows, unless it ends with one."""
+"""Output of one turn, as text or token ids. A stop token is appended unless the output ends with
+the stop token."""
 
 Says = Callable[[TurnRequest], Answer] | Sequence[Answer] | str | None
-"""What the model says: one answer after another, in the order in which turns begin; or what a
-function returns, which is called once per turn; or always the same text. None: some letters."""
+"""Script of the model: a sequence of answers, given out in the order in which turns begin; or a
+function, called once per turn; or one text, the answer to every turn. None: random letters, drawn
+from the turn's seed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedEngine:
-    """One engine of a test: how fast it is, and what becomes of it. Times are virtual seconds."""
+    """Speed, limits and faults of one simulated engine of a test. Times are virtual seconds."""
 
     step_s: float = 0.01
-    """Per decode step, which gives each running turn one token."""
+    """Duration of a decode step, which gives each running turn one token, in virtual seconds."""
     max_running_turns: int = 8
     staging_s: float = 0.05
-    """To copy new weights."""
+    """Time that the engine needs to copy new weights, in virtual seconds."""
     joins_at_s: float = 0.0
+    """Virtual time at which the engine's first process starts, in seconds."""
     crashes_at_token: int | None = None
-    """Once it has sampled so many, over all its turns; they arrive."""
+    """Number of tokens, over all turns, after which the engine crashes. The tokens still arrive."""
     restart_s: float = 1.0
-    """A crashed engine is started again after so long, with the model's own weights; infinity:
-    never."""
+    """Virtual seconds after which a crashed engine restarts, with the model's own weights; infinity
+    if the engine never restarts."""
     aborts_at_token: int | None = None
-    """Once it has sampled so many, it ends its running turns, to be continued elsewhere."""
+    """Number of tokens, over all turns, after which the engine aborts its running turns once, to be
+    continued elsewhere."""
     refuses_publishes: int = 0
-    """So many of the first new weights don't fit."""
+    """Number of published weight versions that the engine's first process refuses because they
+    don't fit."""
     sleep_levels: tuple[SleepLevel, ...] = (1, 2)
-    """Those it can sleep at; none: it can't."""
+    """Sleep levels that the engine supports; empty if the engine can't sleep."""
     media: tuple[MediaKind, ...] = ()
-    """What it reads beside tokens: ``image``, ``audio``, ``video``."""
+    """Kinds of media that the engine accepts: ``image``, ``audio``, ``video``."""
     refuses_wakes: int = 0
-    """So many times it finds no memory to wake in."""
+    """Number of wake requests that the engine's first process refuses for lack of memory."""
     requests: list[TurnRequest] = field(default_factory=list, init=False)
-    """What it was asked, in order."""
+    """Requests that the engine received, in order."""
     tokens: int = field(default=0, init=False)
-    """Sampled so far."""
+    """Number of tokens that the engine has sampled so far."""
     _host: "ScriptedHost | None" = field(default=None, init=False, repr=False)
 
     @property
     def name(self) -> str:
-        """As in spans and statistics: ``engine-0``, …"""
+        """Name of the engine in spans and statistics: ``engine-0``, …"""
         return self._serving.name
 
     @property
     def weight_version(self) -> int | None:
-        """What it serves now; None while it isn't there."""
+        """Weight version that the engine serves now; None while its process is not running."""
         engine = self._serving.engine
         return engine.turns.version if engine is not None and engine.is_alive else None
 
     @property
     def asleep(self) -> list[MemoryTag]:
-        """Which of its memory sleeps now."""
+        """Kinds of the engine's memory that are asleep now."""
         engine = self._serving.engine
         return engine.sleep.asleep if engine is not None else []
 
     def crash(self) -> None:
-        """End the process now, without a word; what it has said arrives."""
+        """End the process now without a goodbye. Messages already sent still arrive."""
         self._serving.crash_now()
 
     def leave(self) -> None:
-        """Say goodbye; another process is started soon."""
+        """Let the engine send a goodbye and end. Another process starts soon after."""
         self._serving.suffer(FaultKind.LEAVE)
 
     def hang(self, seconds: float) -> None:
-        """Do nothing for a while."""
+        """Make the engine neither read, compute nor send for ``seconds`` of virtual time."""
         self._serving.suffer(FaultKind.HANG, seconds)
 
     def slow_down(self, seconds: float) -> None:
-        """Take twenty times as long for each step, for a while."""
+        """Make each step take twenty times as long, for ``seconds`` of virtual time."""
         self._serving.suffer(FaultKind.SLOW, seconds)
 
     def cut(self, seconds: float) -> None:
-        """Break its connection; it is made anew after a while."""
+        """Break the engine's connection, and reconnect after ``seconds`` of virtual time."""
         self._serving.suffer(FaultKind.CUT, seconds)
 
     def abort_turns(self) -> None:
-        """End all running turns, to be continued elsewhere."""
+        """Abort all running turns, to be continued elsewhere."""
         self._serving.abort_turns()
 
     @property
@@ -145,10 +150,10 @@ class ScriptedEngine:
         return self._host
 
     def begin(self, host: "ScriptedHost") -> None:
-        """Be the engine of a run that starts now.
+        """Attach the engine to a run that starts now.
 
         Raises:
-            ConfigError: it was that of another.
+            ConfigError: the engine was attached to another run before.
         """
         if self._host is not None:
             raise ConfigError(f"{self.name} is of another run already; make one engine for each")
@@ -156,7 +161,7 @@ class ScriptedEngine:
 
 
 class ScriptedHost(EngineHost):
-    """Runs an engine as its author wants it."""
+    """Host that runs a :class:`ScriptedEngine` with the faults of its script."""
 
     def __init__(
         self,
@@ -167,7 +172,10 @@ class ScriptedHost(EngineHost):
         chance: random.Random,
         on_exit: Callable[[str, str], None],
     ) -> None:
-        """``plan`` is ``engine-NUMBER`` of the run from now on; the rest is as for any host."""
+        """Make ``plan`` the engine ``engine-NUMBER`` of the run.
+
+        The other arguments are those of :class:`EngineHost`.
+        """
         traits = SimulatedEngineSpec(
             step_s=plan.step_s,
             running_turn_s=0.0,
@@ -188,25 +196,25 @@ class ScriptedHost(EngineHost):
 
     @property
     def is_gone(self) -> bool:
-        """Whether it crashed, and will never be started again."""
+        """Whether the engine crashed and never restarts."""
         return self._is_over
 
     def suffer(self, kind: FaultKind, lasts_s: float = 0.0) -> None:
-        """Let something go wrong now."""
+        """Inject a fault now."""
         self._suffer(Fault(kind=kind, lasts_s=lasts_s))
 
     def crash_now(self) -> None:
-        """Kill the process as its author wants it."""
+        """Kill the process now, and restart it after the engine's ``restart_s``."""
         self._is_over = math.isinf(self._plan.restart_s)
         self.crash(self._plan.restart_s, is_noticed=True, is_clean=True)
 
     def abort_turns(self) -> None:
-        """Hand all running turns back."""
+        """Abort all running turns of the process, if there is one."""
         if self.engine is not None and self.engine.is_alive:
             self.engine.turns.abort_running()
 
     def stepped(self, tokens: int) -> None:
-        """It has sampled so many tokens, and said so."""
+        """Count the tokens of a finished step, and inject the faults that are due at that count."""
         plan, before = self._plan, self._plan.tokens
         plan.tokens += tokens
         if plan.aborts_at_token is not None and before < plan.aborts_at_token <= plan.tokens:
@@ -222,7 +230,7 @@ class ScriptedHost(EngineHost):
 
 
 class ScriptedModel:
-    """Says what it was told to."""
+    """Model of a run whose tokens come from the test's script."""
 
     def __init__(
         self,
@@ -231,7 +239,11 @@ class ScriptedModel:
         plans: dict[str, ScriptedEngine],
         turn_of: Callable[[str, int], Turn | None],
     ) -> None:
-        """``turn_of`` an engine's handle tells a turn that goes on elsewhere from a new one."""
+        """Take the script and the engines by name.
+
+        ``turn_of`` maps an engine and its handle to the turn, so that a turn continued on another
+        engine is told from a new turn.
+        """
         self._says = says
         self._turn_of = turn_of
         self._next: Iterator[Answer] = iter(())
@@ -240,9 +252,12 @@ class ScriptedModel:
         self._files = files
         self._plans = plans
         self._answers: dict[Turn | None, list[int]] = {}
-        """A turn that goes on elsewhere says the rest. None: of those that nobody waits for."""
+        """Answer of each turn, kept so that a turn continued on another engine gets the rest.
+
+        The key None is for submissions without a known turn.
+        """
         self._begun: dict[tuple[str, int], list[int]] = {}
-        """(engine, handle) -> its answer, of the submissions that have begun."""
+        """Answer of each submission that has begun, by engine and handle."""
 
     def next_token(
         self,
@@ -253,7 +268,7 @@ class ScriptedModel:
         version: int,
         engine: str,
     ) -> Sampled:
-        """The next token of the turn's answer, and its stop token after that."""
+        """Return the next token of the turn's answer, or the stop token after the answer's end."""
         submitted = len(message.token_ids) // 4
         index = message.sampled_before + len(context.tokens) - submitted
         prompt_tokens = submitted - message.sampled_before
@@ -268,7 +283,7 @@ class ScriptedModel:
         return Sampled(answer[index] if index < len(answer) else self._stop, LOGPROB)
 
     def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
-        """As of what it says itself."""
+        """Return :data:`LOGPROB` for each token from ``start`` on."""
         return [LOGPROB] * (len(tokens) - start)
 
     @property
@@ -312,13 +327,13 @@ class ScriptedModel:
 
 
 def _babble(seed: int) -> str:
-    """Many answers are short, and few are very long."""
+    """Return random letters whose number has a long tail: most answers are short."""
     chance = random.Random(seed)
     return "".join(chance.choices(LETTERS, k=output_tokens(seed)))
 
 
 def files_of(model: Path) -> ModelFiles:
-    """The tokenizer of a model directory; of a model that isn't there, one that spells in bytes."""
+    """Read the tokenizer of a model directory; return a byte-level one if there is no directory."""
     return read_model_files(model) if model.is_dir() else _bytes()
 
 

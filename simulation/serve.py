@@ -1,7 +1,7 @@
 """Stand-in for ``tidegate.serve`` in tests: the same client handles over a simulated run.
 
-A trainer can't tell the difference: batches are real tensors, and the scheduler and its errors are
-the real ones. Only time, engines and weights are simulated.
+Batches are real tensors, and the scheduler and its errors are the real ones, so a trainer needs no
+change. Only time, engines and weights are simulated.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class SimulatedRollouts(Rollouts):
         self._time = time
         self.simulated = SimulatedRun(plan, time)
         self.is_sync = False
-        """Whether a :class:`SimulatedSyncRollouts` lets virtual time pass."""
+        """Whether a :class:`SimulatedSyncRollouts` owns the rollouts and advances virtual time."""
 
     def _make_run(self) -> Run:
         return cast(Run, self.simulated)
@@ -80,7 +80,7 @@ class ServeInTests:
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self.runs: list[SimulatedRun] = []
-        """In the order of making."""
+        """Runs made by this object, in order of creation."""
 
     def __call__(
         self,
@@ -91,13 +91,14 @@ class ServeInTests:
         on_batch: Any = None,
         **settings: Any,
     ) -> SimulatedRollouts:
-        """A run for an async trainer, as :func:`tidegate.serve`.
+        """Make a simulated run for an async trainer, as :func:`tidegate.serve` makes a real one.
 
-        ``model``: if it is a directory, its tokenizer is used; else text is spelled in bytes.
-        ``engines``: how many, or what becomes of each. ``says``: what the model says.
+        ``model``: a model directory, whose tokenizer is used; any other value selects a byte-level
+        tokenizer. ``engines``: the number of engines, or one :class:`ScriptedEngine` for each.
+        ``says``: the script of the model's output. ``settings``: settings of the run, by name.
 
         Raises:
-            ConfigError: a setting is unknown, out of range, or of what isn't simulated.
+            ConfigError: a setting is unknown, out of range, or not available in simulated runs.
         """
         plan = run_plan(model=model, engines=engines, says=says, **settings)
         rollouts = SimulatedRollouts(plan, self._time, on_batch)
@@ -113,12 +114,15 @@ class ServeInTests:
         on_batch: Any = None,
         **settings: Any,
     ) -> SimulatedSyncRollouts:
-        """The same, for a trainer that is not async, as :func:`tidegate.serve_sync`."""
+        """Make a simulated run for a sync trainer, as :func:`tidegate.serve_sync` makes a real one.
+
+        Arguments and errors are those of calling the object itself.
+        """
         plan = run_plan(model=model, engines=engines, says=says, **settings)
         rollouts = SimulatedSyncRollouts(plan, self._time, on_batch)
         self.runs.append(rollouts.simulated)
         return rollouts
 
     def story(self) -> str:
-        """What was carried last in the newest run, for the report of a test that fails."""
+        """Return the newest run's engine states and last messages, for a failed test's report."""
         return "\n".join(self.runs[-1].story) if self.runs else ""

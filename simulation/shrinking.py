@@ -1,7 +1,7 @@
 """Shrink a failing scenario to the smallest one that fails in the same way.
 
-A scenario is plain data whose defaults are the smallest run, so it is enough to drop entries and to
-halve numbers, as long as the failure stays of the same kind.
+A scenario is plain data whose defaults are the smallest run. Shrinking drops entries and halves
+numbers, and keeps each change with which the run still fails in the same way.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,17 @@ from tidegate.simulation.scenario import Scenario, read_scenario
 from tidegate.simulation.simulation import SimulationReport, run_scenario
 
 RUNS_MAX = 400
-"""Of the simulation: some twenty seconds. Most failures need a hundred."""
+"""Most runs of the simulation for one failure: about twenty seconds. Most failures need a hundred
+runs."""
 
 Report = SimulationReport | CrashRestartReport
 
 Data = dict[str, Any]
-"""A scenario as JSON holds it: what is as in the smallest run is not there."""
+"""Scenario in its JSON form, which leaves out settings equal to their defaults."""
 
 
 def run_any(scenario: Scenario) -> Report:
-    """Run a scenario as what it is: a plain run, or one whose process dies and is resumed."""
+    """Run a scenario: a crash-restart run if it allows several lives, else a plain run."""
     return run_lives(scenario) if scenario.lives > 1 else run_scenario(scenario)
 
 
@@ -41,7 +42,7 @@ def shrink(report: Report, *, runs_max: int = RUNS_MAX) -> Report:
 
 
 class _Shrinker:
-    """The smallest failing run found so far."""
+    """Search for the smallest run that fails in the same way; holds the smallest one so far."""
 
     def __init__(self, report: Report, kind: str, runs_max: int) -> None:
         self._best = report
@@ -49,7 +50,7 @@ class _Shrinker:
         self._runs_left = runs_max
 
     def run(self) -> Report:
-        """Try what may be left out until nothing more can be."""
+        """Drop and simplify parts of the scenario until no change keeps the failure."""
         before: Report | None = None
         while before is not self._best:
             before = self._best
@@ -61,12 +62,15 @@ class _Shrinker:
 
     @property
     def _data(self) -> Data:
-        """The best so far, to be changed freely."""
+        """Copy of the smallest failing scenario so far, as data that may be changed."""
         data: Data = msgspec.to_builtins(self._best.scenario)
         return data
 
     def _is_worse(self, data: Data) -> bool:
-        """Run a candidate; keep it if it fails in the same way."""
+        """Run a candidate, and keep it if it fails in the same way. Return whether it was rejected.
+
+        Invalid scenarios, and all scenarios after the limit of runs, are rejected without a run.
+        """
         if not self._runs_left or data == self._data:
             return True
         try:
@@ -81,7 +85,7 @@ class _Shrinker:
         return False
 
     def _drop_faults(self) -> None:
-        """All of them, or half, or a quarter, …, or a single one."""
+        """Drop faults in runs of all, half, a quarter, …, and single faults."""
         size = len(self._data.get("faults", []))
         while size:
             at = 0
@@ -92,7 +96,7 @@ class _Shrinker:
             size //= 2
 
     def _simplify(self, part_of: Callable[[Data], Data]) -> None:
-        """Leave out each entry of a part; where that won't do, make numbers smaller."""
+        """Drop each entry of a part of the scenario; halve the numbers that can't be dropped."""
         for name in list(part_of(self._data)):
             if name in ("faults", "kind"):
                 continue
@@ -102,7 +106,7 @@ class _Shrinker:
                 self._halve(part_of, name)
 
     def _halve(self, part_of: Callable[[Data], Data], name: str) -> None:
-        """Come nearer to the smallest by half the way, as often as it helps."""
+        """Halve a number repeatedly, as long as the run still fails in the same way."""
         while True:
             data = self._data
             value = part_of(data).get(name)

@@ -1,8 +1,8 @@
 """Simulated run: one seed, one run in virtual time, the same bit for bit each time.
 
 The scheduler, the core, the fleet, the weight control and the codec are the real ones; engines,
-the wire, the trainer, the clock and what goes wrong are simulated. What must hold is checked after
-every event. A failing seed fails again, in the same way, each time.
+the wire, the trainer, the clock and the faults are simulated. Invariants are checked after every
+event. A failing seed fails again, in the same way, each time.
 """
 
 import asyncio
@@ -40,15 +40,17 @@ from tidegate.simulation.wire import FrameLog
 from tidegate.transport.messages import InitWeights
 
 TICK_S = 1 / 2048
-"""Virtual. What happens within half a millisecond happens at once: that is where races are."""
+"""Resolution of the virtual clock, in seconds. Events within half a millisecond get the same time,
+which provokes races."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A broken promise."""
+    """Violated invariant or error of a simulated run."""
 
     kind: str
-    """What stays the same in a smaller run: the error, where it was raised, and its words."""
+    """Part of the failure that a shrunken run keeps: the error's type, the function that raised it,
+    and the message without numbers."""
     message: str
 
     def __str__(self) -> str:
@@ -57,15 +59,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """Report of one run."""
+    """Report of one simulated run."""
 
     scenario: Scenario
     faults: str | None
-    """What might go wrong when the scenario was drawn from its seed; None if it was given."""
+    """Fault kinds that the scenario was drawn with; None if the scenario was given, not drawn."""
     failure: Failure | None
-    """None if every promise was kept."""
+    """Failure of the run; None if every invariant held."""
     digest: str
-    """Of everything that happened: equal in each run of a scenario."""
+    """Hash of all frames and results of the run, equal in each run of a scenario."""
     virtual_s: float
     callbacks: int
     frames: int
@@ -74,11 +76,11 @@ class SimulationReport:
     oldest_staleness: int
     hardships: frozenset[CoverageMark]
     story: tuple[str, ...] = field(default=(), repr=False)
-    """Of a failed run: what was planned, what waits, and the last frames carried."""
+    """Planned faults, waiting tasks and last frames of a failed run; empty for other runs."""
 
     @property
     def replay_command(self) -> str:
-        """Runs this again."""
+        """Shell command that repeats the run."""
         if self.faults is None:
             return f"tidegate simulate --replay '{self.scenario.to_json()}'"
         seed = self.scenario.seed
@@ -86,12 +88,12 @@ class SimulationReport:
 
 
 def simulate(seed: int, *, faults: frozenset[FaultKind] = ALL_FAULTS) -> SimulationReport:
-    """Run one seed, and say whether every promise was kept."""
+    """Run the scenario of one seed and report the outcome."""
     return run_scenario(draw_scenario(seed, faults), faults=name_faults(faults))
 
 
 def run_scenario(scenario: Scenario, *, faults: str | None = None) -> SimulationReport:
-    """Run one scenario, and say whether every promise was kept."""
+    """Run one scenario and report the outcome."""
     simulation = Simulation(scenario)
     with silent_log():
         failure = simulation.run()
@@ -100,7 +102,7 @@ def run_scenario(scenario: Scenario, *, faults: str | None = None) -> Simulation
 
 @contextlib.contextmanager
 def silent_log() -> Iterator[None]:
-    """Nobody wants to read of each engine that is lost on purpose."""
+    """Silence the log, which would report each engine that is lost on purpose."""
     log = logging.getLogger("tidegate")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -112,7 +114,7 @@ def silent_log() -> Iterator[None]:
 
 @functools.cache
 def model_of_no_words() -> ModelFiles:
-    """A tokenizer that knows no word: simulated episodes read and write token ids."""
+    """Make model files with an empty vocabulary: simulated episodes read and write token ids."""
     tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     return ModelFiles(Path("simulated"), tokenizer, (STOP_TOKEN,))
 
@@ -120,7 +122,7 @@ def model_of_no_words() -> ModelFiles:
 def engine_hosts(
     scenario: Scenario, world: SimulationContext, on_exit: Callable[[str, str], None]
 ) -> list[EngineHost]:
-    """The scenario's engines, with all that will go wrong with them; none is started yet."""
+    """Make the scenario's engines with their planned faults, without starting them."""
     traits = SimulatedEngineSpec(
         step_s=scenario.step_s,
         staging_s=scenario.staging_s,
@@ -150,10 +152,10 @@ def engine_hosts(
 
 
 class Simulation:
-    """One scenario, from its start to its end or its first broken promise.
+    """One scenario, from its start to its end or its first failure.
 
-    The world, with engines, wire and trainer, is there once; an orchestrator is put into it, and
-    could be put into it again.
+    Engines, wire and trainer are made once. The orchestrator is made separately by
+    :meth:`_new_scheduler`.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -175,7 +177,7 @@ class Simulation:
         self._hosts = engine_hosts(scenario, self._world, self._engine_ended)
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._scheduler: Scheduler | None = None
-        """The orchestrator that is there now."""
+        """Scheduler of the orchestrator that runs now."""
         self._waiting: list[str] = []
 
     def _engine_ended(self, engine: str, why: str) -> None:
@@ -185,10 +187,10 @@ class Simulation:
     # ------------------------------------------------------------ one run
 
     def run(self) -> Failure | None:
-        """Run it; return what was broken, or None."""
+        """Run the scenario; return its failure, or None if every invariant held."""
         try:
             self._time.run(self._main())
-        except Exception as error:  # noqa: BLE001 - whatever it is, a promise is broken
+        except Exception as error:  # noqa: BLE001 - any error is a failure of the run
             return failure_of(error)
         finally:
             self._time.close()
@@ -220,12 +222,12 @@ class Simulation:
         self._watch.check_end(scheduler.core, trainer.taken_tasks, trainer.received_groups)
 
     def _break(self, error: BaseException) -> None:
-        """A promise is broken, whoever might catch its error: this is the end."""
+        """Fail the run with ``error``, even if the code that raised the error also catches it."""
         if not self._broken.done():
             self._broken.set_exception(error)
 
     def _new_scheduler(self) -> Scheduler:
-        """The real one, whose core is watched."""
+        """Make the real scheduler with a core whose invariants are checked."""
         settings = self._scenario.settings
         init = InitWeights(channel="shm")
         scheduler = Scheduler(
@@ -239,7 +241,7 @@ class Simulation:
         return scheduler
 
     async def _wait_for_standstill(self) -> None:
-        """Return never, but fail where nothing has come nearer to its end for a long time."""
+        """Raise when the run makes no progress for a long time or takes too long; never return."""
         quiet_max_s, progress = self._scenario.quiet_max_s, -1
         while progress != self._watch.progress:
             progress = self._watch.progress
@@ -253,7 +255,7 @@ class Simulation:
     # ------------------------------------------------------------ afterwards
 
     def report(self, failure: Failure | None, faults: str | None) -> SimulationReport:
-        """How it went."""
+        """Make the report of the run."""
         watch, tape = self._watch, self._world.tape
         virtual_s, callbacks = self._loop.time(), self._loop.callbacks_run
         received = self._trainer.received_groups
@@ -282,11 +284,11 @@ class Simulation:
 
 
 class SimulationDeadlock(AssertionError):
-    """The run makes no progress any more."""
+    """Error for a run that makes no progress any more."""
 
 
 def failure_of(error: Exception) -> Failure:
-    """The broken promise that an error of a simulated run tells of."""
+    """Convert an error of a simulated run to a failure."""
     if isinstance(error, NothingLeftToHappen):
         return Failure(kind="stuck", message=str(error))
     while isinstance(error, ExceptionGroup):
@@ -295,7 +297,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _kind(error: BaseException) -> str:
-    """The error, the function that raised it, and what it says but for numbers."""
+    """Return the error's type, the function that raised it, and the message without numbers."""
     if isinstance(error, SimulationDeadlock):
         return "stuck"
     frames = traceback.extract_tb(error.__traceback__)
@@ -304,5 +306,5 @@ def _kind(error: BaseException) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """The first line: pytest adds others to what an ``assert`` says."""
+    """Return the first line of the message, because pytest adds lines to that of an ``assert``."""
     return str(error).partition("\n")[0]

@@ -1,4 +1,7 @@
-"""Sleep of a simulated engine: it has no memory to free, and answers exactly as a real one does."""
+"""Sleep mode of a simulated engine: answers sleep and wake requests as a real engine does.
+
+No memory is freed.
+"""
 
 from tidegate.simulation.staging import SimulatedStaging
 from tidegate.simulation.turns import SimulatedTurns
@@ -14,11 +17,11 @@ from tidegate.transport.sleep_messages import (
 )
 
 BYTES = 1 << 30
-"""What each kind of memory counts for."""
+"""Bytes that each kind of memory reports as returned."""
 
 
 class SimulatedSleep:
-    """Sleep state of one process."""
+    """Sleep state of one engine process."""
 
     def __init__(self, turns: SimulatedTurns, staging: SimulatedStaging) -> None:
         self._turns = turns
@@ -27,19 +30,19 @@ class SimulatedSleep:
         self._are_weights_gone = False
         self._are_the_directorys = True
         self.lacks_weights = False
-        """Whether nothing but an update can bring weights."""
+        """Whether the weights are lost and only a weight update can restore them."""
         self.asked: Sleep | None = None
-        """What is to sleep as soon as it can."""
+        """Sleep request that is pending until the engine can sleep; None if there is none."""
         self.refusals_due = 0
-        """So many times there will be no memory to wake in."""
+        """Number of coming wake requests to refuse for lack of memory."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
-        """What sleeps now."""
+        """Kinds of memory that are asleep, in the order of ``MEMORY_TAGS``."""
         return [tag for tag in MEMORY_TAGS if tag in self._asleep]
 
     def settle(self) -> list[Message]:
-        """Do what was asked for, if it can be done by now; the answer to it."""
+        """Carry out the pending sleep request if that is possible now, and return its answer."""
         asked, turns = self.asked, self._turns
         if asked is None:
             return []
@@ -61,7 +64,7 @@ class SimulatedSleep:
         return [Asleep(request=asked.request, tags=self.asleep, returned_bytes=returned)]
 
     def wake(self, message: Wake) -> Message:
-        """Take memory again."""
+        """Wake the named kinds of memory, or refuse if a refusal is due; return the answer."""
         if self.refusals_due:
             self.refusals_due -= 1
             why = "out of memory, as its author wants it"
@@ -74,7 +77,7 @@ class SimulatedSleep:
         return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)
 
     def swapped(self) -> None:
-        """Other weights were swapped in."""
+        """Record that other weights were swapped in, which wakes the weights' memory."""
         self._asleep.discard("weights")
         self.lacks_weights = self._are_weights_gone = self._are_the_directorys = False
         self._hold()
