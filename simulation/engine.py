@@ -135,7 +135,8 @@ class SimulatedEngine:
         self._greeted_at_s: float | None = None
         """Loop time of the last repeated hello, in seconds; None once that hello is answered."""
         self._hello_due = False
-        """Whether a hello is sent with the next heartbeat: after a reconnect, complaint or timeout."""
+        """Whether a hello is sent with the next heartbeat: after a reconnect, complaint or
+        timeout."""
         self._complained: deque[int] = deque(maxlen=COMPLAINTS_MAX)
         """Oldest unacknowledged step at each of the last complaints."""
 

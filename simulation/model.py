@@ -185,7 +185,8 @@ class HashModel:
         return sample(context.state, seed=seed, index=index, content=content, engine=engine)
 
     def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
-        """Return log-probs hashed from each token's prefix and the weights, equal on all engines."""
+        """Return log-probs hashed from each token's prefix and the weights, equal on all
+        engines."""
         state, told = 0, list[float]()
         for token in tokens:
             state = absorb(state, token, content)

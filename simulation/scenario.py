@@ -202,7 +202,8 @@ CONTEXT_TOKENS = 25
 """Mean number of tokens in a turn's context, which an engine prefills before sampling."""
 
 FAULTS_UNTIL_S = 3.0
-"""Latest virtual time of a planned fault, in seconds: about the duration of a run without faults."""
+"""Latest virtual time of a planned fault, in seconds: about the duration of a run without
+faults."""
 
 FAILING_EPISODES = 0.15
 """Share of episodes that fail, in scenarios with failing episodes; a fifth of the failing ones
@@ -260,8 +261,8 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     blocks: Annotated[int, msgspec.Meta(ge=TIGHT_BLOCKS)] | None = None
     """Number of KV blocks per engine; None: unlimited."""
     engines_without_prefills: int = 0
-    """Number of engines, counted from the last, that don't report which weights computed a context's
-    KV."""
+    """Number of engines, counted from the last, that don't report which weights computed a
+    context's KV."""
     hands_turns_back: bool = False
     """Whether an engine that runs out of blocks ends turns with ``abort`` instead of preempting
     them."""
@@ -307,8 +308,8 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     looks_after_s: float = 0.0
     """Mean delay until the trainer's loop checks for an offered batch, in seconds."""
     tasks_per_offer: Count | None = None
-    """Number of tasks after which an iterator ends and another follows; None: one iterator gives all
-    tasks."""
+    """Number of tasks after which an iterator ends and another follows; None: one iterator gives
+    all tasks."""
     patience_s: float | None = None
     """Time that the trainer waits for a batch before it asks again, in seconds; None: no limit."""
     evaluation_tasks: int = 0
@@ -318,8 +319,8 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
 
     # ---- what goes wrong
     lives: Count = 1
-    """Most processes of the orchestrator and its trainer, one after another. With more than one, the
-    process dies at any instant and is resumed, at most ``lives - 1`` times."""
+    """Most processes of the orchestrator and its trainer, one after another. With more than one,
+    the process dies at any instant and is resumed, at most ``lives - 1`` times."""
     faults: list[Fault] = msgspec.field(default_factory=list)
 
     @cached_property

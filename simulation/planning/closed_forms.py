@@ -74,7 +74,8 @@ class _Forms:
 
     @property
     def publish_s(self) -> float:
-        """Seconds that a publish takes; KV lost to ``abort`` is computed after the publish returns."""
+        """Seconds that a publish takes; KV lost to ``abort`` is computed after the publish
+        returns."""
         return self.situation.costs.swap_s if self.choice.pause_mode == "abort" else self.pause_s
 
     @cached_property

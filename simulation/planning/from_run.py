@@ -72,7 +72,8 @@ def measured_run(directory: Path) -> MeasuredRun:
 
 
 def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
-    """Return the trainer's idle share without its wait for the first batch, as the forecast does."""
+    """Return the trainer's idle share without its wait for the first batch, as the forecast
+    does."""
     metrics = read_metrics(directory)
     if len(metrics) < 2:
         return facts.trainer_idle_share
@@ -130,7 +131,8 @@ def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
 
 
 def _groups(directory: Path) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return the sampled tokens of each trained rollout by group, and the mean turns per rollout."""
+    """Return the sampled tokens of each trained rollout by group, and the mean turns per
+    rollout."""
     lengths: dict[int, list[int]] = defaultdict(list)
     turns = rollouts = 0
     for rollout in read_trajectories(directory):

@@ -52,7 +52,8 @@ def other_rows(
     splits: Sequence[tuple[int, int]] = (),
     batches: Sequence[int] = (),
 ) -> Iterator[Row]:
-    """Predict ``base`` with one setting changed: pause mode, engines and trainers, or batch size."""
+    """Predict ``base`` with one setting changed: pause mode, engines and trainers, or batch
+    size."""
     for mode in pauses:
         kv: tuple[KvPolicy, ...] = ("keep", "recompute") if mode == "keep" else ("keep",)
         for policy in kv:
