@@ -30,12 +30,12 @@ from tidegate.orchestrator.episodes.media_parts import refuse_too_much
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
 from tidegate.orchestrator.fleet.scores import (
-    Asked,
     Readout,
     Score,
+    ScoreQuery,
     TokenScores,
-    ask_logprobs,
-    ask_rewards,
+    logprob_queries,
+    reward_queries,
 )
 from tidegate.orchestrator.settings.config import SamplingSettings
 from tidegate.transport.limits import CONTEXT_TOKENS_MAX, TURN_BYTES_MAX
@@ -73,7 +73,7 @@ class EpisodeBackend(Protocol):
     def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         """Count the time within as a named activity of the episode."""
 
-    def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
+    def score(self, rollout: Rollout, asked: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
         """Have engines score given tokens for this rollout's episode."""
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
@@ -87,7 +87,7 @@ SMALL_CONTEXT_TOKENS = 64 * 1024
 class ScoringClient(Protocol):
     """A scorer that can be called from any event loop, such as a :class:`~tidegate.Scorer`."""
 
-    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
         """Return one score per sequence."""
 
 
@@ -127,22 +127,22 @@ class ScoringEpisode:
             ScoreRefused: no engine can ever answer, e.g. a sequence is too long.
             EngineLost: several engines were lost with the same sequence, or the scorer's last one.
         """
-        asked = ask_logprobs(sequences, start, top_logprobs, temperature)
+        asked = logprob_queries(sequences, start, top_logprobs, temperature)
         return cast("list[TokenScores]", await self._ask(asked, by))
 
     async def reward(
         self, sequences: Sequence[Any], *, by: ScoringClient | None = None
     ) -> list[Readout]:
         """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
-        return cast("list[Readout]", await self._ask(ask_rewards(sequences), by))
+        return cast("list[Readout]", await self._ask(reward_queries(sequences), by))
 
-    async def _ask(self, asked: Sequence[Asked], by: ScoringClient | None) -> list[Score]:
+    async def _ask(self, asked: Sequence[ScoreQuery], by: ScoringClient | None) -> list[Score]:
         self._refuse_if_over()
         coming: Awaitable[list[Score]]
         if by is None:
             coming = self._generating.score(self._rollout, asked)
         else:
-            coming = by.ask_scores(asked)
+            coming = by.score_queries(asked)
         asking = asyncio.ensure_future(coming)
         self._asking += (asking,)
         try:

@@ -28,7 +28,7 @@ from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail
-from tidegate.orchestrator.fleet.scores import Asked, Score
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSettings
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -241,7 +241,7 @@ class EpisodeRunner:
         on_over: Callable[[Rollout], None] = lambda rollout: None,
         *,
         parking: Parking,
-        score: Callable[[Sequence[Asked]], Awaitable[list[Score]]],
+        score: Callable[[Sequence[ScoreQuery]], Awaitable[list[Score]]],
         context_tokens_max: Callable[[], int] = lambda: 0,
         diary: EpisodeTracer | None = None,
     ) -> None:
@@ -496,7 +496,7 @@ class EpisodeRunner:
             if self._diary is not None:
                 self._diary.did(rollout, name)
 
-    def score(self, rollout: Rollout, asked: Sequence[Asked]) -> Awaitable[list[Score]]:
+    def score(self, rollout: Rollout, asked: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
         """Have the run's engines score given tokens."""
         self._refuse_if_given_up(rollout)
         return self._score(asked)

@@ -1,6 +1,6 @@
 """Scheduler of scoring requests: assigns them to engines, and assembles the answers.
 
-The engine side owns one; episodes and trainers call :meth:`ScoreDispatcher.ask_all`. Scoring is
+The engine side owns one; episodes and trainers call :meth:`ScoreDispatcher.submit_all`. Scoring is
 outside the run: no ledger counts it and no journal holds it. A request lost with its engine is sent
 to another; an answer is whole and computed by one weight version, or there is none."""
 
@@ -14,10 +14,10 @@ from tidegate.errors import EngineLost, ScoreRefused
 from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.pending_futures import fail, resolve
-from tidegate.orchestrator.fleet.scores import Asked, Score, read_answer
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, assemble_score
 from tidegate.transport.messages import Message
 from tidegate.transport.scoring import ANSWER_BYTES_MAX, CancelScore, Scored
-from tidegate.transport.scoring import ScoreRefused as Refusal
+from tidegate.transport.scoring import ScoreRefused as RefusedMessage
 
 
 class FleetView(Protocol):
@@ -29,13 +29,15 @@ class FleetView(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """A request that is not answered yet."""
+class PendingScore:
+    """A scoring request whose answer has not arrived completely."""
 
-    asked: Asked
+    query: ScoreQuery
     future: "asyncio.Future[Score]"
     losses: int = 0
+    """Number of engines that were lost while they had the request."""
     parts: list[Scored] = field(default_factory=list)
+    """Messages of the answer received so far."""
     parts_bytes: int = 0
 
 
@@ -55,23 +57,23 @@ class ScoreDispatcher:
         self._waiting = waiting
         self._live_version = live_version
         self._post = post
-        self._queue: deque[_Request] = deque()
-        self._sent: dict[str, dict[int, _Request]] = {}
+        self._queue: deque[PendingScore] = deque()
+        self._sent: dict[str, dict[int, PendingScore]] = {}
         """Requests on engines, by engine and number."""
         self._next_number = 0
 
-    def ask(self, asked: Asked) -> "asyncio.Future[Score]":
+    def submit(self, query: ScoreQuery) -> "asyncio.Future[Score]":
         """Send one sequence to an engine; cancelling the future cancels the request."""
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
-        future.add_done_callback(self._settled)
-        self._queue.append(_Request(asked, future))
+        future.add_done_callback(self._future_done)
+        self._queue.append(PendingScore(query, future))
         self.advance()
         return future
 
-    async def ask_all(self, asked: Sequence[Asked]) -> list[Score]:
-        """Return an answer to each, or raise the first error; if cancelled, all requests are."""
-        futures = [self.ask(one) for one in asked]
+    async def submit_all(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        """Return the scores of all queries, or raise the first error. Cancels all if cancelled."""
+        futures = [self.submit(query) for query in queries]
         try:
             return await asyncio.gather(*futures)
         finally:
@@ -80,20 +82,20 @@ class ScoreDispatcher:
 
     def joined(self, engine: str) -> None:
         """Note that an engine has (re)connected, and holds no requests."""
-        self._take_back(engine, is_lost=False)
+        self._requeue(engine, is_lost=False)
         self.advance()
 
     def left(self, engine: str) -> None:
         """Note that an engine is gone; its requests are sent to others."""
-        self._take_back(engine, is_lost=True)
+        self._requeue(engine, is_lost=True)
         self.advance()
 
-    def heard(self, engine: str, message: Scored | Refusal) -> None:
-        """Take an engine's answer, or part of one; answers to cancelled requests are ignored."""
+    def received(self, engine: str, message: Scored | RefusedMessage) -> None:
+        """Handle an engine's answer, or part of one; ignore answers to cancelled requests."""
         request = self._sent.get(engine, {}).get(message.request)
         if request is None:
             return
-        if isinstance(message, Refusal):
+        if isinstance(message, RefusedMessage):
             self._end(engine, message.request)
             fail(request.future, ScoreRefused(message.message))
             return
@@ -103,7 +105,7 @@ class ScoreDispatcher:
         if message.last or request.parts_bytes > ANSWER_BYTES_MAX:
             self._end(engine, message.request)
             try:
-                resolve(request.future, read_answer(engine, request.asked, request.parts))
+                resolve(request.future, assemble_score(engine, request.query, request.parts))
             except ScoreRefused as error:
                 fail(request.future, error)
 
@@ -112,9 +114,9 @@ class ScoreDispatcher:
         while self._queue:
             request = self._queue[0]
             if not request.future.done():
-                name = self._choose(request.asked.want)
+                name = self._choose(request.query.want)
                 if name is None:
-                    return self._refuse_hopeless()
+                    return self._refuse_unsupported()
                 self._send(name, request)
             self._queue.popleft()
         return None
@@ -125,48 +127,54 @@ class ScoreDispatcher:
         """Return the least loaded engine that can compute ``want``; None if all are full."""
         live_version, best, best_load = self._live_version(), None, 1.0
         for name, engine in self._fleet.engines.items():
-            # Half of its slots; the other half is for turns, however much there is to score.
-            room = max(1, engine.hello.max_running_turns // 2)
-            load = len(self._sent.get(name, ())) / room
+            # Half of an engine's slots; the other half is for turns, however much is to be scored.
+            slots = max(1, engine.hello.max_running_turns // 2)
+            load = len(self._sent.get(name, ())) / slots
             is_able = want in engine.hello.scores and engine.weight_version >= live_version
             if is_able and load < best_load:
                 best, best_load = name, load
         return best
 
-    def _refuse_hopeless(self) -> None:
+    def _refuse_unsupported(self) -> None:
         """Fail requests that no engine of the run can ever answer."""
-        told = {want for engine in self._fleet.engines.values() for want in engine.hello.scores}
         if not self._fleet.engines:
             return  # engines may still join; a run without any ends
+        supported = {
+            name for engine in self._fleet.engines.values() for name in engine.hello.scores
+        }
         for request in self._queue:
-            if request.asked.want not in told:
-                can = ", ".join(sorted(told)) or "nothing"
-                why = f"no engine of this run tells {request.asked.want}; they tell {can}"
+            if request.query.want not in supported:
+                can = ", ".join(sorted(supported)) or "nothing"
+                why = f"no engine of this run computes {request.query.want}; they compute {can}"
                 fail(request.future, ScoreRefused(why))
         self._queue = deque(request for request in self._queue if not request.future.done())
 
-    def _send(self, engine: str, request: _Request) -> None:
+    def _send(self, engine: str, request: PendingScore) -> None:
         number = self._next_number
         self._next_number += 1
         self._sent.setdefault(engine, {})[number] = request
-        self._post(engine, request.asked.message(number))
+        self._post(engine, request.query.message(number))
 
     def _end(self, engine: str, number: int) -> None:
         del self._sent[engine][number]
-        asyncio.get_running_loop().call_soon(self.advance)  # later: first its caller continues
+        asyncio.get_running_loop().call_soon(self.advance)  # after the request's caller continues
 
-    def _take_back(self, engine: str, *, is_lost: bool) -> None:
+    def _requeue(self, engine: str, *, is_lost: bool) -> None:
+        """Return the engine's requests to the head of the queue, in their order."""
         for request in reversed(self._sent.pop(engine, {}).values()):
             request.parts.clear()
             request.parts_bytes = 0
             request.losses += is_lost
             if request.losses >= LOSSES_MAX:
-                why = f"{LOSSES_MAX} engines were lost with this request; is it what ends them?"
-                fail(request.future, EngineLost(f"{why} It has {request.asked.tokens} tokens"))
+                why = (
+                    f"{LOSSES_MAX} engines were lost with this request of {request.query.tokens} "
+                    f"tokens; it may be what crashes them"
+                )
+                fail(request.future, EngineLost(why))
             else:
                 self._queue.appendleft(request)
 
-    def _settled(self, future: "asyncio.Future[Score]") -> None:
+    def _future_done(self, future: "asyncio.Future[Score]") -> None:
         """Cancel a request on its engine if its future was cancelled."""
         self._waiting.discard(future)
         if not future.cancelled():

@@ -68,8 +68,8 @@ Score = TokenScores | Readout
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One sequence, and what to compute for it."""
+class ScoreQuery:
+    """One sequence and the scores to compute for it, before a request number is assigned."""
 
     token_ids: bytes
     want: Want
@@ -94,12 +94,12 @@ class Asked:
         )
 
 
-def ask_logprobs(
+def logprob_queries(
     sequences: Sequence[Any],
     start: int | Sequence[int],
     top_logprobs: int,
     temperature: float,
-) -> list[Asked]:
+) -> list[ScoreQuery]:
     """Check the arguments of ``score`` and make its requests.
 
     Raises:
@@ -109,20 +109,20 @@ def ask_logprobs(
     if not 0 <= top <= TOP_LOGPROBS_MAX:
         raise ConfigError(f"top_logprobs must be in [0, {TOP_LOGPROBS_MAX}], got {top}")
     try:
-        heat = float(temperature)
+        scale = float(temperature)
     except (TypeError, ValueError):
         raise ConfigError(f"temperature must be a number, got {temperature!r:.100}") from None
     columns = _columns(sequences)
     starts = _starts(start, len(columns), least=1)
     return [
-        Asked(column, "logprobs", first, top, heat)
+        ScoreQuery(column, "logprobs", first, top, scale)
         for column, first in zip(columns, starts, strict=True)
     ]
 
 
-def ask_embeddings(
+def embedding_queries(
     sequences: Sequence[Any], pooling: Pooling, start: int | Sequence[int]
-) -> list[Asked]:
+) -> list[ScoreQuery]:
     """Check the arguments of ``embed`` and make its requests.
 
     Raises:
@@ -133,26 +133,27 @@ def ask_embeddings(
     columns = _columns(sequences)
     starts = _starts(start, len(columns), least=0)
     return [
-        Asked(column, _WANTS[pooling], first) for column, first in zip(columns, starts, strict=True)
+        ScoreQuery(column, _WANTS[pooling], first)
+        for column, first in zip(columns, starts, strict=True)
     ]
 
 
-def ask_rewards(sequences: Sequence[Any]) -> list[Asked]:
+def reward_queries(sequences: Sequence[Any]) -> list[ScoreQuery]:
     """Check the arguments of ``reward`` and make its requests.
 
     Raises:
         ConfigError: a sequence is not a list of token ids.
     """
-    return [Asked(column, "rewards") for column in _columns(sequences)]
+    return [ScoreQuery(column, "rewards") for column in _columns(sequences)]
 
 
-def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
-    """Assemble the parts of an answer.
+def assemble_score(engine: str, query: ScoreQuery, parts: Sequence[Scored]) -> Score:
+    """Assemble the parts of an engine's answer to a query.
 
     Raises:
-        ScoreRefused: they don't fit the request.
+        ScoreRefused: the parts don't fit the query.
     """
-    rows, k = asked.tokens - asked.start, asked.top_logprobs
+    rows, k = query.tokens - query.start, query.top_logprobs
     version = parts[0].version
     logprobs = _floats(engine, [part.logprobs for part in parts])
     values = _floats(engine, [part.values for part in parts])
@@ -160,10 +161,10 @@ def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
     top_ids = _integers(engine, [part.top_ids for part in parts])
     if any(part.version != version for part in parts):
         raise _defect(engine, f"of versions {sorted({part.version for part in parts})}")
-    if asked.want != "logprobs":
-        if not values.size or (asked.want == "hidden_states" and values.size % rows):
+    if query.want != "logprobs":
+        if not values.size or (query.want == "hidden_states" and values.size % rows):
             raise _defect(engine, f"{values.size} numbers for {rows} positions")
-        is_matrix = asked.want == "hidden_states"
+        is_matrix = query.want == "hidden_states"
         return Readout(version, engine, values.reshape(rows, -1) if is_matrix else values)
     if (logprobs.size, top_ids.size, top_logprobs.size) != (rows, rows * k, rows * k):
         raise _defect(engine, f"{logprobs.size} log-probs for {rows} tokens")
@@ -171,11 +172,11 @@ def read_answer(engine: str, asked: Asked, parts: Sequence[Scored]) -> Score:
     if ranks.size not in (0, rows) or not (ranks > 0).all():
         raise _defect(engine, f"{ranks.size} ranks for {rows} tokens, or some below 1")
     if not (logprobs <= LOGPROB_MAX).all():
-        raise _defect(engine, "what is no logarithm of a probability")
+        raise _defect(engine, "a log-prob that is NaN or above 0")
     return TokenScores(
         version,
         engine,
-        asked.start,
+        query.start,
         logprobs,
         top_ids.reshape(rows, k),
         top_logprobs.reshape(rows, k),
@@ -198,26 +199,26 @@ def _integers(engine: str, columns: Sequence[bytes]) -> npt.NDArray[np.int32]:
 
 
 def _defect(engine: str, what: str) -> ScoreRefused:
-    return ScoreRefused(f"engine {engine!r} answered with {what}; it has a defect")
+    return ScoreRefused(f"engine {engine!r} answered with {what}; this is a defect of the engine")
 
 
 def _columns(sequences: Any) -> list[bytes]:
     try:
-        several = list(sequences)
+        lists = list(sequences)
     except TypeError:
         raise ConfigError(
-            f"sequences are several lists of token ids, got {type(sequences).__name__}"
+            f"sequences must be several lists of token ids, got {type(sequences).__name__}"
         ) from None
-    return [_column(token_ids) for token_ids in several]
+    return [_column(token_ids) for token_ids in lists]
 
 
 def _column(token_ids: Any) -> bytes:
     """Return a sequence's ids in wire form; lists, arrays and tensors are accepted."""
     if isinstance(token_ids, str):
-        raise ConfigError("sequences hold token ids, got a text; encode it by the tokenizer")
+        raise ConfigError("a sequence is a list of token ids, got text; encode it first")
     column = np.asarray(token_ids)
     if not column.size:
-        raise ConfigError("a sequence to score is empty; leave it out, or give it a first token")
+        raise ConfigError("a sequence to score is empty; omit it, or give it a first token")
     if column.ndim != 1 or column.dtype.kind not in "iu":
         raise ConfigError(
             f"a sequence is a list of token ids, got {column.dtype} of shape {list(column.shape)}"
@@ -232,12 +233,12 @@ def _column(token_ids: Any) -> bytes:
 
 def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
     if np.ndim(start):
-        starts = [_whole("start", one) for one in start]
+        starts = [_whole("start", position) for position in start]
     else:
         starts = [_whole("start", start)] * sequences
     if len(starts) != sequences:
         raise ConfigError(f"start has {len(starts)} positions for {sequences} sequences")
-    wrong = [one for one in starts if not least <= one <= TOKENS_MAX]
+    wrong = [position for position in starts if not least <= position <= TOKENS_MAX]
     if wrong:
         raise ConfigError(f"start must be in [{least}, {TOKENS_MAX}], got {wrong[0]}")
     return starts

@@ -136,7 +136,7 @@ class EngineSide:
         """Fail a turn or scoring request that fits no frame, as if the engine had refused it."""
         if isinstance(message, ScoreTokens):
             refusal = ScoreRefused(request=message.request, message=str(error))
-            self.scores.heard(engine, refusal)
+            self.scores.received(engine, refusal)
         else:
             self.handle([ev.TurnRejected(engine, message.turn, str(error))])
 
@@ -155,7 +155,7 @@ class EngineSide:
     def _on_heard(self, item: ev.Event | EngineReply) -> None:
         if isinstance(item, EngineReply):
             if isinstance(item.message, Scored | ScoreRefused):
-                self.scores.heard(item.engine, item.message)
+                self.scores.received(item.engine, item.message)
             elif not self.control.heard(item.engine, item.message):
                 log.warning("engine=%s said %s", item.engine, item.message)
             elif isinstance(item.message, Paused | Resumed):

@@ -167,7 +167,7 @@ class Scheduler:
             self.fail,
             self.engines.sessions.over,
             parking=self._parking,
-            score=self.scores.ask_all,
+            score=self.scores.submit_all,
             context_tokens_max=lambda: self.fleet.context_tokens_max,
             diary=diary,
         )

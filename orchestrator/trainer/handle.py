@@ -16,14 +16,14 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.fleet.scores import (
-    Asked,
     Pooling,
     Readout,
     Score,
+    ScoreQuery,
     TokenScores,
-    ask_embeddings,
-    ask_logprobs,
-    ask_rewards,
+    embedding_queries,
+    logprob_queries,
+    reward_queries,
 )
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
@@ -36,7 +36,7 @@ class RunRequests(ABC):
     """Requests that a run answers, wherever it is. Arguments were checked by the handle."""
 
     @abstractmethod
-    async def score(self, asked: Sequence[Asked]) -> list[Score]:
+    async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
         """Have engines score sequences."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class RunHandle(ABC):
     def refuse_blocking_call(self) -> None:  # noqa: B027 - most handles refuse nobody
         """Raise RuntimeError if the calling thread must not wait for the run, e.g. is its own."""
 
-    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
         """Return the answers to prepared questions, of any kind, in their order."""
         return await self._requests.score(asked)
 
@@ -91,8 +91,8 @@ class RunHandle(ABC):
             ScoreRefused: no engine can ever answer, e.g. because a sequence is too long.
             EngineLost: no engine is left, or several were lost with the same sequence.
         """
-        asked = ask_logprobs(sequences, start, top_logprobs, temperature)
-        return cast("list[TokenScores]", await self.ask_scores(asked))
+        asked = logprob_queries(sequences, start, top_logprobs, temperature)
+        return cast("list[TokenScores]", await self.score_queries(asked))
 
     async def embed(
         self,
@@ -106,12 +106,12 @@ class RunHandle(ABC):
         ``start`` is the first position that ``mean`` and ``none`` (all positions) take. Otherwise
         as :meth:`score`.
         """
-        asked = ask_embeddings(sequences, pooling, start)
-        return cast("list[Readout]", await self.ask_scores(asked))
+        asked = embedding_queries(sequences, pooling, start)
+        return cast("list[Readout]", await self.score_queries(asked))
 
     async def reward(self, sequences: Sequence[Any]) -> list[Readout]:
         """Return what the model's classification head gives each sequence; as :meth:`score`."""
-        return cast("list[Readout]", await self.ask_scores(ask_rewards(sequences)))
+        return cast("list[Readout]", await self.score_queries(reward_queries(sequences)))
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
         """Pause all engines; return once no turn runs on any, late joiners included.

@@ -37,7 +37,7 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.pending_futures import BatchRequest
-from tidegate.orchestrator.fleet.scores import Asked, Score
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken, resume_token
 from tidegate.orchestrator.scheduler.loop_watch import LOOK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -127,8 +127,8 @@ class LocalRequests(RunRequests):
             raise
 
     @override
-    async def score(self, asked: Sequence[Asked]) -> list[Score]:
-        return await self.do(lambda scheduler: scheduler.scores.ask_all(asked))
+    async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
+        return await self.do(lambda scheduler: scheduler.scores.submit_all(asked))
 
     @override
     async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
@@ -816,9 +816,9 @@ class SyncScorer(SyncHandle[Scorer]):
         """As :meth:`Scorer.note`."""
         self._handle.note(**facts)
 
-    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
-        """As :meth:`RunHandle.ask_scores`, which code on any event loop may await."""
-        return await self._handle.ask_scores(asked)
+    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
+        """As :meth:`RunHandle.score_queries`, which code on any event loop may await."""
+        return await self._handle.score_queries(asked)
 
 
 class SyncRollouts(SyncTrainerHandle, SyncScorer):

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from tidegate.errors import ModelError
 from tidegate.orchestrator.episodes.chat_template import read_chat_template
-from tidegate.orchestrator.fleet.scores import Asked, TokenScores
+from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import ApiError, VllmErrors
 from tidegate.serving.http_server import MESSAGES_MAX, OwnedStream, off_loop, unless_gone
@@ -366,8 +366,8 @@ class Completer:
         if adapter:
             raise ApiError(400, "prompt_logprobs are told of the model without adapters only")
         asked = [
-            self._scheduler.scores.ask(
-                Asked(np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top)
+            self._scheduler.scores.submit(
+                ScoreQuery(np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top)
             )
             if len(p.token_ids) > 1
             else None

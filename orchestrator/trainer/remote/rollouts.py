@@ -29,7 +29,7 @@ from typing_extensions import override
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, RunLost, TidegateError
 from tidegate.orchestrator.batches.tasks import NO_MORE
 from tidegate.orchestrator.core.weight_control import PublishWait
-from tidegate.orchestrator.fleet.scores import Asked, Readout, Score, TokenScores
+from tidegate.orchestrator.fleet.scores import Readout, Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
 from tidegate.orchestrator.trainer.handle import (
@@ -85,7 +85,7 @@ class RemoteRequests(RunRequests):
         return answered.answer.value
 
     @override
-    async def score(self, asked: Sequence[Asked]) -> list[Score]:
+    async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
         request = wire.Score(asked=[list(astuple(one)) for one in asked])
         return _scores_of(await result_of(self._link.ask(request)))
 

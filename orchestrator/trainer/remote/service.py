@@ -13,8 +13,8 @@ import numpy as np
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.fleet.scores import Asked, TokenScores
 from tidegate.orchestrator.fleet.scores import Score as Scored
+from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.orchestrator.trainer.remote.columns import to_frames
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
@@ -102,7 +102,7 @@ class TrainerService:
                 return wire.Evaluated(rewards=done.rewards), ()
             case wire.Score():
                 return _scores(
-                    await self._rollouts.ask_scores([Asked(*asked) for asked in ask.asked])
+                    await self._rollouts.score_queries([ScoreQuery(*asked) for asked in ask.asked])
                 )
             case wire.Control():
                 return wire.Done(value=await self._control(ask)), ()

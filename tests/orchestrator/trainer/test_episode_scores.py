@@ -9,7 +9,7 @@ import pytest
 
 import tidegate
 from tidegate.errors import EngineLost, RunClosed, ScoreRefused
-from tidegate.orchestrator.fleet.scores import Asked, Score
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.policies.filters import GroupFilter
 from tidegate.testing import ScriptedEngine, ServeInTests
 
@@ -159,9 +159,9 @@ async def test_what_no_engine_tells_fails_the_episode_with_the_reason(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def solve(episode: tidegate.Episode, task: int) -> float:
-        with pytest.raises(ScoreRefused, match="tells rewards; they tell logprobs"):
+        with pytest.raises(ScoreRefused, match="computes rewards; they compute logprobs"):
             await episode.reward([[1, 2]])
-        with pytest.raises(tidegate.errors.ConfigError, match="encode it by the tokenizer"):
+        with pytest.raises(tidegate.errors.ConfigError, match="encode it first"):
             await episode.score(["a text"])
         return 1.0
 
@@ -185,7 +185,7 @@ async def test_another_run_scores_in_place_of_the_policy(tidegate_serve: ServeIn
 class Broken:
     """A scorer whose last engine is gone."""
 
-    async def ask_scores(self, asked: Sequence[Asked]) -> list[Score]:
+    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
         raise EngineLost(f"{len(asked)} questions, and no engine is left")
 
 

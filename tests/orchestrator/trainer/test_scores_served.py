@@ -131,7 +131,7 @@ def test_a_reward_model_judges_and_does_not_speak(tmp_path: Path) -> None:
         judged = np.array(rollouts.evaluate([0, 1], episode=speak).rewards, float)
         np.testing.assert_allclose(judged, [one.values[0] for one in rewards[:2]], atol=1e-4)
         vectors = judge.embed(SEQUENCES, pooling="none", start=1)
-        with pytest.raises(ScoreRefused, match="no engine of this run tells logprobs"):
+        with pytest.raises(ScoreRefused, match="no engine of this run computes logprobs"):
             judge.score(SEQUENCES)
     peer = peer_of(path, "AutoModelForSequenceClassification")
     for tokens, reward, vector in zip(SEQUENCES, rewards, vectors, strict=True):

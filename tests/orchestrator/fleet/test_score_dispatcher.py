@@ -14,7 +14,13 @@ from tidegate.errors import ConfigError, EngineLost, ScoreRefused
 from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
-from tidegate.orchestrator.fleet.scores import Asked, Score, TokenScores, ask_logprobs, ask_rewards
+from tidegate.orchestrator.fleet.scores import (
+    Score,
+    ScoreQuery,
+    TokenScores,
+    logprob_queries,
+    reward_queries,
+)
 from tidegate.transport import scoring
 from tidegate.transport.messages import Message
 from tidegate.transport.scoring import CancelScore, Scored, ScoreTokens
@@ -31,7 +37,7 @@ class Run:
     live_version: int = 0
 
     def __post_init__(self) -> None:
-        self.desk = ScoreDispatcher(
+        self.dispatcher = ScoreDispatcher(
             self,
             waiting=self.waiting,
             live_version=lambda: self.live_version,
@@ -41,18 +47,18 @@ class Run:
     def join(self, name: str, *, slots: int = 4, wants: tuple[str, ...] = ("logprobs",)) -> None:
         greeting = replace(hello(name), max_running_turns=slots, scores=list(wants))
         self.engines[name] = Engine(greeting, ReceiveWindow(4, epoch=1, next_seq=0), 0.0, 0)
-        self.desk.joined(name)
+        self.dispatcher.joined(name)
 
     def lose(self, name: str) -> None:
         del self.engines[name]
-        self.desk.left(name)
+        self.dispatcher.left(name)
 
     def requests(self) -> list[tuple[str, int]]:
         return [(name, m.request) for name, m in self.sent if isinstance(m, ScoreTokens)]
 
 
-def asked(tokens: int = 3, top: int = 0) -> Asked:
-    return ask_logprobs([list(range(tokens))], 1, top, 1.0)[0]
+def query(tokens: int = 3, top: int = 0) -> ScoreQuery:
+    return logprob_queries([list(range(tokens))], 1, top, 1.0)[0]
 
 
 def answer(request: int, logprobs: list[float], *, last: bool = True, version: int = 0) -> Scored:
@@ -60,18 +66,18 @@ def answer(request: int, logprobs: list[float], *, last: bool = True, version: i
     return Scored(request=request, version=version, logprobs=column, last=last)
 
 
-async def test_requests_go_to_the_engine_with_most_room_and_wait_for_it() -> None:
+async def test_requests_go_to_the_least_loaded_engine_and_wait_for_free_slots() -> None:
     run = Run()
     run.join("a", slots=4)
     run.join("b", slots=2)
-    futures = [run.desk.ask(asked()) for _ in range(5)]
+    futures = [run.dispatcher.submit(query()) for _ in range(5)]
     assert [name for name, _ in run.requests()] == ["a", "b", "a"]
-    run.desk.heard("a", answer(0, [-1.0, -2.0]))
-    said = await futures[0]
-    assert isinstance(said, TokenScores)
-    assert (said.version, said.engine, said.start) == (0, "a", 1)
-    assert said.logprobs.tolist() == [-1.0, -2.0]
-    assert said.top_ids.shape == (2, 0)
+    run.dispatcher.received("a", answer(0, [-1.0, -2.0]))
+    score = await futures[0]
+    assert isinstance(score, TokenScores)
+    assert (score.version, score.engine, score.start) == (0, "a", 1)
+    assert score.logprobs.tolist() == [-1.0, -2.0]
+    assert score.top_ids.shape == (2, 0)
     await asyncio.sleep(0)
     assert run.requests()[3:] == [("a", 3)]
 
@@ -79,43 +85,43 @@ async def test_requests_go_to_the_engine_with_most_room_and_wait_for_it() -> Non
 async def test_parts_of_an_answer_are_put_together() -> None:
     run = Run()
     run.join("a")
-    future = run.desk.ask(asked())
-    run.desk.heard("a", answer(0, [-1.0], last=False))
+    future = run.dispatcher.submit(query())
+    run.dispatcher.received("a", answer(0, [-1.0], last=False))
     assert not future.done()
-    run.desk.heard("a", answer(0, [-2.0]))
-    said = await future
-    assert isinstance(said, TokenScores)
-    assert said.logprobs.tolist() == [-1.0, -2.0]
+    run.dispatcher.received("a", answer(0, [-2.0]))
+    score = await future
+    assert isinstance(score, TokenScores)
+    assert score.logprobs.tolist() == [-1.0, -2.0]
 
 
-async def test_what_an_engine_loses_is_asked_elsewhere_from_the_beginning() -> None:
+async def test_a_request_of_a_lost_engine_is_sent_to_another_from_the_beginning() -> None:
     run = Run()
     run.join("a")
-    future = run.desk.ask(asked())
-    run.desk.heard("a", answer(0, [-1.0], last=False))
+    future = run.dispatcher.submit(query())
+    run.dispatcher.received("a", answer(0, [-1.0], last=False))
     run.lose("a")
     run.join("b")
-    run.desk.heard("a", answer(0, [-9.0]))  # from the dead: nobody's
-    run.desk.heard("b", answer(1, [-3.0, -4.0]))
-    said = await future
-    assert isinstance(said, TokenScores)
-    assert said.logprobs.tolist() == [-3.0, -4.0]
+    run.dispatcher.received("a", answer(0, [-9.0]))  # late answer of a lost engine: ignored
+    run.dispatcher.received("b", answer(1, [-3.0, -4.0]))
+    score = await future
+    assert isinstance(score, TokenScores)
+    assert score.logprobs.tolist() == [-3.0, -4.0]
 
 
-async def test_a_connection_that_was_lost_costs_no_answer_however_often() -> None:
+async def test_reconnects_never_fail_a_request() -> None:
     run = Run()
     run.join("a")
-    future = run.desk.ask(asked())
+    future = run.dispatcher.submit(query())
     for _ in range(2 * LOSSES_MAX):
         run.join("a")
     assert run.requests()[-1] == ("a", 2 * LOSSES_MAX)
-    run.desk.heard("a", answer(2 * LOSSES_MAX, [-1.0, -2.0]))
+    run.dispatcher.received("a", answer(2 * LOSSES_MAX, [-1.0, -2.0]))
     await future
 
 
-async def test_a_request_that_ends_every_engine_is_given_up_with_its_size() -> None:
+async def test_a_request_that_crashes_every_engine_fails_with_its_size() -> None:
     run = Run()
-    future = run.desk.ask(asked(tokens=7))
+    future = run.dispatcher.submit(query(tokens=7))
     for number in range(LOSSES_MAX):
         run.join(f"e{number}")
         run.lose(f"e{number}")
@@ -123,63 +129,63 @@ async def test_a_request_that_ends_every_engine_is_given_up_with_its_size() -> N
         await future
 
 
-async def test_engines_with_old_weights_are_not_asked() -> None:
+async def test_engines_with_old_weights_get_no_requests() -> None:
     run = Run(live_version=1)
     run.join("a")
-    run.desk.ask(asked())
+    run.dispatcher.submit(query())
     assert run.requests() == []
     run.engines["a"].weight_version = 1
-    run.desk.advance()
+    run.dispatcher.advance()
     assert run.requests() == [("a", 0)]
 
 
-async def test_whoever_does_not_wait_any_more_is_told_to_engines() -> None:
+async def test_a_cancelled_request_is_cancelled_on_its_engine() -> None:
     run = Run()
     run.join("a", slots=2)
-    first, second = run.desk.ask(asked()), run.desk.ask(asked())
+    first, second = run.dispatcher.submit(query()), run.dispatcher.submit(query())
     first.cancel()
     second.cancel()
     await asyncio.sleep(0)
     assert run.sent[1:] == [("a", CancelScore(request=0))]
-    run.desk.ask(asked())
+    run.dispatcher.submit(query())
     assert run.requests() == [("a", 0), ("a", 1)]
     assert len(run.waiting) == 1
 
 
-async def test_what_no_engine_tells_is_refused_at_once() -> None:
+async def test_a_score_that_no_engine_computes_is_refused_at_once() -> None:
     run = Run()
     run.join("a", wants=("logprobs", "embedding"))
-    future = run.desk.ask(ask_rewards([[1, 2]])[0])
-    with pytest.raises(ScoreRefused, match="tells rewards; they tell embedding, logprobs"):
+    future = run.dispatcher.submit(reward_queries([[1, 2]])[0])
+    with pytest.raises(ScoreRefused, match="computes rewards; they compute embedding, logprobs"):
         await future
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ([answer(0, [-1.0])], "1 log-probs for 2 tokens"),
-        ([answer(0, [-1.0, 0.5])], "no logarithm of a probability"),
-        ([answer(0, [-1.0, float("nan")])], "no logarithm of a probability"),
+        ([answer(0, [-1.0, 0.5])], "NaN or above 0"),
+        ([answer(0, [-1.0, float("nan")])], "NaN or above 0"),
         ([answer(0, [-1.0], last=False), answer(0, [-1.0], version=1)], "of versions .0, 1."),
         ([Scored(request=0, version=0, logprobs=b"12345")], "5 bytes of float32"),
         ([Scored(request=0, version=0, top_ids=b"12345")], "5 bytes of int32"),
         ([scoring.ScoreRefused(request=0, message="too long")], "too long"),
     ],
 )
-async def test_an_engine_that_answers_nonsense_is_not_believed(
-    parts: list[Scored | scoring.ScoreRefused], told: str
+async def test_a_malformed_answer_fails_its_request(
+    parts: list[Scored | scoring.ScoreRefused], message: str
 ) -> None:
     run = Run()
     run.join("a")
-    future = run.desk.ask(asked())
+    future = run.dispatcher.submit(query())
     for part in parts:
-        run.desk.heard("a", part)
-    with pytest.raises(ScoreRefused, match=told):
+        run.dispatcher.received("a", part)
+    with pytest.raises(ScoreRefused, match=message):
         await future
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ((["a text"], 1, 0, 1.0), "encode it"),
         (([[1.5, 2.0]], 1, 0, 1.0), "float64"),
@@ -195,9 +201,9 @@ async def test_an_engine_that_answers_nonsense_is_not_believed(
         ((None, 1, 0, 1.0), "several lists of token ids, got NoneType"),
     ],
 )
-def test_what_could_not_be_sent_is_refused_at_the_door(arguments: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        ask_logprobs(*arguments)
+def test_invalid_arguments_are_refused_before_sending(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        logprob_queries(*arguments)
 
 
 def test_positions_may_be_numbers_of_numpy_and_torch() -> None:
@@ -205,6 +211,6 @@ def test_positions_may_be_numbers_of_numpy_and_torch() -> None:
     top: Any = np.int64(3)
     starts: list[Any] = [np.int64(2), torch.tensor(2), [2, np.int32(2)], torch.tensor([2, 2])]
     for start in starts:
-        asked = ask_logprobs(sequences, start, top, 0.5)
-        assert [one.message(0).start for one in asked] == [2, 2]
-        assert all(type(one.start) is type(one.top_logprobs) is int for one in asked)
+        queries = logprob_queries(sequences, start, top, 0.5)
+        assert [one.message(0).start for one in queries] == [2, 2]
+        assert all(type(one.start) is type(one.top_logprobs) is int for one in queries)
