@@ -22,7 +22,7 @@ from tidegate.engine.loop import EngineLoop
 from tidegate.engine.models.model_config import AttentionKind, LayerShape, ModelConfig
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.models.rope_config import Rope
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
@@ -183,7 +183,7 @@ class FuzzedEngine:
         self._socket = DealerSocket(self._address, self._name)
         self._staging = Staging(lambda: _random_weights())
         runner = ModelRunner(_CONFIG, _random_weights(), num_blocks=64, block_tokens=16)
-        scheduler = Scheduler(LIMITS)
+        scheduler = EngineScheduler(LIMITS)
         self._loop = EngineLoop(
             OrchestratorLink(self._socket, _hello(self._name.decode())),
             runner=runner,

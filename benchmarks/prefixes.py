@@ -22,7 +22,7 @@ import numpy as np
 
 from tidegate.engine.execution.runner import Row as EngineRow
 from tidegate.engine.execution.runner import StepOutput
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.messages import FinishWeightUpdate, SamplingParams, SubmitTurn
 
@@ -102,7 +102,7 @@ class Engine:
     """A scheduler with random tokens in place of a model."""
 
     def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
-        self.scheduler = Scheduler(limits, shares_prefixes=shares_prefixes)
+        self.scheduler = EngineScheduler(limits, shares_prefixes=shares_prefixes)
         self.prefilled_tokens = 0
         self.sampled_tokens = 0
         self._chance = np.random.default_rng(0)

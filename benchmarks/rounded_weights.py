@@ -13,7 +13,7 @@ from benchmarks.small_model import BLOCK_TOKENS, BLOCKS, compared_rates, load, s
 from benchmarks.table import Row, compared
 from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.execution.served_model import DtypeChoice, Quantization, open_model
-from tidegate.engine.memory.returned_memory import regions_of
+from tidegate.engine.memory.host_memory import regions_of
 
 DTYPES: tuple[DtypeChoice, ...] = ("float32", "bfloat16")
 

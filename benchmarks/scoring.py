@@ -23,7 +23,7 @@ import transformers
 from benchmarks.engine.shapes import SHAPES, make_directory
 from benchmarks.table import Row, compared, show
 from tidegate.engine.execution.served_model import open_model
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.scoring import Scored, ScoreTokens
 
@@ -54,7 +54,7 @@ def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
     runner = model.make_runner(num_blocks=limits.num_blocks, block_tokens=BLOCK_TOKENS)
 
     def score() -> list[Any]:
-        scheduler = Scheduler(limits, scoring=model.scoring)
+        scheduler = EngineScheduler(limits, scoring=model.scoring)
         for number, (tokens, start) in enumerate(sequences):
             column = np.array(tokens, "<i4").tobytes()
             scheduler.score(ScoreTokens(request=number, token_ids=column, start=start))

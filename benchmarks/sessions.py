@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.table import Row, compared
 from tidegate.engine.execution.runner import StepOutput
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
@@ -101,12 +101,12 @@ class Bench:
 
     agents: Agents
     says_sessions: bool
-    scheduler: Scheduler = field(init=False)
+    scheduler: EngineScheduler = field(init=False)
     counted: Counted = field(default_factory=Counted)
 
     def run(self, seed: int) -> Counted:
         """Play all trajectories, with the configured number in flight."""
-        self.scheduler = Scheduler(self.agents.limits)
+        self.scheduler = EngineScheduler(self.agents.limits)
         chance = np.random.default_rng(seed)
         todo = list(_trajectories(self.agents, chance))[::-1]
         waiting: list[tuple[float, int, Trajectory]] = []

@@ -30,7 +30,7 @@ from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.scheduling.drafts import DraftSource
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.transport.messages import SamplingParams, SubmitTurn
 
@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, weights: Weights, drafts: DraftSource | None) -> None:
         self.runner = make_runner(weights)
-        self._scheduler = Scheduler(LIMITS, drafts=drafts, shares_prefixes=False)
+        self._scheduler = EngineScheduler(LIMITS, drafts=drafts, shares_prefixes=False)
         self._handles = count()
 
     def run(self, turns: int, temperature: float) -> Spent:

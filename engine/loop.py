@@ -14,9 +14,9 @@ import traceback
 from tidegate.engine.execution.runner import Row, Runner, StepOutput
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.link import OrchestratorLink
-from tidegate.engine.memory.memory import is_out_of_memory, out_of_memory
-from tidegate.engine.memory.returned_memory import trim_heap
-from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.memory.host_memory import trim_heap
+from tidegate.engine.memory.out_of_memory import is_out_of_memory, out_of_memory
+from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import ScoreRefused, TidegateError, TurnRefused
 from tidegate.transport import messages, scoring
@@ -68,7 +68,7 @@ class EngineLoop:
         link: OrchestratorLink,
         *,
         runner: Runner,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler,
         staging: Staging,
         sleeper: SleepController,
         step_time_min_s: float = 0.0,

@@ -27,13 +27,13 @@ from tidegate.engine.execution.runner import Runner
 from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
-from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.ranks.ranks import Ranks, ranks_channels
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.scheduling.drafts import DraftSource
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     gpu = None if device is None else CudaGpu(device)
     staging = ranks.staging(model.allocate, WeightReceiverConfig(arguments.connect, keys, gpu=gpu))
     try:
-        scheduler = Scheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
+        scheduler = EngineScheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
         memory = None if device is None else DeviceMemory(device)
         sleeper = ranks.sleeper(runner, staging, scheduler, model.reload, memory)
         loop = EngineLoop(

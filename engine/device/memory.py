@@ -1,7 +1,7 @@
 """GPU memory for sleep: releases the bytes of storages, and reallocates them for the same tensors.
 
-Implements ``sleep.Memory`` with torch's caching allocator, for ``SleepController``. A storage
-resized to 0 keeps its identity, so tensors and views of it stay valid and nobody has to be
+Implements ``sleep.SleepableMemory`` with torch's caching allocator, for ``SleepController``. A
+storage resized to 0 keeps its identity, so tensors and views of it stay valid and nobody has to be
 notified. It may return at another address, which is safe because no kernel keeps an address between
 steps."""
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from tidegate.engine.device.devices import CPU
-from tidegate.engine.memory import returned_memory as host
-from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.memory import host_memory as host
+from tidegate.engine.memory.out_of_memory import blame_memory
 
 FREE_FIRST = "free what took its place, then wake it again"
 
@@ -59,14 +59,14 @@ class DeviceMemory:
             found[storage._cdata] = DeviceRegion(storage, size)
         return list(found.values())
 
-    def give_back(self, regions: Iterable[DeviceRegion]) -> None:
+    def release(self, regions: Iterable[DeviceRegion]) -> None:
         """Release the regions, and return the allocator's cached memory to the device."""
         for region in regions:
             region.storage.resize_(0)
         if self._device.type != CPU:
             torch.cuda.empty_cache()
 
-    def take_again(self, regions: Iterable[DeviceRegion], beat: Callable[[], None]) -> None:
+    def reallocate(self, regions: Iterable[DeviceRegion], beat: Callable[[], None]) -> None:
         """Allocate released regions again, filled with zeros."""
         for region in regions:
             if region.wake():
@@ -80,7 +80,7 @@ class DeviceMemory:
         return OffloadedStorages(regions, beat)
 
     def trim(self) -> None:
-        """Do nothing: :meth:`give_back` already empties the allocator's cache."""
+        """Do nothing: :meth:`release` already empties the allocator's cache."""
 
     def used_bytes(self) -> int:
         """Return the device memory that torch's allocator has reserved in this process."""

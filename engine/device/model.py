@@ -11,7 +11,7 @@ from tidegate.engine.device.runner import DeviceRunner
 from tidegate.engine.device.weights import DeviceWeights
 from tidegate.engine.execution.runner import Runner
 from tidegate.engine.execution.served_model import SMALLER_MODEL, DtypeChoice, OwnModel
-from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import fill_from_directory
 from tidegate.errors import ConfigError, ModelNotComputed

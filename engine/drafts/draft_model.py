@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tidegate.engine.execution.runner import Row, RowSampling, Runner
-from tidegate.engine.memory.memory import is_out_of_memory
+from tidegate.engine.memory.out_of_memory import is_out_of_memory
 from tidegate.engine.scheduling.drafts import NO_TOKENS, Tokens
 from tidegate.engine.scheduling.kv_cache import KvCache
 from tidegate.engine.scheduling.sequences import EngineSequence

@@ -26,7 +26,7 @@ SAMPLES_MAX = 8
 """Samples kept per prompt, the latest. More cost more at a turn's start than they help."""
 
 
-class _Prompt:
+class _PromptSamples:
     """The samples of one prompt, each preceded by the prompt's last tokens."""
 
     __slots__ = ("ends", "forgotten", "samples", "turns")
@@ -73,7 +73,7 @@ class _Follower:
 
     __slots__ = ("length", "place", "prompt", "sample")
 
-    def __init__(self, prompt: _Prompt) -> None:
+    def __init__(self, prompt: _PromptSamples) -> None:
         self.prompt = prompt
         self.sample: Tokens | None = None
         self.place = 0
@@ -104,7 +104,7 @@ class RolloutDrafts:
     def __init__(self, kept_tokens_max: int = KEPT_TOKENS_MAX) -> None:
         self._kept_tokens_max = kept_tokens_max
         self._kept_tokens = 0
-        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[bytes, _PromptSamples] = OrderedDict()
         """Samples by a hash of the prompt's tokens, least recently used first."""
         self._followers: dict[int, _Follower] = {}
         self._contexts = LookupDrafts()
@@ -137,17 +137,17 @@ class RolloutDrafts:
             follower.prompt.turns += 1
         return follower
 
-    def _prompt(self, turn: EngineSequence) -> _Prompt:
+    def _prompt(self, turn: EngineSequence) -> _PromptSamples:
         tokens = turn.tokens[: turn.prompt_tokens - turn.sampled_before]
         key = blake2b(tokens.tobytes(), digest_size=16).digest()
         prompt = self._prompts.get(key)
         if prompt is None:
-            prompt = self._prompts[key] = _Prompt()
+            prompt = self._prompts[key] = _PromptSamples()
             self._kept_tokens += PROMPT_TOKENS
         self._prompts.move_to_end(key)
         return prompt
 
-    def _keep(self, prompt: _Prompt, sample: Tokens) -> None:
+    def _keep(self, prompt: _PromptSamples, sample: Tokens) -> None:
         self._kept_tokens += SAMPLE_TOKENS + len(sample)
         forgotten = prompt.add(sample)
         if forgotten is not None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 
 from tidegate.engine.execution.runner import ModelRunner, Runner
-from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.checkpoint import has_other_head
 from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Quantization, Weights, fill_from_directory
-from tidegate.engine.models.shards import WHOLE, Shard
+from tidegate.engine.models.shards import WHOLE, TensorShard
 from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringCapabilities
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
@@ -94,7 +94,7 @@ def open_model(
     *,
     is_deterministic: bool = False,
     quantize: Quantization | None = None,
-    shard: Shard = WHOLE,
+    shard: TensorShard = WHOLE,
     group: "RankGroup | None" = None,
 ) -> ServedModel:
     """Open the model in ``path``; of a tensor-parallel ``shard``, that part, with its ``group``.
@@ -147,7 +147,7 @@ class OwnModel:
         *,
         is_deterministic: bool = False,
         quantize: Quantization | None = None,
-        shard: Shard = WHOLE,
+        shard: TensorShard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> None:
         if quantize == "fp8" and is_deterministic:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from tidegate.engine.execution.runner import Runner
-from tidegate.engine.memory import returned_memory
+from tidegate.engine.memory import host_memory
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import OutOfMemory, TidegateError
@@ -32,7 +32,7 @@ from tidegate.transport.sleep_messages import (
 NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and resume after wake"
 
 
-class Turns(Protocol):
+class SchedulerControl(Protocol):
     """The scheduler as the sleeper uses it."""
 
     @property
@@ -54,7 +54,7 @@ class Turns(Protocol):
         """Preempt all turns, because the KV memory is released."""
 
 
-class Offloaded(Protocol):
+class OffloadedCopy(Protocol):
     """Copy of some memory's contents, elsewhere."""
 
     def restore(self, beat: Callable[[], None]) -> None:
@@ -64,19 +64,19 @@ class Offloaded(Protocol):
         """Discard the copy. Harmless if repeated."""
 
 
-class Memory(Protocol):
+class SleepableMemory(Protocol):
     """Memory of weights and KV cache. A region is an opaque piece of it with ``nbytes``."""
 
     def regions_of(self, tensors: Iterable[torch.Tensor]) -> Sequence[Any]:
         """Return the regions behind these tensors, each once, also while they are released."""
 
-    def give_back(self, regions: Sequence[Any]) -> None:
+    def release(self, regions: Sequence[Any]) -> None:
         """Release the regions' memory to other processes."""
 
-    def take_again(self, regions: Sequence[Any], beat: Callable[[], None]) -> None:
+    def reallocate(self, regions: Sequence[Any], beat: Callable[[], None]) -> None:
         """Allocate released regions again, filled with zeros."""
 
-    def offload(self, regions: Sequence[Any], beat: Callable[[], None]) -> Offloaded:
+    def offload(self, regions: Sequence[Any], beat: Callable[[], None]) -> OffloadedCopy:
         """Copy the regions' contents elsewhere."""
 
     def trim(self) -> None:
@@ -89,16 +89,16 @@ class Memory(Protocol):
         """Return the bytes that can still be allocated."""
 
 
-class HostMemory:
+class SleepableHostMemory:
     """The host's memory."""
 
-    regions_of = staticmethod(returned_memory.regions_of)
-    give_back = staticmethod(returned_memory.give_back)
-    take_again = staticmethod(returned_memory.take_again)
-    offload = staticmethod(returned_memory.OffloadedBytes)
-    trim = staticmethod(returned_memory.trim_heap)
-    used_bytes = staticmethod(returned_memory.anonymous_bytes)
-    available_bytes = staticmethod(returned_memory.available_bytes)
+    regions_of = staticmethod(host_memory.regions_of)
+    release = staticmethod(host_memory.release)
+    reallocate = staticmethod(host_memory.reallocate)
+    offload = staticmethod(host_memory.OffloadedBytes)
+    trim = staticmethod(host_memory.trim_heap)
+    used_bytes = staticmethod(host_memory.anonymous_bytes)
+    available_bytes = staticmethod(host_memory.available_bytes)
 
 
 class SleepController:
@@ -108,10 +108,10 @@ class SleepController:
         self,
         runner: Runner,
         staging: Staging,
-        turns: Turns,
+        turns: SchedulerControl,
         *,
         reload: Callable[[WeightStore, Callable[[], None]], None],
-        memory: Memory | None = None,
+        memory: SleepableMemory | None = None,
     ) -> None:
         """``reload`` fills weights from the model directory, and calls its second
         argument for heartbeats.
@@ -122,9 +122,9 @@ class SleepController:
         self._staging = staging
         self._turns = turns
         self._reload = reload
-        self._memory: Memory = HostMemory() if memory is None else memory
+        self._memory: SleepableMemory = SleepableHostMemory() if memory is None else memory
         self._asleep: set[MemoryTag] = set()
-        self._offloaded: Offloaded | None = None
+        self._offloaded: OffloadedCopy | None = None
         """Offloaded weights while they sleep at level 1, else None."""
         self._are_the_directorys = True
         """Whether the live weights are the model directory's, which can be reloaded."""
@@ -178,7 +178,7 @@ class SleepController:
             if "kv_cache" in asked.tags and "kv_cache" not in self._asleep:
                 self._turns.forget_kv()
                 self._asleep.add("kv_cache")
-                self._memory.give_back(self._kv_regions())
+                self._memory.release(self._kv_regions())
         except (OSError, OutOfMemory) as error:
             return SleepFailed(
                 request=asked.request, message=cut(f"can't give memory back: {error}")
@@ -196,7 +196,7 @@ class SleepController:
                 self._offloaded = self._memory.offload(regions, self.beat)
             self._asleep.add("weights")
             buffer = self._memory.regions_of(self._staging.tensors())
-            self._memory.give_back([*regions, *buffer])
+            self._memory.release([*regions, *buffer])
         if level == 2:
             self._forget_offloaded()
 
@@ -215,7 +215,7 @@ class SleepController:
             if "weights" in tags:
                 self._wake_weights()
             if "kv_cache" in tags:
-                self._memory.take_again(self._kv_regions(), self.beat)
+                self._memory.reallocate(self._kv_regions(), self.beat)
         except (OSError, TidegateError) as error:
             return SleepFailed(request=message.request, message=cut(str(error)))
         self._asleep.difference_update(tags)

@@ -125,7 +125,7 @@ class GeneratedChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ExternalScores:
     """Scores of given tokens; fields that were not asked for are empty."""
 
     logprobs: Sequence[float] = ()
@@ -267,7 +267,7 @@ class EngineAdapter(Protocol):
         """
         ...
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> ExternalScores:
         """Score given tokens, for kinds in ``Capabilities.scores``; cancelled by weight updates.
 
         Raises:
@@ -307,6 +307,6 @@ class OptionalAdapterMethods:
         """Never called, because nothing sleeps."""
         raise NotImplementedError
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> ExternalScores:
         """Never called, because ``scores`` is not declared."""
         raise NotImplementedError

@@ -53,7 +53,7 @@ class HostWeights(WeightStore):
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.
         """
-        is_known = name in self._places or name in self._joint_places or self.is_redundant(name)
+        is_known = name in self._places or name in self._joint_targets or self.is_redundant(name)
         if not is_known:
             self._learn_other_names()
         super().load(name, tensor)
@@ -70,8 +70,8 @@ class HostWeights(WeightStore):
 
     def _learn_other_names(self) -> None:
         """Find the ``state_dict()`` names with transformers; takes seconds, once."""
-        from tidegate.engine.weights.converted_places import (
-            converted_places,
+        from tidegate.engine.weights.weight_conversions import (
+            converted_targets,
             find_conversions,
             meta_model,
         )
@@ -84,10 +84,10 @@ class HostWeights(WeightStore):
             return
         tied = module.all_tied_weights_keys
         found = find_conversions(module, [n for n in module.state_dict() if n not in tied])
-        self._places, self._joint_places = converted_places(
+        self._places, self._joint_targets = converted_targets(
             self._places, found, stores_directory=True
         )
-        for name, place in self._joint_places.items():
+        for name, place in self._joint_targets.items():
             if name in self._loaded:
                 self._loaded.update(place.covers)
 
@@ -108,7 +108,7 @@ class HostWeights(WeightStore):
                 f"{able.engine} takes no LoRA adapters: {able.lora_lacks or 'it has none'}. Or "
                 f"merge them into the weights, and publish those"
             )
-        check_adapter(tensors, {**self._joint_places, **self._places})
+        check_adapter(tensors, {**self._joint_targets, **self._places})
         if adapter.rank > able.lora_rank_max:
             raise WeightsRefused(
                 f"{able.engine} takes LoRA adapters of rank {able.lora_rank_max} at most, and this "

@@ -8,7 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tidegate.engine.external.adapter import Capabilities, EngineAdapter, ScoreRequest, Scores
+from tidegate.engine.external.adapter import (
+    Capabilities,
+    EngineAdapter,
+    ExternalScores,
+    ScoreRequest,
+)
 from tidegate.engine.link import OrchestratorLink
 from tidegate.errors import EngineGone, ScoreRefused, TidegateError
 from tidegate.transport import scoring
@@ -88,7 +93,7 @@ class ExternalScoreQueue:
         self._asked.pop(message.request, None)
         self._tasks.pop(message.request, None)
 
-    def _answer(self, message: ScoreTokens, version: int, scores: Scores) -> None:
+    def _answer(self, message: ScoreTokens, version: int, scores: ExternalScores) -> None:
         k = message.top_logprobs
         rows = len(scores.logprobs)
         part = max(1, PART_BYTES_MAX // (4 + 8 * k))

@@ -19,10 +19,10 @@ import torch
 
 from tidegate.engine.external.adapter import (
     Capabilities,
+    ExternalScores,
     GeneratedChunk,
     GenerationRequest,
     ScoreRequest,
-    Scores,
 )
 from tidegate.engine.external.host_weights import read_sizes
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
@@ -360,7 +360,7 @@ class SglangAdapter:
 
     # ------------------------------------------------------------ scores
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> ExternalScores:
         """Return log-probs of given tokens, by a request that samples nothing."""
         if request.temperature != 1.0:
             raise ScoreRefused(
@@ -385,7 +385,7 @@ class SglangAdapter:
         top = None
         if request.top_logprobs:
             top = read_top(meta["input_top_logprobs"][request.start :])
-        return Scores(logprobs=[entry[0] for entry in told], top=top)
+        return ExternalScores(logprobs=[entry[0] for entry in told], top=top)
 
     def _refuse_scored_strangers(self, token_ids: Sequence[int]) -> None:
         try:

@@ -18,11 +18,11 @@ import torch
 from tidegate.engine.external.adapter import (
     Capabilities,
     Ended,
+    ExternalScores,
     GeneratedChunk,
     GenerationRequest,
     OptionalAdapterMethods,
     ScoreRequest,
-    Scores,
     TopLogprobs,
     VersionLabel,
 )
@@ -397,7 +397,7 @@ class VllmAdapter(OptionalAdapterMethods):
             await self.check()
         return TurnRefused(f"vLLM refuses this turn: {refusal.why}")
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> ExternalScores:
         """Return log-probs of given tokens at temperature 1; vLLM uses no prefix cache here."""
         if request.temperature != 1.0:
             raise ScoreRefused("vLLM scores at temperature 1 only; leave temperature out")
@@ -425,7 +425,7 @@ class VllmAdapter(OptionalAdapterMethods):
             likeliest = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[:k]
             top.token_ids.extend(int(token) for token, _ in likeliest)
             top.logprobs.extend(entry["logprob"] for _, entry in likeliest)
-        return Scores(logprobs, top if k else None)
+        return ExternalScores(logprobs, top if k else None)
 
     # ------------------------------------------------------------ control
 

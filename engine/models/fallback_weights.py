@@ -17,12 +17,12 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tidegate.engine.memory.memory import is_out_of_memory
+from tidegate.engine.memory.out_of_memory import is_out_of_memory
 from tidegate.engine.models.checkpoint import tensor_names
 from tidegate.engine.models.model_weights import refuse_lacking
-from tidegate.engine.weights.converted_places import (
+from tidegate.engine.weights.weight_conversions import (
     Conversion,
-    converted_places,
+    converted_targets,
     find_conversions,
 )
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
@@ -71,7 +71,7 @@ class FallbackWeights(WeightStore):
         self._ignored_names = ignored
         """Tensors of the directory that transformers ignores in every such model, such as
         masks of old GPT-2s."""
-        places, joint = converted_places(
+        places, joint = converted_targets(
             _places(module, aliases), conversions, stores_directory=False
         )
         super().__init__(type(module).__name__, places, joint=joint)
@@ -93,7 +93,7 @@ class FallbackWeights(WeightStore):
         super().load(next(filter(self._knows, others), name), tensor)
 
     def _knows(self, name: str) -> bool:
-        return any(name in names for names in (self._places, self._joint_places, self._aliases))
+        return any(name in names for names in (self._places, self._joint_targets, self._aliases))
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor is tied to another one, or ignored by transformers."""

@@ -22,7 +22,7 @@ from tidegate.engine.models.layer_weights import (
     joint_places,
 )
 from tidegate.engine.models.model_config import ModelConfig
-from tidegate.engine.models.shards import WHOLE, Shard
+from tidegate.engine.models.shards import WHOLE, TensorShard
 from tidegate.engine.weights.lora import Adapter, MatrixLayout, make_adapter
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
@@ -57,7 +57,7 @@ class Weights(WeightStore):
         layers: list[LayerWeights],
         final_norm: torch.Tensor,
         head: Matrix,
-        shard: Shard = WHOLE,
+        shard: TensorShard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> None:
         self.adapters: Mapping[str, Adapter]
@@ -76,7 +76,7 @@ class Weights(WeightStore):
         self.head = head
         """[V, H], float32; the embedding itself if tied and float32. [L, H] of a
         classification head."""
-        joint = dict(_joint_places(self))
+        joint = dict(_joint_targets(self))
         model = f"{config.architecture} of {config.num_layers} layers"
         super().__init__(model, dict(_places(self)), joint=joint)
 
@@ -88,7 +88,7 @@ class Weights(WeightStore):
         *,
         is_packed: bool | None = None,
         quantize: Quantization | None = None,
-        shard: Shard = WHOLE,
+        shard: TensorShard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> "Weights":
         """Allocate one version, uninitialised; the head is float32 whatever ``dtype`` is.
@@ -228,6 +228,6 @@ def _places(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
             yield "lm_head.weight", CopyTarget(vocabulary, (head,), part=part)
 
 
-def _joint_places(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
+def _joint_targets(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
     for number, layer in enumerate(weights.layers):
         yield from joint_places(layer, f"model.layers.{number}.", weights.config.experts)

@@ -22,7 +22,7 @@ KV_PROJECTIONS = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorShard:
     """One rank's part of a model; the only rank's is the whole model."""
 
     rank: int = 0
@@ -119,4 +119,4 @@ class Shard:
             )
 
 
-WHOLE = Shard()
+WHOLE = TensorShard()

@@ -13,7 +13,7 @@ import numpy as np
 
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.execution.sleep import SleepController
-from tidegate.engine.ranks.ranked_sleep import memory_answer
+from tidegate.engine.ranks.multi_rank_sleep import memory_answer
 from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.transport import rank_messages as rank

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tidegate.engine.execution.runner import ModelRunner, Row, Runner, StepOutput
-from tidegate.engine.execution.sleep import Memory, SleepController, Turns
-from tidegate.engine.memory.memory import is_out_of_memory
-from tidegate.engine.models.shards import Shard
+from tidegate.engine.execution.sleep import SchedulerControl, SleepableMemory, SleepController
+from tidegate.engine.memory.out_of_memory import is_out_of_memory
+from tidegate.engine.models.shards import TensorShard
 from tidegate.engine.ranks.rank_loop import rank_rows
 from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Live, Staging
@@ -213,7 +213,7 @@ class Ranks:
                 f"deterministic: sums over {count} ranks depend on the batch, those over 2 don't; "
                 f"set tensor_parallel to 2 or 1, or leave deterministic out"
             )
-        self.shard = Shard(0, count)
+        self.shard = TensorShard(0, count)
         self.group: RankGroup | None = None
         self._team: RankProcesses | None = None
         self._directory: PrivateDirectory | None = None
@@ -258,14 +258,14 @@ class Ranks:
         self,
         runner: Runner,
         staging: Staging,
-        turns: Turns,
+        turns: SchedulerControl,
         reload: Callable[[WeightStore, Callable[[], None]], None],
-        memory: Memory | None = None,
+        memory: SleepableMemory | None = None,
     ) -> SleepController:
         """Return the sleeper over all ranks; ``memory`` applies to an engine of one rank."""
         if self._team is None:
             return SleepController(runner, staging, turns, reload=reload, memory=memory)
-        from tidegate.engine.ranks.ranked_sleep import MultiRankSleepController
+        from tidegate.engine.ranks.multi_rank_sleep import MultiRankSleepController
 
         return MultiRankSleepController(runner, staging, turns, reload=reload, team=self._team)
 

@@ -20,9 +20,9 @@ from tidegate.engine.execution.runner import ModelRunner
 from tidegate.engine.execution.served_model import OwnModel, open_model
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.models.rank_group import RankGroup
-from tidegate.engine.models.shards import Shard
+from tidegate.engine.models.shards import TensorShard
+from tidegate.engine.ranks.multi_rank_sleep import NullSchedulerControl
 from tidegate.engine.ranks.rank_loop import RankLoop
-from tidegate.engine.ranks.ranked_sleep import NullTurns
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport import rank_messages as rank
@@ -55,7 +55,7 @@ def main() -> int:
 
 def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     torch.set_num_threads(arguments.threads)
-    shard = Shard(arguments.rank, arguments.ranks)
+    shard = TensorShard(arguments.rank, arguments.ranks)
     group = RankGroup(shard.rank, shard.ranks, arguments.meeting_place)
     model = open_model(
         arguments.model,
@@ -75,7 +75,7 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     group.connect()
     keys = None if told.keys is None else EngineKeys(*told.keys)
     staging = Staging(model.allocate, WeightReceiverConfig(arguments.home, keys))
-    sleeper = SleepController(runner, staging, NullTurns(), reload=model.reload)
+    sleeper = SleepController(runner, staging, NullSchedulerControl(), reload=model.reload)
     try:
         RankLoop(connection, runner, staging, sleeper).run()
     finally:

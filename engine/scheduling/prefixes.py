@@ -13,7 +13,7 @@ from tidegate.engine.scheduling.kv_cache import KvCache, Wanted
 from tidegate.engine.scheduling.sequences import NEVER, EngineSequence
 
 
-class Sessions:
+class PrefixSessions:
     """Keeps the cached contexts of sessions that may continue with another turn."""
 
     def __init__(self, cache: KvCache, sessions_max: int) -> None:

@@ -119,7 +119,7 @@ class _Preparing:
     futures: list[Future[Any]]
 
 
-class Scheduler:
+class EngineScheduler:
     """All turns and scoring requests of one engine, and the version of its live weights."""
 
     def __init__(

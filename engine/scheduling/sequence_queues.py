@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from tidegate.engine.scheduling.kv_cache import KvCache
-from tidegate.engine.scheduling.prefixes import Prefixes, Sessions
+from tidegate.engine.scheduling.prefixes import Prefixes, PrefixSessions
 from tidegate.engine.scheduling.sequences import EngineLimits, EngineSequence
 
 _rank = attrgetter("rank")
@@ -26,7 +26,7 @@ class SequenceQueues:
         self._limits = limits
         self._cache = KvCache(limits.num_blocks)
         self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
-        self.sessions = Sessions(self._cache, sessions_max=limits.num_blocks)
+        self.sessions = PrefixSessions(self._cache, sessions_max=limits.num_blocks)
         self.running: list[EngineSequence] = []
         """Turns that may hold blocks, best rank first."""
         self._waiting: list[tuple[tuple[int, int], EngineSequence]] = []

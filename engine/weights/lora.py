@@ -35,7 +35,7 @@ PARTS: dict[Place, tuple[str, ...]] = {
 RANK_MAX = 512
 """Largest rank. Above it an adapter costs about as much as a full set of weights."""
 
-OwnPlaces = Mapping[str, "weight_store.CopyTarget"]
+OwnCopyTargets = Mapping[str, "weight_store.CopyTarget"]
 """Places of the model's own tensors, by Hugging Face's names."""
 
 
@@ -94,7 +94,7 @@ def add_low_rank(
 def make_adapter(
     tensors: Mapping[str, torch.Tensor],
     scale: float,
-    places: OwnPlaces,
+    places: OwnCopyTargets,
     *,
     num_layers: int,
     like: MatrixLayout,
@@ -130,7 +130,7 @@ def make_adapter(
     return layers
 
 
-def check_adapter(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> None:
+def check_adapter(tensors: Mapping[str, torch.Tensor], places: OwnCopyTargets) -> None:
     """Validate an adapter's tensors without making it.
 
     Raises:
@@ -142,7 +142,7 @@ def check_adapter(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> Non
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnPlaces) -> dict[str, _Pair]:
+def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnCopyTargets) -> dict[str, _Pair]:
     pairs: dict[str, _Pair] = {}
     for projection in sorted({name.rpartition(".lora_")[0] or name for name in tensors}):
         narrow = tensors.get(f"{projection}.lora_A.weight")

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import torch
 
-from tidegate.engine.memory.memory import blame_memory
+from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
@@ -70,7 +70,7 @@ class Live:
     weights: WeightStore
 
 
-class _Update:
+class _StagedUpdate:
     """One attempt at staging a version. The thread reads ``state`` to stop early."""
 
     def __init__(self, version: int, live: Live | None) -> None:
@@ -95,7 +95,7 @@ class _Update:
 class _Result:
     """Outcome of one job of the thread; most have no answer."""
 
-    update: _Update | None
+    update: _StagedUpdate | None
     answer: Answer | None
 
 
@@ -107,7 +107,7 @@ class Staging:
     ) -> None:
         self._allocate = allocate
         self._home = home
-        self._update: _Update | None = None
+        self._update: _StagedUpdate | None = None
         """The newest update; older ones are over."""
         self._answers: list[Message] = []
         self._jobs: SimpleQueue[Callable[[], _Result] | None] = SimpleQueue()
@@ -117,7 +117,7 @@ class Staging:
         """Owned by the staging thread while jobs are pending, else by the main thread."""
         self._receiver: WeightReceiver | CudaIpcReceiver | None = None
         """Open weight channel. Used by the staging thread only."""
-        self._begun: _Update | None = None
+        self._begun: _StagedUpdate | None = None
         """Update that the buffer has been prepared for. Used by the staging thread only."""
         self._why_closed = NO_CHANNEL
         """Why no tensor can be copied, while no channel is open. Used by the
@@ -148,7 +148,7 @@ class Staging:
             else:
                 why = f"given up, for v{message.version} was started before it was complete"
                 self._fail(old, why)
-        self._update = _Update(message.version, live)
+        self._update = _StagedUpdate(message.version, live)
         self._put(partial(self._begin, self._update))
 
     def update(self, message: UpdateWeights) -> None:
@@ -246,7 +246,7 @@ class Staging:
             update.state = _State.STAGED if staged else _State.FAILED
         self._answers.append(result.answer)
 
-    def _fail(self, update: _Update, why: str) -> None:
+    def _fail(self, update: _StagedUpdate, why: str) -> None:
         update.state = _State.FAILED
         self._answers.append(WeightsFailed(version=update.version, message=why))
 
@@ -272,7 +272,7 @@ class Staging:
             return _Result(None, Complaint(message=self._why_closed))
         return _Result(None, None)
 
-    def _begin(self, update: _Update) -> _Result:
+    def _begin(self, update: _StagedUpdate) -> _Result:
         self._begun = None
         try:
             if self._buffer is not None:
@@ -282,14 +282,14 @@ class Staging:
         self._begun = update
         return _Result(update, None)
 
-    def _copy(self, update: _Update, message: UpdateWeights) -> _Result:
+    def _copy(self, update: _StagedUpdate, message: UpdateWeights) -> _Result:
         # After any error the live weights keep serving, so no error may end the thread.
         try:
             return _Result(update, self._copied(update, message))
         except Exception as error:  # noqa: BLE001
             return _Result(update, WeightsFailed(version=update.version, message=_say(error)))
 
-    def _copied(self, update: _Update, message: UpdateWeights) -> Answer | None:
+    def _copied(self, update: _StagedUpdate, message: UpdateWeights) -> Answer | None:
         if self._receiver is None or self._buffer is None:
             raise WeightsRefused(self._why_closed)
         if self._begun is not update:  # ``_begin`` failed, and has reported it
@@ -331,7 +331,7 @@ class Staging:
         return WeightsStaged(version=update.version, staging_us=staging_us)
 
     def _take(
-        self, update: _Update, adapter: Adapter | None, name: str, tensor: torch.Tensor
+        self, update: _StagedUpdate, adapter: Adapter | None, name: str, tensor: torch.Tensor
     ) -> None:
         if adapter is not None:
             update.adapter_tensors[adapter][name] = tensor.clone()
@@ -345,11 +345,11 @@ def _receiver(message: InitWeights, home: WeightReceiverConfig) -> WeightReceive
     return receiver(message, home)
 
 
-def _is_open(update: _Update) -> bool:
+def _is_open(update: _StagedUpdate) -> bool:
     return update.state is _State.OPEN
 
 
-def _base(update: _Update, message: UpdateWeights) -> WeightStore | None:
+def _base(update: _StagedUpdate, message: UpdateWeights) -> WeightStore | None:
     """Return the weights that a partial set is laid over; None for a whole set.
 
     Raises:

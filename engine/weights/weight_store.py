@@ -76,7 +76,7 @@ class WeightStore:
         self._model = model
         """Description of the model for error messages."""
         self._places = places
-        self._joint_places = joint or {}
+        self._joint_targets = joint or {}
         """Places of tensors that each cover several of ``_places``."""
         self._loaded: set[str] = set()
         self.adapters: Mapping[str, object] = {}
@@ -114,7 +114,7 @@ class WeightStore:
             WeightsRefused: the model has no such tensor, or its shape or dtype is wrong, or it is
                 not finite, or it differs from the tensor that it is tied to.
         """
-        place = self._places.get(name) or self._joint_places.get(name)
+        place = self._places.get(name) or self._joint_targets.get(name)
         if place is None:
             if self.is_redundant(name):
                 self._ignored.add(name)

@@ -134,10 +134,10 @@ def test_memory_that_sleeps_is_given_back_to_the_device(tmp_path: Path) -> None:
     held = memory.offload(weights, lambda: None)
     before = torch.cuda.mem_get_info(DEVICE)[0]
 
-    memory.give_back([*weights, *cache])
+    memory.release([*weights, *cache])
     returned = torch.cuda.mem_get_info(DEVICE)[0] - before
     held.restore(lambda: None)
-    memory.take_again(cache, lambda: None)
+    memory.reallocate(cache, lambda: None)
 
     assert taken > 64 * MIB
     assert returned > taken // 2  # torch returns whole segments, and some hold other things too

@@ -29,7 +29,7 @@ from tidegate.engine.models.model_weights import fill_from_directory, load_direc
 from tidegate.engine.sampling.options import RowOptions
 from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.sampling.seen_tokens import SeenCounts
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
@@ -218,7 +218,7 @@ def test_weights_staged_beside_the_live_ones_serve_after_a_swap_also_out_of_thei
             assert sampled(runner) == expected
             assert (before == expected) == (version == 2)
             buffer = memory.regions_of(staging.tensors())
-            memory.give_back(buffer)  # and the next update needs no word to have it again
+            memory.release(buffer)  # and the next update needs no word to have it again
             was_asleep += [region.storage.nbytes() for region in buffer]
     finally:
         staging.close()
@@ -233,11 +233,11 @@ def test_what_slept_on_a_device_is_there_again_with_what_it_held(model: Path) ->
     cache = memory.regions_of(runner.cache_tensors())
     held = memory.offload(weights, lambda: None)
 
-    memory.give_back([*weights, *cache])
+    memory.release([*weights, *cache])
     assert not any(region.storage.nbytes() for region in [*weights, *cache])
     assert memory.regions_of(runner.cache_tensors()) == cache  # with what they take awake
     held.restore(lambda: None)
-    memory.take_again(cache, lambda: None)
+    memory.reallocate(cache, lambda: None)
 
     assert all(not tensor.any() for tensor in runner.cache_tensors())
     assert sampled(runner) == expected
@@ -255,7 +255,7 @@ class Crowded(DeviceMemory):
 def test_weights_that_the_host_has_no_room_for_stay_and_others_sleep_deeper(model: Path) -> None:
     runner = device_runner(model)
     expected, weights = sampled(runner), runner.weights
-    scheduler = Scheduler(LIMITS)
+    scheduler = EngineScheduler(LIMITS)
     staging = Staging(lambda: device_weights(model))
 
     def reload(store: WeightStore, beat: Callable[[], None]) -> None:

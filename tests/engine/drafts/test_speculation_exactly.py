@@ -21,7 +21,7 @@ from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.sampling import options
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling.drafts import DraftSource
-from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
 from tidegate.engine.scheduling.sequences import EngineLimits, EngineSequence, admit
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
@@ -198,7 +198,7 @@ def told_with_options(
         max_running_turns=4,
         tokenizer=ModelTokenizer(model),
     )
-    scheduler = Scheduler(engine.limits, options=reader, drafts=drafts)
+    scheduler = EngineScheduler(engine.limits, options=reader, drafts=drafts)
     asked = SamplingParams(
         max_tokens=60,
         seed=5,

@@ -14,7 +14,7 @@ from tests.engine.orchestra import (
     named_buffers,
 )
 from tests.models import make_model_directory
-from tidegate.engine.memory.returned_memory import OffloadedBytes, Region
+from tidegate.engine.memory.host_memory import OffloadedBytes, Region
 from tidegate.transport.messages import (
     Goodbye,
     Hello,
@@ -276,8 +276,6 @@ def test_an_update_that_does_not_fit_leaves_what_sleeps_asleep(
 def test_weights_that_do_not_fit_on_the_disk_stay_where_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "tidegate.engine.memory.returned_memory._directory", lambda: Path("/proc/self")
-    )
+    monkeypatch.setattr("tidegate.engine.memory.host_memory._directory", lambda: Path("/proc/self"))
     with pytest.raises(OSError):  # noqa: PT011 - which one is the system's business
         OffloadedBytes([Region(0, 0)], lambda: None)

@@ -15,7 +15,7 @@ from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.models.model_weights import Weights
 from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource
-from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.kernels.native import Native
 from tidegate.transport.messages import (
@@ -151,7 +151,7 @@ class FakeEngine:
                 | limits
             )
         )
-        self.scheduler = Scheduler(
+        self.scheduler = EngineScheduler(
             self.limits,
             scoring=self._scoring(),
             shares_prefixes=shares_prefixes,

@@ -9,9 +9,9 @@ import pytest
 from tidegate.engine.external.adapter import (
     Capabilities,
     EngineAdapter,
+    ExternalScores,
     OptionalAdapterMethods,
     ScoreRequest,
-    Scores,
 )
 from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.link import OrchestratorLink
@@ -33,7 +33,7 @@ class Failing(OptionalAdapterMethods):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> ExternalScores:
         raise self._error
 
 

@@ -18,7 +18,7 @@ from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Quantization, fill_from_directory
-from tidegate.engine.models.shards import Shard
+from tidegate.engine.models.shards import TensorShard
 from tidegate.engine.ranks.ranks import Ranks
 from tidegate.engine.sampling.scoring import RowScoring
 from tidegate.engine.weights.staging import Live
@@ -113,7 +113,7 @@ def test_a_rank_holds_its_slice_of_the_rounded_whole_to_the_bit_also_of_parts_la
     ]
     whole = two_versions(open_model(paths[0], "float32", quantize=quantize), paths)
     for number in range(ranks):
-        shard = Shard(number, ranks)
+        shard = TensorShard(number, ranks)
         model = open_model(paths[0], "float32", quantize=quantize, shard=shard)
         for tensor, place in two_versions(model, paths)._places.items():
             if "_proj" not in tensor:
@@ -278,12 +278,12 @@ def test_a_model_that_ranks_cannot_share_evenly_is_refused_with_its_numbers(
 ) -> None:
     config = ModelConfig.from_directory(make_model_directory(tmp_path))
     with pytest.raises(ConfigError, match="has 4 query heads and 2 KV heads, which 3 ranks"):
-        Shard(0, 3).local(config)
+        TensorShard(0, 3).local(config)
 
 
 def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel=2: .* leave tensor_parallel out"):
-        open_model(make_model_directory(tmp_path, "gpt2"), "auto", shard=Shard(0, 2))
+        open_model(make_model_directory(tmp_path, "gpt2"), "auto", shard=TensorShard(0, 2))
 
 
 def test_sums_that_depend_on_the_batch_are_refused_where_bits_must_not() -> None:

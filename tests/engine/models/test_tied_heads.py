@@ -15,7 +15,7 @@ from tests.models import make_model, make_model_directory
 from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.external.adapter import Capabilities
 from tidegate.engine.external.host_weights import is_tied, read_host_weights
-from tidegate.engine.models.shards import Shard
+from tidegate.engine.models.shards import TensorShard
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
@@ -118,9 +118,9 @@ def test_it_is_refused_where_weights_are_rounded_and_by_the_rank_that_has_its_ro
     tensors[HEAD][95] += 1.0
     with pytest.raises(WeightsRefused, match="differs"):
         loaded(open_model(path, "float32", quantize=quantize), tensors)
-    loaded(open_model(path, "float32", quantize=quantize, shard=Shard(0, 2)), tensors)
+    loaded(open_model(path, "float32", quantize=quantize, shard=TensorShard(0, 2)), tensors)
     with pytest.raises(WeightsRefused, match="differs"):
-        loaded(open_model(path, "float32", quantize=quantize, shard=Shard(1, 2)), tensors)
+        loaded(open_model(path, "float32", quantize=quantize, shard=TensorShard(1, 2)), tensors)
 
 
 def test_a_part_of_a_set_with_a_head_that_differs_is_refused(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.models.model_weights import Quantization
 from tidegate.engine.models.rank_group import RankGroup
-from tidegate.engine.models.shards import Shard
+from tidegate.engine.models.shards import TensorShard
+from tidegate.engine.ranks.multi_rank_sleep import NullSchedulerControl
 from tidegate.engine.ranks.rank_loop import RankLoop
-from tidegate.engine.ranks.ranked_sleep import NullTurns
 from tidegate.engine.ranks.ranks import MultiRankRunner, MultiRankStaging
 from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Staging
@@ -89,7 +89,7 @@ class RankedEngine:
         self.staging = MultiRankStaging(model.allocate, self.team)
 
     def _open(self, number: int) -> tuple[ServedModel, ModelRunner, RankGroup]:
-        shard = Shard(number, self._ranks)
+        shard = TensorShard(number, self._ranks)
         group = RankGroup(number, self._ranks, Path(self.directory.name) / "meeting")
         model = open_model(
             self._path,
@@ -111,7 +111,7 @@ class RankedEngine:
         group.connect()
         staging = Staging(_no_room if self._lacks_room else model.allocate)
         reload = _at_the_second_try(model.reload) if self._reloads_late else model.reload
-        sleeper = SleepController(runner, staging, NullTurns(), reload=reload)
+        sleeper = SleepController(runner, staging, NullSchedulerControl(), reload=reload)
         try:
             RankLoop(connection, runner, staging, sleeper).run()
         except RankLost as error:

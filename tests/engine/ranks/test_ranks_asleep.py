@@ -10,14 +10,18 @@ from tests.engine.orchestra import named_buffers
 from tests.engine.ranks.ranked import RankedEngine, ranked_engine
 from tests.engine.scheduling.driving import drive
 from tests.models import make_model_directory
-from tidegate.engine.ranks.ranked_sleep import MultiRankSleepController, NullTurns
+from tidegate.engine.ranks.multi_rank_sleep import MultiRankSleepController, NullSchedulerControl
 from tidegate.transport.messages import Message, WeightsStaged
 from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepFailed, SleepLevel, Wake
 
 
 def sleeper_of(engine: RankedEngine) -> MultiRankSleepController:
     return MultiRankSleepController(
-        engine.runner, engine.staging, NullTurns(), reload=engine.model.reload, team=engine.team
+        engine.runner,
+        engine.staging,
+        NullSchedulerControl(),
+        reload=engine.model.reload,
+        team=engine.team,
     )
 
 
@@ -106,7 +110,11 @@ def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Pat
     with ranked_engine(path, reloads_late=True) as engine:
         drive(engine.runner, before, new_tokens=4)
         sleeper = FullDisk(
-            engine.runner, engine.staging, NullTurns(), reload=engine.model.reload, team=engine.team
+            engine.runner,
+            engine.staging,
+            NullSchedulerControl(),
+            reload=engine.model.reload,
+            team=engine.team,
         )
         failed = put_to_sleep(sleeper, 2)
         assert isinstance(failed, SleepFailed)

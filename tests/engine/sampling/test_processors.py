@@ -20,7 +20,7 @@ from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.sampling.logits import ProcessorSetup, TurnTokens
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
-from tidegate.engine.scheduling.scheduler import Scheduler, StepColumns
+from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport import messages
@@ -69,7 +69,7 @@ class Engine:
             tokenizer=ModelTokenizer(model),
             registry=ProcessorRegistry(modules),
         )
-        self.scheduler = Scheduler(limits, options=self.options)
+        self.scheduler = EngineScheduler(limits, options=self.options)
         self.runner = ModelRunner(config, weights, num_blocks=64)
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}

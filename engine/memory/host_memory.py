@@ -1,8 +1,8 @@
 """Host memory for sleep: releases pages to the system, and takes them back at the same address.
 
-The functions behind ``sleep.HostMemory``. ``madvise(MADV_DONTNEED)`` drops a tensor's pages and
-keeps its addresses: views and pointers stay valid, read zeros, and get pages again when written.
-Only whole pages are released, so up to one stays at each end of a tensor.
+The functions behind ``sleep.SleepableHostMemory``. ``madvise(MADV_DONTNEED)`` drops a tensor's
+pages and keeps its addresses: views and pointers stay valid, read zeros, and get pages again when
+written. Only whole pages are released, so up to one stays at each end of a tensor.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ def regions_of(tensors: Iterable[torch.Tensor]) -> list[Region]:
     return [Region(address, nbytes) for address, nbytes in found.items() if nbytes]
 
 
-def give_back(regions: Iterable[Region]) -> None:
+def release(regions: Iterable[Region]) -> None:
     """Release the regions' pages to the system; they read as zeros afterwards.
 
     Raises:
@@ -66,7 +66,7 @@ def give_back(regions: Iterable[Region]) -> None:
             raise OSError(code, f"madvise of {end - start} bytes: {os.strerror(code)}")
 
 
-def take_again(regions: Iterable[Region], beat: Callable[[], None]) -> None:
+def reallocate(regions: Iterable[Region], beat: Callable[[], None]) -> None:
     """Write zeros to all released pages now, so that no step has to fault them in."""
     for region in regions:
         for chunk in region.chunks():

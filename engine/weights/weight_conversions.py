@@ -123,7 +123,7 @@ def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
     return found
 
 
-def converted_places(
+def converted_targets(
     stored: Mapping[str, CopyTarget], conversions: Sequence[Conversion], *, stores_directory: bool
 ) -> tuple[dict[str, CopyTarget], dict[str, CopyTarget]]:
     """Return the places of the smallest tensors, and joint places of tensors that cover several.

@@ -7,7 +7,7 @@ Rank 0 sends heartbeats while it waits for the others, because copies to disk ta
 from collections.abc import Callable, Sequence
 
 from tidegate.engine.execution.runner import Runner
-from tidegate.engine.execution.sleep import SleepController, Turns
+from tidegate.engine.execution.sleep import SchedulerControl, SleepController
 from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
@@ -25,7 +25,7 @@ from tidegate.transport.sleep_messages import (
 )
 
 
-class NullTurns:
+class NullSchedulerControl:
     """Stand-in for the scheduler on ranks other than 0, which have no turns of their own."""
 
     is_pause_asked = True
@@ -46,7 +46,7 @@ class MultiRankSleepController(SleepController):
         self,
         runner: Runner,
         staging: Staging,
-        turns: Turns,
+        turns: SchedulerControl,
         *,
         reload: Callable[[WeightStore, Callable[[], None]], None],
         team: RankProcesses,
