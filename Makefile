@@ -191,6 +191,7 @@ docs: venv
 site: venv
 	$(BIN)/python $(PIP_INSTALL) $(LOCKED) -e ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/test_docs_reference.py tests/test_docs_site.py
 
 clean:
 	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-sglang .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """Catalogue of a run's Prometheus metrics: name, type, labels, help, and how to read the value.
 
-:mod:`prometheus` exports it on the dashboard's `/metrics`; docs/observing.md lists it. Each metric
+:mod:`prometheus` exports it on the dashboard's `/metrics`; the site's reference lists it. Each metric
 reads an :class:`Observation`, a snapshot of the run. Independent of the exposition format.
 """
 
@@ -528,12 +528,3 @@ ROLLOUTS = (
 
 
 METRICS: tuple[Metric, ...] = (*TOKENS, *ROLLOUTS, *STALENESS, *TIMES, *ENGINES)
-
-
-def metric_lines() -> list[str]:
-    """Return the catalogue as a Markdown table, for the documentation."""
-    lines = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
-    for each in METRICS:
-        labels = ", ".join(each.labels) or "-"
-        lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.help} |")
-    return lines
