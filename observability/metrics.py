@@ -1,6 +1,6 @@
 """Catalogue of a run's Prometheus metrics: name, type, labels, help, and how to read the value.
 
-:mod:`prometheus` exports it on the dashboard's `/metrics`; the site's reference lists it. Each metric
+:mod:`prometheus` exports it on the dashboard's `/metrics`; the reference lists it. Each metric
 reads an :class:`Observation`, a snapshot of the run. Independent of the exposition format.
 """
 
