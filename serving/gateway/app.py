@@ -1,6 +1,6 @@
 """ASGI application of the gateway: OpenAI's paths, and paths for sessions and rewards.
 
-Sessions are :mod:`sessions`' matter, requests in progress :mod:`completions`'.
+Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers requests.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from tidegate.serving.api_app import (
     read_json_bytes,
 )
 from tidegate.serving.api_errors import ApiError, OpenAIErrors
-from tidegate.serving.gateway.completions import Choice, answer, begin, choice_of
+from tidegate.serving.gateway.completions import GatewayChoice, answer, begin, choice_of
 from tidegate.serving.gateway.requests import (
-    ChatRequest,
-    CompletionRequest,
+    GatewayChatRequest,
+    GatewayCompletionRequest,
     RewardRequest,
     generate_options,
 )
@@ -40,13 +40,13 @@ from tidegate.serving.http_server import (
 from tidegate.serving.openai_requests import TokenizeRequest
 
 if TYPE_CHECKING:
-    from tidegate.serving.gateway.sessions import Session, Sessions
+    from tidegate.serving.gateway.sessions import GatewaySessions, Session
 
 BODY_BYTES_MAX = 16 * 1024 * 1024
 """Bytes of one request's body: a context of a million tokens, as text, is a quarter of that."""
 
 
-def gateway_app(gateway: "Sessions") -> ASGIApp:
+def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     """Make the application, behind its access guard."""
     handlers = _Handlers(gateway)
     routes = [
@@ -70,13 +70,13 @@ def gateway_app(gateway: "Sessions") -> ASGIApp:
 class _Handlers:
     """Handlers of the paths."""
 
-    def __init__(self, gateway: "Sessions") -> None:
+    def __init__(self, gateway: "GatewaySessions") -> None:
         self._gateway = gateway
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/chat/completions``."""
         session = self._session(http)
-        request = decode_json(await _body(http), ChatRequest)
+        request = decode_json(await _body(http), GatewayChatRequest)
         options, tools = generate_options(request), request.offered_tools
         _refuse_many(request.messages)
         conversation, known = session.episode.conversation, NOTHING
@@ -84,7 +84,7 @@ class _Handlers:
             ahead = conversation.read_ahead(request.messages, tools, in_thread=off_loop)
             known = await unless_gone(http, ahead)
 
-        def begin_choice() -> Choice:
+        def begin_choice() -> GatewayChoice:
             prepared = conversation.prepare(
                 request.messages, tools, request.tool_choice, known=known
             )
@@ -95,7 +95,7 @@ class _Handlers:
     async def complete(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/completions``."""
         session = self._session(http)
-        request = decode_json(await _body(http), CompletionRequest)
+        request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
         prompt = request.prompt
         ids: list[int]
@@ -106,7 +106,7 @@ class _Handlers:
         if not ids:
             raise ApiError(400, "the prompt has no token")
 
-        def begin_choice() -> Choice:
+        def begin_choice() -> GatewayChoice:
             row = session.episode.row_from(ids)
             return choice_of(row, row.generate(**options))
 

@@ -19,7 +19,7 @@ from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDe
 from tidegate.orchestrator.episodes.tool_calls import settled_words
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import OpenAIErrors
-from tidegate.serving.gateway.requests import ChatRequest, Request
+from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
 from tidegate.serving.gateway.response_bodies import (
     FinishedChoice,
     completion,
@@ -39,7 +39,7 @@ STREAM_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
-class Choice:
+class GatewayChoice:
     """One completion of a request, being generated as a turn of its row."""
 
     row: "Episode"
@@ -66,9 +66,9 @@ class Choice:
         return settled_words(self.growing.text, tools, stops)
 
 
-def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> Choice:
+def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> GatewayChoice:
     """Begin a turn that continues a row from its tokens of now."""
-    return Choice(row, row.num_tokens, asyncio.ensure_future(turn))
+    return GatewayChoice(row, row.num_tokens, asyncio.ensure_future(turn))
 
 
 @dataclass(slots=True)
@@ -76,8 +76,8 @@ class ActiveCompletion:
     """A completion request that is being answered, and all its choices."""
 
     session: "Session"
-    request: Request
-    choices: list[Choice] = field(default_factory=list)
+    request: GatewayRequest
+    choices: list[GatewayChoice] = field(default_factory=list)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time, for the answer's ``created``."""
 
@@ -111,7 +111,7 @@ class ActiveCompletion:
 
 
 def begin(
-    session: "Session", request: Request, begin_choice: Callable[[], Choice]
+    session: "Session", request: GatewayRequest, begin_choice: Callable[[], GatewayChoice]
 ) -> ActiveCompletion:
     """Begin all choices of a request; one that can't begin cancels the others.
 
@@ -164,7 +164,7 @@ async def answer(http: HttpRequest, active: ActiveCompletion) -> Response:
 async def _stream(active: ActiveCompletion) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is an event too, because the status is sent already."""
     waiting = asyncio.ensure_future(active.wait())
-    chat = active.request if isinstance(active.request, ChatRequest) else None
+    chat = active.request if isinstance(active.request, GatewayChatRequest) else None
     tools = tool_names(chat and chat.offered_tools)
     try:
         for index in range(len(active.choices)):
@@ -192,7 +192,7 @@ def _last_chunks(active: ActiveCompletion) -> list[dict[str, Any]]:
     request, chunks = active.request, []
     for index, choice in enumerate(active.choices):
         turn = choice.turn.result()
-        is_chat = isinstance(request, ChatRequest)
+        is_chat = isinstance(request, GatewayChatRequest)
         content = (turn.message or {}).get("content", "") if is_chat else turn.text
         if more := _unsent(choice, content):
             chunks.append(_text_chunk(active, index, more))
@@ -212,7 +212,7 @@ def _last_chunks(active: ActiveCompletion) -> list[dict[str, Any]]:
     return chunks
 
 
-def _unsent(choice: Choice, text: str) -> str:
+def _unsent(choice: GatewayChoice, text: str) -> str:
     """Return what was not sent of a text; empty while a new token changes what was sent."""
     if not text.startswith(choice.sent):
         return ""

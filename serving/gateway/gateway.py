@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError
-from tidegate.serving.gateway.sessions import Session, Sessions
+from tidegate.serving.gateway.sessions import GatewaySessions, Session
 from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ AGENT_THREADS_MAX = 256
 """Threads for agents that are not async; further ones wait. A thread costs about 50 KB."""
 
 
-class Gateway(Sessions):
+class Gateway(GatewaySessions):
     """HTTP server with OpenAI's API, on the event loop of the run whose episodes it serves."""
 
     def __init__(

@@ -24,13 +24,13 @@ _UNSERVED = {
 }
 
 
-class ChatRequest(openai_requests.ChatRequest, kw_only=True):
+class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
 
 
-class CompletionRequest(openai_requests.CompletionRequest, kw_only=True):
+class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
     """Body of ``POST /v1/completions``; token ids continue the row that they begin with."""
 
     prompt: str | list[int]
@@ -38,7 +38,7 @@ class CompletionRequest(openai_requests.CompletionRequest, kw_only=True):
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
 
 
-Request = ChatRequest | CompletionRequest
+GatewayRequest = GatewayChatRequest | GatewayCompletionRequest
 
 
 class RewardRequest(msgspec.Struct, kw_only=True):
@@ -47,7 +47,7 @@ class RewardRequest(msgspec.Struct, kw_only=True):
     reward: float
 
 
-def generate_options(request: Request) -> dict[str, Any]:
+def generate_options(request: GatewayRequest) -> dict[str, Any]:
     """Return a request's sampling parameters as options of :meth:`Episode.generate`.
 
     Raises:
@@ -61,14 +61,14 @@ def generate_options(request: Request) -> dict[str, Any]:
     top = request.top_logprobs_asked
     if top is not None and not 0 <= top <= TOP_LOGPROBS_MAX:
         raise ApiError(400, f"log-probs of 0 to {TOP_LOGPROBS_MAX} tokens are told, got {top}")
-    if isinstance(request, CompletionRequest):
+    if isinstance(request, GatewayCompletionRequest):
         if request.echo or request.suffix:
             raise ApiError(400, "echo and suffix are not served: leave them out")
         if not request.prompt:
             raise ApiError(400, "prompt must not be empty")
     options = request.shared_options()
     has_form = request.schema is not None or request.grammar is not None
-    if has_form and isinstance(request, ChatRequest) and not is_free(request.tool_choice):
+    if has_form and isinstance(request, GatewayChatRequest) and not is_free(request.tool_choice):
         raise ApiError(400, "a forced call has its own form: leave out response_format")
     if request.stop_token_ids is not None:
         options["stop_token_ids"] = request.stop_token_ids

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-from tidegate.serving.gateway.requests import ChatRequest, Request
+from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
 
 TokenText = Callable[[int], str]
 """Returns the text of a single token."""
@@ -23,7 +23,7 @@ class FinishedChoice:
 
 
 def completion(
-    request: Request,
+    request: GatewayRequest,
     answers: Sequence[FinishedChoice],
     *,
     name: str,
@@ -46,8 +46,10 @@ def usage(answers: Sequence[FinishedChoice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-def _head(request: Request, name: str, created_s: int, *, is_chunk: bool = False) -> dict[str, Any]:
-    is_chat = isinstance(request, ChatRequest)
+def _head(
+    request: GatewayRequest, name: str, created_s: int, *, is_chunk: bool = False
+) -> dict[str, Any]:
+    is_chat = isinstance(request, GatewayChatRequest)
     kind = "chat.completion" + ".chunk" * is_chunk if is_chat else "text_completion"
     prefix = "chatcmpl-" if is_chat else "cmpl-"
     return {
@@ -59,10 +61,10 @@ def _head(request: Request, name: str, created_s: int, *, is_chunk: bool = False
 
 
 def _choice(
-    request: Request, index: int, turn: GeneratedTurn, text_of: TokenText
+    request: GatewayRequest, index: int, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(turn)}
-    if isinstance(request, ChatRequest):
+    if isinstance(request, GatewayChatRequest):
         message = dict(turn.message or {})
         if message.get("tool_calls") and not message.get("content"):
             message["content"] = None
@@ -78,7 +80,7 @@ def _finish_reason(turn: GeneratedTurn) -> str:
     return "tool_calls" if turn.tool_calls else turn.finish_reason
 
 
-def _tokens(request: Request, turn: GeneratedTurn) -> dict[str, Any]:
+def _tokens(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any]:
     if not request.return_token_ids:
         return {}
     versions = [
@@ -88,7 +90,7 @@ def _tokens(request: Request, turn: GeneratedTurn) -> dict[str, Any]:
 
 
 def _chat_logprobs(
-    request: Request, turn: GeneratedTurn, text_of: TokenText
+    request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any] | None:
     if request.top_logprobs_asked is None:
         return None
@@ -106,7 +108,7 @@ def _chat_logprobs(
 
 
 def _plain_logprobs(
-    request: Request, turn: GeneratedTurn, text_of: TokenText
+    request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any] | None:
     if request.top_logprobs_asked is None:
         return None
@@ -127,11 +129,17 @@ def _plain_logprobs(
 
 
 def text_chunk(
-    request: Request, index: int, text: str, *, name: str, created_s: int, is_first: bool = False
+    request: GatewayRequest,
+    index: int,
+    text: str,
+    *,
+    name: str,
+    created_s: int,
+    is_first: bool = False,
 ) -> dict[str, Any]:
     """Return the chunk with more of one choice's text."""
     choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
-    if isinstance(request, ChatRequest):
+    if isinstance(request, GatewayChatRequest):
         role = {"role": "assistant"} if is_first else {}
         choice["delta"] = {**role, "content": text}
     else:
@@ -140,7 +148,7 @@ def text_chunk(
 
 
 def last_chunk(
-    request: Request,
+    request: GatewayRequest,
     index: int,
     turn: GeneratedTurn,
     *,
@@ -150,7 +158,7 @@ def last_chunk(
 ) -> dict[str, Any]:
     """Return the chunk that ends a choice: tool calls, log-probs and finish reason."""
     whole = _choice(request, index, turn, text_of)
-    if isinstance(request, ChatRequest):
+    if isinstance(request, GatewayChatRequest):
         message = whole.pop("message")
         calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", []))]
         whole["delta"] = {"tool_calls": calls} if calls else {}
@@ -160,7 +168,7 @@ def last_chunk(
 
 
 def usage_chunk(
-    request: Request, answers: Sequence[FinishedChoice], *, name: str, created_s: int
+    request: GatewayRequest, answers: Sequence[FinishedChoice], *, name: str, created_s: int
 ) -> dict[str, Any]:
     """Return the chunk of a stream that reports its usage."""
     head = _head(request, name, created_s, is_chunk=True)

@@ -44,7 +44,7 @@ class Session:
             raise ApiError(429, most)
 
 
-class Sessions:
+class GatewaySessions:
     """Table of open sessions by id and by key, and the queue of sessions that wait for an agent."""
 
     def __init__(self, token: str, *, url: str, host: str, allowed_hosts: frozenset[str]) -> None:

@@ -24,7 +24,7 @@ REWARD = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class ActiveChoice:
     """One completion of a request, played as an episode of one turn."""
 
     index: int
@@ -95,7 +95,7 @@ class ActiveRequest:
 
     request_id: str
     """The id that the client is told."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[ActiveChoice] = field(default_factory=list)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time, for the answer's ``created``."""
     began_s: float = field(default_factory=time.monotonic)
@@ -137,7 +137,7 @@ class ActiveRequests:
         request = ActiveRequest(request_id)
         self._requests[request] = None
         for index, (prompt, options) in enumerate(choices):
-            choice = Choice(index, prompt, options, loop.create_future())
+            choice = ActiveChoice(index, prompt, options, loop.create_future())
             request.choices.append(choice)
             choice.ended.add_done_callback(lambda _: self._forget_if_over(request))
         for choice in request.choices:
@@ -157,7 +157,7 @@ class ActiveRequests:
         if unended := [future for future in aborted if not future.done()]:
             await asyncio.wait(unended)
 
-    def _play(self, request_id: str, choice: Choice) -> None:
+    def _play(self, request_id: str, choice: ActiveChoice) -> None:
         async def play(episode: "Episode", task: object) -> float:
             return await choice.play(episode)
 

@@ -214,7 +214,7 @@ async def complete(parts: ServerParts, http: HttpRequest) -> Answer:
 async def chat(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer a conversation."""
     parts.pauses.refuse_if_paused()
-    request = await read(http, requests.ChatRequest)
+    request = await read(http, requests.VllmChatRequest)
     beginning = parts.completer.chat(request, request_name(http), is_large=is_large(http))
     return await answer(http, parts.counts, request, beginning)
 
@@ -259,7 +259,7 @@ async def abort_named(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/tokenize")
 async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
     """Tokenise a text or a conversation."""
-    request = await read(http, requests.TokenizeRequest)
+    request = await read(http, requests.VllmTokenizeRequest)
     parts.info.adapter_of(request.model)
     completer, tokenizer = parts.completer, parts.completer.tokenizer
     if request.messages is not None:

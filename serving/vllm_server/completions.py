@@ -28,17 +28,17 @@ from tidegate.serving.vllm_server.active_requests import ActiveRequest, ActiveRe
 from tidegate.serving.vllm_server.metrics import RequestCounts
 from tidegate.serving.vllm_server.model_info import Limits, ModelInfo, VersionLabels, limits_of
 from tidegate.serving.vllm_server.outputs import (
-    ModelTokenizer,
     Output,
     OutputReader,
+    OutputTokenizer,
     StopConditions,
 )
 from tidegate.serving.vllm_server.requests import (
     CHOICES_MAX,
     BatchChatRequest,
-    ChatRequest,
     GenerateRequest,
     Prompt,
+    VllmChatRequest,
     cache_salt_of,
     generate_options,
 )
@@ -75,7 +75,7 @@ CHARACTERS_SLACK = 2
 the vocabulary's longest tokens. More than 1, because normalizers may remove characters."""
 
 
-RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+RequestT = TypeVar("RequestT", CompletionRequest, VllmChatRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Completer:
         self._max_logprobs = max_logprobs
         self._tokens_default = defaults.get("max_new_tokens")
         self._defaults = {k: v for k, v in defaults.items() if k != "max_new_tokens"}
-        self.tokenizer = ModelTokenizer(model.tokenizer)
+        self.tokenizer = OutputTokenizer(model.tokenizer)
         self._token_characters_max = max(map(len, model.tokenizer.get_vocab()), default=1)
 
     # ------------------------------------------------------------ by kind
@@ -187,7 +187,7 @@ class Completer:
         return begun, CompletionBodies(begun.facts, request)
 
     async def chat(
-        self, request: ChatRequest, name: str, *, is_large: bool
+        self, request: VllmChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Render a chat request and start its turns; return them with the form of their answer."""
         if request.tool_choice not in (None, "auto", "none"):
@@ -223,7 +223,7 @@ class Completer:
         return await self._begin_chat(request, name, prompts)
 
     async def _begin_chat(
-        self, request: ChatRequest, name: str, prompts: list[Prompt]
+        self, request: VllmChatRequest, name: str, prompts: list[Prompt]
     ) -> tuple[BegunRequest, ResponseBodies]:
         name = f"chatcmpl-{request.request_id or name}"
         salt = cache_salt_of(request)

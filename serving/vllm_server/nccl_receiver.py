@@ -44,7 +44,7 @@ _UPDATE_FIELDS = (
 )
 
 
-class NcclReceiver:
+class NcclUpdateReceiver:
     """Takes part in broadcasts of a communicator whose rank 0 is the trainer.
 
     ``library`` and ``device`` are NCCL's and the process' own GPU unless given.

@@ -1,6 +1,6 @@
 """Output of a choice since it was read last: tokens, log-probs, text, and how the choice ended.
 
-Response bodies of all kinds are made of these parts. :class:`ModelTokenizer` decodes tokens, and
+Response bodies of all kinds are made of these parts. :class:`OutputTokenizer` decodes tokens, and
 cuts an output's text where a stop token or stop string is. Independent of HTTP.
 """
 
@@ -18,7 +18,7 @@ from tidegate.orchestrator.episodes.incremental_detokenizer import (
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS, encode_text
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.http_server import off_loop
-from tidegate.serving.vllm_server.active_requests import Choice
+from tidegate.serving.vllm_server.active_requests import ActiveChoice
 from tidegate.serving.vllm_server.model_info import VersionLabels
 
 TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
@@ -55,7 +55,7 @@ class StopConditions:
         return min(found, key=lambda stop: stop[0], default=None)
 
 
-class ModelTokenizer:
+class OutputTokenizer:
     """Tokenizer of the served model: encodes texts, decodes tokens and whole outputs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -113,7 +113,7 @@ class ModelTokenizer:
 class IncrementalText:
     """Text of a growing output, in parts that are never taken back."""
 
-    tokenizer: ModelTokenizer
+    tokenizer: OutputTokenizer
     stops: StopConditions
     _sent: str = ""
     _growing: IncrementalDetokenizer = field(init=False)
@@ -171,9 +171,9 @@ class Output:
 class OutputReader:
     """Reads one choice's output, each time from where it was read last."""
 
-    choice: Choice
+    choice: ActiveChoice
     stops: StopConditions
-    tokenizer: ModelTokenizer
+    tokenizer: OutputTokenizer
     labels: VersionLabels
     _read: int = 0
     """Number of tokens read so far."""

@@ -26,7 +26,7 @@ SERVER_RANK = 1
 """Rank of the server, which is one process for all engines; the trainer is rank 0."""
 
 
-class Receiver(Protocol):
+class UpdateReceiver(Protocol):
     """A way to receive weights, by vLLM's phases of a weight update."""
 
     def connect(self, info: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ def unpacked(
 # ---------------------------------------------------------------- from files
 
 
-class DiskReceiver:
+class DiskUpdateReceiver:
     """Reads safetensors: of a file, or of all files in a directory.
 
     ``update_info`` is ``{"path": …}``, and ``names`` if only some of its tensors are meant.
@@ -149,7 +149,7 @@ def read_tensors(path: Path, names: Any = None) -> "dict[str, torch.Tensor]":
 # ---------------------------------------------------------------- over gloo
 
 
-class GlooReceiver:
+class GlooUpdateReceiver:
     """Takes part in broadcasts of a group of two, whose other process is the trainer.
 
     ``init_info`` is that of vLLM's ``nccl`` backend; ``update_info`` names the tensors in the order

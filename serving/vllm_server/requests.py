@@ -49,7 +49,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class ChatRequest(openai_requests.ChatRequest, kw_only=True):
+class VllmChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
     add_generation_prompt: bool | None = None
@@ -63,7 +63,7 @@ class ChatRequest(openai_requests.ChatRequest, kw_only=True):
     }
 
 
-class BatchChatRequest(ChatRequest, kw_only=True):
+class BatchChatRequest(VllmChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions/batch``: several conversations, a choice for each."""
 
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
@@ -82,7 +82,7 @@ class BatchChatRequest(ChatRequest, kw_only=True):
                 raise ApiError(400, f"Batch chat completions do not support {name}.", param=name)
 
 
-class TokenizeRequest(openai_requests.TokenizeRequest, kw_only=True):
+class VllmTokenizeRequest(openai_requests.TokenizeRequest, kw_only=True):
     """Body of ``POST /tokenize``: a text, or a conversation to be rendered as a prompt."""
 
     model: str | None = None

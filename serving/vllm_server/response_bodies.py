@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.serving.openai_requests import CompletionRequest
-from tidegate.serving.vllm_server.outputs import ModelTokenizer, Output
-from tidegate.serving.vllm_server.requests import ChatRequest, GenerateRequest, Prompt
+from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
+from tidegate.serving.vllm_server.requests import GenerateRequest, Prompt, VllmChatRequest
 
 PromptLogprobs = list[dict[str, Any] | None]
 
@@ -22,7 +22,7 @@ class RequestFacts:
     request_id: str
     model: str
     created_s: int
-    tokenizer: ModelTokenizer
+    tokenizer: OutputTokenizer
     prompts: Sequence[Prompt]
     """The prompt of each choice."""
     prompt_logprobs: Sequence[PromptLogprobs | None]
@@ -158,7 +158,7 @@ def _as_ids(
 
 
 def _as_text(
-    tokenizer: ModelTokenizer, token: int, logprob: float, top: dict[int, float]
+    tokenizer: OutputTokenizer, token: int, logprob: float, top: dict[int, float]
 ) -> dict[str, Any]:
     def entry_of(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.token(token)
@@ -261,7 +261,7 @@ class CompletionBodies(ResponseBodies):
 class ChatBodies(ResponseBodies):
     """Bodies of ``/v1/chat/completions``."""
 
-    def __init__(self, facts: RequestFacts, request: ChatRequest) -> None:
+    def __init__(self, facts: RequestFacts, request: VllmChatRequest) -> None:
         super().__init__(facts)
         self._request = request
 

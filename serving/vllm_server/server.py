@@ -18,9 +18,13 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
 from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX
-from tidegate.serving.vllm_server.ipc_receiver import IpcReceiver
-from tidegate.serving.vllm_server.nccl_receiver import NcclReceiver
-from tidegate.serving.vllm_server.receivers import DiskReceiver, GlooReceiver, Receiver
+from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver
+from tidegate.serving.vllm_server.nccl_receiver import NcclUpdateReceiver
+from tidegate.serving.vllm_server.receivers import (
+    DiskUpdateReceiver,
+    GlooUpdateReceiver,
+    UpdateReceiver,
+)
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -220,17 +224,17 @@ class VLLMServer(SyncRollouts):
         )
 
 
-def _receiver_of(backend: str) -> Receiver:
+def _receiver_of(backend: str) -> UpdateReceiver:
     """Make the receiver of a weight-transfer backend.
 
     Raises:
         ConfigError: there is no such backend.
     """
-    kinds: dict[str, Callable[[], Receiver]] = {
-        "disk": DiskReceiver,
-        "gloo": GlooReceiver,
-        "nccl": NcclReceiver,
-        "ipc": IpcReceiver,
+    kinds: dict[str, Callable[[], UpdateReceiver]] = {
+        "disk": DiskUpdateReceiver,
+        "gloo": GlooUpdateReceiver,
+        "nccl": NcclUpdateReceiver,
+        "ipc": IpcUpdateReceiver,
     }
     if backend not in kinds:
         raise ConfigError(f"weights come by {' or '.join(get_args(Backend))}, got {backend!r}")

@@ -23,7 +23,7 @@ from tidegate.orchestrator.trainer.weight_updates import (
 )
 from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server.model_info import HEAD, ModelInfo, VersionLabels
-from tidegate.serving.vllm_server.receivers import Receiver, read_tensors
+from tidegate.serving.vllm_server.receivers import UpdateReceiver, read_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class WeightUpdates:
         run: "Run",
         scheduler: "Scheduler",
         info: ModelInfo,
-        receiver: Receiver,
+        receiver: UpdateReceiver,
         published: Callable[[WeightPublish], None],
         *,
         directories: Sequence[Path] = (),

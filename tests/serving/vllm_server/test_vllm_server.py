@@ -20,7 +20,7 @@ from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, C
 from tidegate.errors import EngineLost
 from tidegate.orchestrator.episodes.model_files import LONG_CHARACTERS
 from tidegate.orchestrator.fleet import processes
-from tidegate.serving.vllm_server.outputs import ModelTokenizer
+from tidegate.serving.vllm_server.outputs import OutputTokenizer
 
 pytestmark = pytest.mark.wire
 
@@ -55,7 +55,7 @@ def test_texts_and_conversations_are_told_as_tokens_and_back(client: Client) -> 
 
 
 async def test_others_go_on_while_a_long_text_becomes_tokens(model: Path) -> None:
-    tokenizer = ModelTokenizer(Tokenizer.from_file(str(model / "tokenizer.json")))
+    tokenizer = OutputTokenizer(Tokenizer.from_file(str(model / "tokenizer.json")))
     short = "hello world"
     times = LONG_CHARACTERS // len(short) + 1
     asked = asyncio.ensure_future(tokenizer.encode(short * times, adds_special_tokens=False))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tidegate.serving.api_errors import ApiError
-from tidegate.serving.vllm_server.ipc_receiver import IpcReceiver, read_handles
+from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver, read_handles
 
 UUID = "5f0c7d3a-0000-4000-8000-000000000001"
 
@@ -150,7 +150,7 @@ def test_the_handles_of_ten_thousand_tensors_are_read_of_every_protocol(protocol
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
 def test_without_cuda_a_trainer_is_told_so_as_it_comes() -> None:
-    receiver = IpcReceiver()
+    receiver = IpcUpdateReceiver()
     with pytest.raises(ApiError, match="--weight-transfer gloo or disk") as told:
         receiver.connect({"packed": True})
     assert told.value.status == 400
@@ -167,7 +167,7 @@ def test_tensors_of_another_process_on_the_gpu_are_copied(is_packed: bool) -> No
     trainer.start()
     try:
         info, is_wanted = told.get(timeout=120), {"w": torch.arange(6.0).reshape(2, 3)}
-        receiver = IpcReceiver()
+        receiver = IpcUpdateReceiver()
         receiver.connect({"packed": is_packed})
         came = receiver.receive(info)
         receiver.close()

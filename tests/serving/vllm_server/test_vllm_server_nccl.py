@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.nccl_double import built
 from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server.nccl_receiver import (
-    NcclReceiver,
+    NcclUpdateReceiver,
     read_rendezvous,
     read_unique_id,
     unique_id,
@@ -151,7 +151,7 @@ def test_a_trainer_met_at_its_store_sends_what_it_announced(
     told: Any = pickled(identity, monkeypatch)  # bytes, which the store's types don't have
     ready.set("broadcast_from/0/0", told)
     trainer = Trainer(library, identity, packed if is_packed else one_by_one)
-    receiver = NcclReceiver(library, torch.device("cpu"))
+    receiver = NcclUpdateReceiver(library, torch.device("cpu"))
     where = {"master_address": "127.0.0.1", "master_port": ready.port}
     wire = {"packed": True, "packed_buffer_size_bytes": 20, "packed_num_buffers": 2}
     receiver.connect(where | {"rank_offset": 1, "world_size": 2} | (wire if is_packed else {}))
@@ -168,7 +168,7 @@ def test_older_trainers_say_packed_with_each_update_and_give_the_id_away_themsel
     library: ctypes.CDLL, identity: ncclUniqueId
 ) -> None:
     trainer = Trainer(library, identity, packed)
-    receiver = NcclReceiver(library, torch.device("cpu"))
+    receiver = NcclUpdateReceiver(library, torch.device("cpu"))
     receiver.connect(by_id(identity))
     wire = {"packed": True, "packed_buffer_size_bytes": 20}
     came = receiver.receive(announcement(TENSORS) | wire)
@@ -181,7 +181,7 @@ def test_a_trainer_that_ends_in_the_midst_fails_the_update_and_must_be_met_anew(
     library: ctypes.CDLL, identity: ncclUniqueId
 ) -> None:
     trainer = Trainer(library, identity, lambda broadcast: broadcast(TENSORS["a"]))
-    receiver = NcclReceiver(library, torch.device("cpu"))
+    receiver = NcclUpdateReceiver(library, torch.device("cpu"))
     receiver.connect(by_id(identity))
     with pytest.raises(UpdateError, match="remote process exited"):
         receiver.receive(announcement(TENSORS))
@@ -194,7 +194,7 @@ def test_a_trainer_is_not_left_waiting_for_a_server_without_room_for_its_tensors
     library: ctypes.CDLL, identity: ncclUniqueId
 ) -> None:
     trainer = Trainer(library, identity, lambda broadcast: broadcast(TENSORS["a"]))
-    receiver = NcclReceiver(library, torch.device("cpu"))
+    receiver = NcclUpdateReceiver(library, torch.device("cpu"))
     receiver.connect(by_id(identity))
     huge = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2**60]]}
     with pytest.raises(UpdateError, match="no room for what was announced"):
@@ -277,10 +277,10 @@ def test_without_cuda_the_trainer_is_told_what_to_start_the_server_with(
     identity: ncclUniqueId,
 ) -> None:
     with pytest.raises(ApiError, match="--weight-transfer gloo") as told:
-        NcclReceiver().connect(by_id(identity))
+        NcclUpdateReceiver().connect(by_id(identity))
     assert told.value.status == 400
     with pytest.raises(UpdateError, match="init_weight_transfer_engine must be called"):
-        NcclReceiver().receive(announcement(TENSORS))
+        NcclUpdateReceiver().receive(announcement(TENSORS))
 
 
 VLLM_TRAINER = """
