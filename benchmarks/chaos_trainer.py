@@ -144,7 +144,7 @@ async def train(options: Options) -> None:
         resume=True if trainer.state is None else trainer.state,
         model=options.model,
         engines=0,
-        address=options.address,
+        listen_address=options.address,
         max_staleness=options.max_staleness,
         group_size=options.group_size,
         groups_per_batch=options.groups_per_batch,

@@ -99,7 +99,7 @@ def looked_at() -> list[dict[str, Any]]:
     work = work_of("full")
     with (
         settings_for(work) as settings,
-        tidegate.serve_sync(**settings, dashboard="127.0.0.1:0") as rollouts,
+        tidegate.serve_sync(**settings, dashboard_address="127.0.0.1:0") as rollouts,
     ):
         wait_for_engines(rollouts, work.engines)
         batches = rollouts.batches(itertools.count(), episode=solve)

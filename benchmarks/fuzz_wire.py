@@ -50,7 +50,7 @@ class FuzzedRun:
     def __init__(self, directory: Path) -> None:
         address = f"ipc://{directory}/run"
         settings = run_settings(
-            model=_model_directory(directory / "model"), engines=0, address=address
+            model=_model_directory(directory / "model"), engines=0, listen_address=address
         )
         self.episodes = 0
         self._run = Run(settings, run_parts(settings))

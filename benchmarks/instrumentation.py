@@ -98,7 +98,7 @@ def subject(kind: str, watched: str) -> dict[str, Any]:
         if watched == "all":
             settings["run_directory"] = Path(directory) / "run"
         if watched != "nothing":
-            settings["dashboard"] = "127.0.0.1:0"
+            settings["dashboard_address"] = "127.0.0.1:0"
         with tidegate.serve_sync(**settings) as rollouts:
             wait_for_engines(rollouts, work.engines)
             viewer = Viewer(rollouts.dashboard_url) if rollouts.dashboard_url else None

@@ -18,9 +18,9 @@ from tidegate.engine.memory.host_memory import regions_of
 DTYPES: tuple[DtypeChoice, ...] = ("float32", "bfloat16")
 
 
-def make_runner(path: Path, dtype: DtypeChoice, quantize: Quantization | None) -> ModelRunner:
+def make_runner(path: Path, dtype: DtypeChoice, quantization: Quantization | None) -> ModelRunner:
     """Create a runner with room for all measurements."""
-    runner = open_model(path, dtype, quantize=quantize).make_runner(
+    runner = open_model(path, dtype, quantization=quantization).make_runner(
         num_blocks=BLOCKS, block_tokens=BLOCK_TOKENS
     )
     assert isinstance(runner, ModelRunner)

@@ -32,8 +32,8 @@ def keys(
 
     own = make_keys(directory, engine)
     echo(
-        f"The orchestrator keeps {directory} to itself. In the run: keys={str(directory)!r} and an "
-        f"address such as 'tcp://0.0.0.0:5555'.\n"
+        f"The orchestrator keeps {directory} to itself. In the run: "
+        f"curve_key_directory={str(directory)!r} and an address such as 'tcp://0.0.0.0:5555'.\n"
         f"Copy {own} to each host of such engines, by a way that nobody can read:\n"
         f"    scp -pr {own} HOST:\n"
         f"    tidegate engine --keys {own.name} --connect tcp://THIS_HOST:5555 --engine NAME …\n"

@@ -56,7 +56,7 @@ CONNECTION_POLL_S = 0.02
 SIGNAL_POLL_S = 0.1
 """Seconds after which an idle engine notices a signal; ten wake-ups a second cost nothing."""
 
-LESS_PER_STEP = "lower max_running_turns or num_blocks, or leave the machine more"
+LESS_PER_STEP = "lower max_running_turns or num_kv_blocks, or leave the machine more"
 """Advice in the error for a step that ran out of memory."""
 
 

@@ -50,8 +50,8 @@ ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
 
 KV_BYTES_DEFAULT = 256 * 1024 * 1024
-"""Bytes of the KV cache without --num-blocks: 262,144 tokens of a float32 model with 2 layers of 2
-KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which needs more."""
+"""Bytes of the KV cache without --num-kv-blocks: 262,144 tokens of a float32 model with 2 layers of
+2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which needs more."""
 
 STEP_TIME_MIN_S_MAX = 1.0
 """Upper limit of --step-time-min. An engine reads no message and handles no signal during a step,
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     try:
         if arguments.keys is not None:
             keys = read_engine_keys(arguments.keys)
-        ranks = Ranks(arguments.tensor_parallel, is_deterministic=arguments.deterministic)
+        ranks = Ranks(arguments.tensor_parallel_size, is_deterministic=arguments.deterministic)
         _refuse_irregular(arguments.model)
         device = find_device(arguments.device)
         model = _model(arguments, device, ranks)
@@ -142,7 +142,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=CPU,
         help="what to compute on: cpu, cuda or cuda:N (which takes Triton); default: cpu",
     )
-    parser.add_argument("--num-blocks", type=int, help="KV blocks; default: 256 MiB of them")
+    parser.add_argument("--num-kv-blocks", type=int, help="KV blocks; default: 256 MiB of them")
     parser.add_argument(
         "--block-tokens",
         type=int,
@@ -160,19 +160,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="let no step take less, so that this engine is as slow as a larger model's",
     )
     parser.add_argument(
-        "--tensor-parallel",
+        "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="RANKS",
         help="share the model out among so many processes, each of which computes a part",
     )
     parser.add_argument(
-        "--quantize",
+        "--quantization",
         choices=("int8", "fp8"),
         help="round the layers' weights, of each version as it comes, to a byte each",
     )
     parser.add_argument(
-        "--processors",
+        "--logits-processors",
         action="append",
         default=[],
         metavar="MODULE",
@@ -184,7 +184,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="give each turn the same bits in every batch, however it is chunked or moved",
     )
     parser.add_argument(
-        "--speculate",
+        "--speculative-method",
         metavar="SOURCE",
         help="guess tokens and verify several in a step, with the same outcome: 'lookup' guesses "
         "from a turn's own context, 'rollouts' from earlier samples of its prompt too, and "
@@ -205,7 +205,7 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
             arguments.model,
             arguments.dtype,
             is_deterministic=arguments.deterministic,
-            quantize=arguments.quantize,
+            quantization=arguments.quantization,
             shard=ranks.shard,
             group=ranks.group,
         )
@@ -214,9 +214,9 @@ def _model(arguments: argparse.Namespace, device: torch.device | None, ranks: Ra
     model.refuse_on_device(
         device,
         is_deterministic=arguments.deterministic,
-        quantize=arguments.quantize,
-        tensor_parallel=arguments.tensor_parallel,
-        speculate=arguments.speculate,
+        quantization=arguments.quantization,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        speculative_method=arguments.speculative_method,
     )
     return model.open_on_device(arguments.model, arguments.dtype, device)
 
@@ -238,7 +238,7 @@ def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
             f"--step-time-min must be between 0 and {STEP_TIME_MIN_S_MAX:g} s, got "
             f"{arguments.step_time_min:g}"
         )
-    num_blocks = arguments.num_blocks
+    num_blocks = arguments.num_kv_blocks
     if num_blocks is None:
         num_blocks = _default_blocks(arguments, model)
     return EngineLimits(
@@ -258,11 +258,11 @@ def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list
         "model": arguments.model,
         "dtype": arguments.dtype,
         "threads": arguments.threads,
-        "num-blocks": limits.num_blocks,
+        "num-kv-blocks": limits.num_blocks,
         "block-tokens": limits.block_tokens,
     }
-    if arguments.quantize is not None:
-        given["quantize"] = arguments.quantize
+    if arguments.quantization is not None:
+        given["quantization"] = arguments.quantization
     flags = ["--deterministic"] if arguments.deterministic else []
     return [*(f"--{name}={value}" for name, value in given.items()), *flags]
 
@@ -272,16 +272,16 @@ def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReade
         vocab_size=limits.vocab_size,
         max_running_turns=limits.max_running_turns,
         tokenizer=ModelTokenizer(arguments.model),
-        registry=ProcessorRegistry(arguments.processors),
+        registry=ProcessorRegistry(arguments.logits_processors),
     )
 
 
 def _drafts(
     arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits
 ) -> DraftSource | None:
-    if arguments.speculate is None:
+    if arguments.speculative_method is None:
         return None
-    return open_drafts(arguments.speculate, model, limits, arguments.dtype)
+    return open_drafts(arguments.speculative_method, model, limits, arguments.dtype)
 
 
 def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:
@@ -298,7 +298,7 @@ def _runner(model: ServedModel, limits: EngineLimits) -> Runner:
     blocks, block_tokens = limits.num_blocks, limits.block_tokens
     kv_bytes = blocks * block_tokens * model.kv_token_bytes()
     cache = f"{blocks} blocks of {block_tokens} tokens, {kv_bytes / 2**30:.1f} GiB"
-    with blame_memory(doing=f"for a KV cache of {cache}", remedy="lower num_blocks"):
+    with blame_memory(doing=f"for a KV cache of {cache}", remedy="lower num_kv_blocks"):
         return model.make_runner(num_blocks=blocks, block_tokens=block_tokens)
 
 
@@ -339,18 +339,18 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
         weight_channels=[
-            *ranks_channels(arguments.tensor_parallel),
+            *ranks_channels(arguments.tensor_parallel_size),
             *([] if arguments.device == CPU else [cuda_ipc.NAME]),
         ],
         pid=os.getpid(),
         model_code=model.code,
         dtype=model.dtype,
-        speculation=(arguments.speculate or "").partition(":")[0],
+        speculation=(arguments.speculative_method or "").partition(":")[0],
         scores=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
         sleep_levels=[1, 2],
-        ranks=arguments.tensor_parallel,
-        quantization=arguments.quantize or "",
+        ranks=arguments.tensor_parallel_size,
+        quantization=arguments.quantization or "",
         takes_turns_together=True,
         keeps_sessions=True,
     )

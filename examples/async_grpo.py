@@ -71,8 +71,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-staleness", type=int, help="in versions, of mode async if none is given")
     add("--engines", type=int, default=2)
     add("--colocated", action="store_true", help="engines sleep while the trainer trains")
-    add("--num-blocks", type=int, help="of each engine's KV cache; left out, 256 MiB of them")
-    add("--quantize", choices=("int8", "fp8"), help="what engines round each version's weights to")
+    add("--num-kv-blocks", type=int, help="of each engine's KV cache; left out, 256 MiB of them")
+    add(
+        "--quantization",
+        choices=("int8", "fp8"),
+        help="what engines round each version's weights to",
+    )
     add("--slots", type=int, default=32, help="turns that an engine decodes at once")
     add("--versions", type=int, default=24, help="weight versions to make")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
@@ -108,11 +112,11 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
         groups_per_batch=options.groups_per_batch,
         pause_mode=options.pause,
         kv_policy=options.kv_policy,
-        quantize=options.quantize,
-        num_blocks=options.num_blocks,
+        quantization=options.quantization,
+        num_kv_blocks=options.num_kv_blocks,
         step_time_min_s=options.step_time_s,
         run_directory=run_directory,
-        dashboard=options.dashboard,
+        dashboard_address=options.dashboard,
         seed=options.seed,
     ) as rollouts:
         if rollouts.dashboard_url is not None:

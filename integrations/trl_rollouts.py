@@ -64,7 +64,11 @@ class TRLRollouts:
             )
         settings = getattr(run, "settings", None)  # a remote run's are elsewhere
         staleness = settings.staleness if settings is not None else None
-        if staleness is not None and staleness.policy is None and staleness.max_staleness < 1:
+        if (
+            staleness is not None
+            and staleness.staleness_policy is None
+            and staleness.max_staleness < 1
+        ):
             raise ConfigError(
                 "TRL asks for a micro-batch before it has trained on the one in hand, so its run "
                 f"needs max_staleness of at least 1, got {staleness.max_staleness}"

@@ -1,9 +1,9 @@
 """Weight matrix quantized to 8-bit floats (e4m3), with a scale per output.
 
-Implements ``Matrix`` for ``quantize="fp8"``. Each output's weights are e4m3 numbers (three mantissa
-bits, largest 448) times the output's step, which is its largest weight / 448. Relative precision is
-the same for small and large weights, unlike int8. A product widens some outputs' weights at a time
-and is torch's, in float32, so this saves memory but no time.
+Implements ``Matrix`` for ``quantization="fp8"``. Each output's weights are e4m3 numbers (three
+mantissa bits, largest 448) times the output's step, which is its largest weight / 448. Relative
+precision is the same for small and large weights, unlike int8. A product widens some outputs'
+weights at a time and is torch's, in float32, so this saves memory but no time.
 
 Micikevicius et al. 2022, arXiv:2209.05433, section 3.
 

@@ -1,7 +1,7 @@
 """Weight matrix quantized to int8, with a scale per output.
 
-Implements ``Matrix`` for ``quantize="int8"``. Each output's weights are multiples, -127 to 127, of
-the output's step, which is its largest weight / 127. Activations are not quantized and sums are
+Implements ``Matrix`` for ``quantization="int8"``. Each output's weights are multiples, -127 to 127,
+of the output's step, which is its largest weight / 127. Activations are not quantized and sums are
 float32, so only the weights' rounding is lost. weight_matrix.cpp widens weights in registers and
 reads a quarter of float32's bytes; without a compiler torch computes the same over a widened copy.
 Each output is summed in one order, so rows have the same bits in every batch.

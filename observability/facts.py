@@ -78,7 +78,7 @@ class Facts:
     """Draft tokens that engines verified."""
     accepted_tokens: int
     """Draft tokens that were accepted."""
-    quantize: str | None
+    quantization: str | None
     """Format to which engines quantized the weights; None if they did not."""
     step_time_min_s: float
     """Minimum step time that the run imposed on engines; 0 if it imposed none."""
@@ -166,7 +166,7 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         cached_tokens=statistics.get("cached_tokens", 0),
         drafted_tokens=_over_engines(statistics, "drafted_tokens"),
         accepted_tokens=_over_engines(statistics, "accepted_tokens"),
-        quantize=said.get("quantize"),
+        quantization=said.get("quantization"),
         step_time_min_s=said.get("step_time_min_s") or 0.0,
         mismatch=said.get("mismatch"),
         colocated=bool(said.get("colocated")),

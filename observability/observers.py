@@ -36,7 +36,13 @@ if TYPE_CHECKING:
     from tidegate.observability.dashboard.live import LiveNotes
     from tidegate.observability.recording import RunRecorder
 
-POLICIES = {"policy", "group_filter", "routing", "engine_speeds", "stragglers"}
+POLICIES = {
+    "staleness_policy",
+    "group_filter",
+    "routing_policy",
+    "engine_speeds",
+    "migration_policy",
+}
 """Settings that may be user-defined objects; they are recorded in words, not as JSON."""
 
 log = logging.getLogger("tidegate")
@@ -167,10 +173,10 @@ class Observers:
         self._settings = settings
         self._dashboard: Dashboard | None = None
         self._live: LiveNotes | None = None
-        if settings.records.dashboard is not None:
+        if settings.records.dashboard_address is not None:
             from tidegate.observability.dashboard import dashboard
 
-            address, directory = settings.records.dashboard, settings.records.run_directory
+            address, directory = settings.records.dashboard_address, settings.records.run_directory
             self._dashboard = dashboard.Dashboard(address, directory=directory)
 
     @property

@@ -190,7 +190,7 @@ def _results(facts: Facts) -> list[str]:
         ("mean publish; mean stall of an engine per swap", _publishing(facts)),
         ("context found in engines' caches", _cached(facts)),
         ("draft tokens verified", _guessed(facts)),
-        ("engines' weights quantized to", facts.quantize or "-"),
+        ("engines' weights quantized to", facts.quantization or "-"),
         ("engines paced to a step time of", _paced(facts)),
         ("mismatch of trainer and engines", mismatch_cell(facts.mismatch)),
         (

@@ -21,7 +21,7 @@ from tidegate.policies.consumption import (
 from tidegate.policies.staleness import G, OutstandingGroup, OutstandingGroups, StalenessPolicy
 
 Order = Literal["admission", "completion"] | Window
-OnDeadline = Literal["wait", "mask", "split", "drop"]
+DeadlinePolicy = Literal["wait", "mask", "split", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class BoundedStaleness(StalenessPolicy):
     in training until the version made from them is live on every engine. Their number never exceeds
     ``(η + 1)·B``. Admission alone does not bound age: in completion order the oldest samples get
     about twice as old. **Consumption** completes the bound by what it does with a group whose
-    tokens reach the staleness bound before the group has ended (``on_deadline``):
+    tokens reach the staleness bound before the group has ended (``deadline_policy``):
 
     * ``wait``: the batch waits for the group. In admission order every straggler is waited for; in
       completion order only a group that could not be trained in time after this batch
@@ -61,9 +61,9 @@ class BoundedStaleness(StalenessPolicy):
 
     max_staleness: int
     """Staleness bound η, in weight versions, >= 0."""
-    order: Order = "admission"
+    consumption_order: Order = "admission"
     """Consumption order: ``admission``, ``completion``, or a :class:`Window` of admission order."""
-    on_deadline: OnDeadline = "wait"
+    deadline_policy: DeadlinePolicy = "wait"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,31 +72,36 @@ class BoundedStaleness(StalenessPolicy):
                 f"max_staleness counts weight versions and must be >= 0 (0 is synchronous), "
                 f"got {self.max_staleness}"
             )
-        if self.order not in ("admission", "completion") and not isinstance(self.order, Window):
+        if self.consumption_order not in ("admission", "completion") and not isinstance(
+            self.consumption_order, Window
+        ):
             raise ConfigError(
-                f"order must be 'admission', 'completion' or Window(groups), got {self.order!r}"
+                f"consumption_order must be 'admission', 'completion' or Window(groups), got "
+                f"{self.consumption_order!r}"
             )
-        if self.on_deadline not in get_args(OnDeadline):
+        if self.deadline_policy not in get_args(DeadlinePolicy):
             raise ConfigError(
-                f"on_deadline must be 'wait', 'mask', 'split' or 'drop', got {self.on_deadline!r}"
+                f"deadline_policy must be 'wait', 'mask', 'split' or 'drop', got "
+                f"{self.deadline_policy!r}"
             )
-        if self.on_deadline in ("mask", "drop") and self.order == "admission":
+        if self.deadline_policy in ("mask", "drop") and self.consumption_order == "admission":
             raise ConfigError(
                 f"in the order of admission each straggler is waited for, so "
-                f"on_deadline={self.on_deadline!r} would never happen; give order='completion' or "
-                f"a Window"
+                f"deadline_policy={self.deadline_policy!r} would never happen; give "
+                f"consumption_order='completion' or a Window"
             )
-        if self.on_deadline == "split" and self.order != "completion":
+        if self.deadline_policy == "split" and self.consumption_order != "completion":
             raise ConfigError(
-                f"on_deadline='split' has stragglers overtaken, which order={self.order!r} "
-                f"forbids; give order='completion'"
+                f"deadline_policy='split' has stragglers overtaken, which "
+                f"consumption_order={self.consumption_order!r} forbids; give "
+                f"consumption_order='completion'"
             )
 
     @property
     def guaranteed_bound(self) -> int:
         """η, or :meth:`Window.staleness_bound` if a window waits for stragglers."""
-        if isinstance(self.order, Window) and self.on_deadline == "wait":
-            return self.order.staleness_bound(
+        if isinstance(self.consumption_order, Window) and self.deadline_policy == "wait":
+            return self.consumption_order.staleness_bound(
                 max_staleness=self.max_staleness, groups_per_batch=self.groups_per_batch
             )
         return self.max_staleness
@@ -108,26 +113,27 @@ class BoundedStaleness(StalenessPolicy):
 
     @property
     def masks_old_tokens(self) -> bool:
-        """Whether ``on_deadline`` is ``mask`` or ``split``."""
-        return self.on_deadline in ("mask", "split")
+        """Whether ``deadline_policy`` is ``mask`` or ``split``."""
+        return self.deadline_policy in ("mask", "split")
 
     @property
     def splits_groups(self) -> bool:
-        """Whether ``on_deadline`` is ``split``."""
-        return self.on_deadline == "split"
+        """Whether ``deadline_policy`` is ``split``."""
+        return self.deadline_policy == "split"
 
     def select(
         self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int
     ) -> list[G] | None:
-        """Return the next batch according to ``order`` and ``on_deadline``, or None."""
-        if isinstance(self.order, Window):
-            return in_window(waiting, groups, self.order)
-        if self.order == "admission":
+        """Return the next batch according to ``consumption_order`` and ``deadline_policy``, or
+        None."""
+        if isinstance(self.consumption_order, Window):
+            return in_window(waiting, groups, self.consumption_order)
+        if self.consumption_order == "admission":
             return in_admission_order(waiting, groups)
-        if self.on_deadline == "split":
+        if self.deadline_policy == "split":
             due_floor = trainer_version - self.max_staleness
             return split_at_deadline(waiting, groups, due_floor=due_floor)
-        if self.on_deadline == "wait":
+        if self.deadline_policy == "wait":
             return by_deadline(
                 waiting,
                 groups,
@@ -137,8 +143,8 @@ class BoundedStaleness(StalenessPolicy):
         return in_completion_order(waiting, groups)
 
     def expire(self, waiting: OutstandingGroups[G], *, trainer_version: int) -> list[G]:
-        """Return the groups that are too old, if ``on_deadline`` is ``drop``."""
-        if self.on_deadline != "drop":
+        """Return the groups that are too old, if ``deadline_policy`` is ``drop``."""
+        if self.deadline_policy != "drop":
             return []
         oldest = self.oldest_trainable(trainer_version)
         return [g for g in waiting.in_order if (v := g.oldest_version) is not None and v < oldest]

@@ -82,7 +82,7 @@ class LongTailLane(Stragglers):
     ms and one with 64 samples 4.1, so each reserved engine loses nearly half of its throughput. In
     a fluid model of 12 engines (lengths to 32k, heavy tail, staleness at most 4, admission order)
     the defaults raise the efficiency from .73 to .76; one reserved engine gains nothing there, and
-    with ``on_deadline="mask"`` a lane costs as much as it saves.
+    with ``deadline_policy="mask"`` a lane costs as much as it saves.
     """
 
     min_tokens: int = 8192

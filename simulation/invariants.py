@@ -248,7 +248,7 @@ class InvariantChecker:
         if stale:
             self._hardships.note(CoverageMark.STALE)
             is_meant = self._idle_publishes or self._may_be_retried
-            assert is_meant or self._scenario.on_deadline == "drop", (
+            assert is_meant or self._scenario.deadline_policy == "drop", (
                 f"admission let {stale} rollouts get too old"
             )
 
@@ -419,7 +419,7 @@ class InvariantChecker:
         self._fruitless_before[batch.number] = self._fruitless_versions
         self._training[batch.number] = (None, places)
         self._check_order(batch.groups)
-        masks = self._scenario.policy == "bounded" and self._scenario.on_deadline in MASKING
+        masks = self._scenario.policy == "bounded" and self._scenario.deadline_policy in MASKING
         floor = max(0, batch.trainer_version - self._scenario.max_staleness) if masks else 0
         assert batch.oldest_trainable == floor, f"tokens are masked below v{batch.oldest_trainable}"
         for group in batch.groups:
@@ -493,7 +493,7 @@ class InvariantChecker:
     def _check_patience(self, rollout: Rollout, scripted: list[ScriptedTurn]) -> None:
         """Every turn was taken to its end, but for those that the episode gave up."""
         is_impatient = [turn.patience_s is not None for turn in scripted]
-        if self._scenario.episode_budget_s is not None and any(is_impatient):
+        if self._scenario.episode_park_after_s is not None and any(is_impatient):
             # It may have been parked before a turn, and have stopped waiting for that.
             assert len(rollout.turns) <= len(scripted)
             return
@@ -574,7 +574,7 @@ def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:
 
 def _faultless(scenario: Scenario) -> set[str]:
     """Engines that nothing goes wrong with; none if weights may take longer than is waited for."""
-    if scenario.weights_timeout_s < WEIGHTS_TIMEOUT_S or scenario.deadly_turns:
+    if scenario.weight_update_timeout_s < WEIGHTS_TIMEOUT_S or scenario.deadly_turns:
         return set()
     faulty = {fault.engine for fault in scenario.faults}
     return {f"engine-{number}" for number in range(scenario.engines) if number not in faulty}

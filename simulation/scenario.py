@@ -16,7 +16,12 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.turns import LOSSES_MAX
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
-from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, OneStepOffPolicy, Unbounded
+from tidegate.policies.asynchrony import (
+    BoundedStaleness,
+    DeadlinePolicy,
+    OneStepOffPolicy,
+    Unbounded,
+)
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
@@ -73,7 +78,7 @@ class ScenarioRules(
     policy: PolicyName = "bounded"
     order: OrderName = "admission"
     window_groups: Count = 1
-    on_deadline: OnDeadline = "wait"
+    deadline_policy: DeadlinePolicy = "wait"
     filters_groups: bool = False
     """Whether groups of equal rewards are dropped."""
     decide_after: int | None = None
@@ -118,8 +123,8 @@ class ScenarioRules(
                     max_staleness=self.max_staleness,
                     groups_per_batch=batch,
                     outstanding_groups_limit=limit,
-                    order=window if self.order == "window" else self.order,
-                    on_deadline=self.on_deadline,
+                    consumption_order=window if self.order == "window" else self.order,
+                    deadline_policy=self.deadline_policy,
                 )
 
     @property
@@ -142,7 +147,7 @@ class ScenarioRules(
         others["tail-packing"] = 0
         if self.policy in others:
             return others[self.policy]
-        if self.order == "window" and self.on_deadline == "wait":
+        if self.order == "window" and self.deadline_policy == "wait":
             return self.max_staleness + 1 + (self.window_groups - 2) // self.groups_per_batch
         return self.max_staleness
 
@@ -164,7 +169,7 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
     policy = chance.choice(others) if chance.random() < 0.2 else "bounded"
     orders: tuple[OrderName, ...] = ("admission", "completion", "completion", "window")
     order = chance.choice(orders)
-    deadlines: tuple[OnDeadline, ...] = ("wait", "wait", "mask", "drop")
+    deadlines: tuple[DeadlinePolicy, ...] = ("wait", "wait", "mask", "drop")
     if order == "admission":
         deadlines = ("wait",)
     if order == "completion":
@@ -173,11 +178,11 @@ def draw_rules(plain: ScenarioRules) -> dict[str, object]:
         "policy": policy,
         "order": order,
         "window_groups": chance.randint(1, 2 * plain.groups_per_batch + 1),
-        "on_deadline": chance.choice(deadlines),
+        "deadline_policy": chance.choice(deadlines),
         "filters_groups": plain.group_size > 1 and chance.random() < 0.2,
         "decide_after": chance.choice((None, 2)),
         "placement": chance.choice(("plain", "plain", "plain", *get_args(PlacementName))),
-        "update_wave": chance.choice((None, None, 1, 2)),
+        "engines_per_update_wave": chance.choice((None, None, 1, 2)),
         "publish_wait": chance.choice(("live", "live", "staged", "none")),
         "pausing": chance.choice((0.0, 0.0, 0.0, 0.3)),
     }
@@ -236,7 +241,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Complete description of one simulated run, as plain data."""
 
     # ---- the run
-    update_wave: int | None = None
+    engines_per_update_wave: int | None = None
     """Number of engines that swap weights at a time; None: all."""
     publish_wait: PublishWait = "live"
     pausing: float = 0.0
@@ -244,7 +249,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     pause_mode: PauseMode = "keep"
     kv_policy: KvPolicy = "recompute"
     credit_steps: int = 64
-    weights_timeout_s: float = WEIGHTS_TIMEOUT_S
+    weight_update_timeout_s: float = WEIGHTS_TIMEOUT_S
 
     # ---- engines
     engines: Count = 1
@@ -289,7 +294,7 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of tool calls whose duration has a long tail."""
     parking_turns: float = 0.0
     """Share of turns after which the episode waits for newer weights."""
-    episode_budget_s: Seconds | None = None
+    episode_park_after_s: Seconds | None = None
     """Time after which an episode is parked without its own request, in seconds; None: never."""
 
     # ---- the trainer
@@ -369,20 +374,20 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         return run_settings(
             model=Path("simulated"),
             engines=self.engines,
-            policy=self.staleness_policy(),
+            staleness_policy=self.staleness_policy(),
             **self.placement_settings(),
             group_filter=self.group_filter(),
             group_size=self.group_size,
-            update_wave=self.update_wave,
+            engines_per_update_wave=self.engines_per_update_wave,
             pause_mode=self.pause_mode,
             kv_policy=self.kv_policy,
             seed=self.seed,
             credit_steps=self.credit_steps,
             heartbeat_interval_s=0.25,
             engine_timeout_s=1.0,
-            weights_timeout_s=self.weights_timeout_s,
+            weight_update_timeout_s=self.weight_update_timeout_s,
             episode_timeout_s=self.episode_timeout_s,
-            episode_budget_s=self.episode_budget_s,
+            episode_park_after_s=self.episode_park_after_s,
         )
 
     def script(self, task: int, index: int) -> Script:
@@ -494,7 +499,7 @@ def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
         shares = (0.0,) * 7 + (DEADLY_EPISODES,)
         changes["deadly_turns"] = random.Random(f"{plain.seed}/deadly").choice(shares)
     if kinds & WEIGHT_FAULTS:
-        changes["weights_timeout_s"] = chance.choice((3.0, WEIGHTS_TIMEOUT_S))
+        changes["weight_update_timeout_s"] = chance.choice((3.0, WEIGHTS_TIMEOUT_S))
     return msgspec.structs.replace(plain, **changes)
 
 

@@ -107,7 +107,7 @@ def draw_habits(chance: random.Random) -> dict[str, Any]:
         "scored_turns": chance.choice((0.0, 0.3)),
         "long_tools": chance.choice((0.0, 0.2)),
         "parking_turns": chance.choice((0.0, 0.0, 0.3)),
-        "episode_budget_s": chance.choice((None, None, 0.05, 0.5)),
+        "episode_park_after_s": chance.choice((None, None, 0.05, 0.5)),
     }
 
 

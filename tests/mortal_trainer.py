@@ -47,7 +47,7 @@ async def main(model: Path, directory: Path, address: str, tasks: int) -> None:
     async with tidegate.serve(
         model=model,
         engines=0,
-        address=address,
+        listen_address=address,
         group_size=2,
         groups_per_batch=2,
         run_directory=directory,

@@ -200,7 +200,7 @@ async def abort_costs(
 async def rank_rows(model: Path) -> list[Row]:
     """Compare two ranks with one, alternately; the idle engine sleeps."""
     taken: list[list[Spent]] = [[], []]
-    async with started(model) as one, started(model, "--tensor-parallel", "2") as two:
+    async with started(model) as one, started(model, "--tensor-parallel-size", "2") as two:
         for run in range(RUNS):
             for engine, found in zip((two, one), taken, strict=True):
                 found.append(await engine.spent(requests(100 + run), None))

@@ -62,7 +62,7 @@ def settings_for(work: argparse.Namespace) -> Iterator[dict[str, Any]]:
         settings = {
             "model": write_model(directory),
             "engines": 0,
-            "address": address,
+            "listen_address": address,
             "group_size": work.group_size,
             "groups_per_batch": work.batch,
             "max_staleness": -(-work.rollouts // (work.batch * work.group_size)) - 1,

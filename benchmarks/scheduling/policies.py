@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tidegate.policies.asynchrony import (
     BoundedStaleness,
-    OnDeadline,
+    DeadlinePolicy,
     OneStepOffPolicy,
     Order,
     Unbounded,
@@ -63,18 +63,18 @@ SYNC = "sync-colocated"
 """Baseline of the speed-ups: the fastest of the simple policies."""
 
 
-def _bounded(order: Order = "admission", on_deadline: OnDeadline = "wait") -> Make:
+def _bounded(order: Order = "admission", deadline_policy: DeadlinePolicy = "wait") -> Make:
     return lambda batch, eta: BoundedStaleness(
         max_staleness=eta,
         groups_per_batch=batch,
-        order=order,
-        on_deadline=on_deadline,
+        consumption_order=order,
+        deadline_policy=deadline_policy,
     )
 
 
 def _window(batches: int) -> Make:
     return lambda batch, eta: BoundedStaleness(
-        max_staleness=eta, groups_per_batch=batch, order=Window(batches * batch)
+        max_staleness=eta, groups_per_batch=batch, consumption_order=Window(batches * batch)
     )
 
 

@@ -220,9 +220,9 @@ def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> Run
         engine_timeout_s=FOR_EVER_S,
         orchestrator_timeout_s=FOR_EVER_S,
         stuck_after_s=FOR_EVER_S,
-        weights_timeout_s=FOR_EVER_S,
+        weight_update_timeout_s=FOR_EVER_S,
         heartbeat_interval_s=FOR_EVER_S / 4,
-        policy=variant.staleness_policy(workload.groups_per_batch),
+        staleness_policy=variant.staleness_policy(workload.groups_per_batch),
     )
 
 
@@ -271,7 +271,7 @@ def _outcome(workload: Workload, settings: RunSettings, tallies: list[Tally], se
         steps=steps,
         mean_tokens=sum(lengths) / len(lengths),
         tail_share=sum(2 * n > workload.cap_tokens for n in lengths) / len(lengths),
-        bound=settings.staleness.staleness_policy().guaranteed_bound,
+        bound=settings.staleness.make_policy().guaranteed_bound,
         oldest_ever=max(tallies[-1].staleness, default=0),
     )
 

@@ -50,21 +50,25 @@ def refuse_on_device(
     device: torch.device,
     *,
     is_deterministic: bool,
-    quantize: str | None,
-    tensor_parallel: int,
-    speculate: str | None,
+    quantization: str | None,
+    tensor_parallel_size: int,
+    speculative_method: str | None,
 ) -> None:
     """Refuse settings that have no GPU support yet.
 
     Raises:
         ConfigError: such a setting is on.
     """
-    draft_model = speculate if speculate and speculate.startswith("draft:") else None
+    draft_model = (
+        speculative_method
+        if speculative_method and speculative_method.startswith("draft:")
+        else None
+    )
     settings = {
         "deterministic": is_deterministic or None,
-        "quantize": quantize,
-        "tensor_parallel": tensor_parallel if tensor_parallel > 1 else None,
-        "speculate": draft_model,
+        "quantization": quantization,
+        "tensor_parallel_size": tensor_parallel_size if tensor_parallel_size > 1 else None,
+        "speculative_method": draft_model,
     }
     for name, value in settings.items():
         if value is not None:

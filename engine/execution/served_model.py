@@ -93,7 +93,7 @@ def open_model(
     dtype: DtypeChoice,
     *,
     is_deterministic: bool = False,
-    quantize: Quantization | None = None,
+    quantization: Quantization | None = None,
     shard: TensorShard = WHOLE,
     group: "RankGroup | None" = None,
 ) -> ServedModel:
@@ -111,20 +111,20 @@ def open_model(
             config,
             dtype,
             is_deterministic=is_deterministic,
-            quantize=quantize,
+            quantization=quantization,
             shard=shard,
             group=group,
         )
     except ModelNotComputed as error:
-        if quantize is not None:
+        if quantization is not None:
             raise ConfigError(
-                f"quantize={quantize!r}: {error}, and what transformers computes is in full "
-                f"precision; serve another model, or leave quantize out"
+                f"quantization={quantization!r}: {error}, and what transformers computes is in "
+                f"full precision; serve another model, or leave quantization out"
             ) from error
         if not shard.is_whole:
             raise ConfigError(
-                f"tensor_parallel={shard.ranks}: {error}, and what transformers computes is "
-                f"computed by one process; serve another model, or leave tensor_parallel out"
+                f"tensor_parallel_size={shard.ranks}: {error}, and what transformers computes is "
+                f"computed by one process; serve another model, or leave tensor_parallel_size out"
             ) from error
         if is_deterministic:
             raise ConfigError(
@@ -146,17 +146,17 @@ class OwnModel:
         dtype: DtypeChoice,
         *,
         is_deterministic: bool = False,
-        quantize: Quantization | None = None,
+        quantization: Quantization | None = None,
         shard: TensorShard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> None:
-        if quantize == "fp8" and is_deterministic:
+        if quantization == "fp8" and is_deterministic:
             raise ConfigError(
                 "deterministic: products of fp8 weights are torch's, whose sums depend on the "
                 "batch; quantize to 'int8', or leave one out"
             )
         self._path = path
-        self._quantize = quantize
+        self._quantization = quantization
         warnings = []
         if config.tied_head and has_other_head(path):
             config = replace(config, tied_head=False)
@@ -222,7 +222,7 @@ class OwnModel:
             self._config,
             self._dtype,
             is_packed=self._packs,
-            quantize=self._quantize,
+            quantization=self._quantization,
             shard=self._shard,
             group=self._group,
         )

@@ -40,10 +40,10 @@ Quantization = Literal["int8", "fp8"]
 
 
 def make_rounded_matrix(
-    outputs: int, inputs: int, *, dtype: torch.dtype, quantize: Quantization
+    outputs: int, inputs: int, *, dtype: torch.dtype, quantization: Quantization
 ) -> Matrix:
     """Allocate a quantized matrix for activations of ``dtype``."""
-    make = make_fp8_matrix if quantize == "fp8" else make_int8_matrix
+    make = make_fp8_matrix if quantization == "fp8" else make_int8_matrix
     return make(outputs, inputs, dtype)
 
 
@@ -87,15 +87,15 @@ class Weights(WeightStore):
         dtype: torch.dtype,
         *,
         is_packed: bool | None = None,
-        quantize: Quantization | None = None,
+        quantization: Quantization | None = None,
         shard: TensorShard = WHOLE,
         group: "RankGroup | None" = None,
     ) -> "Weights":
         """Allocate one version, uninitialised; the head is float32 whatever ``dtype`` is.
 
         ``is_packed`` chooses the matrices' layout; None takes the faster on this machine.
-        ``quantize`` rounds the layers' matrices except the router. With a ``shard`` only that part
-        is allocated, and ``group`` connects it to the other ranks.
+        ``quantization`` rounds the layers' matrices except the router. With a ``shard`` only that
+        part is allocated, and ``group`` connects it to the other ranks.
         """
         local = shard.local(config)
         vocabulary = (shard.vocabulary_rows(config), config.hidden_size)
@@ -105,8 +105,8 @@ class Weights(WeightStore):
         exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
         matrix = (
             exact
-            if quantize is None
-            else partial(make_rounded_matrix, dtype=dtype, quantize=quantize)
+            if quantization is None
+            else partial(make_rounded_matrix, dtype=dtype, quantization=quantization)
         )
         return cls(
             config,

@@ -114,8 +114,9 @@ class TensorShard:
             uneven.append(f"{config.num_kv_heads} KV heads")
         if uneven:
             raise ConfigError(
-                f"tensor_parallel={self.ranks}: {config.architecture} has {' and '.join(uneven)}, "
-                f"which {self.ranks} ranks can't share evenly; take another number of ranks"
+                f"tensor_parallel_size={self.ranks}: {config.architecture} has "
+                f"{' and '.join(uneven)}, which {self.ranks} ranks can't share evenly; take "
+                f"another number of ranks"
             )
 
 

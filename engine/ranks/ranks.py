@@ -207,11 +207,11 @@ class Ranks:
             ConfigError: ``count`` is not possible.
         """
         if not 1 <= count <= RANKS_MAX:
-            raise ConfigError(f"tensor_parallel must be 1 to {RANKS_MAX}, got {count}")
+            raise ConfigError(f"tensor_parallel_size must be 1 to {RANKS_MAX}, got {count}")
         if is_deterministic and count > 2:
             raise ConfigError(
                 f"deterministic: sums over {count} ranks depend on the batch, those over 2 don't; "
-                f"set tensor_parallel to 2 or 1, or leave deterministic out"
+                f"set tensor_parallel_size to 2 or 1, or leave deterministic out"
             )
         self.shard = TensorShard(0, count)
         self.group: RankGroup | None = None

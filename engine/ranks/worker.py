@@ -61,12 +61,14 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
         arguments.model,
         arguments.dtype,
         is_deterministic=arguments.deterministic,
-        quantize=arguments.quantize,
+        quantization=arguments.quantization,
         shard=shard,
         group=group,
     )
     assert isinstance(model, OwnModel)  # other models are refused
-    runner = model.make_runner(num_blocks=arguments.num_blocks, block_tokens=arguments.block_tokens)
+    runner = model.make_runner(
+        num_blocks=arguments.num_kv_blocks, block_tokens=arguments.block_tokens
+    )
     assert isinstance(runner, ModelRunner)  # Tidegate's own models have one
     connection.send_bytes(rank.encode(rank.RankLoaded()))
     told = rank.decode_to_rank(connection.recv_bytes())
@@ -85,13 +87,21 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tidegate.engine.ranks.worker")
-    for name in ("rank", "ranks", "connection", "num-blocks", "block-tokens", "threads", "rank-0"):
+    for name in (
+        "rank",
+        "ranks",
+        "connection",
+        "num-kv-blocks",
+        "block-tokens",
+        "threads",
+        "rank-0",
+    ):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("model", "meeting-place"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--home", required=True, help="the orchestrator's address")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantize")
+    parser.add_argument("--quantization")
     parser.add_argument("--deterministic", action="store_true")
     return parser.parse_args()
 

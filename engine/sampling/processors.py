@@ -78,8 +78,8 @@ class ProcessorRegistry:
         if make is None:
             raise TurnRefused(
                 f"no logit processor is called {asked.name!r} here; there are "
-                f"{', '.join(sorted(self._makers))}; start engines with processors=[module] to add "
-                f"your own"
+                f"{', '.join(sorted(self._makers))}; start engines with logits_processors=[module] "
+                f"to add your own"
             )
         try:
             return asked.name, make(asked.arguments, setup)

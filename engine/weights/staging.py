@@ -48,7 +48,9 @@ NAMES_SHOWN_MAX = 3
 
 NO_CHANNEL = "no weight channel is open; send InitWeights first"
 
-ROOM_FOR_TWO = "it stands beside the one that serves; lower num_blocks, or leave the machine more"
+ROOM_FOR_TWO = (
+    "it stands beside the one that serves; lower num_kv_blocks, or leave the machine more"
+)
 """Advice in the error for a second set of weights that does not fit."""
 
 Answer = WeightsStaged | WeightsFailed | Complaint

@@ -116,12 +116,12 @@ class RayCluster:
         self.ray = connected_ray()
         self.settings = settings
         self.room = RayRoom(self.ray, _places(settings))
-        self.address = settings.fleet.address or own_address(self.ray)
+        self.address = settings.fleet.listen_address or own_address(self.ray)
         self.keys: OrchestratorKeys | None
         self.engine_keys: EngineKeys | None
-        if settings.fleet.keys is not None:
-            self.keys = read_orchestrator_keys(settings.fleet.keys)
-            self.engine_keys = read_engine_keys(settings.fleet.keys / ENGINE_DEFAULT)
+        if settings.fleet.curve_key_directory is not None:
+            self.keys = read_orchestrator_keys(settings.fleet.curve_key_directory)
+            self.engine_keys = read_engine_keys(settings.fleet.curve_key_directory / ENGINE_DEFAULT)
         else:
             self.keys, self.engine_keys = passing_keys()
 
@@ -245,7 +245,7 @@ class RayEngines:
 
 def _places(settings: RunSettings) -> RayPlaces:
     return RayPlaces(
-        cpus=(settings.engine.threads_per_engine or 1) * settings.engine.tensor_parallel,
+        cpus=(settings.engine.threads_per_engine or 1) * settings.engine.tensor_parallel_size,
         gpus=settings.fleet.gpus_per_engine,
         placement_group=settings.fleet.placement_group,
     )

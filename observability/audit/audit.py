@@ -287,7 +287,7 @@ def _quantization(directory: Path) -> str:
     """Return the run's quantization; it admits only engines that quantize the same way."""
     run = _run_of(directory)
     try:
-        return str(run["settings"].get("quantize") or "") if run else ""
+        return str(run["settings"].get("quantization") or "") if run else ""
     except (KeyError, AttributeError) as error:
         raise AuditError(f"{directory / RUN_FILE} is damaged: {error!r}") from error
 

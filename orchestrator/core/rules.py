@@ -75,6 +75,9 @@ OUR_CLASSES: dict[str, type] = {
 """Classes that a record may name without the caller passing them, by their names there. A name is
 part of the journal's format: it stays when its class is moved or renamed."""
 
+FORMER_FIELDS = {"order": "consumption_order", "on_deadline": "deadline_policy"}
+"""Former name of a field of our classes -> its name now, for journals written before."""
+
 RECORD_DEPTH_MAX = 16
 """Nesting limit of a record. Rules have four levels; a foreign header may have any number."""
 
@@ -108,7 +111,8 @@ def record_of(value: Any) -> Any:
 
 
 def renamed(record: Any) -> Any:
-    """Return a record with our classes by their registered names, whichever version wrote it."""
+    """Return a record with the present names of our classes and fields, whichever version wrote
+    it."""
     if isinstance(record, list):
         return [renamed(each) for each in record]
     if not isinstance(record, dict):
@@ -117,6 +121,8 @@ def renamed(record: Any) -> Any:
     module, colon, name = str(record.get(CLASS, "")).partition(":")
     if colon and module.startswith(OUR_PACKAGE) and name in OUR_CLASSES:
         record[CLASS] = name
+    if str(record.get(CLASS)) in OUR_CLASSES:
+        record = {FORMER_FIELDS.get(name, name): value for name, value in record.items()}
     return record
 
 

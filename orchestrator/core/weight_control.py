@@ -572,18 +572,18 @@ class WeightControl:
         pause_mode: PauseMode,
         kv_policy: KvPolicy,
         wave_engines: int | None = None,
-        weights_timeout_s: float = 60.0,
+        weight_update_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
     ) -> None:
         """``wave_engines``: how many engines swap at a time; None for all at once.
-        ``weights_timeout_s``: time limit of a version, a sleep or a wake; ``pause_timeout_s``: of
-        an engine to pause or resume."""
+        ``weight_update_timeout_s``: time limit of a version, a sleep or a wake;
+        ``pause_timeout_s``: of an engine to pause or resume."""
         self._init = init
         self._wave_engines = wave_engines
         self._swap_mode: PauseMode = pause_mode
         self.kv_policy: KvPolicy = kv_policy
         """What the next swap does to the KV of kept turns."""
-        self._weights_timeout_s = weights_timeout_s
+        self._weights_timeout_s = weight_update_timeout_s
         self._pause_timeout_s = pause_timeout_s
         self._out: list[Command] = []
         self._engines: dict[str, _Engine] = {}

@@ -488,7 +488,7 @@ class Episode(ScoringEpisode):
 
         Returns once newer weights are live, or the trainer waits for a batch, because no weights
         come without rollouts. Returns at once in an evaluation, and for turns replayed after a
-        resume. The episode's timeout does not run meanwhile. With ``episode_budget_s``,
+        resume. The episode's timeout does not run meanwhile. With ``episode_park_after_s``,
         ``generate`` parks by itself.
         """
         self._refuse_if_over()

@@ -252,7 +252,7 @@ class EpisodeRunner:
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
         self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
-        self._budget_s = settings.episode_budget_s
+        self._budget_s = settings.episode_park_after_s
         self._defaults = sampling
         self._model = model
         self._waiting = waiting

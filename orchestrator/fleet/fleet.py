@@ -104,7 +104,7 @@ def _of_what_it_can(hello: Hello, demands: EngineRequirements) -> str | None:
         return (
             f"engine {hello.engine!r} rounds weights to {hello.quantization or 'nothing'!r}, "
             f"and this run's are to be rounded to {demands.quantization or 'nothing'!r}; start "
-            f"both with the same quantize"
+            f"both with the same quantization"
         )
     if demands.kv_policy is not None and demands.kv_policy not in hello.kv_policies:
         can = ", ".join(map(repr, hello.kv_policies)) or "nothing"

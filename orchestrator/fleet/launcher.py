@@ -73,9 +73,11 @@ class LocalEngineLauncher:
             ConfigError: they can't be read.
         """
         self._settings = settings
-        self.address = settings.fleet.address
+        self.address = settings.fleet.listen_address
         self.keys = (
-            None if settings.fleet.keys is None else read_orchestrator_keys(settings.fleet.keys)
+            None
+            if settings.fleet.curve_key_directory is None
+            else read_orchestrator_keys(settings.fleet.curve_key_directory)
         )
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:

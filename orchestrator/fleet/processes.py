@@ -200,8 +200,8 @@ class LocalEngines:
 def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     """Return the command line of a worker that serves ``settings.model``."""
     command = [sys.executable, "-m", WORKER, "--die-with-parent", str(os.getpid())]
-    if settings.fleet.keys is not None:
-        command += ["--keys", str(settings.fleet.keys / ENGINE_DEFAULT)]
+    if settings.fleet.curve_key_directory is not None:
+        command += ["--keys", str(settings.fleet.curve_key_directory / ENGINE_DEFAULT)]
     threads = settings.engine_threads
     return [*command, *engine_options(settings.model, settings.engine, name, address, threads)]
 
@@ -221,22 +221,22 @@ def engine_options(
     }
     if settings.device != "cpu":
         options["device"] = settings.device
-    if settings.num_blocks is not None:
-        options["num-blocks"] = settings.num_blocks
+    if settings.num_kv_blocks is not None:
+        options["num-kv-blocks"] = settings.num_kv_blocks
     if settings.step_time_min_s:
         options["step-time-min"] = settings.step_time_min_s
-    if settings.speculate is not None:
-        options["speculate"] = settings.speculate
+    if settings.speculative_method is not None:
+        options["speculative-method"] = settings.speculative_method
     for option, value in options.items():
         command += [f"--{option}", str(value)]
-    if settings.quantize is not None:
-        command += ["--quantize", settings.quantize]
-    if settings.tensor_parallel > 1:
-        command += ["--tensor-parallel", str(settings.tensor_parallel)]
+    if settings.quantization is not None:
+        command += ["--quantization", settings.quantization]
+    if settings.tensor_parallel_size > 1:
+        command += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
     if settings.deterministic:
         command.append("--deterministic")
-    for module in settings.processors:
-        command += ["--processors", module]
+    for module in settings.logits_processors:
+        command += ["--logits-processors", module]
     return command
 
 
@@ -251,8 +251,8 @@ def adapter_command(settings: RunSettings, name: str, address: str, url: str) ->
         "engine": name,
         "max-running-turns": settings.engine.max_running_turns,
     }
-    if settings.fleet.keys is not None:
-        options["keys"] = settings.fleet.keys / ENGINE_DEFAULT
+    if settings.fleet.curve_key_directory is not None:
+        options["keys"] = settings.fleet.curve_key_directory / ENGINE_DEFAULT
     directory = settings.records.run_directory
     if directory is not None:  # which the server is more likely to see than /tmp
         options["weights-directory"] = (directory / "published" / name).resolve()

@@ -84,7 +84,7 @@ class EngineSide:
             settings.fleet,
             send,
             is_deterministic=settings.engine.deterministic,
-            quantization=settings.engine.quantize or "",
+            quantization=settings.engine.quantization or "",
             kv_policy=settings.weights.kv_policy,
             weight_channel=init_weights.channel,
         )

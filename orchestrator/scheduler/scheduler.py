@@ -194,7 +194,9 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         if self._journal is not None:
-            self._journal.start(keeps_events=self._settings.records.keep_events, on_error=self.fail)
+            self._journal.start(
+                keeps_events=self._settings.records.keep_full_journal, on_error=self.fail
+            )
         self._go_on()
         if self._resume is not None:
             await self._resumption_safe()

@@ -27,7 +27,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.settings.suggestions import did_you_mean
-from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline
+from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.routing import LeastLoaded, Routing
@@ -83,41 +83,46 @@ class StalenessSettings(SettingsRecord):
     outstanding_groups_limit: Count | None = None
     """Largest number of groups admitted and not yet trained, if fewer than
     ``(max_staleness + 1) * groups_per_batch``."""
-    order: Order | InstanceOf[Window] = "admission"
+    consumption_order: Order | InstanceOf[Window] = "admission"
     """Order in which groups are handed over; see :mod:`tidegate.policies.asynchrony`."""
-    on_deadline: OnDeadline = "wait"
+    deadline_policy: DeadlinePolicy = "wait"
     """What happens to a group whose tokens reach the staleness bound: the batch waits for it, they
     are masked, the group is split, or it is dropped."""
-    policy: InstanceOf[StalenessPolicy] | None = None
+    staleness_policy: InstanceOf[StalenessPolicy] | None = None
     """A staleness policy object, in place of ``max_staleness``, ``groups_per_batch``,
-    ``outstanding_groups_limit``, ``order`` and ``on_deadline``."""
+    ``outstanding_groups_limit``, ``consumption_order`` and ``deadline_policy``."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
     """Decides which groups are worth training on, such as ``DynamicSampling()``."""
 
-    def staleness_policy(self) -> StalenessPolicy:
-        """Return ``policy``, or the bounded staleness that the other settings describe.
+    def make_policy(self) -> StalenessPolicy:
+        """Return ``staleness_policy``, or the bounded staleness that the other settings describe.
 
         Raises:
             ConfigError: the policy could never fill a batch.
         """
-        if self.policy is not None:
-            return self.policy
+        if self.staleness_policy is not None:
+            return self.staleness_policy
         return BoundedStaleness(
             max_staleness=self.max_staleness,
             groups_per_batch=self.groups_per_batch,
             outstanding_groups_limit=self.outstanding_groups_limit,
-            order=self.order,
-            on_deadline=self.on_deadline,
+            consumption_order=self.consumption_order,
+            deadline_policy=self.deadline_policy,
         )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.staleness_policy()
-        others = {"max_staleness", "groups_per_batch", "outstanding_groups_limit", "order"}
-        others = (others | {"on_deadline"}) & self.model_fields_set
-        if self.policy is not None and others:
+        self.make_policy()
+        others = {
+            "max_staleness",
+            "groups_per_batch",
+            "outstanding_groups_limit",
+            "consumption_order",
+        }
+        others = (others | {"deadline_policy"}) & self.model_fields_set
+        if self.staleness_policy is not None and others:
             raise ConfigError(
-                f"policy={self.policy!r} says all about staleness; leave out "
+                f"staleness_policy={self.staleness_policy!r} says all about staleness; leave out "
                 f"{', '.join(sorted(others))}, or give the policy what they say"
             )
         if self.group_size == 1 and isinstance(self.group_filter, DynamicSampling):
@@ -131,17 +136,17 @@ class StalenessSettings(SettingsRecord):
 class PlacementSettings(SettingsRecord):
     """Policies that choose an engine for each turn."""
 
-    routing: InstanceOf[Routing] = LeastLoaded()
+    routing_policy: InstanceOf[Routing] = LeastLoaded()
     """Chooses the engine that a new turn is sent to."""
     engine_speeds: InstanceOf[EngineSpeeds] | None = None
     """Weighs engines' loads by their speeds; None takes all engines for equally fast."""
-    stragglers: InstanceOf[Stragglers] | None = None
+    migration_policy: InstanceOf[Stragglers] | None = None
     """Chooses running turns to move to another engine; None moves none."""
 
     def rules(self) -> PlacementRules:
         """Return these policies as the core takes them."""
         return PlacementRules(
-            routing=self.routing, speeds=self.engine_speeds, stragglers=self.stragglers
+            routing=self.routing_policy, speeds=self.engine_speeds, stragglers=self.migration_policy
         )
 
 
@@ -165,17 +170,17 @@ class EpisodeSettings(SettingsRecord):
     episode_timeout_s: Seconds = 600.0
     """An episode that takes longer is discarded and counted. Time in which it is parked does not
     count."""
-    episode_budget_s: Seconds | None = None
+    episode_park_after_s: Seconds | None = None
     """An episode that has run this long is parked before its next turn, leaves the engines to
     others, and continues under newer weights; then again after as long. None parks an episode only
     when it asks for that, see ``Episode.park``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        budget_s, timeout_s = self.episode_budget_s, self.episode_timeout_s
+        budget_s, timeout_s = self.episode_park_after_s, self.episode_timeout_s
         if budget_s is not None and budget_s >= timeout_s:
             raise ConfigError(
-                f"episode_budget_s={budget_s} parks episodes that take so long, and "
+                f"episode_park_after_s={budget_s} parks episodes that take so long, and "
                 f"episode_timeout_s={timeout_s} ends them before; lower the one or raise the other"
             )
         return self
@@ -185,7 +190,8 @@ class FleetSettings(SettingsRecord):
     """Engines that serve the run: how many, where they run, and how they connect."""
 
     engines: Annotated[int, Field(ge=0)] = 1
-    """Engine processes to start on this machine; 0 waits for others to connect to ``address``."""
+    """Engine processes to start on this machine; 0 waits for others to connect to
+    ``listen_address``."""
     engine_urls: tuple[str, ...] = ()
     """Inference servers that already run, such as ``vllm+http://127.0.0.1:8000``: each serves the
     run as an engine, by an adapter process that the run starts. Only they do, unless ``engines``
@@ -199,9 +205,9 @@ class FleetSettings(SettingsRecord):
     placement_group: str | None = None
     """Name of a Ray placement group that engines go into, bundle by bundle, if trainer ranks or
     environments are to be beside them; None gives each engine a group of its own."""
-    address: str | None = None
+    listen_address: str | None = None
     """Address that engines connect to; None is a private ipc socket."""
-    keys: Path | None = None
+    curve_key_directory: Path | None = None
     """Directory that ``tidegate keys`` made: only engines with keys may connect then, from any
     host."""
     engine_start_timeout_s: Seconds = 120.0
@@ -232,10 +238,10 @@ class FleetSettings(SettingsRecord):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_urls()
-        if self.engines_started == 0 and self.address is None:
+        if self.engines_started == 0 and self.listen_address is None:
             raise ConfigError(
-                "engines=0 starts none, and without an address no other can connect; give an "
-                "address, such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
+                "engines=0 starts none, and without a listen_address no other can connect; give "
+                "one, such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
             )
         if self.cluster is None and (self.placement_group or self.gpus_per_engine):
             raise ConfigError(
@@ -270,19 +276,22 @@ class FleetSettings(SettingsRecord):
             )
 
     def _check_listener(self) -> None:
-        if self.keys is not None:
-            read_orchestrator_keys(self.keys)
+        if self.curve_key_directory is not None:
+            read_orchestrator_keys(self.curve_key_directory)
             if self.engines_started:
-                read_engine_keys(self.keys / ENGINE_DEFAULT)
-        if self.address is None:
+                read_engine_keys(self.curve_key_directory / ENGINE_DEFAULT)
+        if self.listen_address is None:
             return
         makes_keys = self.cluster == "ray"
-        if makes_keys and is_on_this_host(self.address):
+        if makes_keys and is_on_this_host(self.listen_address):
             raise ConfigError(
-                f"address={self.address!r} can be reached from this host only, and Ray places "
-                f"engines on any; leave it out, or give one of this node's, such as 'tcp://*:5555'"
+                f"listen_address={self.listen_address!r} can be reached from this host only, and "
+                f"Ray places engines on any; leave it out, or give one of this node's, such as "
+                f"'tcp://*:5555'"
             )
-        check_listener(self.address, has_keys=makes_keys or self.keys is not None)
+        check_listener(
+            self.listen_address, has_keys=makes_keys or self.curve_key_directory is not None
+        )
 
 
 class EngineSettings(SettingsRecord):
@@ -290,16 +299,16 @@ class EngineSettings(SettingsRecord):
 
     max_running_turns: Count = 64
     """Decode slots per engine."""
-    num_blocks: Count | None = None
+    num_kv_blocks: Count | None = None
     """KV blocks per engine; None sizes the cache by the engine's memory budget."""
-    processors: tuple[str, ...] = ()
+    logits_processors: tuple[str, ...] = ()
     """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
-    quantize: Quantization | None = None
+    quantization: Quantization | None = None
     """Type that engines round each version's layer weights to; trainer and published weights stay
     as they are. Log-probs are those sampled from, so those of the rounded weights: have the loss
     correct for the difference. An audit rounds alike."""
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes per engine, which share out each layer of the model: for models that are too large
     for one process, or too slow. They swap to new weights together or not at all."""
     deterministic: bool = False
@@ -307,7 +316,7 @@ class EngineSettings(SettingsRecord):
     in the batch, and however the turn is chunked, preempted or moved; costs some speed. The bits
     depend on the kind of processor, the compiler and the engines' ``--block-tokens``, which
     ``statistics().engines[…].block_tokens`` and a run's directory have."""
-    speculate: str | None = None
+    speculative_method: str | None = None
     """Source of draft tokens, of which an engine verifies several in one step; changes speed only.
     ``lookup`` drafts from what a turn has read and written before; ``rollouts`` also from earlier
     samples of its prompt; ``draft:DIRECTORY`` by a smaller model with the same vocabulary."""
@@ -327,11 +336,11 @@ class EngineSettings(SettingsRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.quantize == "fp8" and self.deterministic:
+        if self.quantization == "fp8" and self.deterministic:
             raise ConfigError(
-                "quantize='fp8' and deterministic=True don't go together: products of fp8 weights "
-                "are torch's, whose sums depend on the batch; take quantize='int8', or leave one "
-                "out"
+                "quantization='fp8' and deterministic=True don't go together: products of fp8 "
+                "weights are torch's, whose sums depend on the batch; take quantization='int8', or "
+                "leave one out"
             )
         return self
 
@@ -344,7 +353,7 @@ class WeightSettings(SettingsRecord):
     kv_policy: KvPolicy = "recompute"
     """What a weight update does to the KV of kept turns: ``recompute`` it under the new weights, or
     ``keep`` it."""
-    update_wave: Count | None = None
+    engines_per_update_wave: Count | None = None
     """Number of engines that swap to new weights at a time, while the others go on; None: all at
     once."""
     weight_channel: WeightChannelName = "shm"
@@ -359,8 +368,9 @@ class WeightSettings(SettingsRecord):
     thread about a second per gigabyte."""
     weight_checksums: bool = False
     """Have engines check each tensor that is published, at a second per gigabyte on either side."""
-    weights_timeout_s: Seconds = 120.0
-    """Time for every engine to serve a published version; with ``update_wave``, for each wave."""
+    weight_update_timeout_s: Seconds = 120.0
+    """Time for every engine to serve a published version; with ``engines_per_update_wave``, for
+    each wave."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -378,13 +388,13 @@ class RecordSettings(SettingsRecord):
 
     run_directory: Path | None = None
     """Directory for trajectories, weights, metrics and a trace; None records nothing."""
-    dashboard: str | None = None
+    dashboard_address: str | None = None
     """HOST:PORT under which to show the run, and its metrics to Prometheus; port 0 takes a free
     one, which ``dashboard_url`` has. On addresses of other hosts, visitors need a token."""
     journal: bool = False
     """Keep a journal in the run's directory, from which ``serve(resume=)`` continues after a crash.
     """
-    keep_events: bool = False
+    keep_full_journal: bool = False
     """Never let snapshots replace the journal's events, so that all can be replayed."""
     resume_partial_rollouts: bool = True
     """After a crash, rollouts continue from the tokens they had; False begins them again."""
@@ -427,7 +437,7 @@ class RunSettings(SettingsRecord):
     @property
     def engine_processes(self) -> int:
         """Number of processes that compute a model, of the engines that the run starts."""
-        return self.fleet.engines * self.engine.tensor_parallel
+        return self.fleet.engines * self.engine.tensor_parallel_size
 
     @property
     def engine_threads(self) -> int:
@@ -444,7 +454,7 @@ class RunSettings(SettingsRecord):
     def rules(self) -> Rules:
         """Return the policies that the run's core decides by."""
         return Rules(
-            policy=self.staleness.staleness_policy(),
+            policy=self.staleness.make_policy(),
             group_size=self.staleness.group_size,
             group_filter=self.staleness.group_filter,
             placement=self.placement.rules(),
@@ -463,16 +473,19 @@ class RunSettings(SettingsRecord):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        channel, tensor_parallel = self.weights.weight_channel, self.engine.tensor_parallel
+        channel, tensor_parallel_size = (
+            self.weights.weight_channel,
+            self.engine.tensor_parallel_size,
+        )
         if self.fleet.engine_urls and self.engine.step_time_min_s:
             raise ConfigError(
                 f"step_time_min_s={self.engine.step_time_min_s} slows engines that the run starts, "
                 f"and engine_urls names servers, which it can't slow; leave out one of them"
             )
-        if tensor_parallel > 1 and channel in ("relay", "collective"):
+        if tensor_parallel_size > 1 and channel in ("relay", "collective"):
             raise ConfigError(
                 f"weight_channel={channel!r} counts on one reader per engine, and of "
-                f"tensor_parallel={tensor_parallel} ranks each reads for itself; set "
+                f"tensor_parallel_size={tensor_parallel_size} ranks each reads for itself; set "
                 f"weight_channel to 'shm', 'zmq' or 'disk'"
             )
         if channel == "cuda_ipc":
@@ -482,7 +495,7 @@ class RunSettings(SettingsRecord):
         return self
 
     def _check_gpu_channel(self) -> None:
-        cluster, address = self.fleet.cluster, self.fleet.address
+        cluster, address = self.fleet.cluster, self.fleet.listen_address
         if self.engine.device == "cpu":
             raise ConfigError(
                 "weight_channel='cuda_ipc' leaves weights on a GPU that trainer and engines share, "
@@ -492,18 +505,18 @@ class RunSettings(SettingsRecord):
         if cluster == "ray" or not is_on_this_host(address or "ipc:"):
             raise ConfigError(
                 "weight_channel='cuda_ipc' reaches engines on this host's GPU only, and cluster="
-                f"{cluster!r}, address={address!r} are for others too; set "
+                f"{cluster!r}, listen_address={address!r} are for others too; set "
                 "weight_channel to 'relay', or leave these out"
             )
-        if self.engine.tensor_parallel > 1:
+        if self.engine.tensor_parallel_size > 1:
             raise ConfigError(
                 f"weight_channel='cuda_ipc' is for engines of one process on one GPU, and "
-                f"tensor_parallel={self.engine.tensor_parallel} has several; set weight_channel to "
-                f"'shm'"
+                f"tensor_parallel_size={self.engine.tensor_parallel_size} has several; set "
+                f"weight_channel to 'shm'"
             )
 
     def _check_shared_memory(self) -> None:
-        address = self.fleet.address
+        address = self.fleet.listen_address
         if self.fleet.cluster == "ray":
             raise ConfigError(
                 "weight_channel='shm' reaches engines on this host only, and Ray places them on "
@@ -512,7 +525,7 @@ class RunSettings(SettingsRecord):
             )
         if address is not None and not is_on_this_host(address):
             raise ConfigError(
-                f"weight_channel='shm' reaches engines on this host only, and address="
+                f"weight_channel='shm' reaches engines on this host only, and listen_address="
                 f"{address!r} is for others too; set weight_channel='zmq', or 'disk' with a "
                 f"run_directory that all hosts share"
             )
@@ -551,14 +564,14 @@ class RunOptions(TypedDict, total=False):
     group_size: int
     groups_per_batch: int
     outstanding_groups_limit: int | None
-    order: Order | Window
-    on_deadline: OnDeadline
-    policy: StalenessPolicy | None
+    consumption_order: Order | Window
+    deadline_policy: DeadlinePolicy
+    staleness_policy: StalenessPolicy | None
     group_filter: GroupFilter
     # placement
-    routing: Routing
+    routing_policy: Routing
     engine_speeds: EngineSpeeds | None
-    stragglers: Stragglers | None
+    migration_policy: Stragglers | None
     # sampling
     temperature: float
     max_tokens: int
@@ -566,15 +579,15 @@ class RunOptions(TypedDict, total=False):
     seed: int
     # episodes
     episode_timeout_s: float
-    episode_budget_s: float | None
+    episode_park_after_s: float | None
     # fleet
     engines: int
     engine_urls: Sequence[str]
     cluster: Cluster | None
     gpus_per_engine: float
     placement_group: str | None
-    address: str | None
-    keys: Path | str | None
+    listen_address: str | None
+    curve_key_directory: Path | str | None
     engine_start_timeout_s: float
     engine_timeout_s: float
     orchestrator_timeout_s: float
@@ -582,12 +595,12 @@ class RunOptions(TypedDict, total=False):
     credit_steps: int
     # engine
     max_running_turns: int
-    num_blocks: int | None
-    processors: Sequence[str]
-    quantize: Quantization | None
-    tensor_parallel: int
+    num_kv_blocks: int | None
+    logits_processors: Sequence[str]
+    quantization: Quantization | None
+    tensor_parallel_size: int
     deterministic: bool
-    speculate: str | None
+    speculative_method: str | None
     dtype: Dtype
     device: str
     threads_per_engine: int | None
@@ -595,16 +608,16 @@ class RunOptions(TypedDict, total=False):
     # weights
     pause_mode: PauseMode
     kv_policy: KvPolicy
-    update_wave: int | None
+    engines_per_update_wave: int | None
     weight_channel: WeightChannelName
     weight_deltas: bool
     weight_checksums: bool
-    weights_timeout_s: float
+    weight_update_timeout_s: float
     # records
     run_directory: Path | str | None
-    dashboard: str | None
+    dashboard_address: str | None
     journal: bool
-    keep_events: bool
+    keep_full_journal: bool
     resume_partial_rollouts: bool
     stuck_after_s: float
 

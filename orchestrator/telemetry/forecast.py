@@ -269,7 +269,7 @@ def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
 
 def window_groups(policy: StalenessPolicy) -> int | None:
     """Return how far past the oldest unfinished group a policy looks; None for completion order."""
-    order = getattr(policy, "order", "completion")
+    order = getattr(policy, "consumption_order", "completion")
     if isinstance(order, Window):
         return order.groups
     return 1 if order == "admission" else None

@@ -102,8 +102,8 @@ class EngineControl:
             init_weights,
             pause_mode=settings.pause_mode,
             kv_policy=settings.kv_policy,
-            wave_engines=settings.update_wave,
-            weights_timeout_s=settings.weights_timeout_s,
+            wave_engines=settings.engines_per_update_wave,
+            weight_update_timeout_s=settings.weight_update_timeout_s,
             pause_timeout_s=pause_timeout_s,
         )
         """The state machine; read it, but change it only here."""
@@ -148,8 +148,8 @@ class EngineControl:
         are bad, and engines are paused first (rollback).
 
         Raises:
-            EngineLagging: an engine that still read it after ``weights_timeout_s`` is given up.
-            WeightsRefused: a part would be laid over weights that this process doesn't know.
+            EngineLagging: an engine that still read it after ``weight_update_timeout_s`` is given
+            up. WeightsRefused: a part would be laid over weights that this process doesn't know.
             TidegateError: an earlier publish failed after its call had returned.
         """
         number = next(self._numbers)
@@ -183,7 +183,7 @@ class EngineControl:
         cancelled one continues without its caller.
 
         Raises:
-            EngineLagging: an engine took longer than ``weights_timeout_s``. It is given up.
+            EngineLagging: an engine took longer than ``weight_update_timeout_s``. It is given up.
             WeightsRefused: the weights don't fit the model, or their names and offsets don't fit
                 into a message; the old weights stay live.
             PublishDropped: a newer publish replaced this one, and its write failed.

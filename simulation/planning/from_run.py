@@ -122,7 +122,7 @@ def _measured(facts: Facts) -> Prediction:
 
 def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
     value = settings.get(name)
-    if not isinstance(value, int) or settings.get("policy") is not None:
+    if not isinstance(value, int) or settings.get("staleness_policy") is not None:
         raise ConfigError(
             f"{directory} ran under a policy of its own, {settings.get('policy')!r}; plans know "
             f"bounded staleness only"

@@ -192,9 +192,9 @@ def _settings(situation: PlanWorkload, choice: PlanCandidate, seed: int) -> RunS
         engine_timeout_s=FOR_EVER_S,
         orchestrator_timeout_s=FOR_EVER_S,
         stuck_after_s=FOR_EVER_S,
-        weights_timeout_s=FOR_EVER_S,
+        weight_update_timeout_s=FOR_EVER_S,
         heartbeat_interval_s=FOR_EVER_S / 4,
-        policy=BoundedStaleness(
+        staleness_policy=BoundedStaleness(
             max_staleness=choice.max_staleness, groups_per_batch=choice.groups_per_batch
         ),
     )

@@ -90,7 +90,7 @@ class AddressInUse(TidegateError, OSError):
         self.address = address
         super().__init__(
             f"{address} is in use by another process; choose another address, or leave "
-            f"`address` out to get a private one"
+            f"`listen_address` out to get a private one"
         )
 
 
@@ -129,7 +129,7 @@ class OutOfBlocks(TidegateError, MemoryError):
         super().__init__(
             f"turn needs {blocks_needed} KV blocks of {block_tokens} tokens but the whole cache "
             f"has {blocks_total}; shorten the prompt, lower max_tokens, or give the engine more "
-            f"blocks (num_blocks)"
+            f"blocks (num_kv_blocks)"
         )
 
 
@@ -211,8 +211,8 @@ class EngineLagging(TidegateError, TimeoutError):
         self.waited_s = waited_s
         super().__init__(
             f"{', '.join(engines)} still without weights v{wanted_version}, {waited_s:.0f} s after "
-            f"it was published ({where}); check the engine's log, or raise weights_timeout_s if "
-            f"loading this model really takes longer"
+            f"it was published ({where}); check the engine's log, or raise weight_update_timeout_s "
+            f"if loading this model really takes longer"
         )
 
 

@@ -131,7 +131,10 @@ def test_the_example_is_well() -> None:
         ("run.weights.puase_mode=keep", "no such setting; did you mean 'pause_mode'?"),
         ("run.staleness.group_size=3", "group_size is set twice, by itself and in staleness"),
         ("run.records.run_directory=runs", "run_directory is set twice, by itself and in records"),
-        ("run.placement.routing.use=tidegate.policies.routing:NoAffinity", "'SessionAffinity'?"),
+        (
+            "run.placement.routing_policy.use=tidegate.policies.routing:NoAffinity",
+            "'SessionAffinity'?",
+        ),
         ("tasks.furst=1", "tasks.furst: no such argument; did you mean 'first'?"),
         ("tasks.first=[]", "tasks.first = []: Input should be a valid integer"),
         ("episode.word=2", "episode.word: no such argument; did you mean 'words'?"),
@@ -141,7 +144,10 @@ def test_the_example_is_well() -> None:
         ("trainer.use=json:lods", "json has no 'lods'; did you mean 'loads'?"),
         ("trainer.use=json:loads", "must take (rollouts, tasks, episode)"),
         ("episode.use=json:loads", "must be an `async def` of (episode, task)"),
-        ("run.routing.use=tidegate.policies.routing:NoAffinity", "did you mean 'SessionAffinity'?"),
+        (
+            "run.routing_policy.use=tidegate.policies.routing:NoAffinity",
+            "did you mean 'SessionAffinity'?",
+        ),
     ],
 )
 def test_a_slip_is_refused_with_where_it_is_and_what_there_is(
@@ -164,9 +170,9 @@ def test_what_is_left_out_is_named(config: Path) -> None:
 def test_a_table_with_a_class_becomes_an_object_and_a_list_can_be_the_tasks(config: Path) -> None:
     text = config.read_text().replace("first = 3", "").replace(":questions", ":EVENS")
     config.write_text(text.replace(":train", ":train_async").replace("batches = 2", ""))
-    routing = "run.routing={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
+    routing = "run.routing_policy={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
     program = read_program(config, [routing, "run.seed=1"])
-    assert program.settings.placement.routing == SessionAffinity(margin_turns=3)
+    assert program.settings.placement.routing_policy == SessionAffinity(margin_turns=3)
     assert list(program.make_tasks()) == [0, 2, 4]
     assert program.is_async
 
@@ -177,12 +183,12 @@ def test_settings_can_stand_in_tables_of_their_records(config: Path) -> None:
 [run.weights]
 pause_mode = "abort"
 [run.placement]
-routing = {use = "tidegate.policies.routing:SessionAffinity", margin_turns = 3}
+routing_policy = {use = "tidegate.policies.routing:SessionAffinity", margin_turns = 3}
 [tasks]"""
     config.write_text(text.replace("[tasks]", tables))
-    settings = read_program(config, ["run.weights.update_wave=2"]).settings
-    assert (settings.weights.pause_mode, settings.weights.update_wave) == ("abort", 2)
-    assert settings.placement.routing == SessionAffinity(margin_turns=3)
+    settings = read_program(config, ["run.weights.engines_per_update_wave=2"]).settings
+    assert (settings.weights.pause_mode, settings.weights.engines_per_update_wave) == ("abort", 2)
+    assert settings.placement.routing_policy == SessionAffinity(margin_turns=3)
     assert settings.records.run_directory == config.parent / "run"
 
 

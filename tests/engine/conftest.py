@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(scope="module")
 def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
     """One process shared by all tests that leave it running and without turns."""
-    options = ["--max-running-turns", "8", "--max-step-tokens", "32", "--num-blocks", "128"]
+    options = ["--max-running-turns", "8", "--max-step-tokens", "32", "--num-kv-blocks", "128"]
     directory = tmp_path_factory.mktemp("engine")
     with Orchestra(directory, models.directories[0], options) as orchestra:
         hello = orchestra.welcome()

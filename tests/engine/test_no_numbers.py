@@ -139,7 +139,7 @@ def test_a_worker_goes_on_after_bad_weights_and_is_sound_again_with_sound_ones(
 ) -> None:
     sound = make_overflowing(tmp_path / "sound", makes_no_numbers=False)
     unsound = make_overflowing(tmp_path / "unsound")
-    options = ["--max-running-turns", "8", "--max-step-tokens", "64", "--num-blocks", "64"]
+    options = ["--max-running-turns", "8", "--max-step-tokens", "64", "--num-kv-blocks", "64"]
     weights = {0: loaded(sound), 1: loaded(unsound), 2: loaded(sound)}
     sampling = SamplingParams(max_tokens=6, seed=3, stop_token_ids=[POISON])
     with Orchestra(tmp_path, sound, options) as engine:

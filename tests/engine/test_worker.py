@@ -151,7 +151,7 @@ def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) ->
 def test_a_module_of_processors_that_can_t_be_imported_ends_the_engine_with_the_reason(
     models: Models, tmp_path: Path
 ) -> None:
-    options = ["--processors", "no_such_module"]
+    options = ["--logits-processors", "no_such_module"]
     with Orchestra(tmp_path, models.directories[0], options) as orchestra:
         assert orchestra.process.wait(60) == 2
         assert "'no_such_module' can't be used" in orchestra.stderr.read_text()
@@ -331,7 +331,10 @@ def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
         (["--step-time-min", "2"], "--step-time-min must be between 0 and 1 s, got 2"),
         (["--step-time-min", "nan"], "--step-time-min must be between 0 and 1 s, got nan"),
         (["--connect", "carrier-pigeon"], "carrier-pigeon"),
-        (["--num-blocks", str(10**12)], "out of memory for a KV cache of 1000000000000 blocks of"),
+        (
+            ["--num-kv-blocks", str(10**12)],
+            "out of memory for a KV cache of 1000000000000 blocks of",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line_and_status_2(

@@ -90,7 +90,7 @@ def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path)
         (["--mode", "one-step", "--pause", "wait"], 1),
         (["--mode", "async", "--pause", "abort"], 2),
         (["--mode", "async", "--kv-policy", "keep"], 2),
-        (["--mode", "one-step", "--colocated", "--quantize", "int8"], 1),
+        (["--mode", "one-step", "--colocated", "--quantization", "int8"], 1),
     ],
 )
 def test_every_mode_and_pause_runs_and_keeps_its_bound(

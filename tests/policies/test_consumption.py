@@ -136,39 +136,39 @@ orders = st.one_of(
     eta=st.integers(0, 4),
     batch=st.integers(1, 4),
     order=orders,
-    on_deadline=st.sampled_from(("wait", "mask", "drop")),
+    deadline_policy=st.sampled_from(("wait", "mask", "drop")),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=300, deadline=None)
 def test_no_policy_trains_beyond_what_it_guarantees_and_none_gets_stuck(
-    eta: int, batch: int, order: Order, on_deadline: str, seed: int
+    eta: int, batch: int, order: Order, deadline_policy: str, seed: int
 ) -> None:
     if order == "admission":
-        on_deadline = "wait"
+        deadline_policy = "wait"
     policy = BoundedStaleness(
         max_staleness=eta,
         groups_per_batch=batch,
-        order=order,
-        on_deadline=on_deadline,  # type: ignore[arg-type]
+        consumption_order=order,
+        deadline_policy=deadline_policy,  # type: ignore[arg-type]
     )
     outcome = train(policy, seed=seed, versions=12)
     assert not outcome.is_stuck
     assert max(outcome.staleness) <= policy.guaranteed_bound
     assert outcome.outstanding_max <= (eta + 1) * batch
-    if on_deadline == "wait":
+    if deadline_policy == "wait":
         assert outcome.dropped == 0
 
 
 def test_the_bound_of_waiting_in_the_order_of_completion_is_reached_and_so_is_a_windows() -> None:
     for order, bound in (("completion", 2), (Window(5), 2 + 1 + 3 // 2)):
-        policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, order=order)  # type: ignore[arg-type]
+        policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, consumption_order=order)  # type: ignore[arg-type]
         oldest = [max(train(policy, seed=seed, versions=12).staleness) for seed in range(60)]
         assert policy.guaranteed_bound == bound
         assert max(oldest) == bound
 
 
 def test_a_straggler_with_time_left_is_overtaken_and_one_without_is_waited_for() -> None:
-    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion")
+    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, consumption_order="completion")
     queue = Queue()
     for number, floor in enumerate((0, 1, 1, 1)):
         queue.jobs[number] = job = Job(number, floor, running=int(number == 0))
@@ -205,19 +205,19 @@ class Unlistable(tuple[Any, ...]):
 
 @pytest.mark.parametrize("order", ["admission", "completion"])
 def test_what_has_ended_is_not_looked_through_while_a_straggler_is_waited_for(order: Order) -> None:
-    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, order=order)
+    policy = BoundedStaleness(max_staleness=1, groups_per_batch=2, consumption_order=order)
     assert policy.select(Unread(), groups=2, trainer_version=1) is None
 
 
 def test_stragglers_that_are_due_are_counted_before_groups_are_looked_through() -> None:
     policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=4, order="completion", on_deadline="split"
+        max_staleness=1, groups_per_batch=4, consumption_order="completion", deadline_policy="split"
     )
     assert policy.select(Unread(), groups=4, trainer_version=1) is None
 
 
 def test_so_many_of_a_version_are_trained_early_as_later_batches_have_no_room_for() -> None:
-    policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, order="completion")
+    policy = BoundedStaleness(max_staleness=2, groups_per_batch=2, consumption_order="completion")
     queue = Queue()
     for number, floor in enumerate((0, 0, 0, 0, 0, 1)):  # five of version 0 are due by version 2
         queue.jobs[number] = job = Job(number, floor, running=int(number == 4))
@@ -305,10 +305,13 @@ def test_eta_stays_within_its_limits_and_ignores_what_is_not_its_target() -> Non
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"order": "random"}, "order must be 'admission', 'completion' or Window"),
         (
-            {"on_deadline": "hope"},
-            "on_deadline must be 'wait', 'mask', 'split' or 'drop', got 'hope'",
+            {"consumption_order": "random"},
+            "consumption_order must be 'admission', 'completion' or Window",
+        ),
+        (
+            {"deadline_policy": "hope"},
+            "deadline_policy must be 'wait', 'mask', 'split' or 'drop', got 'hope'",
         ),
     ],
 )

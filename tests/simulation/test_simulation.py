@@ -121,7 +121,7 @@ def test_without_faults_every_task_is_trained_and_nothing_is_thrown_away() -> No
         report, scenario = simulate(seed, faults=NO_FAULTS), draw_scenario(seed, NO_FAULTS)
         assert report.failure is None
         assert CoverageMark.CAME_BACK not in report.hardships
-        is_dropping = scenario.on_deadline == "drop" or scenario.policy == "tail-packing"
+        is_dropping = scenario.deadline_policy == "drop" or scenario.policy == "tail-packing"
         if not scenario.filters_groups:
             assert report.trained_tasks == scenario.tasks
         if not scenario.filters_groups and not is_dropping:

@@ -133,7 +133,7 @@ def test_keys_that_are_damaged_or_open_to_others_are_refused_with_a_remedy(
 ) -> None:
     damage(keys / name)
     with pytest.raises(ConfigError, match=why):
-        run_settings(model="m", keys=keys)
+        run_settings(model="m", curve_key_directory=keys)
 
 
 def test_a_public_key_that_is_not_the_secrets_is_noticed(keys: Path, tmp_path: Path) -> None:
@@ -162,20 +162,22 @@ def test_the_command_says_what_goes_where_and_refuses_to_do_it_twice(tmp_path: P
 
 def test_a_run_beyond_this_host_needs_keys_and_weights_that_get_there(keys: Path) -> None:
     def settings(**values: object) -> object:
-        return run_settings(model="m", engines=0, address="tcp://0.0.0.0:5555", **values)
+        return run_settings(model="m", engines=0, listen_address="tcp://0.0.0.0:5555", **values)
 
     with pytest.raises(ConfigError, match="needs keys: make them with `tidegate keys DIRECTORY`"):
         settings()
     with pytest.raises(ConfigError, match="weight_channel='shm' reaches engines on this host only"):
-        settings(keys=keys)
-    assert settings(keys=keys, weight_channel="disk", run_directory=keys)
+        settings(curve_key_directory=keys)
+    assert settings(curve_key_directory=keys, weight_channel="disk", run_directory=keys)
 
 
 def test_engines_that_the_run_starts_need_keys_too(keys: Path) -> None:
     shutil.rmtree(keys / "engine")
-    assert run_settings(model="m", engines=0, address="tcp://127.0.0.1:5555", keys=keys)
+    assert run_settings(
+        model="m", engines=0, listen_address="tcp://127.0.0.1:5555", curve_key_directory=keys
+    )
     with pytest.raises(ConfigError, match=r"can't read .*engine\.key_secret"):
-        run_settings(model="m", engines=1, keys=keys)
+        run_settings(model="m", engines=1, curve_key_directory=keys)
 
 
 # ------------------------------------------------------------------------------ connections
@@ -323,8 +325,8 @@ def test_a_whole_run_over_encrypted_connections(keys: Path, tmp_path: Path) -> N
         engines=1,
         group_size=2,
         groups_per_batch=1,
-        address="tcp://127.0.0.1:*",
-        keys=keys,
+        listen_address="tcp://127.0.0.1:*",
+        curve_key_directory=keys,
     ) as rollouts:
         batch = next(iter(rollouts.batches(range(8), episode=episode)))
         assert batch.loss_mask.sum() == 8

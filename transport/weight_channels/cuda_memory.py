@@ -165,7 +165,7 @@ class CudaGpu:
         except torch.OutOfMemoryError as error:
             raise WeightsRefused(
                 f"no room on {self._device} for another {nbytes / 2**20:.0f} MiB of weights, of "
-                f"which engines take theirs; lower num_blocks, have engines sleep while weights "
+                f"which engines take theirs; lower num_kv_blocks, have engines sleep while weights "
                 f"are published, or set weight_channel to 'shm': {error}"
             ) from error
 

@@ -107,8 +107,8 @@ async def listen(
             f"trainer_timeout_s={trainer_timeout_s} not less"
         )
     timeouts = TrainerTimeouts(trainer_timeout_s, rank_timeout_s)
-    if keys is None and rollouts.settings.fleet.keys is not None:
-        keys = read_orchestrator_keys(rollouts.settings.fleet.keys)
+    if keys is None and rollouts.settings.fleet.curve_key_directory is not None:
+        keys = read_orchestrator_keys(rollouts.settings.fleet.curve_key_directory)
     router = TrainerRouter(address, keys)
     try:
         if on_bound is not None:

@@ -45,17 +45,17 @@ def test_an_engine_that_finds_no_cuda_says_so_and_does_not_start(
     ("name", "value"),
     [
         ("is_deterministic", True),
-        ("quantize", "int8"),
-        ("tensor_parallel", 2),
-        ("speculate", "draft:models/small"),
+        ("quantization", "int8"),
+        ("tensor_parallel_size", 2),
+        ("speculative_method", "draft:models/small"),
     ],
 )
 def test_what_no_device_does_yet_is_refused_by_name(name: str, value: Any) -> None:
     nothing: dict[str, Any] = {
         "is_deterministic": False,
-        "quantize": None,
-        "tensor_parallel": 1,
-        "speculate": "lookup",
+        "quantization": None,
+        "tensor_parallel_size": 1,
+        "speculative_method": "lookup",
     }
     refuse_on_device(CUDA, **nothing)
     with pytest.raises(ConfigError, match=rf"{name.removeprefix('is_')}=.* device=cuda:0"):

@@ -68,7 +68,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def sleeper(wide: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
     """One process shared by all tests that leave it awake, with the directory's weights."""
-    options = ["--num-blocks", "4096", "--max-running-turns", "8"]
+    options = ["--num-kv-blocks", "4096", "--max-running-turns", "8"]
     with Orchestra(tmp_path_factory.mktemp("sleeper"), wide[0], options) as orchestra:
         assert orchestra.welcome().sleep_levels == [1, 2]
         yield orchestra
@@ -225,7 +225,7 @@ def test_an_engine_says_what_sleeps_when_its_connection_was_broken(sleeper: Orch
 @pytest.fixture
 def published(wide: list[Path], tmp_path: Path) -> Iterator[tuple[Orchestra, Publisher]]:
     """A process that serves its own directory's weights as v1, received by an update."""
-    with Orchestra(tmp_path, wide[0], ["--num-blocks", "4096"]) as engine:
+    with Orchestra(tmp_path, wide[0], ["--num-kv-blocks", "4096"]) as engine:
         engine.welcome()
         publisher = Publisher(engine)
         publisher.stage(1, wide[0])

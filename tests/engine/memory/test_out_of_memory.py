@@ -18,7 +18,7 @@ def test_turns_go_on_in_steps_that_fit_and_every_token_is_right(
     models: Models, tmp_path: Path
 ) -> None:
     program = "tests.engine.memory.tight_worker"
-    options = ["--max-step-tokens", "64", "--max-running-turns", "16", "--num-blocks", "128"]
+    options = ["--max-step-tokens", "64", "--max-running-turns", "16", "--num-kv-blocks", "128"]
     with Orchestra(tmp_path, models.directories[0], options, program=program) as engine:
         engine.welcome(credit_steps=64)
         turns = [

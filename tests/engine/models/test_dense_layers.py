@@ -36,7 +36,7 @@ def make_runner(
     name: str = "qwen3",
     dtype: torch.dtype = torch.float32,
     *,
-    quantize: Quantization | None = None,
+    quantization: Quantization | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
     is_packed: bool = True,
@@ -50,7 +50,7 @@ def make_runner(
     native = native_for(config, dtype)
     if native is None:
         pytest.skip("no C++ compiler: engines compute by torch's code here")
-    weights = Weights.allocate(config, dtype, is_packed=is_packed, quantize=quantize)
+    weights = Weights.allocate(config, dtype, is_packed=is_packed, quantization=quantization)
     fill_from_directory(weights, directory)
     return ModelRunner(
         config,
@@ -123,7 +123,9 @@ def test_all_layers_in_one_call_give_the_bits_that_one_after_another_does(
 
 
 def test_so_do_rounded_weights_and_scores_that_are_scaled_and_capped(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, dtype=torch.bfloat16, quantize="int8", soft_cap=2.0, scale=0.7)
+    runner = make_runner(
+        tmp_path, dtype=torch.bfloat16, quantization="int8", soft_cap=2.0, scale=0.7
+    )
     assert_the_same_bits(runner, decoding(7))
 
 
@@ -156,7 +158,7 @@ def test_a_step_that_a_prompt_is_part_of_goes_layer_after_layer(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "options",
-    [{"name": "qwen3_moe"}, {"quantize": "fp8"}, {"is_packed": False}],
+    [{"name": "qwen3_moe"}, {"quantization": "fp8"}, {"is_packed": False}],
     ids=["experts", "fp8", "plain-matrices"],
 )
 def test_so_does_every_step_of_a_model_with_more_between_its_products(

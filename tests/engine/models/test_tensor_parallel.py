@@ -65,8 +65,8 @@ def make_turns(adapters: Sequence[str] = ("",)) -> list[DrivenTurn]:
     ]
 
 
-def one_rank(path: Path, quantize: Quantization | None = None) -> Runner:
-    model = open_model(path, "float32", quantize=quantize)
+def one_rank(path: Path, quantization: Quantization | None = None) -> Runner:
+    model = open_model(path, "float32", quantization=quantization)
     return model.make_runner(num_blocks=128, block_tokens=8)
 
 
@@ -87,34 +87,34 @@ def test_ranks_together_sample_what_one_alone_does(name: str, tmp_path: Path) ->
     assert_alike(alone, together)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["biases", "experts", "four-ranks-two-kv-heads"])
 def test_ranks_that_round_sample_what_one_alone_does_that_rounds(
-    name: str, quantize: Quantization, tmp_path: Path
+    name: str, quantization: Quantization, tmp_path: Path
 ) -> None:
     model_type, ranks, fields = MODELS[name]
     path = make_model_directory(tmp_path, model_type, **fields)
     alone, together = make_turns(), make_turns()
-    drive(one_rank(path, quantize), alone, new_tokens=6)
-    with ranked_engine(path, ranks, quantize=quantize) as engine:
+    drive(one_rank(path, quantization), alone, new_tokens=6)
+    with ranked_engine(path, ranks, quantization=quantization) as engine:
         drive(engine.runner, together, new_tokens=6)
     assert_alike(alone, together)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rank_holds_its_slice_of_the_rounded_whole_to_the_bit_also_of_parts_laid_over_it(
-    name: str, quantize: Quantization, tmp_path: Path
+    name: str, quantization: Quantization, tmp_path: Path
 ) -> None:
     model_type, ranks, fields = MODELS[name]
     paths = [
         make_model_directory(tmp_path / str(seed), model_type, seed=seed, **fields)
         for seed in (0, 1)
     ]
-    whole = two_versions(open_model(paths[0], "float32", quantize=quantize), paths)
+    whole = two_versions(open_model(paths[0], "float32", quantization=quantization), paths)
     for number in range(ranks):
         shard = TensorShard(number, ranks)
-        model = open_model(paths[0], "float32", quantize=quantize, shard=shard)
+        model = open_model(paths[0], "float32", quantization=quantization, shard=shard)
         for tensor, place in two_versions(model, paths)._places.items():
             if "_proj" not in tensor:
                 continue
@@ -153,14 +153,14 @@ def test_ranks_together_tell_of_given_tokens_what_transformers_does(tmp_path: Pa
     assert score.top_ids.tolist() == logprobs.topk(3, -1).indices.tolist()
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_two_deterministic_ranks_give_a_turn_the_same_bits_in_every_batch(
-    quantize: Quantization | None, tmp_path: Path
+    quantization: Quantization | None, tmp_path: Path
 ) -> None:
     path = make_model_directory(tmp_path, "qwen3")
     together = make_turns()
     alone = [make_turns()[n] for n in range(len(together))]
-    with ranked_engine(path, deterministic=True, quantize=quantize) as engine:
+    with ranked_engine(path, deterministic=True, quantization=quantization) as engine:
         drive(engine.runner, together, new_tokens=4)
         for turn in alone:
             turn.chunks = (2,)
@@ -282,10 +282,12 @@ def test_a_model_that_ranks_cannot_share_evenly_is_refused_with_its_numbers(
 
 
 def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel=2: .* leave tensor_parallel out"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=2: .* leave tensor_parallel_size out"
+    ):
         open_model(make_model_directory(tmp_path, "gpt2"), "auto", shard=TensorShard(0, 2))
 
 
 def test_sums_that_depend_on_the_batch_are_refused_where_bits_must_not() -> None:
-    with pytest.raises(ConfigError, match="set tensor_parallel to 2 or 1"):
+    with pytest.raises(ConfigError, match="set tensor_parallel_size to 2 or 1"):
         Ranks(3, is_deterministic=True)

@@ -108,19 +108,21 @@ def test_a_published_head_that_differs_is_refused_by_name_and_an_equal_one_taken
         loaded(model, both(other))
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
 def test_it_is_refused_where_weights_are_rounded_and_by_the_rank_that_has_its_rows(
-    quantize: Any, tmp_path: Path
+    quantization: Any, tmp_path: Path
 ) -> None:
     path = make_model_directory(tmp_path)
     tensors = make_model("qwen3", seed=1).state_dict()
     tensors[HEAD] = tensors[HEAD].clone()
     tensors[HEAD][95] += 1.0
     with pytest.raises(WeightsRefused, match="differs"):
-        loaded(open_model(path, "float32", quantize=quantize), tensors)
-    loaded(open_model(path, "float32", quantize=quantize, shard=TensorShard(0, 2)), tensors)
+        loaded(open_model(path, "float32", quantization=quantization), tensors)
+    loaded(open_model(path, "float32", quantization=quantization, shard=TensorShard(0, 2)), tensors)
     with pytest.raises(WeightsRefused, match="differs"):
-        loaded(open_model(path, "float32", quantize=quantize, shard=TensorShard(1, 2)), tensors)
+        loaded(
+            open_model(path, "float32", quantization=quantization, shard=TensorShard(1, 2)), tensors
+        )
 
 
 def test_a_part_of_a_set_with_a_head_that_differs_is_refused(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class RankedEngine:
         ranks: int,
         *,
         deterministic: bool,
-        quantize: Quantization | None,
+        quantization: Quantization | None,
         lacks_room: bool,
         reloads_late: bool,
     ) -> None:
@@ -71,7 +71,7 @@ class RankedEngine:
         self._reloads_late = reloads_late
         self.runners: dict[int, ModelRunner] = {}
         """Runners by rank."""
-        self._is_deterministic, self._quantize = deterministic, quantize
+        self._is_deterministic, self._quantization = deterministic, quantization
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         connections, threads = [], []
         for number in range(1, ranks):
@@ -97,7 +97,7 @@ class RankedEngine:
             shard=shard,
             group=group,
             is_deterministic=self._is_deterministic,
-            quantize=self._quantize,
+            quantization=self._quantization,
         )
         runner = model.make_runner(num_blocks=128, block_tokens=8)
         assert isinstance(runner, ModelRunner)
@@ -128,7 +128,7 @@ def ranked_engine(
     ranks: int = 2,
     *,
     deterministic: bool = False,
-    quantize: Quantization | None = None,
+    quantization: Quantization | None = None,
     lacks_room: bool = False,
     reloads_late: bool = False,
 ) -> Iterator[RankedEngine]:
@@ -140,7 +140,7 @@ def ranked_engine(
         path,
         ranks,
         deterministic=deterministic,
-        quantize=quantize,
+        quantization=quantization,
         lacks_room=lacks_room,
         reloads_late=reloads_late,
     )

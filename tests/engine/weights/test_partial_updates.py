@@ -162,13 +162,13 @@ def test_a_byte_changed_on_the_way_is_refused_with_the_tensors_name_and_both_sum
     assert not qwen.staging.is_staged(4)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
 def test_what_was_rounded_and_is_not_published_again_stays_the_same_to_the_bit(
-    tmp_path: Path, model_type: str, quantize: Quantization
+    tmp_path: Path, model_type: str, quantization: Quantization
 ) -> None:
     path = make_model_directory(tmp_path, model_type)
-    model = open_model(path, "bfloat16", quantize=quantize)
+    model = open_model(path, "bfloat16", quantization=quantization)
     whole, laid_over = model.allocate(), model.allocate()
     fill_from_directory(whole, path)
     for tensor in laid_over.tensors():

@@ -314,7 +314,7 @@ def test_without_memory_for_a_second_set_of_weights_each_version_is_refused_and_
         assert isinstance(failed, WeightsFailed)
         assert failed.message == complaint.message
         assert "out of memory for a second set of weights" in failed.message
-        assert "lower num_blocks" in failed.message
+        assert "lower num_kv_blocks" in failed.message
     finally:
         staging.close()
 

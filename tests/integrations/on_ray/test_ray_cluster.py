@@ -145,4 +145,4 @@ def test_settings_that_reach_this_host_only_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="Ray places them on any"):
         tidegate.serve(model=model, cluster="ray", weight_channel="shm")
     with pytest.raises(ConfigError, match="from this host only"):
-        tidegate.serve(model=model, cluster="ray", address="tcp://127.0.0.1:5555")
+        tidegate.serve(model=model, cluster="ray", listen_address="tcp://127.0.0.1:5555")

@@ -82,7 +82,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_seen_while_it_goes_on(looking: Looking, tmp_path: Path) -> None:
     model, page = make_model_directory(tmp_path / "model"), looking.page
     with tidegate.serve_sync(
-        model=model, engines=1, group_size=2, groups_per_batch=2, dashboard="127.0.0.1:0"
+        model=model, engines=1, group_size=2, groups_per_batch=2, dashboard_address="127.0.0.1:0"
     ) as rollouts:
         assert rollouts.dashboard_url is not None
         tasks = [HOSTILE_TASK] * 8

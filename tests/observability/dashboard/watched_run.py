@@ -54,7 +54,7 @@ def watched_run(directory: Path) -> Watched:
         groups_per_batch=2,
         max_running_turns=8,
         run_directory=seen.directory,
-        dashboard="127.0.0.1:0",
+        dashboard_address="127.0.0.1:0",
         on_batch=seen.told.append,
     ) as rollouts:
         assert rollouts.dashboard_url is not None

@@ -321,12 +321,15 @@ def handed_rows(batch: ev.HandOver) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize(
     "policy",
     [
-        BoundedStaleness(max_staleness=3, groups_per_batch=2, order=Window(4)),
+        BoundedStaleness(max_staleness=3, groups_per_batch=2, consumption_order=Window(4)),
         BoundedStaleness(
-            max_staleness=3, groups_per_batch=2, order="completion", on_deadline="split"
+            max_staleness=3,
+            groups_per_batch=2,
+            consumption_order="completion",
+            deadline_policy="split",
         ),
         TailPacking(groups_per_batch=2, factor=2.0),
-        BoundedStaleness(max_staleness=3, groups_per_batch=2, order="completion"),
+        BoundedStaleness(max_staleness=3, groups_per_batch=2, consumption_order="completion"),
     ],
     ids=["window", "split", "tail packing", "completion"],
 )

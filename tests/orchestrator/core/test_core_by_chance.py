@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.policies.asynchrony import BoundedStaleness, OnDeadline, Order
+from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy, Order
 from tidegate.policies.consumption import Window
 from tidegate.transport.messages import ABORT, RUNNING, STOP
 
@@ -27,13 +27,18 @@ class AnyRun(RuleBasedStateMachine):
         batch=st.integers(1, 3),
         size=st.integers(1, 3),
         order=st.one_of(st.sampled_from(ORDERS), st.builds(Window, st.integers(1, 6))),
-        on_deadline=st.sampled_from(("wait", "wait", "mask", "split", "split", "drop")),
+        deadline_policy=st.sampled_from(("wait", "wait", "mask", "split", "split", "drop")),
     )
-    def start(self, eta: int, batch: int, size: int, order: Order, on_deadline: OnDeadline) -> None:
-        if on_deadline == "split" or (on_deadline != "wait" and order == "admission"):
+    def start(
+        self, eta: int, batch: int, size: int, order: Order, deadline_policy: DeadlinePolicy
+    ) -> None:
+        if deadline_policy == "split" or (deadline_policy != "wait" and order == "admission"):
             order = "completion"
         self.policy = BoundedStaleness(
-            max_staleness=eta, groups_per_batch=batch, order=order, on_deadline=on_deadline
+            max_staleness=eta,
+            groups_per_batch=batch,
+            consumption_order=order,
+            deadline_policy=deadline_policy,
         )
         self.driver = Driver(policy=self.policy, group_size=size)
         self.driver.join("engine-0")
@@ -225,7 +230,7 @@ class AnyRun(RuleBasedStateMachine):
         groups = [group for batch in self.driver.batches for group in batch.groups]
         ids = [group.group_id for group in groups]
         assert len(ids) == len(set(ids))
-        if self.policy.order == "admission":
+        if self.policy.consumption_order == "admission":
             assert self.has_rolled_back or ids == sorted(ids)
         keys = [group.key for group in groups if not group.is_rest]
         assert len(keys) == len(set(keys))
@@ -261,7 +266,7 @@ class AnyRun(RuleBasedStateMachine):
         """Admission alone keeps the bound, if every publish follows a batch."""
         if not hasattr(self, "driver") or self.has_rolled_back:
             return
-        if self.policy.on_deadline == "wait":
+        if self.policy.deadline_policy == "wait":
             assert self.driver.core.discarded_rollouts["stale"] == 0
 
     @invariant()

@@ -267,12 +267,12 @@ class AnyMovingRun(AnyRun):
         eta=st.integers(0, 3),
         batch=st.integers(1, 3),
         order=st.sampled_from(ORDERS),
-        on_deadline=st.sampled_from(("wait", "mask", "drop")),
+        deadline_policy=st.sampled_from(("wait", "mask", "drop")),
     )
     def start(self, rules: PlacementRules, size: int, **policy: Any) -> None:
         eta, batch = policy.pop("eta"), policy.pop("batch")
         if policy["order"] == "admission":
-            policy["on_deadline"] = "wait"
+            policy["deadline_policy"] = "wait"
         self.policy = BoundedStaleness(max_staleness=eta, groups_per_batch=batch, **policy)
         self.driver = PlacedDriver(rules, self.policy, group_size=size)
         self.driver.join("engine-0")

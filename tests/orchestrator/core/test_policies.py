@@ -120,7 +120,7 @@ def test_a_policy_that_chooses_what_goes_on_is_told_so() -> None:
 
 def test_a_straggler_is_overtaken_and_only_its_old_tokens_are_masked() -> None:
     policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="mask"
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="mask"
     )
     driver = started(policy)
     slow = next(r for r in driver.running.values() if r.group_id == 0)
@@ -146,7 +146,7 @@ def test_a_straggler_is_overtaken_and_only_its_old_tokens_are_masked() -> None:
 
 def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() -> None:
     policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="drop"
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="drop"
     )
     driver = started(policy)
     slow = next(r for r in driver.running.values() if r.group_id == 0)
@@ -167,7 +167,9 @@ def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() 
 @pytest.mark.parametrize(
     "policy",
     [
-        BoundedStaleness(max_staleness=3, groups_per_batch=2, order=Window(4), on_deadline="mask"),
+        BoundedStaleness(
+            max_staleness=3, groups_per_batch=2, consumption_order=Window(4), deadline_policy="mask"
+        ),
         OneStepOffPolicy(groups_per_batch=3),
         AdaptiveStaleness(groups_per_batch=3, mismatch_kl_max=0.1),
         NewestFirst(groups_per_batch=1, highest_age=4),
@@ -204,7 +206,7 @@ def test_what_an_adaptive_policy_has_learned_outlives_a_crash() -> None:
 
 def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> None:
     policy = BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="split"
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="split"
     )
     driver = started(policy, group_size=3)
     quick, second, slow = (r for r in driver.running.values() if r.group_id == 0)
@@ -240,7 +242,11 @@ def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> Non
 
 def test_lowering_eta_still_waits_for_what_its_highest_bound_waits_for() -> None:
     policy = AdaptiveStaleness(
-        groups_per_batch=1, max_staleness=2, highest=2, mismatch_kl_max=0.1, order="completion"
+        groups_per_batch=1,
+        max_staleness=2,
+        highest=2,
+        mismatch_kl_max=0.1,
+        consumption_order="completion",
     )
     driver = started(policy)
     slow = next(r for r in driver.running.values() if r.group_id == 0)

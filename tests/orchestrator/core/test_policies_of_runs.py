@@ -39,7 +39,9 @@ async def test_what_the_trainer_measures_moves_eta(
     policy = tidegate.AdaptiveStaleness(
         groups_per_batch=2, max_staleness=2, highest=4, mismatch_kl_max=0.01
     )
-    async with tidegate_serve(engines=[tidegate_engine()], policy=policy, group_size=2) as rollouts:
+    async with tidegate_serve(
+        engines=[tidegate_engine()], staleness_policy=policy, group_size=2
+    ) as rollouts:
         batches = rollouts.batches(itertools.count(), episode=one_turn)
         for mismatch_kl, outstanding in ((1.0, 4), (1.0, 2), (0.0, 4), (0.0, 6)):
             await anext(batches)
@@ -60,9 +62,14 @@ async def test_what_the_trainer_measures_moves_eta(
         tidegate.OverSampling(groups_per_batch=2, factor=2.0),
         tidegate.TailPacking(groups_per_batch=2, factor=1.5),
         tidegate.Unbounded(groups_per_batch=2, outstanding_groups_limit=6),
-        tidegate.BoundedStaleness(max_staleness=2, groups_per_batch=2, order=tidegate.Window(3)),
         tidegate.BoundedStaleness(
-            max_staleness=1, groups_per_batch=2, order="completion", on_deadline="split"
+            max_staleness=2, groups_per_batch=2, consumption_order=tidegate.Window(3)
+        ),
+        tidegate.BoundedStaleness(
+            max_staleness=1,
+            groups_per_batch=2,
+            consumption_order="completion",
+            deadline_policy="split",
         ),
     ],
     ids=lambda policy: type(policy).__name__,
@@ -71,7 +78,7 @@ async def test_a_run_by_any_policy_trains_batch_after_batch_within_its_bound(
     tidegate_serve: ServeInTests, tidegate_engine: Engine, policy: tidegate.StalenessPolicy
 ) -> None:
     engines = [tidegate_engine(step_s=0.01), tidegate_engine(step_s=0.03)]
-    async with tidegate_serve(engines=engines, policy=policy, group_size=4) as rollouts:
+    async with tidegate_serve(engines=engines, staleness_policy=policy, group_size=4) as rollouts:
         batches = await train(rollouts, 8)
         statistics = rollouts.statistics()
     assert len(batches) == 8
@@ -85,7 +92,9 @@ async def test_a_policy_and_what_it_would_contradict_are_not_both_taken(
 ) -> None:
     policy = tidegate.Synchronous(groups_per_batch=2)
     with pytest.raises(ConfigError, match="leave out max_staleness"):
-        async with tidegate_serve(engines=[tidegate_engine()], policy=policy, max_staleness=3):
+        async with tidegate_serve(
+            engines=[tidegate_engine()], staleness_policy=policy, max_staleness=3
+        ):
             pass
     with pytest.raises(ConfigError, match="with group_size=1 are all"):
         async with tidegate_serve(
@@ -106,7 +115,7 @@ async def test_groups_that_are_dropped_as_they_end_leave_their_places_to_others(
 
     async with tidegate_serve(
         engines=[tidegate_engine()],
-        policy=tidegate.Synchronous(groups_per_batch=2),
+        staleness_policy=tidegate.Synchronous(groups_per_batch=2),
         group_size=2,
         group_filter=tidegate.DynamicSampling(),
     ) as rollouts:
@@ -128,7 +137,9 @@ async def test_a_task_that_comes_when_its_place_is_gone_waits_for_the_next(
             yield task
 
     policy = tidegate.TailPacking(groups_per_batch=4, factor=1.25)
-    async with tidegate_serve(engines=[tidegate_engine()], policy=policy, group_size=2) as rollouts:
+    async with tidegate_serve(
+        engines=[tidegate_engine()], staleness_policy=policy, group_size=2
+    ) as rollouts:
         batches = rollouts.batches(slow_tasks(), episode=one_turn)
         await anext(batches)
         fifth.set()
@@ -185,7 +196,7 @@ async def test_over_sampling_asks_for_no_publish_that_was_made(
 ) -> None:
     policy = tidegate.OverSampling(groups_per_batch=2, factor=2.0)
     engine = tidegate_engine(staging_s=0.2)
-    async with tidegate_serve(engines=[engine], policy=policy, group_size=2) as rollouts:
+    async with tidegate_serve(engines=[engine], staleness_policy=policy, group_size=2) as rollouts:
         batches = rollouts.batches(itertools.count(), episode=one_turn)
         for _ in range(4):
             await anext(batches)
@@ -196,7 +207,9 @@ async def test_generation_goes_on_after_a_rollback_of_a_run_that_pauses_by_itsel
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
     policy = tidegate.OverSampling(groups_per_batch=2, factor=2.0)
-    async with tidegate_serve(engines=[tidegate_engine()], policy=policy, group_size=2) as rollouts:
+    async with tidegate_serve(
+        engines=[tidegate_engine()], staleness_policy=policy, group_size=2
+    ) as rollouts:
         batches = rollouts.batches(itertools.count(), episode=one_turn)
         await anext(batches)
         await rollouts.publish({})
@@ -210,7 +223,10 @@ def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: P
         """A class that can't be imported."""
 
     settings = run_settings(
-        model=tmp_path, policy=Mine(groups_per_batch=1), journal=True, run_directory=tmp_path
+        model=tmp_path,
+        staleness_policy=Mine(groups_per_batch=1),
+        journal=True,
+        run_directory=tmp_path,
     )
     with pytest.raises(ConfigError, match="define them in a module, not in a function"):
         open_for(settings, None)
@@ -259,10 +275,10 @@ async def test_a_task_taken_again_runs_the_episode_that_it_was_given_with(
         return 1.0
 
     policy = tidegate.BoundedStaleness(
-        max_staleness=1, groups_per_batch=1, order="completion", on_deadline="drop"
+        max_staleness=1, groups_per_batch=1, consumption_order="completion", deadline_policy="drop"
     )
     engine = tidegate_engine()
-    async with tidegate_serve(engines=[engine], policy=policy, group_size=1) as rollouts:
+    async with tidegate_serve(engines=[engine], staleness_policy=policy, group_size=1) as rollouts:
         old = rollouts.batches(iter(["slow"]), episode=first)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(old), 1.0)

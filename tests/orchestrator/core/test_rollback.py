@@ -32,7 +32,9 @@ async def test_what_bad_weights_sampled_is_discarded_and_its_tasks_are_taken_ane
 ) -> None:
     engines = [tidegate_engine(), tidegate_engine(step_s=0.02)]
     tasks: list[int] = []
-    async with tidegate_serve(engines=engines, says=says, update_wave=1, **SMALL) as rollouts:
+    async with tidegate_serve(
+        engines=engines, says=says, engines_per_update_wave=1, **SMALL
+    ) as rollouts:
         async for batch in rollouts.batches(range(24), episode=two_turns):
             tasks += sorted({task for task in batch.tasks if isinstance(task, int)})
             assert not (batch.weight_versions == BAD).any()
@@ -104,7 +106,11 @@ async def test_an_episode_whose_group_was_dropped_for_its_age_is_stopped(
 
     settings = {**SMALL, "group_size": 1, "groups_per_batch": 1, "max_staleness": 1}
     async with tidegate_serve(
-        engines=[tidegate_engine()], says="abc", order="completion", on_deadline="drop", **settings
+        engines=[tidegate_engine()],
+        says="abc",
+        consumption_order="completion",
+        deadline_policy="drop",
+        **settings,
     ) as rollouts:
         async for _ in rollouts.batches(
             itertools.islice(itertools.count(), 6), episode=slow_second

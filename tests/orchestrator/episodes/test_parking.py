@@ -123,7 +123,7 @@ async def test_an_episode_over_its_budget_is_parked_at_the_end_of_a_turn_again_a
         said[task] = await play_long(episode, 7 if task == 2 else 1)
         return 0.0
 
-    settings = {**SETTINGS, "episode_budget_s": 25.0, "episode_timeout_s": 90.0}
+    settings = {**SETTINGS, "episode_park_after_s": 25.0, "episode_timeout_s": 90.0}
     async with tidegate_serve(says="abcdefgh", **settings) as rollouts:
         batches = rollouts.batches(range(3), episode=solve)
         for version in (1, 2):
@@ -153,7 +153,7 @@ async def test_time_in_which_an_episode_is_parked_is_not_its_branches_either(
             await play_long(episode, 1)
         return 0.0
 
-    settings = {**SETTINGS, "episode_budget_s": 25.0, "episode_timeout_s": 60.0}
+    settings = {**SETTINGS, "episode_park_after_s": 25.0, "episode_timeout_s": 60.0}
     async with tidegate_serve(says="abcdefgh", **settings) as rollouts:
         batches = rollouts.batches(range(2), episode=solve)
         await anext(batches)
@@ -169,8 +169,8 @@ async def test_time_in_which_an_episode_is_parked_is_not_its_branches_either(
 async def test_a_budget_that_the_time_of_an_episode_never_reaches_is_refused(
     tidegate_serve: ServeInTests,
 ) -> None:
-    with pytest.raises(ConfigError, match="episode_budget_s=600"):
-        async with tidegate_serve(says="a", episode_budget_s=600.0):
+    with pytest.raises(ConfigError, match="episode_park_after_s=600"):
+        async with tidegate_serve(says="a", episode_park_after_s=600.0):
             pass
 
 

@@ -32,7 +32,7 @@ def test_an_engine_of_another_precision_is_named_recorded_and_audited_by_it(
         with tidegate.serve_sync(
             model=model,
             engines=0,
-            address=address,
+            listen_address=address,
             group_size=2,
             groups_per_batch=2,
             run_directory=run,

@@ -17,6 +17,8 @@ from tidegate.orchestrator.journal.replay import replay_journal
 from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, open_for
 from tidegate.orchestrator.journal.run_journal import JournalHeader
 from tidegate.orchestrator.settings.config import run_settings
+from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.consumption import Window
 from tidegate.policies.rounds import Synchronous
 
 
@@ -95,7 +97,7 @@ def test_a_run_with_a_users_policy_is_resumed_by_the_policy_it_is_given(
 ) -> None:
     settings = run_settings(
         model=tmp_path,
-        policy=OurOwn(groups_per_batch=2),
+        staleness_policy=OurOwn(groups_per_batch=2),
         journal=True,
         run_directory=tmp_path / "run",
     )
@@ -114,6 +116,18 @@ def test_rules_are_named_by_registered_names_and_read_as_an_older_version_wrote_
         "policy": {**RULES["policy"], "class": "tidegate.policies.rounds:Synchronous"},
     }
     assert made_of(older) == made_of(RULES)
+
+
+def test_fields_are_read_by_the_names_that_an_older_version_gave_them() -> None:
+    policy = BoundedStaleness(
+        max_staleness=2, groups_per_batch=4, consumption_order=Window(4), deadline_policy="mask"
+    )
+    older = record_of(policy)
+    older["order"], older["on_deadline"] = (
+        older.pop("consumption_order"),
+        older.pop("deadline_policy"),
+    )
+    assert made_of(older) == policy
 
 
 @pytest.mark.parametrize(

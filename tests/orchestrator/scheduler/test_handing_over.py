@@ -50,10 +50,16 @@ def oldest_trained(batch: ev.HandOver) -> int:
 
 POLICIES: list[StalenessPolicy] = [
     BoundedStaleness(max_staleness=1, groups_per_batch=2),
-    BoundedStaleness(max_staleness=2, groups_per_batch=2, order="completion"),
-    BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion", on_deadline="mask"),
-    BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion", on_deadline="split"),
-    BoundedStaleness(max_staleness=1, groups_per_batch=2, order="completion", on_deadline="drop"),
+    BoundedStaleness(max_staleness=2, groups_per_batch=2, consumption_order="completion"),
+    BoundedStaleness(
+        max_staleness=1, groups_per_batch=2, consumption_order="completion", deadline_policy="mask"
+    ),
+    BoundedStaleness(
+        max_staleness=1, groups_per_batch=2, consumption_order="completion", deadline_policy="split"
+    ),
+    BoundedStaleness(
+        max_staleness=1, groups_per_batch=2, consumption_order="completion", deadline_policy="drop"
+    ),
 ]
 
 

@@ -45,10 +45,10 @@ def test_plain_settings_have_the_same_type_for_type_checkers_and_at_run_time() -
 
 
 def test_flat_names_records_and_tables_give_equal_settings() -> None:
-    flat = run_settings(model=MODEL, pause_mode="abort", update_wave=2, max_staleness=1)
-    weights = WeightSettings(pause_mode="abort", update_wave=2)
+    flat = run_settings(model=MODEL, pause_mode="abort", engines_per_update_wave=2, max_staleness=1)
+    weights = WeightSettings(pause_mode="abort", engines_per_update_wave=2)
     staleness = StalenessSettings(max_staleness=1)
-    table = {"pause_mode": "abort", "update_wave": 2}
+    table = {"pause_mode": "abort", "engines_per_update_wave": 2}
     assert run_settings(model=MODEL, weights=weights, staleness=staleness) == flat
     assert run_settings(model=MODEL, weights=table, max_staleness=1) == flat
     assert RunSettings(model=MODEL, weights=weights, staleness=staleness) == flat
@@ -78,7 +78,10 @@ def test_ray_carries_weights_by_relay_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"weights": {"update_wave": 0}}, "update_wave=0: Input should be greater than or equal"),
+        (
+            {"weights": {"engines_per_update_wave": 0}},
+            "engines_per_update_wave=0: Input should be greater than or equal",
+        ),
         ({"weights": {"puase_mode": "keep"}}, "no such setting; did you mean 'pause_mode'?"),
         ({"weights": {"seed": 1}}, "seed=1: no setting of weights, but of sampling"),
         ({"wieghts": {"pause_mode": "keep"}}, "no such setting; did you mean 'weights'?"),

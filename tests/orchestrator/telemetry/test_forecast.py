@@ -173,7 +173,7 @@ def test_one_batch_is_too_few_to_say_anything() -> None:
 
 def test_the_order_of_consumption_is_the_policys() -> None:
     def window(order: Order) -> int | None:
-        policy = BoundedStaleness(max_staleness=2, groups_per_batch=4, order=order)
+        policy = BoundedStaleness(max_staleness=2, groups_per_batch=4, consumption_order=order)
         return window_groups(policy)
 
     assert [window(order) for order in ("admission", Window(5), "completion")] == [1, 5, None]

@@ -106,7 +106,7 @@ def test_a_crash_after_the_checkpoint_leaves_out_what_was_left_out(driver: Drive
 
 def test_masked_tokens_of_a_row_left_out_stay_in_their_own_account() -> None:
     policy = BoundedStaleness(
-        max_staleness=0, groups_per_batch=1, order="completion", on_deadline="mask"
+        max_staleness=0, groups_per_batch=1, consumption_order="completion", deadline_policy="mask"
     )
     driver = Driver(policy=policy, group_size=1)
     driver.join("engine-0")

@@ -120,7 +120,7 @@ async def test_an_engine_that_hung_for_so_long_that_it_was_given_up_is_welcome_a
 ) -> None:
     settings: dict[str, Any] = {**SMALL, **IMPATIENT, "engines": 0, "engine_timeout_s": 1.0}
     async with tidegate.serve(
-        model=model, address=f"ipc://{tmp_path}/wire", **settings
+        model=model, listen_address=f"ipc://{tmp_path}/wire", **settings
     ) as rollouts:
         before = await rollouts.evaluate(range(4), episode=one_turn)
         os.kill(strange_worker.pid, signal.SIGSTOP)
@@ -134,7 +134,7 @@ async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_
     model: Path,
 ) -> None:
     weights = load_file(model / "model.safetensors")
-    settings = {**SMALL, **IMPATIENT, "weights_timeout_s": 5.0}
+    settings = {**SMALL, **IMPATIENT, "weight_update_timeout_s": 5.0}
     async with tidegate.serve(model=model, **settings) as rollouts:
         (engine,) = psutil.Process().children(recursive=True)
         engine.suspend()
@@ -148,7 +148,7 @@ async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_
 def test_an_engine_without_memory_for_its_cache_says_what_to_lower(model: Path) -> None:
     with (
         pytest.raises(EngineStartFailed, match=r"out of memory for a KV cache of 1.*lower num_blo"),
-        tidegate.serve_sync(model=model, **SMALL, num_blocks=10**12),
+        tidegate.serve_sync(model=model, **SMALL, num_kv_blocks=10**12),
     ):
         pass
 

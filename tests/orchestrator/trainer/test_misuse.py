@@ -66,12 +66,15 @@ def test_a_run_that_its_settings_spoil_leaves_nothing_in_the_way_of_the_next(
     model: Path, tmp_path: Path
 ) -> None:
     settings = {**SMALL, "run_directory": tmp_path / "run", "journal": True}
-    settings["dashboard"] = "127.0.0.1:0"
+    settings["dashboard_address"] = "127.0.0.1:0"
     listening_before = listening()
     (tmp_path / "run").mkdir()
     url_file = tmp_path / "run" / URL_FILE
     url_file.write_text("of a run that is shown from this directory")
-    for spoilt in ({"keys": tmp_path / "none"}, {"weight_channel": "relay", "keys": tmp_path}):
+    for spoilt in (
+        {"curve_key_directory": tmp_path / "none"},
+        {"weight_channel": "relay", "curve_key_directory": tmp_path},
+    ):
         with (
             pytest.raises(ConfigError, match="can't read"),
             tidegate.serve_sync(model=model, **settings, **spoilt),
@@ -92,7 +95,7 @@ def test_a_policy_that_raises_ends_the_run_with_its_error(model: Path) -> None:
     policy = Unfinished(groups_per_batch=2)
     with (
         pytest.raises(NotImplementedError),
-        tidegate.serve_sync(model=model, engines=1, group_size=1, policy=policy),
+        tidegate.serve_sync(model=model, engines=1, group_size=1, staleness_policy=policy),
     ):
         pass
 

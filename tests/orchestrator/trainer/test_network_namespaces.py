@@ -114,8 +114,8 @@ async def test_a_host_that_is_cut_off_and_comes_back_costs_no_token(
             group_size=2,
             groups_per_batch=2,
             max_running_turns=8,
-            address=address,
-            keys=tmp_path / "keys",
+            listen_address=address,
+            curve_key_directory=tmp_path / "keys",
             weight_channel=channel,  # type: ignore[arg-type]
             run_directory=tmp_path / "run",
             heartbeat_interval_s=0.2,

@@ -122,8 +122,8 @@ async def test_tokens_and_weights_travel_over_tcp_with_keys(
     async with tidegate.serve(
         model=model,
         **SMALL,
-        address="tcp://127.0.0.1:*",
-        keys=tmp_path / "keys",
+        listen_address="tcp://127.0.0.1:*",
+        curve_key_directory=tmp_path / "keys",
         weight_channel=weight_channel,  # type: ignore[arg-type]
         run_directory=run,
     ) as rollouts:
@@ -352,7 +352,7 @@ def test_an_address_in_use_is_refused(model: Path) -> None:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with (
             pytest.raises(AddressInUse, match="in use by another process"),
-            tidegate.serve_sync(model=model, **SMALL, address=address),
+            tidegate.serve_sync(model=model, **SMALL, listen_address=address),
         ):
             pass
 

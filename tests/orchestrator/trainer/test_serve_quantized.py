@@ -18,23 +18,23 @@ from tidegate.policies.diagnostics import measure_mismatch
 pytestmark = pytest.mark.wire
 
 
-@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 async def test_tokens_of_rounded_weights_are_audited_by_rounded_weights_and_by_no_others(
-    tmp_path: Path, quantize: Literal["int8", "fp8"]
+    tmp_path: Path, quantization: Literal["int8", "fp8"]
 ) -> None:
     model, run = make_model_directory(tmp_path / "model", tied=False), tmp_path / "run"
     weights = Weights(model)
     policy: Any = transformers.AutoModelForCausalLM.from_pretrained(model)
     mismatches = []
     async with tidegate.serve(
-        model=model, **SMALL, quantize=quantize, max_staleness=1, run_directory=run
+        model=model, **SMALL, quantization=quantization, max_staleness=1, run_directory=run
     ) as rollouts:
         async for batch in rollouts.batches(range(8), episode=two_turns):
             policy.load_state_dict(weights.state)  # what the newest tokens were published as
             mismatches.append(mismatch(policy, batch, rollouts.version))
             await rollouts.publish(weights.step())
         [engine] = rollouts.statistics().engines
-        assert engine.quantization == quantize
+        assert engine.quantization == quantization
     report = audit_run(run)
     assert report.agrees, report.lines()
     assert report.versions > 1
@@ -42,7 +42,7 @@ async def test_tokens_of_rounded_weights_are_audited_by_rounded_weights_and_by_n
     assert 1e-6 < measured < 0.1  # rounding is off-policy, and not by much
 
     settings = json.loads((run / "run.json").read_bytes())
-    settings["settings"]["quantize"] = None
+    settings["settings"]["quantization"] = None
     (run / "run.json").write_text(json.dumps(settings))
     assert not audit_run(run).agrees
 
@@ -55,8 +55,8 @@ async def test_tokens_of_two_ranks_that_round_are_audited_after_whole_sets_and_p
     async with tidegate.serve(
         model=model,
         **SMALL,
-        quantize="int8",
-        tensor_parallel=2,
+        quantization="int8",
+        tensor_parallel_size=2,
         weight_deltas=True,
         max_staleness=1,
         run_directory=run,
@@ -88,11 +88,11 @@ def mismatch(policy: Any, batch: tidegate.Batch, version: int) -> float:
 def test_rounding_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
     own = make_model_directory(tmp_path / "own")
     with pytest.raises(ConfigError, match="sums depend on the batch"):
-        tidegate.serve_sync(model=own, quantize="fp8", deterministic=True)
+        tidegate.serve_sync(model=own, quantization="fp8", deterministic=True)
     with (
         pytest.raises(EngineStartFailed, match="transformers computes is in full precision"),
         tidegate.serve_sync(
-            model=make_model_directory(tmp_path / "gpt2", "gpt2"), **SMALL, quantize="int8"
+            model=make_model_directory(tmp_path / "gpt2", "gpt2"), **SMALL, quantization="int8"
         ),
     ):
         pass

@@ -53,7 +53,7 @@ async def test_every_sampling_option_reaches_the_engine_and_its_tokens_are_audit
         model=model,
         **SMALL,
         run_directory=run,
-        processors=("tests.engine.sampling.own_processors",),
+        logits_processors=("tests.engine.sampling.own_processors",),
     ) as rollouts:
         async for _ in rollouts.batches(range(2), episode=solve):
             pass

@@ -35,7 +35,7 @@ def test_a_trainer_sleeps_the_engine_publishes_into_it_and_wakes_it(tmp_path: Pa
         max_staleness=1,
         kv_policy="keep",
         run_directory=tmp_path / "run",
-        num_blocks=1000,
+        num_kv_blocks=1000,
     ) as rollouts:
         levels: Iterator[SleepLevel] = iter((1, 2, 2))
         for batch in rollouts.batches(range(6), episode=one_turn):

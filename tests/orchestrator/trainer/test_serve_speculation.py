@@ -35,7 +35,7 @@ async def solve(episode: tidegate.Episode, task: int) -> float:
 async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path) -> None:
     model, run = make_repeating_model(tmp_path / "model"), tmp_path / "run"
     async with tidegate.serve(
-        model=model, **SMALL, run_directory=run, speculate=f"draft:{model}"
+        model=model, **SMALL, run_directory=run, speculative_method=f"draft:{model}"
     ) as rollouts:
         async for batch in rollouts.batches(range(4), episode=solve):
             assert batch.loss_mask.sum() == 4 * 60
@@ -51,8 +51,8 @@ async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path)
 
 async def test_a_source_of_guesses_that_is_not_there_is_refused(tmp_path: Path) -> None:
     model = make_repeating_model(tmp_path / "model")
-    with pytest.raises(TidegateError, match="speculate must be"):
-        async with tidegate.serve(model=model, **SMALL, speculate="tea leaves"):
+    with pytest.raises(TidegateError, match="speculative_method must be"):
+        async with tidegate.serve(model=model, **SMALL, speculative_method="tea leaves"):
             pass
 
 

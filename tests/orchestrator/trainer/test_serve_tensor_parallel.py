@@ -46,12 +46,12 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
     async with tidegate.serve(
         model=model,
         **SMALL,
-        tensor_parallel=2,
-        speculate=f"draft:{model}",  # whole in rank 0, and verified by both
+        tensor_parallel_size=2,
+        speculative_method=f"draft:{model}",  # whole in rank 0, and verified by both
         max_staleness=2,
         run_directory=run,
-        address="tcp://127.0.0.1:*",
-        keys=tmp_path / "keys",  # which other ranks must be told, to fetch weights
+        listen_address="tcp://127.0.0.1:*",
+        curve_key_directory=tmp_path / "keys",  # which other ranks must be told, to fetch weights
         weight_channel="zmq",
     ) as rollouts:
         number = 0
@@ -86,7 +86,7 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_the_engine_in_its_own_wor
     model = make_model_directory(tmp_path / "model")
     with (
         pytest.raises(EngineStartFailed, match="which 3 ranks can't share evenly"),
-        tidegate.serve_sync(model=model, **SMALL, tensor_parallel=3),
+        tidegate.serve_sync(model=model, **SMALL, tensor_parallel_size=3),
     ):
         pass
 
@@ -94,5 +94,5 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_the_engine_in_its_own_wor
 def test_a_channel_with_one_reader_per_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set weight_channel to 'shm'"):
         tidegate.serve_sync(
-            model=make_model_directory(tmp_path), tensor_parallel=2, weight_channel="relay"
+            model=make_model_directory(tmp_path), tensor_parallel_size=2, weight_channel="relay"
         )

@@ -30,7 +30,7 @@ def on_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         ({"engines": 1}, 6),
         ({"engines": 2}, 4),
-        ({"engines": 2, "tensor_parallel": 2}, 2),
+        ({"engines": 2, "tensor_parallel_size": 2}, 2),
         ({"engines": 40}, 1),
         ({"engines": 1, "threads_per_engine": 5}, 5),
         ({"engines": 1, "device": "cuda"}, 1),
@@ -64,7 +64,7 @@ def test_omp_num_threads_is_heeded_and_another_host_gets_one_thread(
         ({"engines": 2}, 4, False),
         ({"engines": 2}, 12, True),
         ({"engines": 12}, 1, False),  # it can't have fewer
-        ({"engines": 0, "address": "tcp://127.0.0.1:5555"}, 12, False),
+        ({"engines": 0, "listen_address": "tcp://127.0.0.1:5555"}, 12, False),
         ({"engines": 1, "device": "cuda"}, 12, False),
     ],
 )

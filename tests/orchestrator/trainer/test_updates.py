@@ -57,7 +57,7 @@ async def test_tokens_are_audited_in_waves_when_no_publish_waits(
     noise = torch.Generator().manual_seed(0)
     waits: Any = itertools.cycle(("none", "staged", "live"))
     async with tidegate.serve(
-        model=model, **SMALL, max_staleness=2, update_wave=1, run_directory=run
+        model=model, **SMALL, max_staleness=2, engines_per_update_wave=1, run_directory=run
     ) as rollouts:
         async for batch in rollouts.batches(range(18), episode=two_turns):
             assert batch.staleness.max() <= 2

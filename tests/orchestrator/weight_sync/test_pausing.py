@@ -93,7 +93,7 @@ async def test_weights_are_published_during_a_pause_and_serve_after_it(
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine(step_s=0.1)]
     async with tidegate_serve(
-        engines=engines, says=SAID, pause_mode="wait", update_wave=1, **SMALL
+        engines=engines, says=SAID, pause_mode="wait", engines_per_update_wave=1, **SMALL
     ) as rollouts:
         evaluation = asyncio.create_task(rollouts.evaluate(range(2), episode=asked.solve))
         await until(lambda: all(engine.tokens >= 5 for engine in engines))
@@ -112,7 +112,7 @@ async def test_a_pause_waits_for_the_engines_that_swap_and_the_next_wave_waits_f
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(step_s=0.1), tidegate_engine(step_s=0.3)]
     async with tidegate_serve(
-        engines=engines, says=SAID, pause_mode="wait", update_wave=1, **SMALL
+        engines=engines, says=SAID, pause_mode="wait", engines_per_update_wave=1, **SMALL
     ) as rollouts:
         scheduler = rollouts.simulated.scheduler
         assert scheduler is not None

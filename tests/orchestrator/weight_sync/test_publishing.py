@@ -62,7 +62,7 @@ async def test_in_waves_so_many_engines_swap_at_a_time_and_the_others_go_on(
 ) -> None:
     engines = [tidegate_engine(step_s=0.1) for _ in range(5)]
     async with tidegate_serve(
-        engines=engines, says=LONG, update_wave=2, pause_mode="wait", **SMALL
+        engines=engines, says=LONG, engines_per_update_wave=2, pause_mode="wait", **SMALL
     ) as rollouts:
         evaluation = asyncio.create_task(rollouts.evaluate(range(40), episode=one_turn))
         await until(lambda: all(engine.tokens for engine in engines))
@@ -92,7 +92,9 @@ async def test_every_token_of_a_rollout_says_its_own_version_in_the_midst_of_wav
         spans[task] = [(span.engine, span.version) for span in turn.spans]
         return 1.0
 
-    async with tidegate_serve(engines=engines, says=LONG, update_wave=1, **SMALL) as rollouts:
+    async with tidegate_serve(
+        engines=engines, says=LONG, engines_per_update_wave=1, **SMALL
+    ) as rollouts:
         evaluation = asyncio.create_task(rollouts.evaluate(["a", "b"], episode=solve))
         await until(lambda: all(engine.tokens >= 10 for engine in engines))
         await rollouts.publish({})
@@ -108,7 +110,7 @@ async def test_an_engine_that_is_killed_in_its_wave_makes_room_for_the_next(
 ) -> None:
     engines = [tidegate_engine(step_s=0.1, restart_s=500.0) for _ in range(3)]
     async with tidegate_serve(
-        engines=engines, says=LONG, update_wave=1, pause_mode="wait", **SMALL
+        engines=engines, says=LONG, engines_per_update_wave=1, pause_mode="wait", **SMALL
     ) as rollouts:
         evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=one_turn))
         await until(lambda: all(engine.tokens for engine in engines))
@@ -130,7 +132,7 @@ async def test_an_engine_that_comes_in_the_midst_of_waves_gets_the_new_weights_t
         tidegate_engine(joins_at_s=1.0),
     ]
     async with tidegate_serve(
-        engines=engines, says=LONG, update_wave=1, pause_mode="wait", **SMALL
+        engines=engines, says=LONG, engines_per_update_wave=1, pause_mode="wait", **SMALL
     ) as rollouts:
         evaluation = asyncio.create_task(rollouts.evaluate(range(4), episode=one_turn))
         await until(lambda: all(engine.tokens for engine in engines[:2]))
@@ -147,7 +149,7 @@ async def test_an_engine_that_hangs_in_its_wave_is_given_up_and_the_others_go_on
 ) -> None:
     engines = [tidegate_engine() for _ in range(3)]
     async with tidegate_serve(
-        engines=engines, update_wave=1, weights_timeout_s=5.0, **SMALL
+        engines=engines, engines_per_update_wave=1, weight_update_timeout_s=5.0, **SMALL
     ) as rollouts:
         publish = asyncio.create_task(rollouts.publish({}))
         await until(lambda: swapping(rollouts) == ["engine-0"])
@@ -163,7 +165,7 @@ async def test_nobody_swaps_in_waves_either_if_one_engine_refuses(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engines = [tidegate_engine(), tidegate_engine(refuses_publishes=1)]
-    async with tidegate_serve(engines=engines, update_wave=1, **SMALL) as rollouts:
+    async with tidegate_serve(engines=engines, engines_per_update_wave=1, **SMALL) as rollouts:
         with pytest.raises(WeightsRefused, match="engine-1"):
             await rollouts.publish({})
         assert versions(engines) == [0, 0]
@@ -197,7 +199,7 @@ async def test_a_publish_in_the_midst_of_waves_spares_those_that_wait_the_older_
 ) -> None:
     engines = [tidegate_engine(step_s=0.1) for _ in range(3)]
     async with tidegate_serve(
-        engines=engines, says=LONG, update_wave=1, pause_mode="wait", **SMALL
+        engines=engines, says=LONG, engines_per_update_wave=1, pause_mode="wait", **SMALL
     ) as rollouts:
         evaluation = asyncio.create_task(rollouts.evaluate(range(6), episode=one_turn))
         await until(lambda: all(engine.tokens for engine in engines))
@@ -378,7 +380,7 @@ async def test_a_loop_that_publishes_in_the_background_keeps_the_bound(
 ) -> None:
     engines = [tidegate_engine(staging_s=0.3), tidegate_engine(staging_s=0.7, crashes_at_token=300)]
     settings = {**SMALL, "groups_per_batch": 2}
-    async with tidegate_serve(engines=engines, update_wave=1, **settings) as rollouts:
+    async with tidegate_serve(engines=engines, engines_per_update_wave=1, **settings) as rollouts:
         async for batch in rollouts.batches(range(60), episode=one_turn):
             assert batch.staleness.max() <= 1
             await asyncio.sleep(0.1)

@@ -56,7 +56,9 @@ async def test_a_trainer_wakes_the_weights_publishes_and_then_wakes_the_rest(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(), tidegate_engine()]
-    async with tidegate_serve(engines=engines, says=SAID, update_wave=1, **SMALL) as rollouts:
+    async with tidegate_serve(
+        engines=engines, says=SAID, engines_per_update_wave=1, **SMALL
+    ) as rollouts:
         await rollouts.publish({})
         await rollouts.sleep(2)
         await rollouts.wake(["weights"])
@@ -71,7 +73,9 @@ async def test_a_publish_alone_wakes_discarded_weights_and_runs_no_turn(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     asked, engines = Asked(), [tidegate_engine(), tidegate_engine(staging_s=2.0)]
-    async with tidegate_serve(engines=engines, says=SAID, update_wave=1, **SMALL) as rollouts:
+    async with tidegate_serve(
+        engines=engines, says=SAID, engines_per_update_wave=1, **SMALL
+    ) as rollouts:
         await rollouts.publish({})
         await rollouts.sleep(2)
         await rollouts.publish({})

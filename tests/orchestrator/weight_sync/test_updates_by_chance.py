@@ -97,10 +97,10 @@ async def test_whatever_happens_the_newest_weights_are_everywhere_in_the_end(
     ]
     async with tidegate_serve(
         engines=engines,
-        update_wave=chance.choice((None, 1, 2)),
+        engines_per_update_wave=chance.choice((None, 1, 2)),
         pause_mode=chance.choice(("abort", "keep", "wait")),
         engine_timeout_s=2.0,
-        weights_timeout_s=4.0,
+        weight_update_timeout_s=4.0,
         heartbeat_interval_s=0.25,
         **SETTINGS,
     ) as rollouts:

@@ -26,7 +26,9 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tideg
     keys = tmp_path_factory.mktemp("keys") / "keys"
     make_keys(keys)
     make_keys(keys, "trainer")
-    rollouts = tidegate.serve(model=model, keys=keys, address="tcp://127.0.0.1:*", **SMALL)
+    rollouts = tidegate.serve(
+        model=model, curve_key_directory=keys, listen_address="tcp://127.0.0.1:*", **SMALL
+    )
     asyncio.run(rollouts.__aenter__())
     yield rollouts
     asyncio.run(rollouts.__aexit__(None, None, None))

@@ -63,8 +63,8 @@ async def refused(run: tidegate.Rollouts, address: str, **who: int) -> None:
 
 def keys_of(run: tidegate.Rollouts) -> Path:
     """Of its trainers."""
-    assert run.settings.fleet.keys is not None
-    return run.settings.fleet.keys / "trainer"
+    assert run.settings.fleet.curve_key_directory is not None
+    return run.settings.fleet.curve_key_directory / "trainer"
 
 
 class Trainer:
