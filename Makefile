@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-agents test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench docs site clean
+.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-environments verifiers and OpenEnv (800 MB, 5 min)"
 	@echo "make test-trl          TRL trains with Tidegate in place of vLLM (1.3 GB, 10 min)"
 	@echo "make test-agents       litellm and OpenAI's Agents SDK (300 MB, 3 min)"
+	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
@@ -125,6 +126,15 @@ test-trl: venv .venv-trl/.ready
 
 test-agents: venv .venv-agents/.ready
 	TIDEGATE_AGENTS_PYTHON=.venv-agents/bin/python $(BIN)/python -m pytest tests/serving/gateway/test_agent_frameworks.py
+
+# lm-eval asks for datasets, pandas and scikit-learn.
+.venv-lm-eval/.ready:
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python $(PIP_INSTALL) "lm-eval[api]==0.4.13" transformers
+	touch $@
+
+test-lm-eval: venv .venv-lm-eval/.ready
+	TIDEGATE_LM_EVAL_PYTHON=.venv-lm-eval/bin/python $(BIN)/python -m pytest tests/serving/vllm_server/test_lm_eval.py
 
 # Ray brings a lot, and its cluster wants minutes: it gets its own Python.
 .venv-ray/.ready: pyproject.toml

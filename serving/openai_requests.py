@@ -164,6 +164,11 @@ class Sampling(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
     @property
+    def prompt_logprobs_asked(self) -> int | None:
+        """Number of likeliest tokens reported beside each prompt token; None: no log-probs."""
+        return self.prompt_logprobs
+
+    @property
     def schema(self) -> Mapping[str, Any] | None:
         """JSON schema that the output must follow; None for any output."""
         outputs = self.structured_outputs or {}
@@ -277,19 +282,37 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
     prompt: str | list[Any]
     """One or several prompts, each a text or a list of token ids."""
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
+    """``true`` means 1, as in vLLM, whose models read it so; some clients send it."""
     echo: bool | None = None
     suffix: str | None = None
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Whether the answer is the echoed prompt alone, for its log-probs."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
     def tokens_max(self) -> int | None:
-        """Limit of output tokens per choice: 16 if the request names none, as OpenAI has it."""
+        """Limit of output tokens per choice: 16 if the request names none, as OpenAI has it.
+
+        Prompt-only requests generate one token that is not shown but counted, as in vLLM.
+        """
+        if self.is_prompt_only:
+            return 1
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def top_logprobs_asked(self) -> int | None:
         """Number of likeliest tokens reported beside each token; 0: the sampled token alone."""
-        return self.logprobs
+        return None if self.logprobs is None else int(self.logprobs)
+
+    @property
+    def prompt_logprobs_asked(self) -> int | None:
+        """Number of likeliest tokens beside each prompt token; an echo's log-probs need them."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.top_logprobs_asked
+        return self.prompt_logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

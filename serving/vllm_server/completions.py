@@ -329,7 +329,7 @@ class Completer:
         each = sampling.choices_per_prompt
         for name, asked in (
             ("logprobs", sampling.top_logprobs_asked),
-            ("prompt_logprobs", sampling.prompt_logprobs),
+            ("prompt_logprobs", sampling.prompt_logprobs_asked),
         ):
             if asked is not None and not 0 <= asked <= most:
                 why = f"Requested {name} of {asked}, which is not within 0 and max_logprobs: {most}"
@@ -339,7 +339,7 @@ class Completer:
             why = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
             raise ApiError(400, f"{why}, got {prompt_tokens * each}", param="n")
         entries = sum(rooms) * each * (sampling.top_logprobs_asked or 0)
-        entries += prompt_tokens * (sampling.prompt_logprobs or 0)
+        entries += prompt_tokens * (sampling.prompt_logprobs_asked or 0)
         if entries > LOGPROBS_ENTRIES_MAX:
             raise ApiError(
                 400,
@@ -360,11 +360,12 @@ class Completer:
     async def _prompt_logprobs(
         self, wanted: CheckedRequest, adapter: str
     ) -> Sequence[PromptLogprobs | None]:
-        top = wanted.sampling.prompt_logprobs
+        top = wanted.sampling.prompt_logprobs_asked
         if top is None:
             return [None] * len(wanted.prompts)
         if adapter:
-            raise ApiError(400, "prompt_logprobs are told of the model without adapters only")
+            why = "log-probs of prompts are computed for the model without adapters only"
+            raise ApiError(400, why, param="model")
         asked = [
             self._scheduler.scores.submit(
                 ScoreQuery(np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top)

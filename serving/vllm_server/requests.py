@@ -177,7 +177,7 @@ def _refuse_out_of_range(sampling: Sampling) -> None:
     n, temperature, max_tokens = (
         sampling.choices_per_prompt,
         sampling.temperature,
-        sampling.max_tokens,
+        sampling.tokens_max,
     )
     if n < 1:
         raise ApiError(400, f"n must be at least 1, got {n}.", param="n")

@@ -1,6 +1,6 @@
 """Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
 
-Pure functions of outputs to dicts, called by :mod:`completions`.
+Functions of outputs to dicts, called by :mod:`completions`.
 """
 
 import itertools
@@ -13,6 +13,9 @@ from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
 from tidegate.serving.vllm_server.requests import GenerateRequest, Prompt, VllmChatRequest
 
 PromptLogprobs = list[dict[str, Any] | None]
+
+_LogprobRow = tuple[int, float | None, dict[int, float] | None]
+"""A token, its log-prob, and those of the likeliest tokens; None for a prompt's first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,8 @@ class CompletionBodies(ResponseBodies):
     def __init__(self, facts: RequestFacts, request: CompletionRequest) -> None:
         super().__init__(facts)
         self._request = request
+        self._next_offsets: dict[int, int] = {}
+        """Characters of the tokens reported so far, by choice."""
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the whole answer, with all choices of all prompts."""
@@ -218,9 +223,10 @@ class CompletionBodies(ResponseBodies):
     def _choice(self, output: Output) -> dict[str, Any]:
         prompt = self.facts.prompts[output.index]
         wants_ids = self._request.return_token_ids
+        text = "" if self._request.is_prompt_only else output.text
         choice = {
             "index": output.index,
-            "text": self._echo(output, prompt) + output.text,
+            "text": self._echo(output, prompt) + text,
             "logprobs": self._logprobs(output),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
@@ -232,25 +238,50 @@ class CompletionBodies(ResponseBodies):
         return choice
 
     def _echo(self, output: Output, prompt: Prompt) -> str:
-        if not self._request.echo or not output.is_first:
+        if not self._echoes(output) or self._request.return_token_ids:
             return ""
         if prompt.text is not None:
             return prompt.text
         return self.facts.tokenizer.decode(prompt.token_ids, skips_special_tokens=False)
 
+    def _echoes(self, output: Output) -> bool:
+        """Whether the prompt precedes this part of the output."""
+        return bool(self._request.echo) and output.is_first
+
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
-        rows = _rows(output)
+        rows: list[_LogprobRow] = self._prompt_rows(output) if self._echoes(output) else []
+        if not self._request.is_prompt_only:
+            rows += _rows(output)
         texts = [self._text(token) for token, _, _ in rows]
-        offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
-        tops = [{self._text(token): p for token, p in top.items()} for _, _, top in rows]
+        start = self._next_offsets.get(output.index, 0)
+        *offsets, self._next_offsets[output.index] = itertools.accumulate(
+            map(len, texts), initial=start
+        )
         return {
             "text_offset": offsets,
             "token_logprobs": [logprob for _, logprob, _ in rows],
             "tokens": texts,
-            "top_logprobs": tops,
+            "top_logprobs": [
+                None if top is None else {self._text(token): p for token, p in top.items()}
+                for _, _, top in rows
+            ],
         }
+
+    def _prompt_rows(self, output: Output) -> "list[_LogprobRow]":
+        """Return the prompt's tokens as :func:`_rows` does; the first has no log-probs."""
+        ids = self.facts.prompts[output.index].token_ids
+        entries = self.facts.prompt_logprobs[output.index] or [None] * len(ids)
+        most = 1 + (self._request.top_logprobs_asked or 0)  # the token itself, and the likeliest
+        rows: list[_LogprobRow] = []
+        for token, entry in zip(ids, entries, strict=True):
+            if entry is None:
+                rows.append((token, None, None))
+                continue
+            tops = {int(i): of["logprob"] for i, of in itertools.islice(entry.items(), most)}
+            rows.append((token, tops[token], tops))
+        return rows
 
     def _text(self, token: int) -> str:
         if self._request.return_tokens_as_token_ids:
