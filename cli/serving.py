@@ -61,6 +61,10 @@ def serve(
         list[Path] | None,
         typer.Option(help="Directory from which requests may load weights; repeatable."),
     ] = None,
+    lora_directory: Annotated[
+        Path | None,
+        typer.Option(help="Directory of LoRA adapters, loaded when a request names one as model."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Host name that requests may use beside the address; repeatable."),
@@ -92,6 +96,7 @@ def serve(
         control_token=control_token,
         needs_control_token=not no_control_token,
         weight_directories=weight_directory or (),
+        lora_directory=lora_directory,
         allowed_hosts=allowed_host or (),
         max_logprobs=max_logprobs,
         generation_config=generation_config,  # type: ignore[arg-type]  # likewise

@@ -260,7 +260,7 @@ async def abort_named(parts: ServerParts, http: HttpRequest) -> Answer:
 async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
     """Tokenise a text or a conversation."""
     request = await read(http, requests.VllmTokenizeRequest)
-    parts.info.adapter_of(request.model)
+    await parts.weights.adapter_of(request.model)
     completer, tokenizer = parts.completer, parts.completer.tokenizer
     if request.messages is not None:
         ids = await unless_gone(

@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import functools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -120,16 +120,19 @@ class Completer:
         requests: ActiveRequests,
         labels: VersionLabels,
         *,
+        adapter_of: Callable[[str | None], Awaitable[str]],
         max_logprobs: int,
         defaults: Mapping[str, float],
     ) -> None:
-        """``max_logprobs``: log-probs reported beside each token. ``defaults``: values of sampling
+        """``adapter_of`` returns the adapter of a request's model name, empty for the model itself.
+        ``max_logprobs``: log-probs reported beside each token. ``defaults``: values of sampling
         fields that a request leaves out, by the names of generation_config.json."""
         self._scheduler = scheduler
         self._model = model
         self._info = info
         self._requests = requests
         self._labels = labels
+        self._adapter_of = adapter_of
         self._max_logprobs = max_logprobs
         self._tokens_default = defaults.get("max_new_tokens")
         self._defaults = {k: v for k, v in defaults.items() if k != "max_new_tokens"}
@@ -285,7 +288,7 @@ class Completer:
 
     async def _begin(self, wanted: CheckedRequest) -> BegunRequest:
         limits = limits_of(self._scheduler)
-        adapter = self._info.adapter_of(wanted.model)
+        adapter = await self._adapter_of(wanted.model)
         sampling, each = wanted.sampling, wanted.sampling.choices_per_prompt
         options = generate_options(sampling, self._model.stop_token_ids)
         for prompt in wanted.prompts:

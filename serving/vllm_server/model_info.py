@@ -138,16 +138,18 @@ class ModelInfo:
         given = set(names)
         return self.transformers_names.covered(given) - given
 
+    def knows(self, name: str) -> bool:
+        """Whether the model or an adapter has this name."""
+        return name == self.name or name in self.adapters
+
     def adapter_of(self, model: str | None) -> str:
         """Return the adapter of a request's model name; empty: the model itself.
 
         Raises:
             ApiError: no model or adapter has this name.
         """
-        if model is None or model in ("", self.name):
-            return ""
-        if model in self.adapters:
-            return model
+        if self.knows(model or self.name):
+            return model if model in self.adapters else ""
         raise ApiError(
             404,
             f"The model `{model}` does not exist. Valid aliases: "

@@ -62,6 +62,7 @@ class VLLMServer(SyncRollouts):
         needs_control_token: bool = True,
         control_token: str | None = None,
         weight_directories: Sequence[Path | str] = (),
+        lora_directory: Path | str | None = None,
         allowed_hosts: Sequence[str] = (),
         max_logprobs: int = TOP_LOGPROBS_MAX,
         generation_config: Literal["auto", "vllm"] = "auto",
@@ -78,7 +79,8 @@ class VLLMServer(SyncRollouts):
         weights want ``control_token``, which is drawn if none is given (:attr:`control_token`);
         ``needs_control_token=False`` leaves them open to trainers that know none.
         Requests may name weights and adapters below the model's directory and
-        ``weight_directories`` only. ``allowed_hosts``: names beside its address that requests
+        ``weight_directories`` only. ``lora_directory``: an unknown model name that is a directory
+        in it is loaded as an adapter. ``allowed_hosts``: names beside its address that requests
         without a key may call the server by. ``max_logprobs``: log-probs told beside each token.
         ``generation_config``: whether sampling fields that a request leaves out are those of the
         model's generation_config.json (``auto``), or vLLM's own (``vllm``).
@@ -106,6 +108,9 @@ class VLLMServer(SyncRollouts):
         )
         """Token that requests must show to pause engines or change weights; None: no token."""
         self._weight_directories = weight_directories
+        self._lora_directory = None if lora_directory is None else Path(lora_directory)
+        if self._lora_directory is not None and not self._lora_directory.is_dir():
+            raise ConfigError(f"lora_directory must be a directory, got {self._lora_directory}")
         self._host = host
         self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._max_logprobs = max_logprobs
@@ -197,7 +202,13 @@ class VLLMServer(SyncRollouts):
         defaults = read_sampling_defaults(settings.model) if is_auto else {}
         directories = [settings.model, *map(Path, self._weight_directories)]
         weights = WeightUpdates(
-            run, scheduler, info, self._receiver, self._rollouts._published, directories=directories
+            run,
+            scheduler,
+            info,
+            self._receiver,
+            self._rollouts._published,
+            directories=directories,
+            lora_directory=self._lora_directory,
         )
         return ServerParts(
             settings=settings,
@@ -210,6 +221,7 @@ class VLLMServer(SyncRollouts):
                 info,
                 requests,
                 weights.labels,
+                adapter_of=weights.adapter_of,
                 max_logprobs=self._max_logprobs,
                 defaults=defaults,
             ),

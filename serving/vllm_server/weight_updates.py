@@ -60,10 +60,14 @@ class WeightUpdates:
         published: Callable[[WeightPublish], None],
         *,
         directories: Sequence[Path] = (),
+        lora_directory: Path | None = None,
     ) -> None:
         """``published`` is called with every publish, for the run's records. ``directories``: files
-        are read only below them."""
-        self._directories = [Path(os.path.realpath(each)) for each in directories]
+        are read only below them. ``lora_directory``: adapters there are loaded when a request
+        first names them."""
+        permitted = [*directories, *([] if lora_directory is None else [lora_directory])]
+        self._directories = [Path(os.path.realpath(each)) for each in permitted]
+        self._lora_directory = lora_directory
         self._run = run
         self._scheduler = scheduler
         self._info = info
@@ -206,22 +210,47 @@ class WeightUpdates:
 
     async def load_adapter(self, name: str, path: str, *, is_in_place: bool) -> None:
         """Read a LoRA adapter from its directory, and publish it to every engine."""
-        if name in self._info.adapters and not is_in_place:
-            raise ApiError(
-                400,
-                f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                f"adapter in place, set 'load_inplace' to True.",
-            )
-        if name == self._info.name:
-            raise ApiError(400, f"'{name}' is the model's own name; choose another")
-        real = self._adapter_at(path)
-        if real is None:
-            why = f"No adapter found for '{path}'; {_ONLY_BELOW}"
-            raise ApiError(404, why, param="lora_path")
         async with self._one_at_a_time:
-            call = await asyncio.to_thread(AdapterPublish, self._run, name, str(real), None, "live")
-            await self._publish(call, None)
-            self._info.adapters[name] = path
+            if name in self._info.adapters and not is_in_place:
+                raise ApiError(
+                    400,
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the "
+                    f"adapter in place, set 'load_inplace' to True.",
+                )
+            if name == self._info.name:
+                raise ApiError(400, f"'{name}' is the model's own name; choose another")
+            real = self._adapter_at(path)
+            if real is None:
+                why = f"No adapter found for '{path}'; {_ONLY_BELOW}"
+                raise ApiError(404, why, param="lora_path")
+            await self._load_adapter(name, real, path)
+
+    async def adapter_of(self, model: str | None) -> str:
+        """Return the adapter of a request's model name; empty: the model itself.
+
+        An unknown name that is a directory below the LoRA directory is loaded first, once: other
+        requests that name it meanwhile wait.
+
+        Raises:
+            ApiError: no model or adapter has this name.
+        """
+        path = self._lora_path(model)
+        if model is not None and path is not None and not self._info.knows(model):
+            async with self._one_at_a_time:
+                if not self._info.knows(model) and (real := self._adapter_at(path)) is not None:
+                    await self._load_adapter(model, real, path)
+        return self._info.adapter_of(model)
+
+    def _lora_path(self, model: str | None) -> str | None:
+        """Return the adapter directory of this name; None if the name cannot be one."""
+        if self._lora_directory is None or not model or model != os.path.basename(model):
+            return None
+        return None if model in (os.curdir, os.pardir) else str(self._lora_directory / model)
+
+    async def _load_adapter(self, name: str, real: Path, path: str) -> None:
+        call = await asyncio.to_thread(AdapterPublish, self._run, name, str(real), None, "live")
+        await self._publish(call, None)
+        self._info.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter from every engine; requests may no longer name it."""

@@ -18,7 +18,7 @@ def main() -> None:
         max_length=512,
     )
     asked = [Instance("loglikelihood", {}, tuple(pair), index) for index, pair in enumerate(pairs)]
-    print(json.dumps(scorer.loglikelihood(asked)))
+    sys.stdout.write(json.dumps(scorer.loglikelihood(asked)) + "\n")
 
 
 if __name__ == "__main__":
