@@ -217,7 +217,8 @@ def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOu
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        row.begin_run(version, engine)
+        if row.sampled_by != version:  # else the previous token came from here too
+            row.begin_run(version, engine)
         row.filed_token_ids.frombytes(token_ids)
         row.filed_logprobs.frombytes(logprobs)
         row.filed += tokens_each

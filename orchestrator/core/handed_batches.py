@@ -90,7 +90,10 @@ class HandedBatches:
     @property
     def num_groups(self) -> int:
         """Admission places held by all batches."""
-        return sum(batch.num_groups for batch in self.holding)
+        groups = 0
+        for batch in self.holding:  # read for every rollout, and a generator costs twice as much
+            groups += batch.num_groups
+        return groups
 
     @property
     def untrained(self) -> int:

@@ -90,7 +90,7 @@ class Turn:
         self.sampled_before = 0
         """Number of output tokens when the turn was sent to that engine."""
         self.sampled_by = -1
-        """Version of the newest token from that engine; -1 before the first."""
+        """Version of the newest token from the present engine; -1 before the first."""
         self.is_evaluation = rollout.group_id < 0
         self.losses = 0
         """Number of engines that were lost while they had this turn."""
@@ -313,7 +313,10 @@ class Rollout:
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the model sampled, over all turns."""
-        return sum([turn.length for turn in self.turns])
+        tokens = 0
+        for turn in self.turns:
+            tokens += turn.length
+        return tokens
 
     @property
     def tokens_of_all_rows(self) -> int:
