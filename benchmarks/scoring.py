@@ -25,7 +25,7 @@ from benchmarks.table import Row, compared, show
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
-from tidegate.transport.scoring import Scored, ScoreTokens
+from tidegate.transport.scoring import ScoreResult, ScoreTokens
 
 ROUNDS = 3
 MODELS = {"tiny": 64, "small": 8}
@@ -60,7 +60,7 @@ def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
             scheduler.score(ScoreTokens(request=number, token_ids=column, start=start))
         while rows := scheduler.plan():
             scheduler.complete(runner.step(rows))
-        told = [a for a in scheduler.take_answers() if isinstance(a, Scored)]
+        told = [a for a in scheduler.take_answers() if isinstance(a, ScoreResult)]
         ordered = sorted(told, key=lambda answer: answer.request)
         return [np.frombuffer(answer.logprobs, "<f4") for answer in ordered]
 

@@ -17,13 +17,13 @@ import numpy as np
 from tidegate.errors import BadFrame, NotUnderstood
 from tidegate.transport.messages import (
     Ack,
-    Complaint,
     FromOrchestrator,
     Goodbye,
     Hello,
+    HelloRejected,
     Message,
+    MessageRejected,
     OrchestratorHeartbeat,
-    Refused,
     Shutdown,
     Step,
     Welcome,
@@ -141,7 +141,7 @@ class OrchestratorLink:
     def _counts(self, message: FromOrchestrator) -> bool:
         """Handle the link's own messages; return whether the message is for the engine loop."""
         match message:
-            case Shutdown() | Refused():
+            case Shutdown() | HelloRejected():
                 return True
             case Welcome() if self._greeted is not None and not self._is_welcome:
                 self._begin(message)
@@ -152,7 +152,7 @@ class OrchestratorLink:
         match message:
             case Ack(seq=seq):
                 self._acknowledge(seq)
-            case Complaint(message=why):
+            case MessageRejected(message=why):
                 self._take_complaint(why)
             case Welcome() | OrchestratorHeartbeat():
                 pass
@@ -164,7 +164,7 @@ class OrchestratorLink:
         try:
             self._window.acknowledge(seq)
         except BadFrame as error:
-            self.send(Complaint(message=str(error)))
+            self.send(MessageRejected(message=str(error)))
 
     def _take_complaint(self, why: str) -> None:
         """Reconnect with a hello and a replay, because the orchestrator drops steps

@@ -23,15 +23,15 @@ from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     CancelTurn,
-    Complaint,
     EndSessions,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
+    HelloRejected,
     InitWeights,
     Message,
+    MessageRejected,
     Pause,
-    Refused,
     Resume,
     Shutdown,
     Sleep,
@@ -167,7 +167,7 @@ class EngineLoop:
                 self._finish_update(message)
             case Shutdown():
                 self.end("asked to shut down")
-            case Refused(message=why):
+            case HelloRejected(message=why):
                 self.refusal = why
                 self.end(f"refused by the orchestrator: {why}")
 
@@ -175,14 +175,14 @@ class EngineLoop:
         try:
             self._scheduler.submit_prepared(message)
         except TurnRefused as error:
-            self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
+            self._link.send(messages.TurnFailed(turn=message.turn, message=cut(str(error))))
 
     def _score(self, message: ScoreTokens) -> None:
         try:
             self._scheduler.score(message)
         except ScoreRefused as error:
             why = cut(str(error))
-            self._link.send(scoring.ScoreRefused(request=message.request, message=why))
+            self._link.send(scoring.ScoreFailed(request=message.request, message=why))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
         self._answers += self._staging.take_answers()  # the last copy may be done, but unreported
@@ -324,7 +324,7 @@ class EngineLoop:
         self._out_of_memory_steps += 1
         less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
         say(f"warning: {lack}; {less}")
-        self._link.send(Complaint(message=cut(f"{lack}; {less}")))
+        self._link.send(MessageRejected(message=cut(f"{lack}; {less}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
         step = Step(

@@ -15,13 +15,13 @@ LENGTH_BYTES = 4
 """Length prefix of each frame, big-endian."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+class WorkerMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base of all messages; ``call_id`` pairs a reply with its call."""
 
     call_id: int
 
 
-class Begin(Message, frozen=True, kw_only=True, tag="begin"):
+class CreateEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="create_environment"):
     """Create an environment, known as ``environment_id`` from then on, and reset it."""
 
     environment_id: int
@@ -34,7 +34,7 @@ class Begin(Message, frozen=True, kw_only=True, tag="begin"):
     """Limit for asynchronous methods; the pool kills the process if a method blocks."""
 
 
-class Step(Message, frozen=True, kw_only=True, tag="step"):
+class StepEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="step_environment"):
     """Pass an action to an environment."""
 
     environment_id: int
@@ -42,14 +42,14 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     timeout_s: float
 
 
-class Close(Message, frozen=True, kw_only=True, tag="close"):
+class CloseEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="close_environment"):
     """Close an environment, whatever it is doing, and remove it."""
 
     environment_id: int
     timeout_s: float
 
 
-class UseTool(Message, frozen=True, kw_only=True, tag="use_tool"):
+class CallTool(WorkerMessage, frozen=True, kw_only=True, tag="call_tool"):
     """Call a tool function."""
 
     tool: str
@@ -58,24 +58,24 @@ class UseTool(Message, frozen=True, kw_only=True, tag="use_tool"):
     timeout_s: float
 
 
-class DescribeTool(Message, frozen=True, kw_only=True, tag="describe_tool"):
+class DescribeTool(WorkerMessage, frozen=True, kw_only=True, tag="describe_tool"):
     """Ask for a function's description and arguments."""
 
     tool: str
 
 
-Call = Begin | Step | Close | UseTool | DescribeTool
+WorkerCall = CreateEnvironment | StepEnvironment | CloseEnvironment | CallTool | DescribeTool
 
 
-class Ready(Message, frozen=True, kw_only=True, tag="ready"):
+class WorkerReady(WorkerMessage, frozen=True, kw_only=True, tag="worker_ready"):
     """The process accepts calls; sent once, with ``call_id`` 0."""
 
 
-class Awaiting(Message, frozen=True, kw_only=True, tag="awaiting"):
+class CallAwaiting(WorkerMessage, frozen=True, kw_only=True, tag="call_awaiting"):
     """The call is awaiting: the process can take another one meanwhile."""
 
 
-class Observed(Message, frozen=True, kw_only=True, tag="observed"):
+class ObservationReply(WorkerMessage, frozen=True, kw_only=True, tag="observation_reply"):
     """An environment's :class:`Observation`."""
 
     text: str
@@ -85,13 +85,13 @@ class Observed(Message, frozen=True, kw_only=True, tag="observed"):
     messages: tuple[dict[str, Any], ...]
 
 
-class CallResult(Message, frozen=True, kw_only=True, tag="answered"):
-    """Result of a tool; empty for a ``Close``."""
+class CallResult(WorkerMessage, frozen=True, kw_only=True, tag="call_result"):
+    """Result of a tool; empty for a ``CloseEnvironment``."""
 
     text: str = ""
 
 
-class Described(Message, frozen=True, kw_only=True, tag="described"):
+class ToolDescription(WorkerMessage, frozen=True, kw_only=True, tag="tool_description"):
     """Description of a tool."""
 
     description: str
@@ -99,7 +99,7 @@ class Described(Message, frozen=True, kw_only=True, tag="described"):
     """JSON schema of the tool's arguments."""
 
 
-class Failed(Message, frozen=True, kw_only=True, tag="failed"):
+class CallFailed(WorkerMessage, frozen=True, kw_only=True, tag="call_failed"):
     """The call raised; the process continues."""
 
     error: str
@@ -113,14 +113,16 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """Whether the tool was not called because its arguments did not match its signature."""
 
 
-Reply = Ready | Awaiting | Observed | CallResult | Described | Failed
+WorkerReply = (
+    WorkerReady | CallAwaiting | ObservationReply | CallResult | ToolDescription | CallFailed
+)
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_call = msgspec.msgpack.Decoder(Call).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_call = msgspec.msgpack.Decoder(WorkerCall).decode
+decode_reply = msgspec.msgpack.Decoder(WorkerReply).decode
 
 
-def frame(message: Message) -> bytes:
+def frame(message: WorkerMessage) -> bytes:
     """Encode one message, with its length prefix.
 
     Raises:

@@ -181,10 +181,10 @@ class PooledEnvironment:
 
     async def _ask(self, action: str, *, is_reset: bool = False) -> Observation:
         timeout_s = self._pool.call_timeout_s
-        call: calls.Begin | calls.Step
+        call: calls.CreateEnvironment | calls.StepEnvironment
         if is_reset:
             self._move_in()
-            call = calls.Begin(
+            call = calls.CreateEnvironment(
                 call_id=self._pool.next_id(),
                 environment_id=self._id,
                 factory=self._factory,
@@ -194,7 +194,7 @@ class PooledEnvironment:
                 timeout_s=timeout_s,
             )
         else:
-            call = calls.Step(
+            call = calls.StepEnvironment(
                 call_id=self._pool.next_id(),
                 environment_id=self._id,
                 action=action,
@@ -210,10 +210,10 @@ class PooledEnvironment:
             ) from None
         return self._taken(action, reply)
 
-    def _taken(self, action: str, reply: calls.Reply) -> Observation:
-        if isinstance(reply, calls.Failed):
+    def _taken(self, action: str, reply: calls.WorkerReply) -> Observation:
+        if isinstance(reply, calls.CallFailed):
             self._fail(reply)
-        assert isinstance(reply, calls.Observed)
+        assert isinstance(reply, calls.ObservationReply)
         observation = Observation(
             reply.text, reply.reward, reply.done, reply.truncated, reply.messages
         )
@@ -221,7 +221,7 @@ class PooledEnvironment:
         self._lived.append((action, hashlib.blake2b(body, digest_size=8).digest()))
         return observation
 
-    def _fail(self, reply: calls.Failed) -> None:
+    def _fail(self, reply: calls.CallFailed) -> None:
         doing = f"step {len(self._lived)}" if self._lived else "reset"
         if reply.is_timeout:
             why = f"it gave no answer in {self._pool.call_timeout_s:g} s"
@@ -259,7 +259,9 @@ class PooledEnvironment:
                 timeout_s = self._pool.call_timeout_s
                 call_id = self._pool.next_id()
                 await process.ask(
-                    calls.Close(call_id=call_id, environment_id=self._id, timeout_s=timeout_s),
+                    calls.CloseEnvironment(
+                        call_id=call_id, environment_id=self._id, timeout_s=timeout_s
+                    ),
                     timeout_s,
                 )
         except ProcessDied:

@@ -84,7 +84,7 @@ class Tools:
     # ------------------------------------------------------------ on the pool's loop
 
     async def _answer(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolAnswer:
-        call = calls.UseTool(
+        call = calls.CallTool(
             call_id=self._pool.next_id(),
             tool=self._functions[name],
             arguments=arguments,
@@ -100,7 +100,7 @@ class Tools:
             return _error(f"{name}: the arguments can't be sent: {error}")
         if isinstance(reply, calls.CallResult):
             return ToolAnswer(reply.text)
-        assert isinstance(reply, calls.Failed)
+        assert isinstance(reply, calls.CallFailed)
         if reply.is_timeout:
             return _error(f"{name} gave no answer in {timeout_s:g} s")
         if reply.is_bad_arguments:
@@ -113,8 +113,8 @@ class Tools:
             reply = await self._reply(call, self._pool.call_timeout_s)
         except ProcessDied as death:
             raise ConfigError(f"tool {name!r} can't be described: {death.how}") from None
-        if not isinstance(reply, calls.Described):
-            assert isinstance(reply, calls.Failed)
+        if not isinstance(reply, calls.ToolDescription):
+            assert isinstance(reply, calls.CallFailed)
             raise ConfigError(f"tool {name!r} can't be described: {reply.error}")
         function = {
             "name": name,
@@ -124,8 +124,8 @@ class Tools:
         return {"type": "function", "function": function}
 
     async def _reply(
-        self, call: calls.UseTool | calls.DescribeTool, timeout_s: float
-    ) -> calls.Reply:
+        self, call: calls.CallTool | calls.DescribeTool, timeout_s: float
+    ) -> calls.WorkerReply:
         """Return a process's reply; try another process if one dies through no fault of the call.
 
         Raises:
@@ -145,7 +145,7 @@ class Tools:
                 if death.suspects or not losses_left:
                     raise
                 continue
-            if isinstance(reply, calls.Failed) and reply.is_out_of_memory:
+            if isinstance(reply, calls.CallFailed) and reply.is_out_of_memory:
                 process.kill("a tool in it ran out of memory")
             return reply
         raise AssertionError("the last loss is raised")

@@ -71,13 +71,13 @@ class Worker:
 
     def serve(self) -> None:
         """Answer calls until the pool closes the socket; then close open environments."""
-        self._send(calls.Ready(call_id=0))
+        self._send(calls.WorkerReady(call_id=0))
         with suppress(EOFError, OSError):
             while True:
                 length = calls.body_bytes(self._read(calls.LENGTH_BYTES))
                 self._answer(calls.decode_call(self._read(length)))
         for environment_id in list(self._environments):
-            call = calls.Close(call_id=0, environment_id=environment_id, timeout_s=1.0)
+            call = calls.CloseEnvironment(call_id=0, environment_id=environment_id, timeout_s=1.0)
             with suppress(Exception):
                 self._closed(call)
 
@@ -91,7 +91,7 @@ class Worker:
             view = view[got:]
         return body
 
-    def _answer(self, call: calls.Call) -> None:
+    def _answer(self, call: calls.WorkerCall) -> None:
         try:
             result = self._done(call)
             if inspect.isawaitable(result):
@@ -102,24 +102,24 @@ class Worker:
             reply = _failed(call, error)
         self._send(reply)
 
-    def _done(self, call: calls.Call) -> Any:
+    def _done(self, call: calls.WorkerCall) -> Any:
         """Execute the call, and return its result or an awaitable."""
         match call:
-            case calls.Begin():
+            case calls.CreateEnvironment():
                 environment = imported(call.factory)(**call.arguments)
                 self._environments[call.environment_id] = environment
                 return environment.reset(seed=call.seed, task=call.task)
-            case calls.Step():
+            case calls.StepEnvironment():
                 return self._environments[call.environment_id].step(call.action)
-            case calls.Close():
+            case calls.CloseEnvironment():
                 return self._closed(call)
-            case calls.UseTool():
+            case calls.CallTool():
                 function, signature = self._tool(call.tool)
                 return function(**signature.convert(call.arguments))
             case calls.DescribeTool():
                 return self._tool(call.tool)[1]
 
-    def _closed(self, call: calls.Close) -> Any:
+    def _closed(self, call: calls.CloseEnvironment) -> Any:
         running = self._running.pop(call.environment_id, None)
         if running is not None:
             running.get_loop().call_soon_threadsafe(running.cancel)
@@ -134,22 +134,22 @@ class Worker:
 
     # ------------------------------------------------------------ awaitables
 
-    def _await_beside(self, call: calls.Call, result: Awaitable[Any]) -> None:
+    def _await_beside(self, call: calls.WorkerCall, result: Awaitable[Any]) -> None:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="awaiting", daemon=True).start()
         # Sent first, because the reply itself must not come before it.
-        self._send(calls.Awaiting(call_id=call.call_id))
+        self._send(calls.CallAwaiting(call_id=call.call_id))
         self._loop.call_soon_threadsafe(self._start, self._loop, call, result)
 
     def _start(
-        self, loop: asyncio.AbstractEventLoop, call: calls.Call, result: Awaitable[Any]
+        self, loop: asyncio.AbstractEventLoop, call: calls.WorkerCall, result: Awaitable[Any]
     ) -> None:
         task = loop.create_task(self._awaited(call, result))
-        if isinstance(call, calls.Begin | calls.Step):
+        if isinstance(call, calls.CreateEnvironment | calls.StepEnvironment):
             self._running[call.environment_id] = task
 
-    async def _awaited(self, call: calls.Call, result: Awaitable[Any]) -> None:
+    async def _awaited(self, call: calls.WorkerCall, result: Awaitable[Any]) -> None:
         limit_s = None if isinstance(call, calls.DescribeTool) else call.timeout_s
         limit = asyncio.timeout(limit_s)
         try:
@@ -160,39 +160,39 @@ class Worker:
             reply = _failed(call, error, is_timeout=limit.expired())
         self._send(reply)
 
-    def _send(self, reply: calls.Reply) -> None:
+    def _send(self, reply: calls.WorkerReply) -> None:
         try:
             frame = calls.frame(reply)
         except (TypeError, ValueError) as error:
             frame = calls.frame(
-                calls.Failed(call_id=reply.call_id, error=f"the answer can't be sent: {error}")
+                calls.CallFailed(call_id=reply.call_id, error=f"the answer can't be sent: {error}")
             )
         with self._sending, suppress(OSError):  # the pool has gone, so this process will end
             self._connection.sendall(frame)
 
 
-def _reply(call: calls.Call, result: Any) -> calls.Reply:
+def _reply(call: calls.WorkerCall, result: Any) -> calls.WorkerReply:
     match call:
-        case calls.Begin() | calls.Step():
+        case calls.CreateEnvironment() | calls.StepEnvironment():
             if not isinstance(result, Observation):
-                method = "reset" if isinstance(call, calls.Begin) else "step"
+                method = "reset" if isinstance(call, calls.CreateEnvironment) else "step"
                 raise TypeError(
                     f"{method}() must return a tidegate.Observation, got a "
                     f"{type(result).__name__}: {result!r:.80}"
                 )
-            return calls.Observed(
+            return calls.ObservationReply(
                 call_id=call.call_id,
                 **{name: getattr(result, name) for name in result.__struct_fields__},
             )
         case calls.DescribeTool():
-            return calls.Described(
+            return calls.ToolDescription(
                 call_id=call.call_id,
                 description=result.description,
                 parameters=result.parameters,
             )
-        case calls.Close():
+        case calls.CloseEnvironment():
             return calls.CallResult(call_id=call.call_id)
-        case calls.UseTool():
+        case calls.CallTool():
             return calls.CallResult(call_id=call.call_id, text=_as_text(result))
 
 
@@ -210,15 +210,17 @@ def _as_text(result: Any) -> str:
     return text
 
 
-def _failed(call: calls.Call, error: BaseException, *, is_timeout: bool = False) -> calls.Failed:
+def _failed(
+    call: calls.WorkerCall, error: BaseException, *, is_timeout: bool = False
+) -> calls.CallFailed:
     said = str(error)
-    return calls.Failed(
+    return calls.CallFailed(
         call_id=call.call_id,
         error=f"{type(error).__name__}: {said}" if said else type(error).__name__,
         story="".join(traceback.format_exception(error))[-STORY_CHARACTERS_MAX:],
         is_timeout=is_timeout,
         is_out_of_memory=isinstance(error, MemoryError),
-        is_bad_arguments=isinstance(call, calls.UseTool)
+        is_bad_arguments=isinstance(call, calls.CallTool)
         and isinstance(error, msgspec.ValidationError),
     )
 

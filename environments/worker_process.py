@@ -69,7 +69,7 @@ class _Pending:
     call_id: int
     frame: bytes
     timeout_s: float
-    reply: "asyncio.Future[calls.Reply]"
+    reply: "asyncio.Future[calls.WorkerReply]"
     """Cancelled if the caller no longer waits."""
     when_free: Callable[[], None] | None
     """Called once, as soon as the call no longer keeps others waiting."""
@@ -114,8 +114,12 @@ class WorkerProcess:
         return len(self._waiting) + (self._computing is not None)
 
     async def ask(
-        self, call: calls.Call, timeout_s: float, *, when_free: Callable[[], None] | None = None
-    ) -> calls.Reply:
+        self,
+        call: calls.WorkerCall,
+        timeout_s: float,
+        *,
+        when_free: Callable[[], None] | None = None,
+    ) -> calls.WorkerReply:
         """Send a call, and return its reply.
 
         ``when_free`` is called once, as soon as this call no longer keeps others waiting. A caller
@@ -173,9 +177,9 @@ class WorkerProcess:
         """Store the transport; the socket is writable."""
         self._transport = transport
 
-    def take(self, reply: calls.Reply) -> None:
+    def take(self, reply: calls.WorkerReply) -> None:
         """Handle one reply."""
-        if isinstance(reply, calls.Ready):
+        if isinstance(reply, calls.WorkerReady):
             self._is_ready = True
             self._starting.cancel()
             self._send_next()
@@ -189,7 +193,7 @@ class WorkerProcess:
             self._computing = None
             _free(pending)
             self._send_next()
-        if isinstance(reply, calls.Awaiting):
+        if isinstance(reply, calls.CallAwaiting):
             late_s = 2 * pending.timeout_s + AWAITING_GRACE_S
             pending.timer = self._loop.call_later(late_s, self._late, pending)
             return

@@ -27,12 +27,12 @@ from tidegate.transport.messages import (
     Hello,
     Message,
     Pause,
-    Paused,
     PauseMode,
     Resume,
-    Resumed,
     Step,
     SubmitTurn,
+    TurnsPaused,
+    TurnsResumed,
     UpdateWeights,
     WeightsLive,
     WeightsStaged,
@@ -177,7 +177,7 @@ class CoarseSimulatedEngine:
                 self._look_up()
             case Resume():
                 self._pause = None
-                self._send(Resumed())
+                self._send(TurnsResumed())
                 self._look_up()
             case Welcome(credit_steps=credit_steps):
                 self._window = SendWindow(credit_steps)
@@ -270,7 +270,7 @@ class CoarseSimulatedEngine:
         is_in_effect = self._pause == "keep" or not self._running
         if self._pause is not None and not self._is_pause_told and is_in_effect:
             self._is_pause_told = True
-            self._send(Paused(mode=self._pause))
+            self._send(TurnsPaused(mode=self._pause))
 
     def _begin_stretch(self, prefill_s: float) -> None:
         next_end = min(turn.ends_at for turn in self._running.values())

@@ -25,24 +25,24 @@ from tidegate.simulation.wire import SimulatedLink
 from tidegate.transport.messages import (
     Ack,
     CancelTurn,
-    Complaint,
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
     Goodbye,
     Hello,
+    HelloRejected,
     Message,
+    MessageRejected,
     Pause,
-    Paused,
-    Refused,
     Resume,
-    Resumed,
     Shutdown,
     Sleep,
     StartWeightUpdate,
     SubmitTurn,
     SubmitTurns,
-    TurnRefused,
+    TurnFailed,
+    TurnsPaused,
+    TurnsResumed,
     UpdateWeights,
     Wake,
     WeightsLive,
@@ -68,7 +68,7 @@ class _Answers:
     """Answers that are due once the turns that ended before them have been reported."""
 
     due: list[Message] = field(default_factory=list)
-    pauses: list[Paused] = field(default_factory=list)
+    pauses: list[TurnsPaused] = field(default_factory=list)
     """Answers to pauses that are not in effect yet."""
 
 
@@ -355,7 +355,7 @@ class SimulatedEngine:
             self._window = SendWindow(message.credit_steps)
             self._heartbeat_due_s = self._loop.time()
         match message:
-            case Refused(message=why):
+            case HelloRejected(message=why):
                 check_refusal(why)
                 self.end(f"refused: {why}")
             case Shutdown():
@@ -364,7 +364,7 @@ class SimulatedEngine:
                 self._begin_again(message)
             case _ if self._welcome is None or self._greeted_at_s is not None:
                 pass  # the sender had not received the hello yet
-            case Complaint(message=why):
+            case MessageRejected(message=why):
                 self._take_complaint(why)
             case Ack(seq=seq):
                 self._window.acknowledge(seq)
@@ -392,7 +392,7 @@ class SimulatedEngine:
         if not self.is_alive:
             return
         if (refusal := self.turns.submit(message)) is not None:
-            self._send(TurnRefused(turn=message.turn, message=refusal))
+            self._send(TurnFailed(turn=message.turn, message=refusal))
 
     def _die_of(self, handle: int) -> None:
         """Crash, or hang until the orchestrator gives the engine up, by the turn's handle."""
@@ -407,10 +407,10 @@ class SimulatedEngine:
         if isinstance(message, Resume):
             self.turns.pause_mode = None
             self._answers.pauses.clear()
-            self._answers.due.append(Resumed())
+            self._answers.due.append(TurnsResumed())
             return
         self.turns.pause_mode = message.mode
-        self._answers.pauses.append(Paused(mode=message.mode))
+        self._answers.pauses.append(TurnsPaused(mode=message.mode))
         if message.mode == "abort":
             self.turns.abort_running()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tidegate.simulation.engine_spec import SimulatedEngineSpec
 from tidegate.simulation.model import TurnModel
 from tidegate.simulation.turns import SimulatedTurns
-from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
 
 
 class SimulatedScores:
@@ -48,7 +48,7 @@ class SimulatedScores:
         """Forget all open requests."""
         self._asked.clear()
 
-    def take_answers(self) -> list[Scored | ScoreRefused]:
+    def take_answers(self) -> list[ScoreResult | ScoreFailed]:
         """Remove the requests that are computed, and return their answers."""
         if self._turns.pause_mode is not None or self._turns.is_held:
             return []
@@ -58,16 +58,16 @@ class SimulatedScores:
             del self._asked[message.request]
         return [self._answer(message) for message in due]
 
-    def _answer(self, message: ScoreTokens) -> Scored | ScoreRefused:
+    def _answer(self, message: ScoreTokens) -> ScoreResult | ScoreFailed:
         tokens = array("i", message.token_ids)
         if message.want != "logprobs" or message.top_logprobs:
             why = "a simulated engine tells log-probs of the tokens given, and nothing else"
-            return ScoreRefused(request=message.request, message=why)
+            return ScoreFailed(request=message.request, message=why)
         if not 1 <= message.start < len(tokens):
             why = f"start must be in [1, {len(tokens) - 1}], got {message.start}"
-            return ScoreRefused(request=message.request, message=why)
+            return ScoreFailed(request=message.request, message=why)
         told = self._model.logprobs(tokens, message.start, content=self._turns.content)
-        return Scored(
+        return ScoreResult(
             request=message.request,
             version=self._turns.version,
             start=message.start,

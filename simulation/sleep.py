@@ -12,7 +12,7 @@ from tidegate.transport.sleep_messages import (
     Awake,
     MemoryTag,
     Sleep,
-    SleepFailed,
+    SleepRequestFailed,
     Wake,
 )
 
@@ -48,7 +48,7 @@ class SimulatedSleep:
             return []
         if turns.pause_mode is None:
             self.asked = None
-            return [SleepFailed(request=asked.request, message="no pause is on")]
+            return [SleepRequestFailed(request=asked.request, message="no pause is on")]
         drains = turns.pause_mode == "wait" and turns.running
         if drains or turns.awaited_swap is not None or self._staging.is_busy:
             return []
@@ -68,7 +68,7 @@ class SimulatedSleep:
         if self.refusals_due:
             self.refusals_due -= 1
             why = "out of memory, as its author wants it"
-            return SleepFailed(request=message.request, message=why)
+            return SleepRequestFailed(request=message.request, message=why)
         if "weights" in message.tags and "weights" in self._asleep:
             self.lacks_weights = self._are_weights_gone and not self._are_the_directorys
             self._are_weights_gone = False

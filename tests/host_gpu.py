@@ -11,7 +11,7 @@ import weakref
 import torch
 
 from tidegate.errors import WeightsRefused
-from tidegate.transport.messages import SharedMemory
+from tidegate.transport.messages import CudaIpcHandle
 
 UUID = "5f0c7d3a-0000-4000-8000-000000000001"
 
@@ -24,9 +24,9 @@ class HostGpu:
     def __init__(self, uuid: str = UUID, *, free_bytes: int = TOTAL_BYTES) -> None:
         self.uuid = uuid
         self.total_bytes = TOTAL_BYTES
-        self.shared: list[SharedMemory] = []
+        self.shared: list[CudaIpcHandle] = []
         """Handles that have not been released yet."""
-        self.opened: list[SharedMemory] = []
+        self.opened: list[CudaIpcHandle] = []
         """All handles that this process ever opened."""
         self._rooms: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -61,18 +61,18 @@ class HostGpu:
     def settle(self) -> None:
         pass
 
-    def share(self, room: torch.Tensor) -> SharedMemory:
+    def share(self, room: torch.Tensor) -> CudaIpcHandle:
         path = f"/proc/{os.getpid()}/fd/{self._fds[room.data_ptr()]}"
         handle = b"\x02c" + path.encode().ljust(64, b"\0")
         counter = f"/torch_{os.getpid()}_7_0".encode()
-        memory = SharedMemory(self.uuid, handle, room.nbytes, 0, counter, len(self.shared))
+        memory = CudaIpcHandle(self.uuid, handle, room.nbytes, 0, counter, len(self.shared))
         self.shared.append(memory)
         return memory
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: CudaIpcHandle) -> None:
         self.shared.remove(memory)
 
-    def open(self, memory: SharedMemory) -> torch.Tensor:
+    def open(self, memory: CudaIpcHandle) -> torch.Tensor:
         try:
             fd = os.open(memory.handle[2:].rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
         except (OSError, ValueError) as error:

@@ -14,9 +14,9 @@ from tidegate.errors import BadFrame, ConfigError
 from tidegate.transport.addresses import check_connector
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
-    Complaint,
     FromOrchestrator,
     Message,
+    MessageRejected,
     decode_from_orchestrator,
 )
 from tidegate.transport.rate_limiter import RateLimiter
@@ -104,7 +104,7 @@ class DealerSocket:
     def receive(self, timeout_s: float) -> list[FromOrchestrator]:
         """Return all arrived messages, in order; block up to ``timeout_s`` if there are none.
 
-        Unreadable messages are counted, answered with a ``Complaint``, and left out.
+        Unreadable messages are counted, answered with a ``MessageRejected``, and left out.
         """
         messages, is_quiet = self._read()
         if is_quiet and timeout_s > 0 and self._socket.poll(max(1, round(timeout_s * 1000))):
@@ -190,7 +190,7 @@ class DealerSocket:
             except BadFrame as error:
                 self._malformed += 1
                 if self._patience.has(b"", time.monotonic()):
-                    self.send(Complaint(message=cut(str(error))))
+                    self.send(MessageRejected(message=cut(str(error))))
         return messages, is_quiet
 
     def _decode(self, frame: zmq.Frame) -> FromOrchestrator:

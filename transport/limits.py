@@ -24,7 +24,7 @@ FRAME_BYTES_MAX_BY_KIND: Final = {
     "submit_turn": 16 * 1024 * 1024,  # a context of 4 M tokens
     "submit_turns": 4 * 1024 * 1024,  # the sender can split a larger one
     "score_tokens": 16 * 1024 * 1024,
-    "scored": 4 * 1024 * 1024,  # larger answers come in parts
+    "score_result": 4 * 1024 * 1024,  # larger answers come in parts
     "update_weights": FRAME_BYTES_MAX,  # about 100 bytes per tensor
 }
 """Limits of the kinds that may exceed :data:`SMALL_FRAME_BYTES_MAX`."""

@@ -21,18 +21,18 @@ from tidegate.transport.message import KvPolicy as KvPolicy
 from tidegate.transport.message import Message as Message
 from tidegate.transport.message import PauseMode as PauseMode
 from tidegate.transport.sampling import SamplingParams as SamplingParams
-from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
 from tidegate.transport.sleep_messages import Asleep as Asleep
 from tidegate.transport.sleep_messages import Awake as Awake
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 from tidegate.transport.sleep_messages import Sleep as Sleep
-from tidegate.transport.sleep_messages import SleepFailed as SleepFailed
+from tidegate.transport.sleep_messages import SleepRequestFailed as SleepRequestFailed
 from tidegate.transport.sleep_messages import Wake as Wake
 from tidegate.transport.weight_messages import Adapter as Adapter
-from tidegate.transport.weight_messages import Bases as Bases
+from tidegate.transport.weight_messages import BaseVersions as BaseVersions
+from tidegate.transport.weight_messages import CudaIpcHandle as CudaIpcHandle
 from tidegate.transport.weight_messages import FinishWeightUpdate as FinishWeightUpdate
 from tidegate.transport.weight_messages import InitWeights as InitWeights
-from tidegate.transport.weight_messages import SharedMemory as SharedMemory
 from tidegate.transport.weight_messages import StartWeightUpdate as StartWeightUpdate
 from tidegate.transport.weight_messages import TensorSpec as TensorSpec
 from tidegate.transport.weight_messages import UpdateWeights as UpdateWeights
@@ -40,7 +40,7 @@ from tidegate.transport.weight_messages import WeightsFailed as WeightsFailed
 from tidegate.transport.weight_messages import WeightsLive as WeightsLive
 from tidegate.transport.weight_messages import WeightsStaged as WeightsStaged
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Protocol version. A peer with another version is refused in the handshake."""
 
 RUNNING, STOP, LENGTH, ABORT, CANCELLED = range(5)
@@ -192,7 +192,7 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     """Draft tokens that this step accepted."""
 
 
-class TurnRefused(Message, frozen=True, kw_only=True, tag="turn_refused"):
+class TurnFailed(Message, frozen=True, kw_only=True, tag="turn_failed"):
     """The engine can never serve this turn as requested; ``message`` says why and what to change.
 
     The turn may have tokens already, if its logit processor failed or excluded every token.
@@ -215,13 +215,13 @@ class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"
     """Number of steps so far that ran out of memory and were retried with a smaller batch."""
 
 
-class Paused(Message, frozen=True, kw_only=True, tag="paused"):
+class TurnsPaused(Message, frozen=True, kw_only=True, tag="turns_paused"):
     """The requested pause has taken effect: no turn runs."""
 
     mode: PauseMode
 
 
-class Resumed(Message, frozen=True, kw_only=True, tag="resumed"):
+class TurnsResumed(Message, frozen=True, kw_only=True, tag="turns_resumed"):
     """Turns run again after a pause."""
 
 
@@ -233,7 +233,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """Whether the engine ends because of an error, which one of its turns may have caused."""
 
 
-class Complaint(Message, frozen=True, kw_only=True, tag="complaint"):
+class MessageRejected(Message, frozen=True, kw_only=True, tag="message_rejected"):
     """Sent by either end: the peer's last message was unreadable or invalid, for this reason."""
 
     message: str
@@ -254,7 +254,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     memory."""
 
 
-class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+class HelloRejected(Message, frozen=True, kw_only=True, tag="hello_rejected"):
     """Rejects the engine, for this reason."""
 
     message: str
@@ -310,7 +310,7 @@ class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
 
 
 class Pause(Message, frozen=True, kw_only=True, tag="pause"):
-    """Pauses running turns according to ``mode``; answered by ``Paused`` once it has taken
+    """Pauses running turns according to ``mode``; answered by ``TurnsPaused`` once it has taken
     effect."""
 
     mode: PauseMode
@@ -319,7 +319,7 @@ class Pause(Message, frozen=True, kw_only=True, tag="pause"):
 
 
 class Resume(Message, frozen=True, kw_only=True, tag="resume"):
-    """Ends a pause; answered by ``Resumed``."""
+    """Ends a pause; answered by ``TurnsResumed``."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
@@ -329,24 +329,24 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
 FromEngine = (
     Hello
     | Step
-    | TurnRefused
-    | Scored
-    | ScoreRefused
+    | TurnFailed
+    | ScoreResult
+    | ScoreFailed
     | EngineHeartbeat
     | WeightsStaged
     | WeightsLive
     | WeightsFailed
-    | Paused
-    | Resumed
+    | TurnsPaused
+    | TurnsResumed
     | Goodbye
-    | Complaint
+    | MessageRejected
     | Asleep
     | Awake
-    | SleepFailed
+    | SleepRequestFailed
 )
 FromOrchestrator = (
     Welcome
-    | Refused
+    | HelloRejected
     | OrchestratorHeartbeat
     | Ack
     | SubmitTurn
@@ -362,7 +362,7 @@ FromOrchestrator = (
     | UpdateWeights
     | FinishWeightUpdate
     | Shutdown
-    | Complaint
+    | MessageRejected
     | Sleep
     | Wake
 )

@@ -38,20 +38,20 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     scoring: RankScoring | None = None
 
 
-class Connect(RankMessage, frozen=True, tag="connect"):
+class InitProcessGroup(RankMessage, frozen=True, tag="init_process_group"):
     """All ranks have loaded their shards; initialise the process group."""
 
     keys: tuple[bytes, bytes, bytes] | None = None
     """The engine's public and secret key, and the orchestrator's public key, for remote weights."""
 
 
-class RunStep(RankMessage, frozen=True, tag="step"):
+class RunStep(RankMessage, frozen=True, tag="run_step"):
     """Compute this step."""
 
     rows: list[RankRow]
 
 
-class Relay(RankMessage, frozen=True, tag="relay"):
+class ForwardWeightMessage(RankMessage, frozen=True, tag="forward_weight_message"):
     """Forwards an orchestrator message on weights, for each rank's own staging."""
 
     message: InitWeights | StartWeightUpdate | UpdateWeights
@@ -61,38 +61,46 @@ class Relay(RankMessage, frozen=True, tag="relay"):
     """For a start: the live version; None if there is none."""
 
 
-class Abandon(RankMessage, frozen=True, tag="abandon"):
+class AbortWeightUpdate(RankMessage, frozen=True, tag="abort_weight_update"):
     """Discard the update in progress; ``why`` is given if the weights are about to sleep."""
 
     why: str = ""
 
 
-class SwapWeights(RankMessage, frozen=True, tag="swap"):
+class SwapWeights(RankMessage, frozen=True, tag="swap_weights"):
     """Use the staged weights from the next step on."""
 
     version: int
 
 
-class RankSleep(RankMessage, frozen=True, tag="sleep"):
+class RankSleep(RankMessage, frozen=True, tag="rank_sleep"):
     """Release memory; no step follows before the memory is back."""
 
     asked: Sleep
 
 
-class RankWake(RankMessage, frozen=True, tag="wake"):
+class RankWake(RankMessage, frozen=True, tag="rank_wake"):
     """Allocate the memory again."""
 
     asked: Wake
 
 
-ToRank = Connect | RunStep | Relay | Abandon | SwapWeights | RankSleep | RankWake
+ToRank = (
+    InitProcessGroup
+    | RunStep
+    | ForwardWeightMessage
+    | AbortWeightUpdate
+    | SwapWeights
+    | RankSleep
+    | RankWake
+)
 
 
-class RankLoaded(RankMessage, frozen=True, tag="loaded"):
+class RankLoaded(RankMessage, frozen=True, tag="rank_loaded"):
     """A rank has loaded its shard of the model directory."""
 
 
-class RankStaged(RankMessage, frozen=True, tag="staged"):
+class RankStaged(RankMessage, frozen=True, tag="rank_staged"):
     """A rank has staged an update completely, or refused it."""
 
     attempt: int
@@ -100,7 +108,7 @@ class RankStaged(RankMessage, frozen=True, tag="staged"):
     """Reason of the refusal; empty if complete."""
 
 
-class RankMemory(RankMessage, frozen=True, tag="memory"):
+class RankMemory(RankMessage, frozen=True, tag="rank_memory"):
     """A rank has released or re-allocated its memory, or failed to."""
 
     returned_bytes: int = 0
@@ -109,7 +117,7 @@ class RankMemory(RankMessage, frozen=True, tag="memory"):
     """Reason of the failure; empty if successful."""
 
 
-class RankFailed(RankMessage, frozen=True, tag="failed"):
+class RankFailed(RankMessage, frozen=True, tag="rank_failed"):
     """A rank has failed and ends."""
 
     message: str

@@ -22,7 +22,7 @@ import zmq
 from tidegate.errors import AddressInUse, ConfigError
 from tidegate.transport.addresses import check_listener, refuse_living_listener
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
-from tidegate.transport.messages import Ack, Complaint, Message
+from tidegate.transport.messages import Ack, Message, MessageRejected
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.security import OrchestratorKeys, secure_listener
@@ -244,11 +244,11 @@ class RouterSocket:
         return True
 
     def complain(self, peer: bytes, why: str) -> None:
-        """Count a malformed message of ``peer``, and reply with a ``Complaint`` within the rate
+        """Count a malformed message of ``peer``, and reply with a ``MessageRejected`` within the rate
         limit."""
         self._malformed += 1
         if self._patience.has(peer, time.monotonic()):
-            self.send(peer, Complaint(message=cut(why)))
+            self.send(peer, MessageRejected(message=cut(why)))
 
     def attach(
         self,

@@ -1,6 +1,6 @@
 """Messages of the scoring protocol: log-probs, embeddings or rewards of given tokens.
 
-The orchestrator sends ``ScoreTokens``; the engine answers with ``Scored``, and samples nothing.
+The orchestrator sends ``ScoreTokens``; the engine answers with ``ScoreResult``, and samples nothing.
 Requests have numbers of their own and belong to no rollout. Unlike turns, they do not survive a
 reconnect: after a hello an engine has none, and each is answered once.
 
@@ -12,7 +12,7 @@ from typing import Literal
 from tidegate.transport.limits import Count
 from tidegate.transport.message import Message
 
-Want = Literal["logprobs", "embedding", "mean_embedding", "hidden_states", "rewards"]
+ScoreKind = Literal["logprobs", "embedding", "mean_embedding", "hidden_states", "rewards"]
 """``logprobs``: of each token from ``start`` on, given those before it. ``embedding``: the normed
 hidden state [H] of the last token; ``mean_embedding``: the mean of those from ``start`` on;
 ``hidden_states``: all of those [P, H]. ``rewards``: output of a classification head [L] at the last
@@ -29,13 +29,13 @@ PART_BYTES_MAX = 2 * 1024 * 1024
 
 
 class ScoreTokens(Message, frozen=True, kw_only=True, tag="score_tokens"):
-    """Requests scoring of these tokens; answered by ``Scored``, in one or more parts."""
+    """Requests scoring of these tokens; answered by ``ScoreResult``, in one or more parts."""
 
     request: Count
     """Request number, unique within a connection and independent of turn handles."""
     token_ids: bytes
     """int32 [N]: the tokens to score."""
-    want: Want = "logprobs"
+    want: ScoreKind = "logprobs"
     start: Count = 0
     """First reported position. For ``logprobs`` at least 1, because the first token has no context.
     KV of earlier positions may come from the prefix cache."""
@@ -53,7 +53,7 @@ class CancelScore(Message, frozen=True, kw_only=True, tag="cancel_score"):
     request: Count
 
 
-class Scored(Message, frozen=True, kw_only=True, tag="scored"):
+class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
     """A part of an answer. All parts are consecutive and computed by one weight version."""
 
     request: Count
@@ -74,7 +74,7 @@ class Scored(Message, frozen=True, kw_only=True, tag="scored"):
     0."""
 
 
-class ScoreRefused(Message, frozen=True, kw_only=True, tag="score_refused"):
+class ScoreFailed(Message, frozen=True, kw_only=True, tag="score_failed"):
     """The engine can never answer this request; ``message`` says why and what to change."""
 
     request: Count

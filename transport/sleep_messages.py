@@ -21,7 +21,7 @@ SleepLevel = Literal[1, 2]
 class Sleep(Message, frozen=True, kw_only=True, tag="sleep"):
     """Requests that the engine release memory, once the pause requested before is in effect.
 
-    Answered by ``Asleep``, or by ``SleepFailed`` if there is no pause or the release fails. KV is
+    Answered by ``Asleep``, or by ``SleepRequestFailed`` if there is no pause or the release fails. KV is
     discarded at every level: turns that a pause has frozen are recomputed.
     """
 
@@ -32,7 +32,7 @@ class Sleep(Message, frozen=True, kw_only=True, tag="sleep"):
 
 
 class Wake(Message, frozen=True, kw_only=True, tag="wake"):
-    """Requests that the engine allocate memory again; answered by ``Awake`` or ``SleepFailed``.
+    """Requests that the engine allocate memory again; answered by ``Awake`` or ``SleepRequestFailed``.
 
     Turns run once nothing sleeps, there are weights, and no pause is in effect.
     """
@@ -62,7 +62,7 @@ class Awake(Message, frozen=True, kw_only=True, tag="awake"):
     runs."""
 
 
-class SleepFailed(Message, frozen=True, kw_only=True, tag="sleep_failed"):
+class SleepRequestFailed(Message, frozen=True, kw_only=True, tag="sleep_request_failed"):
     """A ``Sleep`` or ``Wake`` failed, for this reason; memory that was asleep stays asleep."""
 
     request: Count

@@ -76,7 +76,7 @@ class SendWindow:
         return list(self._frames)
 
 
-class Verdict(Enum):
+class StepAcceptance(Enum):
     """Decision about a step message that has just arrived."""
 
     NEW = auto()
@@ -105,21 +105,21 @@ class ReceiveWindow:
         self._is_ack_lost = False
         """Whether a replay has shown that an acknowledgement was lost."""
 
-    def accept(self, epoch: int, seq: int) -> Verdict:
+    def accept(self, epoch: int, seq: int) -> StepAcceptance:
         """Classify one message. A later epoch starts a new stream at seq 0."""
         if self._epoch is None or epoch > self._epoch:
             self._epoch = epoch
             self._next_seq = self._acknowledged_seqs = 0
             self._is_ack_lost = False
         if epoch < self._epoch:
-            return Verdict.OLD_EPOCH
+            return StepAcceptance.OLD_EPOCH
         if seq > self._next_seq:
-            return Verdict.GAP
+            return StepAcceptance.GAP
         if seq < self._next_seq:
             self._is_ack_lost = True
-            return Verdict.DUPLICATE
+            return StepAcceptance.DUPLICATE
         self._next_seq += 1
-        return Verdict.NEW
+        return StepAcceptance.NEW
 
     def acknowledgement(self) -> int | None:
         """Return the seq to acknowledge now, or None; a returned seq counts as sent.

@@ -13,7 +13,7 @@ from tidegate.transport.limits import Count, cut
 from tidegate.transport.message import Message
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Protocol version; both ends must have the same."""
 
 FRAME_BYTES = 16 * 1024 * 1024
@@ -39,11 +39,11 @@ class Column(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- from a trainer
 
 
-class Ask(Message, frozen=True, kw_only=True):
+class TrainerRequest(Message, frozen=True, kw_only=True):
     """Base class of a trainer's requests."""
 
 
-class Join(Ask, frozen=True, kw_only=True, tag="join"):
+class JoinRun(TrainerRequest, frozen=True, kw_only=True, tag="join_run"):
     """Joins the run as one data-parallel rank."""
 
     protocol: Count
@@ -57,13 +57,13 @@ class Join(Ask, frozen=True, kw_only=True, tag="join"):
     """Shared memory in which the trainer would put weights if the run is on the same host."""
 
 
-class NextBatch(Ask, frozen=True, kw_only=True, tag="next_batch"):
+class NextBatch(TrainerRequest, frozen=True, kw_only=True, tag="next_batch"):
     """This rank has finished batch ``after`` and requests the next."""
 
     after: Count
 
 
-class Publish(Ask, frozen=True, kw_only=True, tag="publish"):
+class PublishWeights(TrainerRequest, frozen=True, kw_only=True, tag="publish_weights"):
     """Publishes weights to the engines, once every rank has finished batch ``number``."""
 
     number: Count
@@ -82,7 +82,7 @@ class Publish(Ask, frozen=True, kw_only=True, tag="publish"):
     ready."""
 
 
-class Chunk(Ask, frozen=True, kw_only=True, tag="chunk"):
+class UploadChunk(TrainerRequest, frozen=True, kw_only=True, tag="upload_chunk"):
     """A piece of an upload; one frame follows."""
 
     upload: str
@@ -90,7 +90,7 @@ class Chunk(Ask, frozen=True, kw_only=True, tag="chunk"):
     nbytes_total: Count
 
 
-class OfferTasks(Ask, frozen=True, kw_only=True, tag="offer_tasks"):
+class OpenTaskStream(TrainerRequest, frozen=True, kw_only=True, tag="open_task_stream"):
     """Offers tasks to the run, for an episode that the run knows by name."""
 
     offer: str
@@ -98,7 +98,7 @@ class OfferTasks(Ask, frozen=True, kw_only=True, tag="offer_tasks"):
     """Name of the episode; empty for the run's only one."""
 
 
-class GiveTasks(Ask, frozen=True, kw_only=True, tag="give_tasks"):
+class SendTasks(TrainerRequest, frozen=True, kw_only=True, tag="send_tasks"):
     """Delivers some tasks of an offer; answered once there is room for more."""
 
     offer: str
@@ -106,38 +106,48 @@ class GiveTasks(Ask, frozen=True, kw_only=True, tag="give_tasks"):
     is_end: bool = False
 
 
-class Evaluate(Ask, frozen=True, kw_only=True, tag="evaluate"):
+class Evaluate(TrainerRequest, frozen=True, kw_only=True, tag="evaluate"):
     """Runs one episode per task, outside training, and returns the rewards."""
 
     tasks: list[Any]
     episode: str = ""
 
 
-class Score(Ask, frozen=True, kw_only=True, tag="score"):
+class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_sequences"):
     """Requests scores of given tokens from the engines' model."""
 
     asked: list[Any]
     """The orchestrator's ``Asked`` records, each as a list of its fields in order."""
 
 
-class Control(Ask, frozen=True, kw_only=True, tag="control"):
+class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
     """A small request without a message type of its own, such as pause, resume or statistics."""
 
     wish: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics", "discard"]
     values: dict[str, Any] = {}
 
 
-AnyAsk = Join | NextBatch | Publish | Chunk | OfferTasks | GiveTasks | Evaluate | Score | Control
+AnyTrainerRequest = (
+    JoinRun
+    | NextBatch
+    | PublishWeights
+    | UploadChunk
+    | OpenTaskStream
+    | SendTasks
+    | Evaluate
+    | ScoreSequences
+    | ControlRun
+)
 
 
-class Request(Message, frozen=True, kw_only=True, tag="request"):
+class RequestEnvelope(Message, frozen=True, kw_only=True, tag="request_envelope"):
     """A request with its number, which the reply repeats; numbers count up from 1."""
 
     request: Count
-    ask: AnyAsk
+    ask: AnyTrainerRequest
 
 
-class TrainerAlive(Message, frozen=True, kw_only=True, tag="trainer_alive"):
+class TrainerHeartbeat(Message, frozen=True, kw_only=True, tag="trainer_heartbeat"):
     """Heartbeat of a trainer, with its unanswered requests, so that lost messages are detected."""
 
     newest: Count
@@ -145,22 +155,22 @@ class TrainerAlive(Message, frozen=True, kw_only=True, tag="trainer_alive"):
     pending: list[Count]
 
 
-class Leave(Message, frozen=True, kw_only=True, tag="leave"):
+class LeaveRun(Message, frozen=True, kw_only=True, tag="leave_run"):
     """The trainer leaves, because it has finished or because it failed."""
 
     is_done: bool
 
 
-FromTrainer = Request | TrainerAlive | Leave
+FromTrainer = RequestEnvelope | TrainerHeartbeat | LeaveRun
 
 # ---------------------------------------------------------------- from the run
 
 
-class Answer(Message, frozen=True, kw_only=True):
+class TrainerReply(Message, frozen=True, kw_only=True):
     """Base class of the run's answers."""
 
 
-class Welcome(Answer, frozen=True, kw_only=True, tag="welcome"):
+class TrainerWelcome(TrainerReply, frozen=True, kw_only=True, tag="trainer_welcome"):
     """Accepts the rank into the run."""
 
     run_id: str
@@ -174,7 +184,7 @@ class Welcome(Answer, frozen=True, kw_only=True, tag="welcome"):
     reads_shared_memory: bool = False
 
 
-class BatchIs(Answer, frozen=True, kw_only=True, tag="batch_is"):
+class BatchReply(TrainerReply, frozen=True, kw_only=True, tag="batch_reply"):
     """A batch, or one rank's part of it; its columns are in the frames."""
 
     number: Count
@@ -195,46 +205,54 @@ class BatchIs(Answer, frozen=True, kw_only=True, tag="batch_is"):
     prefetches."""
 
 
-class NoBatch(Answer, frozen=True, kw_only=True, tag="no_batch"):
+class NoMoreBatches(TrainerReply, frozen=True, kw_only=True, tag="no_more_batches"):
     """There are no more batches, because the tasks are used up."""
 
 
-class Published(Answer, frozen=True, kw_only=True, tag="published"):
+class PublishReply(TrainerReply, frozen=True, kw_only=True, tag="publish_reply"):
     """Engines serve these weights, or have staged them."""
 
     version: Count
 
 
-class Evaluated(Answer, frozen=True, kw_only=True, tag="evaluated"):
+class EvaluateReply(TrainerReply, frozen=True, kw_only=True, tag="evaluate_reply"):
     """One reward per task; None if the episode failed."""
 
     rewards: list[float | None]
 
 
-class Scores(Answer, frozen=True, kw_only=True, tag="scores"):
+class ScoresReply(TrainerReply, frozen=True, kw_only=True, tag="scores_reply"):
     """One answer per sequence; the arrays are in the frames, five columns for each."""
 
     about: list[Any]
     columns: list[Column]
 
 
-class Done(Answer, frozen=True, kw_only=True, tag="done"):
+class ResultReply(TrainerReply, frozen=True, kw_only=True, tag="result_reply"):
     """The request succeeded; ``value`` is its result."""
 
     value: Any = None
 
 
-AnyAnswer = Welcome | BatchIs | NoBatch | Published | Evaluated | Scores | Done
+AnyTrainerReply = (
+    TrainerWelcome
+    | BatchReply
+    | NoMoreBatches
+    | PublishReply
+    | EvaluateReply
+    | ScoresReply
+    | ResultReply
+)
 
 
-class Reply(Message, frozen=True, kw_only=True, tag="reply"):
+class ReplyEnvelope(Message, frozen=True, kw_only=True, tag="reply_envelope"):
     """The answer to one request."""
 
     request: Count
-    answer: AnyAnswer
+    answer: AnyTrainerReply
 
 
-class Failed(Message, frozen=True, kw_only=True, tag="failed"):
+class RequestFailed(Message, frozen=True, kw_only=True, tag="request_failed"):
     """A request failed; request 0 stands for a failure without a request."""
 
     request: Count
@@ -245,25 +263,25 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed"):
     """Whether the same request may succeed if retried soon."""
 
 
-class RunAlive(Message, frozen=True, kw_only=True, tag="run_alive"):
+class RunHeartbeat(Message, frozen=True, kw_only=True, tag="run_heartbeat"):
     """Answer to a heartbeat, with the pending requests that never arrived."""
 
     missing: list[Count] = []
 
 
-class Stranger(Message, frozen=True, kw_only=True, tag="stranger"):
+class UnknownTrainer(Message, frozen=True, kw_only=True, tag="unknown_trainer"):
     """The run does not know this trainer: the run was restarted, or another process joined as its
     rank."""
 
 
-class RunOver(Message, frozen=True, kw_only=True, tag="run_over"):
+class RunTerminated(Message, frozen=True, kw_only=True, tag="run_terminated"):
     """The run has ended and answers no more requests."""
 
     error: str
     message: str
 
 
-ToTrainer = Reply | Failed | RunAlive | Stranger | RunOver
+ToTrainer = ReplyEnvelope | RequestFailed | RunHeartbeat | UnknownTrainer | RunTerminated
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

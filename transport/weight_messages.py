@@ -30,7 +30,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """CRC-32 (zlib) of the tensor's bytes; None if no check is requested."""
 
 
-class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
+class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):
     """CUDA IPC handle of an update's buffer, as torch exports it."""
 
     gpu: str
@@ -53,7 +53,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
     scale: float
 
 
-class Bases(msgspec.Struct, frozen=True, array_like=True):
+class BaseVersions(msgspec.Struct, frozen=True, array_like=True):
     """Range of versions ``[first, last]`` that differ from an update only in the update's
     tensors."""
 
@@ -84,14 +84,14 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     tensors: list[TensorSpec]
     last: bool = True
     """Whether this is the last chunk: then check names, shapes and dtypes, and answer."""
-    bases: Bases | None = None
+    bases: BaseVersions | None = None
     """Versions that a partial update applies to: if the live version is among them, missing tensors
     are taken from it, otherwise the update is refused. None: the update is complete. Equal in each
     chunk of an update."""
     adapter: Adapter | None = None
     """The adapter that these tensors belong to, all of them; None: they are the model's. A version
     has only those adapters that come with it."""
-    memory: SharedMemory | None = None
+    memory: CudaIpcHandle | None = None
     """The buffer on a GPU, which ``location`` cannot name."""
 
 

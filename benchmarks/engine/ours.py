@@ -34,7 +34,7 @@ from tidegate.transport.messages import (
     StartWeightUpdate,
     Step,
     SubmitTurn,
-    TurnRefused,
+    TurnFailed,
     WeightsFailed,
     WeightsLive,
     WeightsStaged,
@@ -137,7 +137,7 @@ class Driver:
                 self.staged.set()
             case WeightsLive():
                 self.live.set()
-            case WeightsFailed() | TurnRefused():
+            case WeightsFailed() | TurnFailed():
                 raise SystemExit(f"the engine refuses: {message}")
 
 

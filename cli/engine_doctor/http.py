@@ -25,7 +25,7 @@ _KIND = re.compile(r"[a-z]+\+https?://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class HttpReply:
     """Response to a request."""
 
     status: int
@@ -58,7 +58,7 @@ class Http:
         )
         self._timeout_s = timeout_s
 
-    def get(self, path: str) -> Reply:
+    def get(self, path: str) -> HttpReply:
         """Send a GET request.
 
         Raises:
@@ -67,7 +67,7 @@ class Http:
         """
         return self._ask("GET", path, None, self._timeout_s)
 
-    def post(self, path: str, body: object, *, timeout_s: float | None = None) -> Reply:
+    def post(self, path: str, body: object, *, timeout_s: float | None = None) -> HttpReply:
         """Send ``body`` as JSON; the default timeout is the client's.
 
         Raises:
@@ -77,7 +77,7 @@ class Http:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Reply:
+    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> HttpReply:
         connection = self._connect(self._netloc, timeout=timeout_s)
         try:
             headers = {} if body is None else {"Content-Type": "application/json"}
@@ -95,7 +95,7 @@ class Http:
         if answer.status == UNAUTHORIZED:
             sent = "another key than it was sent" if self._headers else "a key"
             raise ConfigError(f"{self.url} wants {sent}; {server_keys.HOW}")
-        return Reply(status=answer.status, body=_parsed(raw))
+        return HttpReply(status=answer.status, body=_parsed(raw))
 
 
 def _split(url: str) -> SplitResult:

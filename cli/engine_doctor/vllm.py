@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.cli.engine_doctor.examined import ProbeRequest, ProbeResponse
-from tidegate.cli.engine_doctor.http import LOAD_TIMEOUT_S, Http, Reply
+from tidegate.cli.engine_doctor.http import LOAD_TIMEOUT_S, Http, HttpReply
 from tidegate.cli.engine_doctor.measurements import EngineKind, Identity
 from tidegate.errors import EngineLost
 
@@ -141,7 +141,7 @@ def _salt(question: ProbeRequest) -> dict[str, Any]:
     return {} if question.cache_salt is None else {"cache_salt": question.cache_salt}
 
 
-def _choice(reply: Reply) -> dict[str, Any]:
+def _choice(reply: HttpReply) -> dict[str, Any]:
     if not reply.is_ok or not isinstance(reply.body, dict):
         raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
     choice: dict[str, Any] = reply.body["choices"][0]

@@ -24,8 +24,8 @@ from tidegate.transport.sleep_messages import (
     Awake,
     MemoryTag,
     Sleep,
-    SleepFailed,
     SleepLevel,
+    SleepRequestFailed,
     Wake,
 )
 
@@ -161,7 +161,7 @@ class SleepController:
             return []
         if not self._turns.is_pause_asked:
             self._asked = None
-            return [SleepFailed(request=asked.request, message=NO_PAUSE)]
+            return [SleepRequestFailed(request=asked.request, message=NO_PAUSE)]
         if not self._turns.is_pause_in_effect or self._turns.is_swap_asked:
             return []
         if "weights" in asked.tags and not self._staging.give_up("the weights were put to sleep"):
@@ -180,7 +180,7 @@ class SleepController:
                 self._asleep.add("kv_cache")
                 self._memory.release(self._kv_regions())
         except (OSError, OutOfMemory) as error:
-            return SleepFailed(
+            return SleepRequestFailed(
                 request=asked.request, message=cut(f"can't give memory back: {error}")
             )
         finally:
@@ -217,7 +217,7 @@ class SleepController:
             if "kv_cache" in tags:
                 self._memory.reallocate(self._kv_regions(), self.beat)
         except (OSError, TidegateError) as error:
-            return SleepFailed(request=message.request, message=cut(str(error)))
+            return SleepRequestFailed(request=message.request, message=cut(str(error)))
         self._asleep.difference_update(tags)
         self._hold()
         return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)

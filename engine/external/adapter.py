@@ -17,7 +17,7 @@ import torch
 
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
-from tidegate.transport.scoring import Want
+from tidegate.transport.scoring import ScoreKind
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 Ended = Literal["stop", "length", "abort"]
@@ -49,7 +49,7 @@ class Capabilities:
     ``max_tokens`` and ``temperature``. A turn that sets another field is refused, by name."""
     top_logprobs_max: int = 0
     """Limit of top log-probs per token; ``top_logprobs`` counts as a field."""
-    scores: frozenset[Want] = frozenset()
+    scores: frozenset[ScoreKind] = frozenset()
     """Kinds of scores that ``score`` can answer."""
     dtype: str = ""
     """Compute dtype: ``float32``, ``bfloat16`` or ``float16``; empty if unknown."""
@@ -139,7 +139,7 @@ class ScoreRequest:
     """A request to score given tokens. The engine must not use cached KV of any salt."""
 
     token_ids: Sequence[int]
-    want: Want
+    want: ScoreKind
     start: int
     top_logprobs: int
     temperature: float

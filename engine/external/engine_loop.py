@@ -26,18 +26,18 @@ from tidegate.transport.messages import (
     EngineHeartbeat,
     FinishWeightUpdate,
     FromOrchestrator,
+    HelloRejected,
     InitWeights,
     Message,
     Pause,
-    Paused,
-    Refused,
     Resume,
-    Resumed,
     Shutdown,
     Sleep,
     StartWeightUpdate,
     SubmitTurn,
     SubmitTurns,
+    TurnsPaused,
+    TurnsResumed,
     UpdateWeights,
     Wake,
     WeightsFailed,
@@ -243,7 +243,7 @@ class ExternalEngineLoop:
                 self._sleeper.ask(message)
             case Shutdown():
                 self.end("asked to shut down")
-            case Refused(message=why):
+            case HelloRejected(message=why):
                 self.refusal = why
                 self.end(f"refused by the orchestrator: {why}")
             case _:
@@ -316,11 +316,11 @@ class ExternalEngineLoop:
         elif mode is None and self._streams.paused is not None and not self._sleeper.holds:
             await self._streams.resume()
         if mode is None and self._resumes_unanswered:
-            self._answers += [Resumed()] * self._resumes_unanswered
+            self._answers += [TurnsResumed()] * self._resumes_unanswered
             self._resumes_unanswered = 0
 
-    def _paused(self) -> list[Paused]:
-        """Return the ``Paused`` answers of pauses that the engine has carried out."""
+    def _paused(self) -> list[TurnsPaused]:
+        """Return the ``TurnsPaused`` answers of pauses that the engine has carried out."""
         mode = self._gate.mode
         if mode == "wait" or mode == self._streams.paused or self._streams.paused == "abort":
             return self._gate.take_effective(self._streams.running)

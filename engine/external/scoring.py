@@ -18,7 +18,7 @@ from tidegate.engine.link import OrchestratorLink
 from tidegate.errors import EngineGone, ScoreRefused, TidegateError
 from tidegate.transport import scoring
 from tidegate.transport.limits import cut
-from tidegate.transport.scoring import PART_BYTES_MAX, Scored, ScoreTokens
+from tidegate.transport.scoring import PART_BYTES_MAX, ScoreResult, ScoreTokens
 
 
 class ExternalScoreQueue:
@@ -102,7 +102,7 @@ class ExternalScoreQueue:
             told = slice(first, first + part)
             top = slice(first * k, (first + part) * k)
             self._link.send(
-                Scored(
+                ScoreResult(
                     request=message.request,
                     version=version,
                     start=message.start + first,
@@ -119,4 +119,4 @@ class ExternalScoreQueue:
             )
 
     def _refuse(self, request: int, why: str) -> None:
-        self._link.send(scoring.ScoreRefused(request=request, message=cut(why)))
+        self._link.send(scoring.ScoreFailed(request=request, message=cut(why)))

@@ -21,7 +21,12 @@ from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.sglang_server import SglangServerInfo
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.addresses import listening_host, own_address_towards
-from tidegate.transport.weight_channels.collective import Group, Round, join_group, open_store
+from tidegate.transport.weight_channels.collective import (
+    BroadcastGroup,
+    RoundAssignment,
+    join_group,
+    open_store,
+)
 
 WAYS = ("disk", "http", "gloo", "nccl")
 """Values of ``#weights=`` in an engine URL."""
@@ -185,7 +190,7 @@ class SglangBroadcastSender:
         self._backend = backend
         self._numbers = itertools.count()
         self._group = ""
-        self._member: Group | None = None
+        self._member: BroadcastGroup | None = None
 
     async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
         """Broadcast the tensors while a request announces them; it ends once they are loaded."""
@@ -206,7 +211,7 @@ class SglangBroadcastSender:
         )
         await self._both(asking, sending)
 
-    async def _join(self) -> Group:
+    async def _join(self) -> BroadcastGroup:
         """Make a new group, whose name must differ from that of a failed one."""
         parts = urlsplit(self._http.url)
         host = parts.hostname or ""
@@ -264,15 +269,15 @@ class SglangBroadcastSender:
             self._member = None
 
 
-def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Group:
+def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> BroadcastGroup:
     """Join the group with the key prefixes that torch's own constructor uses."""
     dist: Any = torch.distributed
     place = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
     device = "cpu/" if backend == "gloo" else "cuda/"
-    round_ = Round("", group=device, backend=backend, rank=0, size=size)
+    round_ = RoundAssignment("", group=device, backend=backend, rank=0, size=size)
     return join_group(round_, place, own_host=own_host)
 
 
-def _broadcast(group: Group, bucket: Bucket) -> None:
+def _broadcast(group: BroadcastGroup, bucket: Bucket) -> None:
     for _, tensor in bucket:
         group.broadcast(tensor.detach().contiguous().to(group.device))

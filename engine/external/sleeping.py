@@ -18,7 +18,7 @@ from tidegate.transport.sleep_messages import (
     Awake,
     MemoryTag,
     Sleep,
-    SleepFailed,
+    SleepRequestFailed,
     Wake,
 )
 
@@ -101,12 +101,12 @@ class ExternalSleepController:
             return await self._wake(asked)
         if gate.is_pause_asked:
             return await self._sleep(asked, streams)
-        return SleepFailed(request=asked.request, message=NO_PAUSE)
+        return SleepRequestFailed(request=asked.request, message=NO_PAUSE)
 
     async def _sleep(self, asked: Sleep, streams: Streams) -> Message:
         if asked.level not in self._able.sleep_levels:
             why = f"{self._able.engine} can't sleep at level {asked.level} as it was started"
-            return SleepFailed(request=asked.request, message=why)
+            return SleepRequestFailed(request=asked.request, message=why)
         if not self._asleep:
             await streams.stop(are_over=False)  # also frozen requests, because their KV is released
             streams.new_salt()

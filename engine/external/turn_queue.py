@@ -73,7 +73,7 @@ class ExternalTurnQueue:
             if why := self._why_not(turn.adapter):
                 raise TurnRefused(why)
         except TurnRefused as error:
-            self._link.send(messages.TurnRefused(turn=message.turn, message=cut(str(error))))
+            self._link.send(messages.TurnFailed(turn=message.turn, message=cut(str(error))))
             return
         self._arrivals += 1
         self._turns[turn.handle] = turn
@@ -146,4 +146,4 @@ class ExternalTurnQueue:
     def _refuse(self, turn: ExternalTurn, error: TurnRefused) -> None:
         # Tokens that wait for credit would be sent for a turn that no longer exists.
         self._teller.rows.drop(turn.handle)
-        self._link.send(messages.TurnRefused(turn=turn.handle, message=cut(str(error))))
+        self._link.send(messages.TurnFailed(turn=turn.handle, message=cut(str(error))))

@@ -15,7 +15,7 @@ import torch
 
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
-from tidegate.transport.messages import SharedMemory
+from tidegate.transport.messages import CudaIpcHandle
 from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, Gpu
 from tidegate.transport.weight_channels.cuda_nccl import packs
 
@@ -106,7 +106,7 @@ def _facts(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     }
 
 
-def _as_torch_tells(memory: SharedMemory) -> tuple[object, ...]:
+def _as_torch_tells(memory: CudaIpcHandle) -> tuple[object, ...]:
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for the buffer as bytes.
 
     Source: torch 2.13, torch/multiprocessing/reductions.py. No event is needed, because the buffer

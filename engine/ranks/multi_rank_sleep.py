@@ -20,7 +20,7 @@ from tidegate.transport.sleep_messages import (
     Awake,
     MemoryTag,
     Sleep,
-    SleepFailed,
+    SleepRequestFailed,
     Wake,
 )
 
@@ -80,7 +80,7 @@ class MultiRankSleepController(SleepController):
         tags = [tag for tag in asked.tags if tag not in slept_before]
         self._asleep_elsewhere.update(tags)  # asleep on some rank, unless all wake
         self.wake(Wake(request=asked.request, tags=tags))
-        return SleepFailed(request=asked.request, message=cut(failed))
+        return SleepRequestFailed(request=asked.request, message=cut(failed))
 
     def wake(self, message: Wake) -> Message:
         """Allocate the memory again on all ranks.
@@ -100,7 +100,7 @@ class MultiRankSleepController(SleepController):
             self._asleep_elsewhere -= tags
         self._hold()
         if failed:
-            return SleepFailed(request=message.request, message=cut(failed))
+            return SleepRequestFailed(request=message.request, message=cut(failed))
         return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)
 
 
@@ -111,13 +111,13 @@ def memory_answer(answer: Message) -> rank.RankMemory:
             return rank.RankMemory(returned_bytes=returned)
         case Awake(lacks_weights=lacks):
             return rank.RankMemory(lacks_weights=lacks)
-        case SleepFailed(message=why):
+        case SleepRequestFailed(message=why):
             return rank.RankMemory(failure=why or "failed")
     raise AssertionError(f"{type(answer).__name__} answers neither")
 
 
 def _failures(mine: Message, theirs: Sequence[rank.RankMemory]) -> str:
     """Return which ranks failed, and why; empty if none did."""
-    failed = [f"rank 0: {mine.message}"] if isinstance(mine, SleepFailed) else []
+    failed = [f"rank 0: {mine.message}"] if isinstance(mine, SleepRequestFailed) else []
     failed += [f"rank {n}: {its.failure}" for n, its in enumerate(theirs, start=1) if its.failure]
     return "; ".join(failed)

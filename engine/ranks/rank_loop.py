@@ -65,12 +65,12 @@ class RankLoop:
         match message:
             case rank.RunStep(rows=rows):
                 self._runner.assist([row_of(row) for row in rows])
-            case rank.Relay():
+            case rank.ForwardWeightMessage():
                 self._relay(message)
-            case rank.Abandon(why=""):
+            case rank.AbortWeightUpdate(why=""):
                 self._staging.abandon()
                 self._version = -1
-            case rank.Abandon(why=why):
+            case rank.AbortWeightUpdate(why=why):
                 self._staging.give_up(why)
             case rank.SwapWeights(version=version):
                 self._runner.swap(self._staging.exchange(version, self._runner.weights))
@@ -83,10 +83,10 @@ class RankLoop:
                 self._send(memory_answer(answers[0]))
             case rank.RankWake(asked=asked):
                 self._send(memory_answer(self._sleeper.wake(asked)))
-            case rank.Connect():
+            case rank.InitProcessGroup():
                 raise AssertionError("ranks meet once")
 
-    def _relay(self, relayed: rank.Relay) -> None:
+    def _relay(self, relayed: rank.ForwardWeightMessage) -> None:
         message = relayed.message
         if isinstance(message, InitWeights):
             self._staging.init(message)

@@ -30,7 +30,7 @@ from tidegate.transport.messages import (
     WeightsStaged,
 )
 from tidegate.transport.private_directory import PrivateDirectory
-from tidegate.transport.rank_messages import Connect, RunStep
+from tidegate.transport.rank_messages import InitProcessGroup, RunStep
 from tidegate.transport.security import EngineKeys
 from tidegate.transport.weight_channels import CHANNELS, NOWHERE, WeightReceiverConfig
 
@@ -114,7 +114,7 @@ class MultiRankStaging(Staging):
 
     def init(self, message: InitWeights) -> None:
         """Phase 1 on every rank: open the channel."""
-        self._team.tell(rank.Relay(message))
+        self._team.tell(rank.ForwardWeightMessage(message))
         super().init(message)
 
     def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
@@ -123,24 +123,24 @@ class MultiRankStaging(Staging):
         self._unstaged = set(range(1, self._team.ranks))
         self._staged = None
         version = None if live is None else live.version
-        self._team.tell(rank.Relay(message, self._attempt, version))
+        self._team.tell(rank.ForwardWeightMessage(message, self._attempt, version))
         super().start(message, live)
 
     def update(self, message: UpdateWeights) -> None:
         """Phase 3 on every rank: copy tensors."""
-        self._team.tell(rank.Relay(message))
+        self._team.tell(rank.ForwardWeightMessage(message))
         super().update(message)
 
     def abandon(self) -> None:
         """Drop the current update, complete or not, on every rank."""
-        self._team.tell(rank.Abandon())
+        self._team.tell(rank.AbortWeightUpdate())
         self._unstaged.clear()
         self._staged = None
         super().abandon()
 
     def give_up(self, why: str) -> bool:
         """Stop the current update on every rank; return whether this rank's buffer is unused."""
-        self._team.tell(rank.Abandon(why))
+        self._team.tell(rank.AbortWeightUpdate(why))
         self._unstaged.clear()
         self._staged = None
         return super().give_up(why)
@@ -244,7 +244,7 @@ class Ranks:
             return runner
         assert isinstance(runner, ModelRunner)  # transformers' models are refused
         told = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
-        self._team.wait_loaded(Connect(told))
+        self._team.wait_loaded(InitProcessGroup(told))
         self.group.connect()
         return MultiRankRunner(runner, self._team)
 

@@ -66,7 +66,7 @@ class RankProcesses:
         """Number of ranks, rank 0 included."""
         return len(self._connections) + 1
 
-    def wait_loaded(self, connect: rank.Connect | None = None) -> None:
+    def wait_loaded(self, connect: rank.InitProcessGroup | None = None) -> None:
         """Wait until all ranks have loaded, then tell them to connect to each other.
 
         Raises:
@@ -76,7 +76,7 @@ class RankProcesses:
             if not connection.poll(START_TIMEOUT_S):
                 raise self._lost(number, f"rank {number} loads for {START_TIMEOUT_S:.0f} s")
             self._receive(number)
-        self.tell(connect or rank.Connect())
+        self.tell(connect or rank.InitProcessGroup())
 
     def tell(self, message: rank.ToRank) -> None:
         """Send a message to all ranks.

@@ -72,7 +72,7 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     assert isinstance(runner, ModelRunner)  # Tidegate's own models have one
     connection.send_bytes(rank.encode(rank.RankLoaded()))
     told = rank.decode_to_rank(connection.recv_bytes())
-    if not isinstance(told, rank.Connect):
+    if not isinstance(told, rank.InitProcessGroup):
         raise AssertionError("ranks meet first")
     group.connect()
     keys = None if told.keys is None else EngineKeys(*told.keys)

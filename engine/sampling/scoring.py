@@ -16,13 +16,13 @@ import torch
 
 from tidegate.engine.models.model import head_logits
 from tidegate.engine.models.model_weights import Weights
-from tidegate.transport.scoring import Want
+from tidegate.transport.scoring import ScoreKind
 
 Reads = Literal["logprobs", "hidden_states", "sum", "rewards"]
 """Result read from a chunk: the given tokens' log-probs, the hidden states, their sum, or a
 classification head's output at the last position."""
 
-HIDDEN_WANTS: tuple[Want, ...] = ("embedding", "mean_embedding", "hidden_states")
+HIDDEN_WANTS: tuple[ScoreKind, ...] = ("embedding", "mean_embedding", "hidden_states")
 """Scores that every model supports, because they need no head."""
 
 LOGITS_MAX = 8 * 1024 * 1024
@@ -39,7 +39,7 @@ class ScoringCapabilities:
     """Scores that a model can compute for given tokens."""
 
     hidden_size: int
-    wants: tuple[Want, ...] = ()
+    wants: tuple[ScoreKind, ...] = ()
     labels: int = 0
     """Number of outputs of the classification head; 0 without one."""
     pad_token_id: int | None = None

@@ -2,10 +2,10 @@
 
 Used by the scheduler and by ``external/bridge.py``; moves no turns itself. At most one pause and
 one swap are pending: a newer pause replaces the mode of an older one. Every pause that takes effect
-before it is lifted is answered with ``Paused``.
+before it is lifted is answered with ``TurnsPaused``.
 """
 
-from tidegate.transport.messages import FinishWeightUpdate, Paused, PauseMode
+from tidegate.transport.messages import FinishWeightUpdate, PauseMode, TurnsPaused
 
 
 class PauseGate:
@@ -44,11 +44,11 @@ class PauseGate:
         self._mode = None
         self._unanswered.clear()
 
-    def take_effective(self, running_turns: int) -> list[Paused]:
-        """Return the ``Paused`` answers of all pauses that are in effect now, once each."""
+    def take_effective(self, running_turns: int) -> list[TurnsPaused]:
+        """Return the ``TurnsPaused`` answers of all pauses that are in effect now, once each."""
         if not self._unanswered or not self.is_pause_in_effect(running_turns):
             return []
-        answers = [Paused(mode=mode) for mode in self._unanswered]
+        answers = [TurnsPaused(mode=mode) for mode in self._unanswered]
         self._unanswered.clear()
         return answers
 

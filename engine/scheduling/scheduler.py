@@ -39,8 +39,8 @@ from tidegate.transport.messages import (
     FinishWeightUpdate,
     Message,
     PauseMode,
-    Resumed,
     SubmitTurn,
+    TurnsResumed,
 )
 from tidegate.transport.scoring import ScoreTokens
 
@@ -208,7 +208,7 @@ class EngineScheduler:
                 self._admit(each.message, each.arrival)
             except TurnRefused as error:
                 why = cut(str(error))
-                self._answers.append(messages.TurnRefused(turn=each.message.turn, message=why))
+                self._answers.append(messages.TurnFailed(turn=each.message.turn, message=why))
 
     def _admit(self, message: SubmitTurn, arrival: int) -> None:
         self.scores.refuse_turns()
@@ -251,7 +251,7 @@ class EngineScheduler:
         """Lift any pause, pending or in effect."""
         self._gate.resume()
         self._clears_cache = False
-        self._answers.append(Resumed())
+        self._answers.append(TurnsResumed())
 
     def ask_swap(self, update: FinishWeightUpdate) -> None:
         """Request a swap to staged weights; ``swap_due`` reports when it can be done."""
@@ -406,7 +406,7 @@ class EngineScheduler:
             turn = self._planned[place]
             if turn.is_score:
                 self.scores.cancel(turn.handle)
-                refusal = scoring.ScoreRefused(request=turn.handle, message=cut(why))
+                refusal = scoring.ScoreFailed(request=turn.handle, message=cut(why))
                 self._answers.append(refusal)
             else:
                 self._refuse(turn, why)
@@ -520,7 +520,7 @@ class EngineScheduler:
         """End a turn that cannot be sampled, and queue its refusal; its tokens of this
         step are dropped."""
         self._finish(turn)
-        self._answers.append(messages.TurnRefused(turn=turn.handle, message=cut(why)))
+        self._answers.append(messages.TurnFailed(turn=turn.handle, message=cut(why)))
 
     def _end(self, turn: EngineSequence, finish: int) -> None:
         self._forget(turn, is_whole=False)

@@ -33,16 +33,16 @@ from tidegate.transport.scoring import (
     ANSWER_BYTES_MAX,
     PART_BYTES_MAX,
     TOP_LOGPROBS_MAX,
-    Scored,
+    ScoreKind,
+    ScoreResult,
     ScoreTokens,
-    Want,
 )
 
 REQUESTS_MAX = 4096
 """Limit of requests held at a time. Tidegate's orchestrator has at most half as many as turns
 may be in flight."""
 
-READS: dict[Want, Reads] = {
+READS: dict[ScoreKind, Reads] = {
     "logprobs": "logprobs",
     "embedding": "hidden_states",
     "mean_embedding": "sum",
@@ -134,7 +134,7 @@ class ScoreState(EngineSequence):
     def _logprobs(self, told: RowScore, version: int) -> Iterator[Message]:
         logprobs, ids, likeliest = _column(told.logprobs), told.top_ids, told.top_logprobs
         for part in _cut(len(logprobs), _position_bytes(self._asked.top_logprobs)):
-            yield Scored(
+            yield ScoreResult(
                 request=self.handle,
                 version=version,
                 start=self._asked.start + part.start,
@@ -147,7 +147,7 @@ class ScoreState(EngineSequence):
 
     def _parts(self, values: npt.NDArray[np.float32], version: int) -> Iterator[Message]:
         for part in _cut(len(values), values[0].nbytes):
-            yield Scored(
+            yield ScoreResult(
                 request=self.handle,
                 version=version,
                 start=self.first_told + part.start,
@@ -229,7 +229,7 @@ class ScoreQueue:
         try:
             return turn.answer(version)
         except ScoreRefused as error:
-            return [scoring.ScoreRefused(request=turn.handle, message=str(error))]
+            return [scoring.ScoreFailed(request=turn.handle, message=str(error))]
 
 
 def admit_score(

@@ -21,9 +21,9 @@ from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
     Adapter,
-    Complaint,
     InitWeights,
     Message,
+    MessageRejected,
     StartWeightUpdate,
     TensorSpec,
     UpdateWeights,
@@ -53,7 +53,7 @@ ROOM_FOR_TWO = (
 )
 """Advice in the error for a second set of weights that does not fit."""
 
-Answer = WeightsStaged | WeightsFailed | Complaint
+Answer = WeightsStaged | WeightsFailed | MessageRejected
 
 
 class _State(Enum):
@@ -165,7 +165,7 @@ class Staging:
             )
         elif update.state is _State.STAGED:
             why = f"v{message.version} is complete; tensors after those marked as last are ignored"
-            self._answers.append(Complaint(message=why))
+            self._answers.append(MessageRejected(message=why))
         elif update.state is _State.OPEN:
             self._put(partial(self._copy, update, message))
 
@@ -271,7 +271,7 @@ class Staging:
                     self._buffer = self._allocate()
         except Exception as error:  # noqa: BLE001  (as in _copy)
             self._why_closed = f"weight channel not opened: {_say(error)}"
-            return _Result(None, Complaint(message=self._why_closed))
+            return _Result(None, MessageRejected(message=self._why_closed))
         return _Result(None, None)
 
     def _begin(self, update: _StagedUpdate) -> _Result:

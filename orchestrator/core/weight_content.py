@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tidegate.transport.messages import Adapter, Bases, UpdateWeights
+from tidegate.transport.messages import Adapter, BaseVersions, UpdateWeights
 
 LAYERS_MAX = 8
 """Partial publishes over a whole set, after which a whole set is sent again. The buffer of a
@@ -31,7 +31,7 @@ class WeightContent:
     """Newest whole set, or None for the model directory's, which every engine starts with."""
     over: tuple[UpdateWeights, ...] = ()
     """Tensors published since then, to be applied in this order; only the newest of each."""
-    bases: Bases | None = None
+    bases: BaseVersions | None = None
     """Versions to which applying ``over`` alone gives this one: those released since the whole set.
     """
 
@@ -64,10 +64,12 @@ class WeightContent:
 
     def served_as(self, version: int) -> "WeightContent":
         """Return the same content, now that engines may serve it as ``version``."""
-        return replace(self, bases=Bases(self.bases.first if self.bases else version, version))
+        return replace(
+            self, bases=BaseVersions(self.bases.first if self.bases else version, version)
+        )
 
 
-MODEL_DIRECTORY = WeightContent(bases=Bases(0, 0))
+MODEL_DIRECTORY = WeightContent(bases=BaseVersions(0, 0))
 """Content of version 0."""
 
 Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]

@@ -51,11 +51,11 @@ from tidegate.transport.messages import (
     KvPolicy,
     Message,
     Pause,
-    Paused,
     PauseMode,
     Resume,
-    Resumed,
     StartWeightUpdate,
+    TurnsPaused,
+    TurnsResumed,
     UpdateWeights,
     WeightsFailed,
     WeightsLive,
@@ -84,11 +84,11 @@ Answer = (
     WeightsStaged
     | WeightsLive
     | WeightsFailed
-    | Paused
-    | Resumed
+    | TurnsPaused
+    | TurnsResumed
     | Asleep
     | Awake
-    | sleep_messages.SleepFailed
+    | sleep_messages.SleepRequestFailed
 )
 """Messages from engines about weights, pauses and sleep."""
 
@@ -960,9 +960,9 @@ class WeightControl:
                 if self._on_refused(name, version, why):
                     self._on_gone(name)
                     self._out.append(RefuseEngine(name, why))
-            case Paused() | Resumed():
+            case TurnsPaused() | TurnsResumed():
                 self._on_paused(name, message)
-            case Asleep() | Awake() | sleep_messages.SleepFailed():
+            case Asleep() | Awake() | sleep_messages.SleepRequestFailed():
                 self._on_slept(name, message)
         engine = self._engines.get(name)
         if engine is None or not (engine.lacks_weights and self._is_publish_awaited):
@@ -1327,11 +1327,11 @@ class WeightControl:
         self._engines[name].resumes_due += 1
         return [(name, Resume())]
 
-    def _on_paused(self, name: str, message: Paused | Resumed) -> None:
+    def _on_paused(self, name: str, message: TurnsPaused | TurnsResumed) -> None:
         engine = self._engines.get(name)
         if engine is None:
             return
-        if isinstance(message, Paused):
+        if isinstance(message, TurnsPaused):
             if message.mode == self.pause_mode and not engine.resumes_due:
                 self._unsettled_pauses.discard(name)
         elif engine.resumes_due:
@@ -1542,7 +1542,9 @@ class WeightControl:
             if engine.request is not None or (engine.failure is None and self._sleep_word(engine))
         )
 
-    def _on_slept(self, name: str, message: Asleep | Awake | sleep_messages.SleepFailed) -> None:
+    def _on_slept(
+        self, name: str, message: Asleep | Awake | sleep_messages.SleepRequestFailed
+    ) -> None:
         engine = self._engines.get(name)
         if engine is None or message.request != engine.request:
             return  # an answer to an earlier connection's order
@@ -1553,7 +1555,7 @@ class WeightControl:
                 engine.returned_bytes += returned
             case Awake(tags=tags, lacks_weights=lacks):
                 engine.asleep, engine.lacks_weights = set(tags), lacks
-            case sleep_messages.SleepFailed(message=why):
+            case sleep_messages.SleepRequestFailed(message=why):
                 engine.failure = why
 
     def _note_new_weights(self) -> None:

@@ -18,23 +18,23 @@ from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
     PROTOCOL,
     Ack,
-    Complaint,
     EngineHeartbeat,
     FromEngine,
     Goodbye,
     Hello,
+    HelloRejected,
     KvPolicy,
     Message,
+    MessageRejected,
     OrchestratorHeartbeat,
-    Refused,
     Step,
-    TurnRefused,
+    TurnFailed,
     WeightsLive,
     Welcome,
     decode_from_engine,
 )
 from tidegate.transport.rate_limiter import RateLimiter
-from tidegate.transport.streams import ReceiveWindow, Verdict
+from tidegate.transport.streams import ReceiveWindow, StepAcceptance
 
 ENGINE_NAME_BYTES_MAX = 200
 """ZeroMQ identities are at most 255 bytes."""
@@ -325,7 +325,7 @@ class Fleet:
 
     def _complain(self, peer: bytes, error: BadFrame, now_s: float) -> None:
         self.malformed_frames += 1
-        self._answer(peer, Complaint(message=cut(str(error))), now_s)
+        self._answer(peer, MessageRejected(message=cut(str(error))), now_s)
 
     def _answer(self, peer: bytes, message: Message, now_s: float) -> None:
         if self._answers.has(peer, now_s):
@@ -344,7 +344,7 @@ class Fleet:
             if gone is not None and gone.may_return:  # it or the network hung; it is back
                 raise BadFrame(f"{name!r} {self.departed[name]} and was given up; say hello again")
             if name in self.departed:  # its turns went elsewhere: it must end
-                self._answer(peer, Refused(message=f"given up: {self.departed[name]}"), now_s)
+                self._answer(peer, HelloRejected(message=f"given up: {self.departed[name]}"), now_s)
                 return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
         engine.heard_s = now_s
@@ -355,11 +355,11 @@ class Fleet:
                 engine.running_turns = message.running_turns
                 engine.waiting_turns = message.waiting_turns
                 engine.out_of_memory_steps = message.out_of_memory_steps
-            case TurnRefused(turn=turn, message=why):
+            case TurnFailed(turn=turn, message=why):
                 heard.append(TurnRejected(name, turn, cut(why)))
             case Goodbye(reason=reason, has_failed=has_failed):
                 heard += self.lose(name, reason, is_crash=has_failed)
-            case Complaint() if not self._answers.has(peer, now_s):
+            case MessageRejected() if not self._answers.has(peer, now_s):
                 self.malformed_frames += 1  # above the rate limit: counted, not logged
             case _:
                 if isinstance(message, WeightsLive):
@@ -385,7 +385,7 @@ class Fleet:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
             raise
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
-        if verdict is Verdict.NEW:
+        if verdict is StepAcceptance.NEW:
             engine.count(event)
             engine.count_drafts(step)
             engine.stuck_since_s = None
@@ -393,7 +393,7 @@ class Fleet:
                 self.prefilled_tokens += prefill.spans[-1].end
                 self.cached_tokens += prefill.cached
             heard.append(event)
-        elif verdict is Verdict.GAP:
+        elif verdict is StepAcceptance.GAP:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
         if (seq := engine.window.acknowledgement()) is not None:
             self._acks[name] = DueAck(name, engine.hello.epoch, seq)
@@ -403,7 +403,7 @@ class Fleet:
     def _welcome(self, peer: bytes, hello: Hello, now_s: float, heard: Heard) -> None:
         if why := objection(peer, hello, self._demands, self.engines, self.newest_version):
             _remember(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
-            self._answer(peer, Refused(message=cut(why)), now_s)
+            self._answer(peer, HelloRejected(message=cut(why)), now_s)
             return
         held = _handles(hello)
         if hello.vocab_size < self._vocab_size_min:

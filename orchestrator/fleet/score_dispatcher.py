@@ -16,8 +16,8 @@ from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.pending_futures import fail, resolve
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, assemble_score
 from tidegate.transport.messages import Message
-from tidegate.transport.scoring import ANSWER_BYTES_MAX, CancelScore, Scored
-from tidegate.transport.scoring import ScoreRefused as RefusedMessage
+from tidegate.transport.scoring import ANSWER_BYTES_MAX, CancelScore, ScoreResult
+from tidegate.transport.scoring import ScoreFailed as RefusedMessage
 
 
 class FleetView(Protocol):
@@ -36,7 +36,7 @@ class PendingScore:
     future: "asyncio.Future[Score]"
     losses: int = 0
     """Number of engines that were lost while they had the request."""
-    parts: list[Scored] = field(default_factory=list)
+    parts: list[ScoreResult] = field(default_factory=list)
     """Messages of the answer received so far."""
     parts_bytes: int = 0
 
@@ -90,7 +90,7 @@ class ScoreDispatcher:
         self._requeue(engine, is_lost=True)
         self.advance()
 
-    def received(self, engine: str, message: Scored | RefusedMessage) -> None:
+    def received(self, engine: str, message: ScoreResult | RefusedMessage) -> None:
         """Handle an engine's answer, or part of one; ignore answers to cancelled requests."""
         request = self._sent.get(engine, {}).get(message.request)
         if request is None:

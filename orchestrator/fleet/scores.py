@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, ScoreRefused
-from tidegate.transport.scoring import TOP_LOGPROBS_MAX, Scored, ScoreTokens, Want
+from tidegate.transport.scoring import TOP_LOGPROBS_MAX, ScoreKind, ScoreResult, ScoreTokens
 
 TOKENS_MAX = 2**21
 """Longest sequence, in tokens: 8 MiB of ids, which fit a frame."""
@@ -26,7 +26,7 @@ Pooling = Literal["last", "mean", "none"]
 
 Floats = npt.NDArray[np.float32]
 
-_WANTS: dict[Pooling, Want] = {
+_WANTS: dict[Pooling, ScoreKind] = {
     "last": "embedding",
     "mean": "mean_embedding",
     "none": "hidden_states",
@@ -72,7 +72,7 @@ class ScoreQuery:
     """One sequence and the scores to compute for it, before a request number is assigned."""
 
     token_ids: bytes
-    want: Want
+    want: ScoreKind
     start: int = 0
     top_logprobs: int = 0
     temperature: float = 1.0
@@ -147,7 +147,7 @@ def reward_queries(sequences: Sequence[Any]) -> list[ScoreQuery]:
     return [ScoreQuery(column, "rewards") for column in _columns(sequences)]
 
 
-def assemble_score(engine: str, query: ScoreQuery, parts: Sequence[Scored]) -> Score:
+def assemble_score(engine: str, query: ScoreQuery, parts: Sequence[ScoreResult]) -> Score:
     """Assemble the parts of an engine's answer to a query.
 
     Raises:

@@ -25,15 +25,15 @@ from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.transport.messages import (
     Hello,
+    HelloRejected,
     InitWeights,
     Message,
-    Paused,
-    Refused,
-    Resumed,
     SubmitTurn,
+    TurnsPaused,
+    TurnsResumed,
     WeightsLive,
 )
-from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.scoring import ScoreFailed, ScoreResult, ScoreTokens
 
 log = logging.getLogger("tidegate")
 
@@ -135,7 +135,7 @@ class EngineSide:
     ) -> None:
         """Fail a turn or scoring request that fits no frame, as if the engine had refused it."""
         if isinstance(message, ScoreTokens):
-            refusal = ScoreRefused(request=message.request, message=str(error))
+            refusal = ScoreFailed(request=message.request, message=str(error))
             self.scores.received(engine, refusal)
         else:
             self.handle([ev.TurnRejected(engine, message.turn, str(error))])
@@ -154,11 +154,11 @@ class EngineSide:
 
     def _on_heard(self, item: ev.Event | EngineReply) -> None:
         if isinstance(item, EngineReply):
-            if isinstance(item.message, Scored | ScoreRefused):
+            if isinstance(item.message, ScoreResult | ScoreFailed):
                 self.scores.received(item.engine, item.message)
             elif not self.control.heard(item.engine, item.message):
                 log.warning("engine=%s said %s", item.engine, item.message)
-            elif isinstance(item.message, Paused | Resumed):
+            elif isinstance(item.message, TurnsPaused | TurnsResumed):
                 self._record(item.engine, type(item.message).__name__.lower())
             return
         self.handle([item])
@@ -234,7 +234,7 @@ class EngineSide:
 
     def refuse_engine(self, engine: str, why: str) -> None:
         """Remove an engine that refuses the weights that others serve, and tell it why."""
-        self.fleet.send(engine, Refused(message=why))
+        self.fleet.send(engine, HelloRejected(message=why))
         self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
 
     def ended(self, engine: str, why: str) -> None:

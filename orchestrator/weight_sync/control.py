@@ -32,7 +32,7 @@ from tidegate.transport.messages import (
     WeightsStaged,
     encode,
 )
-from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepFailed, SleepLevel
+from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel, SleepRequestFailed
 
 log = logging.getLogger("tidegate")
 
@@ -128,7 +128,7 @@ class EngineControl:
         """Handle an engine's message; False if it is about something else."""
         if not isinstance(message, wc.Answer):
             return False
-        if isinstance(message, SleepFailed):
+        if isinstance(message, SleepRequestFailed):
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
         self._handle(wc.ControlReplyReceived(engine, message))
         if isinstance(message, WeightsStaged):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tests.engine.external.fake_engine import FakeEngine
-from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens, Want
+from tidegate.transport.scoring import ScoreFailed, ScoreKind, ScoreResult, ScoreTokens
 
 
 class Asker:
@@ -19,7 +19,7 @@ class Asker:
     def ask(
         self,
         tokens: list[int],
-        want: Want = "logprobs",
+        want: ScoreKind = "logprobs",
         *,
         start: int | None = None,
         top_logprobs: int = 0,
@@ -40,12 +40,12 @@ class Asker:
         self.asked[request] = message
         return request
 
-    def answers(self, request: int) -> list[Scored]:
+    def answers(self, request: int) -> list[ScoreResult]:
         said = self.engine.answers
-        return [a for a in said if isinstance(a, Scored) and a.request == request]
+        return [a for a in said if isinstance(a, ScoreResult) and a.request == request]
 
-    def refusals(self) -> list[ScoreRefused]:
-        return [a for a in self.engine.answers if isinstance(a, ScoreRefused)]
+    def refusals(self) -> list[ScoreFailed]:
+        return [a for a in self.engine.answers if isinstance(a, ScoreFailed)]
 
     def check(self, request: int, peers: list[Any], *, tolerance: float = 1e-4) -> None:
         """Compare the answer with transformers on the version that it names."""
@@ -56,7 +56,7 @@ class Asker:
 
 
 def check_answer(
-    parts: list[Scored], message: ScoreTokens, peer: Any, *, tolerance: float = 1e-4
+    parts: list[ScoreResult], message: ScoreTokens, peer: Any, *, tolerance: float = 1e-4
 ) -> None:
     """Compare an answer with one forward pass of transformers."""
     tokens = np.frombuffer(message.token_ids, "<i4").astype(np.int64)
@@ -77,7 +77,7 @@ def check_answer(
 
 
 def _check_logprobs(
-    parts: list[Scored], message: ScoreTokens, peer: Any, tokens: Any, tolerance: float
+    parts: list[ScoreResult], message: ScoreTokens, peer: Any, tokens: Any, tolerance: float
 ) -> None:
     with torch.no_grad():
         logits = peer(torch.from_numpy(tokens)[None]).logits[0].float()

@@ -20,7 +20,7 @@ from tidegate.engine.models.model_weights import Weights, load_directory
 from tidegate.engine.scheduling.drafts import Tokens
 from tidegate.engine.scheduling.sequences import EngineSequence
 from tidegate.kernels.native import native
-from tidegate.transport.messages import SamplingParams, TurnRefused
+from tidegate.transport.messages import SamplingParams, TurnFailed
 
 pytestmark = pytest.mark.wire
 
@@ -59,7 +59,7 @@ def loaded(path: Path) -> Weights:
 
 
 def refusals(engine: DrivenEngine) -> dict[int, str]:
-    return {said.turn: said.message for said in engine.answers if isinstance(said, TurnRefused)}
+    return {said.turn: said.message for said in engine.answers if isinstance(said, TurnFailed)}
 
 
 def submit_all(engine: DrivenEngine, prompts: Sequence[list[int]]) -> list[int]:
@@ -154,7 +154,7 @@ def test_a_worker_goes_on_after_bad_weights_and_is_sound_again_with_sound_ones(
                 engine.finish(turn)
                 assert_replays(turn, engine, weights)
             if version == 1:
-                told = [engine.await_one(TurnRefused) for _ in bad]
+                told = [engine.await_one(TurnFailed) for _ in bad]
                 assert sorted(refused.turn for refused in told) == bad
                 assert all("weights v1 make no number" in refused.message for refused in told)
         publisher.close()

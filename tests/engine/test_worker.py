@@ -27,22 +27,22 @@ from tidegate.transport.messages import (
     LENGTH,
     STOP,
     CancelTurn,
-    Complaint,
     Goodbye,
     Hello,
+    HelloRejected,
+    MessageRejected,
     OrchestratorHeartbeat,
     Pause,
-    Paused,
-    Refused,
     Resume,
-    Resumed,
     SamplingParams,
     Step,
     SubmitTurn,
-    TurnRefused,
+    TurnFailed,
+    TurnsPaused,
+    TurnsResumed,
 )
 from tidegate.transport.sampling import Processor
-from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
 
 pytestmark = pytest.mark.wire
 
@@ -101,7 +101,7 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
     engine: Orchestra, prompt: list[int], sampling: SamplingParams, told: str
 ) -> None:
     turn = engine.submit(prompt, sampling)
-    refusal = engine.await_one(TurnRefused)
+    refusal = engine.await_one(TurnFailed)
     assert refusal.turn == turn
     assert told in refusal.message
 
@@ -109,7 +109,7 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
 def test_a_refusal_that_quotes_something_endless_is_cut(engine: Orchestra) -> None:
     endless = Processor("x" * 100_000).to_str()
     engine.submit(PROMPT, SamplingParams(max_tokens=2, processors=[endless]))
-    assert "xxx" in engine.await_one(TurnRefused).message
+    assert "xxx" in engine.await_one(TurnFailed).message
     assert len(engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
 
@@ -123,10 +123,10 @@ def test_an_engine_decodes_other_turns_while_it_compiles_a_grammar_that_costs_to
     turn = engine.submit(PROMPT, asked)
     other = engine.generate(PROMPT, GREEDY)
     assert len(other.token_ids) == GREEDY.max_tokens
-    refused = [each.turn for each in engine.log if isinstance(each, TurnRefused)]
+    refused = [each.turn for each in engine.log if isinstance(each, TurnFailed)]
     assert turn not in refused
     assert engine.await_heartbeat().waiting_turns == 1
-    refusal = engine.await_one(TurnRefused)
+    refusal = engine.await_one(TurnFailed)
     assert refusal.turn == turn
     assert "compiling it took more than" in refusal.message
 
@@ -159,17 +159,17 @@ def test_a_module_of_processors_that_can_t_be_imported_ends_the_engine_with_the_
 
 def test_bytes_that_are_no_message_are_answered_and_harm_nobody(engine: Orchestra) -> None:
     engine.send_frame(b"\xc1 not MessagePack")
-    assert "unreadable" in engine.await_one(Complaint).message
+    assert "unreadable" in engine.await_one(MessageRejected).message
     turn = engine.submit(PROMPT, GREEDY)
     engine.send(SubmitTurn(turn=turn + 1_000_000, token_ids=b"\x01\x00\x00", sampling=GREEDY))
-    assert "int32" in engine.await_one(TurnRefused).message
+    assert "int32" in engine.await_one(TurnFailed).message
     assert engine.finish(turn).finish == LENGTH
 
 
 def test_turns_that_come_together_are_as_if_each_had_come_by_itself(engine: Orchestra) -> None:
     alone = engine.generate(PROMPT, GREEDY)
     first, refused, last = engine.submit_together([PROMPT, [], PROMPT], GREEDY)
-    assert engine.await_one(TurnRefused).turn == refused
+    assert engine.await_one(TurnFailed).turn == refused
     assert engine.finish(first).token_ids == alone.token_ids
     assert engine.finish(last).token_ids == alone.token_ids
 
@@ -181,12 +181,12 @@ def test_without_credit_no_step_is_made_but_control_is_answered(engine: Orchestr
     steps = engine.steps
     engine.await_heartbeat(2)
     engine.send(Pause(mode="keep"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     assert engine.steps == steps
     engine.acknowledges = True
     engine.acknowledge()
     engine.send(Resume())
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
     engine.read_tokens(turn, 10)
     engine.send(CancelTurn(turn=turn))
     engine.finish(turn)
@@ -198,12 +198,12 @@ def test_keep_freezes_turns_and_they_go_on_as_if_nothing_had_been(engine: Orches
     turn = engine.submit(PROMPT, sampling)
     engine.read_tokens(turn, 5)
     engine.send(Pause(mode="keep"))
-    assert engine.await_one(Paused).mode == "keep"
+    assert engine.await_one(TurnsPaused).mode == "keep"
     tokens = len(engine.turns[turn].token_ids)
     assert engine.await_heartbeat(2).running_turns == 1
     assert len(engine.turns[turn].token_ids) == tokens
     engine.send(Resume())
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
     assert engine.finish(turn).token_ids == undisturbed.token_ids
     assert [prefill.at for prefill in engine.turns[turn].prefills] == [0]
 
@@ -216,7 +216,7 @@ def test_abort_ends_turns_before_it_is_answered_and_resubmitting_loses_nothing(
     turn = engine.submit(PROMPT, sampling)
     engine.read_tokens(turn, 5)
     engine.send(Pause(mode="abort"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     assert FINISH_REASONS[engine.turns[turn].finish] == "abort"
     done = engine.turns[turn].token_ids
     rest = engine.submit(
@@ -238,7 +238,7 @@ def test_samples_of_one_prompt_share_its_prefill_until_a_pause_clears_the_cache(
     assert engine.await_heartbeat(2).free_blocks == 128
 
     engine.send(Pause(mode="abort", clear_cache=True))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     engine.send(Resume())
     assert engine.generate(prompt, GREEDY).prefills[0].cached == 0
 
@@ -248,7 +248,7 @@ def test_wait_lets_turns_finish_and_starts_none(engine: Orchestra) -> None:
     engine.read_tokens(turn, 2)
     engine.send(Pause(mode="wait"))
     late = engine.submit(PROMPT, GREEDY)
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     assert engine.turns[turn].finish == LENGTH
     assert engine.await_heartbeat(2).waiting_turns == 1
     assert engine.turns[late].token_ids == []
@@ -262,10 +262,10 @@ def test_resume_lifts_a_wait_that_is_not_in_effect_yet(engine: Orchestra) -> Non
     engine.send(Pause(mode="wait"))
     engine.send(Resume())
     before = len(engine.log)
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
     late = engine.submit(PROMPT, GREEDY)
     engine.finish(late)
-    assert not any(isinstance(message, Paused) for message in engine.log[before:])
+    assert not any(isinstance(message, TurnsPaused) for message in engine.log[before:])
     engine.send(CancelTurn(turn=turn))
     engine.finish(turn)
 
@@ -274,12 +274,12 @@ def test_abort_ends_turns_that_an_earlier_pause_froze(engine: Orchestra) -> None
     turn = engine.submit(PROMPT, LONG)
     engine.read_tokens(turn, 2)
     engine.send(Pause(mode="keep"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     engine.send(Pause(mode="abort"))
-    assert engine.await_one(Paused).mode == "abort"
+    assert engine.await_one(TurnsPaused).mode == "abort"
     assert engine.turns[turn].finish == ABORT
     engine.send(Resume())
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
 
 
 def test_an_engine_that_hears_nothing_leaves(fresh: Orchestra) -> None:
@@ -316,7 +316,7 @@ def test_a_signal_ends_the_engine_with_a_goodbye(fresh: Orchestra, number: int) 
 
 def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
     fresh.await_one(Hello)
-    fresh.send(Refused(message="another engine has that name"))
+    fresh.send(HelloRejected(message="another engine has that name"))
     assert fresh.exit_status() == 3
     assert "another engine has that name" in fresh.stderr.read_text()
 
@@ -378,20 +378,20 @@ def test_given_tokens_are_scored_beside_turns_until_a_hello_ends_all_requests(
     turn = fresh.submit(PROMPT, GREEDY)
     fresh.send(ask := ScoreTokens(request=0, token_ids=column(PROMPT), start=1, top_logprobs=2))
     assert fresh.finish(turn).token_ids
-    first = fresh.await_one(Scored)
+    first = fresh.await_one(ScoreResult)
     assert (first.request, first.version, len(first.logprobs)) == (0, 0, 4 * (len(PROMPT) - 1))
 
     fresh.send(msgspec.structs.replace(ask, request=1, token_ids=column([*PROMPT, 96])))
-    assert "token_ids[39] = 96" in fresh.await_one(ScoreRefused).message
+    assert "token_ids[39] = 96" in fresh.await_one(ScoreFailed).message
 
     fresh.send(Pause(mode="keep"))
-    fresh.await_one(Paused)
+    fresh.await_one(TurnsPaused)
     fresh.send(msgspec.structs.replace(ask, request=2))
     fresh.send(CancelScore(request=3))
-    fresh.send(Complaint(message="something was lost"))
+    fresh.send(MessageRejected(message="something was lost"))
     fresh.welcome()  # the pause and request 2 are forgotten with the conversation
     fresh.send(msgspec.structs.replace(ask, request=4))
-    again = fresh.await_one(Scored)
+    again = fresh.await_one(ScoreResult)
     assert (again.request, again.logprobs) == (4, first.logprobs)
     assert fresh.await_heartbeat(2).waiting_turns == 0
 

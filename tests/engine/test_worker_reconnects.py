@@ -26,14 +26,14 @@ from tidegate.transport.messages import (
     LENGTH,
     Ack,
     CancelTurn,
-    Complaint,
     FinishWeightUpdate,
     Goodbye,
     Hello,
+    MessageRejected,
     Pause,
-    Paused,
     Shutdown,
     Step,
+    TurnsPaused,
     WeightsFailed,
 )
 
@@ -140,7 +140,7 @@ def test_what_is_said_between_hello_and_welcome_counts_for_nothing(engine: Orche
         Ack(seq=start + 3),
         CancelTurn(turn=turn),
         Pause(mode="abort"),
-        Complaint(message="of something before"),
+        MessageRejected(message="of something before"),
     ):
         engine.send(message)
     engine.acknowledges = True
@@ -157,7 +157,7 @@ def test_pauses_do_not_outlast_the_conversation_they_were_asked_for_in(engine: O
     turn = engine.submit(PROMPT, GREEDY)
     engine.read_tokens(turn, 1)
     engine.send(Pause(mode="keep"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     engine.break_connection()
     engine.welcome()
     assert engine.finish(turn).finish == LENGTH
@@ -184,7 +184,7 @@ def test_a_step_that_was_complained_of_comes_again_with_all_that_followed(
         engine.read_tokens(turn, 4)
         damaged = engine.refuses_from = engine.steps  # as if the next one could not be read
         engine.read_until(lambda: engine.refused > 0)
-        engine.send(Complaint(message="unreadable frame"))
+        engine.send(MessageRejected(message="unreadable frame"))
         hello = engine.welcome(credit_steps=8)
         assert hello.first_seq <= damaged < hello.next_seq
         engine.refuses_from, engine.refused = None, 0
@@ -200,9 +200,9 @@ def test_an_engine_whose_very_words_are_refused_each_time_leaves_and_says_so(
     turn = fresh.submit(PROMPT, GREEDY)
     fresh.read_tokens(turn, 4)
     for _ in range(2):
-        fresh.send(Complaint(message="step 0: no such column"))
+        fresh.send(MessageRejected(message="step 0: no such column"))
         assert fresh.welcome().first_seq == 0
-    fresh.send(Complaint(message="step 0: no such column"))
+    fresh.send(MessageRejected(message="step 0: no such column"))
     reason = fresh.await_one(Goodbye).reason
     assert "complained 3 times" in reason
     assert "step 0: no such column" in reason

@@ -20,19 +20,19 @@ from tidegate.transport.messages import (
     ABORT,
     LENGTH,
     CancelTurn,
-    Complaint,
+    CudaIpcHandle,
     FinishWeightUpdate,
     InitWeights,
     KvPolicy,
     KvSpan,
+    MessageRejected,
     Pause,
-    Paused,
     PauseMode,
     Prefill,
     Resume,
     SamplingParams,
-    SharedMemory,
     StartWeightUpdate,
+    TurnsPaused,
     UpdateWeights,
     WeightsFailed,
     WeightsLive,
@@ -206,7 +206,7 @@ def test_weights_swapped_while_paused_leave_the_engine_paused(
     turn = engine.submit(PROMPT, SamplingParams(max_tokens=40))
     engine.read_tokens(turn, 3)
     engine.send(Pause(mode="keep"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     boundary = len(engine.turns[turn].token_ids)
     publisher.stage(version, models.directories[version % 2])
     publisher.swap(version, "wait", "keep")
@@ -274,9 +274,9 @@ def test_an_engine_on_the_cpu_refuses_weights_on_a_gpu_and_serves_on(
 ) -> None:
     version = next_version(engine)
     engine.send(InitWeights(channel="cuda_ipc", info={"gpu": "GPU-1", "host": "here"}))
-    assert "this engine computes on the CPU" in engine.await_one(Complaint).message
+    assert "this engine computes on the CPU" in engine.await_one(MessageRejected).message
     engine.send(StartWeightUpdate(version=version))
-    memory = SharedMemory("GPU-1", b"\x02c" + bytes(64), 2**40, 0, b"/torch_1_2_3", 7)
+    memory = CudaIpcHandle("GPU-1", b"\x02c" + bytes(64), 2**40, 0, b"/torch_1_2_3", 7)
     engine.send(UpdateWeights(version=version, location="", tensors=[], memory=memory))
     failed = engine.await_one(WeightsFailed)
     assert (failed.version, "computes on the CPU" in failed.message) == (version, True)

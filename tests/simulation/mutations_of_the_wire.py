@@ -24,7 +24,7 @@ from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.fleet import Fleet, Heard
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.transport.messages import Ack, Hello, Step, UpdateWeights
-from tidegate.transport.streams import ReceiveWindow, Verdict
+from tidegate.transport.streams import ReceiveWindow, StepAcceptance
 
 __all__ = ["MUTATIONS"]
 
@@ -37,7 +37,7 @@ def a_step_counts_as_received_before_it_is_checked(patch: pytest.MonkeyPatch) ->
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if (seq := engine.window.acknowledgement()) is not None:
             self.send(name, Ack(seq=seq))
-        if verdict is Verdict.NEW:
+        if verdict is StepAcceptance.NEW:
             heard.append(step_arrived(name, step, engine.hello.epoch))
 
     patch.setattr(Fleet, "_hear_step", hear_step)
@@ -47,9 +47,9 @@ def a_step_counts_as_received_before_it_is_checked(patch: pytest.MonkeyPatch) ->
 def a_replayed_step_is_taken_in_twice(patch: pytest.MonkeyPatch) -> None:
     right = ReceiveWindow.accept
 
-    def accept(self: ReceiveWindow, epoch: int, seq: int) -> Verdict:
+    def accept(self: ReceiveWindow, epoch: int, seq: int) -> StepAcceptance:
         verdict = right(self, epoch, seq)
-        return Verdict.NEW if verdict is Verdict.DUPLICATE else verdict
+        return StepAcceptance.NEW if verdict is StepAcceptance.DUPLICATE else verdict
 
     patch.setattr(ReceiveWindow, "accept", accept)
 
@@ -58,11 +58,11 @@ def a_replayed_step_is_taken_in_twice(patch: pytest.MonkeyPatch) -> None:
 def a_gap_in_a_stream_is_overlooked(patch: pytest.MonkeyPatch) -> None:
     right = ReceiveWindow.accept
 
-    def accept(self: ReceiveWindow, epoch: int, seq: int) -> Verdict:
-        if right(self, epoch, seq) is not Verdict.GAP:
-            return Verdict.DUPLICATE if seq < self._next_seq - 1 else Verdict.NEW
+    def accept(self: ReceiveWindow, epoch: int, seq: int) -> StepAcceptance:
+        if right(self, epoch, seq) is not StepAcceptance.GAP:
+            return StepAcceptance.DUPLICATE if seq < self._next_seq - 1 else StepAcceptance.NEW
         self._next_seq = seq + 1
-        return Verdict.NEW
+        return StepAcceptance.NEW
 
     patch.setattr(ReceiveWindow, "accept", accept)
 
@@ -71,9 +71,9 @@ def a_gap_in_a_stream_is_overlooked(patch: pytest.MonkeyPatch) -> None:
 def a_gap_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
     right = ReceiveWindow.accept
 
-    def accept(self: ReceiveWindow, epoch: int, seq: int) -> Verdict:
+    def accept(self: ReceiveWindow, epoch: int, seq: int) -> StepAcceptance:
         verdict = right(self, epoch, seq)
-        if verdict is Verdict.GAP:
+        if verdict is StepAcceptance.GAP:
             patch.setattr(self, "acknowledgement", lambda: seq)
         return verdict
 

@@ -40,11 +40,11 @@ class Worker:
         self.socket.send(msgpack.packb({"kind": kind, **fields}))
 
     def hello(self) -> None:
-        """Send the hello, first on each connection and after each complaint."""
+        """Send the hello, first on each connection and after each message_rejected."""
         self.is_welcome = False
         self.send(
             "hello",
-            protocol=1,
+            protocol=2,
             engine=self.name,
             epoch=self.epoch,
             weight_version=0,
@@ -70,7 +70,7 @@ class Worker:
                 self.credit_steps = message["credit_steps"]
                 for _, frame in self.unacknowledged:
                     self.socket.send(frame)
-            case "shutdown" | "refused":
+            case "shutdown" | "hello_rejected":
                 self.is_over = True
             case _ if not self.is_welcome:
                 pass  # sent before the orchestrator had received the hello
@@ -83,7 +83,7 @@ class Worker:
             case "ack":
                 while self.unacknowledged and self.unacknowledged[0][0] <= message["seq"]:
                     self.unacknowledged.popleft()
-            case "complaint":
+            case "message_rejected":
                 self.hello()
 
     def step(self) -> None:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.host_gpu import TOTAL_BYTES, UUID, HostGpu
 from tidegate.errors import BadFrame, WeightsRefused
 from tidegate.transport.messages import (
+    CudaIpcHandle,
     InitWeights,
-    SharedMemory,
     TensorSpec,
     UpdateWeights,
     decode_from_orchestrator,
@@ -318,7 +318,7 @@ def test_a_spec_that_makes_no_sense_is_refused_before_memory_is_opened(
 
 
 def test_a_frame_whose_memory_has_other_types_is_no_message() -> None:
-    memory = SharedMemory(UUID, bytes(66), 64, 0, b"/torch_1_2_3", 0)
+    memory = CudaIpcHandle(UUID, bytes(66), 64, 0, b"/torch_1_2_3", 0)
     good: list[Any] = msgspec.to_builtins(memory, builtin_types=(bytes,))
     for index, value in ((0, 5), (1, "text"), (2, -1), (3, 2**64 - 1), (4, None), (5, 0.5)):
         told = {"kind": "update_weights", "version": 1, "location": "", "tensors": []}
@@ -330,7 +330,7 @@ def test_a_frame_whose_memory_has_other_types_is_no_message() -> None:
 
 @given(
     st.builds(
-        SharedMemory,
+        CudaIpcHandle,
         st.sampled_from([UUID, ""]),
         st.binary(max_size=70) | st.builds(lambda tail: b"\x02c" + tail, st.binary(min_size=64)),
         st.integers(0, 2**63 - 1) | st.integers(0, 100),
@@ -341,7 +341,7 @@ def test_a_frame_whose_memory_has_other_types_is_no_message() -> None:
 )
 @settings(deadline=None, max_examples=200)
 def test_whatever_memory_a_peer_names_is_refused_without_another_error(
-    memory: SharedMemory,
+    memory: CudaIpcHandle,
 ) -> None:
     engine = HostGpu()
     end = CudaIpcReceiver(CudaIpcSender(HostGpu()).init(), engine)

@@ -9,12 +9,12 @@ import zmq
 from tests.transport.conftest import WAIT_S, Inbox, stranger_socket
 from tidegate.transport.messages import (
     Ack,
-    Complaint,
     Goodbye,
-    Paused,
-    Resumed,
+    MessageRejected,
     Shutdown,
     Step,
+    TurnsPaused,
+    TurnsResumed,
     decode_from_orchestrator,
     encode,
 )
@@ -34,7 +34,7 @@ async def test_a_flooding_peer_delays_anothers_word_by_a_message_or_two() -> Non
     ):
         for index in range(5000):
             flood.send(Goodbye(reason=str(index)))
-        quiet.send(Paused(mode="keep"))
+        quiet.send(TurnsPaused(mode="keep"))
         inbox = Inbox(router)
         frames = await inbox.wait_for(5001)
     assert [peer for peer, _ in frames].index(b"quiet") <= 2
@@ -70,10 +70,10 @@ def test_what_a_peer_does_not_read_is_dropped_at_last(monkeypatch: pytest.Monkey
         deaf.rcvhwm = 1
         deaf.setsockopt(zmq.IDENTITY, b"deaf")
         deaf.connect(router.address)
-        deaf.send(encode(Resumed()))
+        deaf.send(encode(TurnsResumed()))
         assert router._socket.poll(int(WAIT_S * 1000))
         router._socket.recv_multipart()
-        large = Complaint(message="x" * 60_000)  # fills the system's buffers quickly
+        large = MessageRejected(message="x" * 60_000)  # fills the system's buffers quickly
         assert any(not router.send(b"deaf", large) for _ in range(5000))
 
 
@@ -101,7 +101,7 @@ def test_an_engine_is_not_kept_from_its_steps_by_a_flood() -> None:
         stranger.sndhwm = 0
         port = stranger.bind_to_random_port("tcp://127.0.0.1")
         with closing(DealerSocket(f"tcp://127.0.0.1:{port}", b"engine-0")) as dealer:
-            dealer.send(Resumed())
+            dealer.send(TurnsResumed())
             stranger.recv_multipart()
             count = 2 * QUEUED_MESSAGES_MAX
             for index in range(count):

@@ -56,7 +56,7 @@ def test_no_kind_may_be_larger_than_what_sockets_let_through() -> None:
     [
         bytes(SMALL_FRAME_BYTES_MAX + 1),
         b"\x91" * (SMALL_FRAME_BYTES_MAX + 1),
-        frame_of("complaint", SMALL_FRAME_BYTES_MAX + 1),
+        frame_of("message_rejected", SMALL_FRAME_BYTES_MAX + 1),
         frame_of("x" * 70_000, 80_000),
         frame_of("step", 80_000)[:-1],
     ],

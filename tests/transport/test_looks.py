@@ -9,7 +9,7 @@ import pytest
 
 from tests.transport.conftest import WAIT_S
 from tidegate.transport.dealer import DealerSocket
-from tidegate.transport.messages import Ack, Resumed, encode
+from tidegate.transport.messages import Ack, TurnsResumed, encode
 from tidegate.transport.router import (
     BUSY_WAKEUPS,
     BUSY_WITHIN_S,
@@ -140,15 +140,15 @@ def test_what_is_sent_into_a_quiet_stream_has_its_answer_looked_for_sooner(
     for _ in range(BUSY_WAKEUPS):
         assert loop.wake is not None
         loop.wake()
-    dealer.send(Resumed())
+    dealer.send(TurnsResumed())
     assert router._socket.poll(round(1000 * WAIT_S))
     assert loop.fire() == LOOK_INTERVAL_S
-    assert seen == [encode(Resumed())]
+    assert seen == [encode(TurnsResumed())]
     assert [timer.delay_s for timer in loop.timers] == [2 * LOOK_INTERVAL_S]
 
     assert router.send(b"engine-0", Ack(seq=0))
     assert (router._looks.acks, router._looks.sends) == (1, 0)
-    assert router.send(b"engine-0", Resumed())
+    assert router.send(b"engine-0", TurnsResumed())
     assert (router._looks.acks, router._looks.sends) == (1, 1)
     assert [timer.delay_s for timer in loop.timers] == [LOOK_INTERVAL_S]
     router.detach()

@@ -24,7 +24,7 @@ from tidegate.transport.messages import (
     Asleep,
     Awake,
     CancelTurn,
-    Complaint,
+    CudaIpcHandle,
     EndSessions,
     EngineHeartbeat,
     FinishWeightUpdate,
@@ -32,27 +32,27 @@ from tidegate.transport.messages import (
     FromOrchestrator,
     Goodbye,
     Hello,
+    HelloRejected,
     InitWeights,
     KvSpan,
     Message,
+    MessageRejected,
     OrchestratorHeartbeat,
     Pause,
-    Paused,
     Prefill,
-    Refused,
     Resume,
-    Resumed,
     SamplingParams,
-    SharedMemory,
     Shutdown,
     Sleep,
-    SleepFailed,
+    SleepRequestFailed,
     StartWeightUpdate,
     Step,
     SubmitTurn,
     SubmitTurns,
     TensorSpec,
-    TurnRefused,
+    TurnFailed,
+    TurnsPaused,
+    TurnsResumed,
     UpdateWeights,
     Wake,
     WeightsFailed,
@@ -63,7 +63,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
-from tidegate.transport.scoring import CancelScore, Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
 from tidegate.transport.sockets import RouterSocket
 
 pytestmark = pytest.mark.wire
@@ -127,8 +127,8 @@ ENGINE_EXAMPLES: list[Message] = [
         takes_turns_together=True,
     ),
     EXAMPLE_STEP,
-    TurnRefused(turn=3, message="too long"),
-    Scored(
+    TurnFailed(turn=3, message="too long"),
+    ScoreResult(
         request=5,
         version=3,
         start=1,
@@ -138,18 +138,18 @@ ENGINE_EXAMPLES: list[Message] = [
         last=False,
         ranks=struct.pack("<2i", 9, 2),
     ),
-    ScoreRefused(request=5, message="too long"),
+    ScoreFailed(request=5, message="too long"),
     EngineHeartbeat(weight_version=1, running_turns=2, waiting_turns=3, free_blocks=4, sent_us=5),
     WeightsStaged(version=1),
     WeightsLive(version=1),
     WeightsFailed(version=1, message="no such tensor"),
-    Paused(mode="wait"),
-    Resumed(),
+    TurnsPaused(mode="wait"),
+    TurnsResumed(),
     Goodbye(reason="told to"),
-    Complaint(message="what?"),
+    MessageRejected(message="what?"),
     Asleep(request=2**62, tags=["weights", "kv_cache"], returned_bytes=2**40),
     Awake(request=1, tags=["kv_cache"], lacks_weights=True),
-    SleepFailed(request=1, message="no pause is on"),
+    SleepRequestFailed(request=1, message="no pause is on"),
 ]
 EXAMPLE_TURN = SubmitTurn(
     turn=4_294_967_295,
@@ -159,7 +159,7 @@ EXAMPLE_TURN = SubmitTurn(
 )
 ORCHESTRATOR_EXAMPLES: list[Message] = [
     Welcome(heartbeat_interval_s=1.5, orchestrator_timeout_s=30.0, credit_steps=64),
-    Refused(message="another vocabulary"),
+    HelloRejected(message="another vocabulary"),
     OrchestratorHeartbeat(),
     Ack(seq=41),
     EXAMPLE_TURN,
@@ -176,14 +176,14 @@ ORCHESTRATOR_EXAMPLES: list[Message] = [
         version=3,
         location="",
         tensors=[],
-        memory=SharedMemory("GPU-1", b"h" * 66, 4096, 512, b"/torch_1_2_3", 7),
+        memory=CudaIpcHandle("GPU-1", b"h" * 66, 4096, 512, b"/torch_1_2_3", 7),
     ),
     UpdateWeights(
         version=2, location="x", tensors=[TensorSpec("w", "bfloat16", [2, 3], 64, 12)], last=False
     ),
     FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="recompute"),
     Shutdown(),
-    Complaint(message="what?"),
+    MessageRejected(message="what?"),
     Sleep(request=1, level=2, tags=["weights"]),
     Wake(request=2, tags=["weights", "kv_cache"]),
 ]

@@ -23,10 +23,19 @@ from tidegate.transport.weight_channels import (
     receiver,
     relay_node,
 )
-from tidegate.transport.weight_channels.relay import Where, decode_parent, decode_where
+from tidegate.transport.weight_channels.relay import (
+    ParentRequest,
+    decode_parent_assignment,
+    decode_parent_request,
+)
 from tidegate.transport.weight_channels.relay import encode as encode_relay
 from tidegate.transport.weight_channels.relay_sender import RelaySender, RelayTree
-from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, Chunk, Fetch, decode_fetch
+from tidegate.transport.weight_channels.zmq import (
+    CHUNK_BYTES,
+    ChunkHeader,
+    FetchRequest,
+    decode_fetch_request,
+)
 from tidegate.transport.weight_channels.zmq import encode as encode_chunk
 
 pytestmark = pytest.mark.wire
@@ -50,7 +59,10 @@ class Sender(RelaySender):
     served_bytes = 1 << 60
 
     def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        if decode_where(frames[0]) is None and decode_fetch(frames).end > self.served_bytes:
+        if (
+            decode_parent_request(frames[0]) is None
+            and decode_fetch_request(frames).end > self.served_bytes
+        ):
             return
         super()._answer(peer, frames)
 
@@ -270,7 +282,7 @@ def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) ->
         assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
     assert weights.sent_bytes < TOTAL_BYTES
     [line] = weights._lines.values()
-    assert not answers(line.relays[0], Fetch(update.location, 0, 1))
+    assert not answers(line.relays[0], FetchRequest(update.location, 0, 1))
     for engine in engines:
         engine.close()
     weights.close()
@@ -281,17 +293,17 @@ def test_a_relay_without_keys_answers_what_is_asked_well(weights: Sender) -> Non
     [update] = weights.write(1, tensors())
     engine.fetch(update).result(WAIT_S)
     [line] = weights._lines.values()
-    for fetch in (Fetch(update.location, 1, 2), Fetch(update.location, 0, 1 << 40)):
+    for fetch in (FetchRequest(update.location, 1, 2), FetchRequest(update.location, 0, 1 << 40)):
         assert answers(line.relays[0], fetch) == [
-            encode_chunk(Chunk(update.location, fetch.start, "that can't be had here"))
+            encode_chunk(ChunkHeader(update.location, fetch.start, "that can't be had here"))
         ]
-    assert answers(line.relays[0], Fetch(update.location, 0, 1))[0] == encode_chunk(
-        Chunk(update.location, 0)
+    assert answers(line.relays[0], FetchRequest(update.location, 0, 1))[0] == encode_chunk(
+        ChunkHeader(update.location, 0)
     )
     engine.close()
 
 
-def answers(address: str, fetch: Fetch) -> list[bytes]:
+def answers(address: str, fetch: FetchRequest) -> list[bytes]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(address)
@@ -304,19 +316,19 @@ def answers(address: str, fetch: Fetch) -> list[bytes]:
 
 def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:
     line = RelayTree()
-    assert line.parent(Where("w", "a")) == ""
-    assert line.parent(Where("w", "b")) == "a"
-    assert line.parent(Where("w", "c")) == "b"
-    assert line.parent(Where("w", "c", avoid="b")) == "a"
-    assert line.parent(Where("w", "d")) == "c"
-    assert line.parent(Where("w", "b")) == "a", "it speaks again"
-    assert line.parent(Where("w", "c", avoid="a")) == "b"
-    assert line.parent(Where("w", "b", avoid="a")) == ""
+    assert line.parent(ParentRequest("w", "a")) == ""
+    assert line.parent(ParentRequest("w", "b")) == "a"
+    assert line.parent(ParentRequest("w", "c")) == "b"
+    assert line.parent(ParentRequest("w", "c", avoid="b")) == "a"
+    assert line.parent(ParentRequest("w", "d")) == "c"
+    assert line.parent(ParentRequest("w", "b")) == "a", "it speaks again"
+    assert line.parent(ParentRequest("w", "c", avoid="a")) == "b"
+    assert line.parent(ParentRequest("w", "b", avoid="a")) == ""
 
 
 def test_where_each_serves_two_they_form_a_tree() -> None:
     line = RelayTree()
-    parents = [line.parent(Where("w", name), fan_out=2) for name in "abcdefg"]
+    parents = [line.parent(ParentRequest("w", name), fan_out=2) for name in "abcdefg"]
     assert parents == ["", "", "a", "a", "b", "b", "c"]
 
 
@@ -326,7 +338,7 @@ def test_nobody_is_ever_served_by_who_is_served_by_it(
 ) -> None:
     line, parents = RelayTree(), {}
     for here, avoid in asked:
-        where = Where("w", str(here), str(avoid) if avoid >= 0 else "")
+        where = ParentRequest("w", str(here), str(avoid) if avoid >= 0 else "")
         parents[str(here)] = line.parent(where, fan_out=fan_out)
         for start in parents:
             seen, at = {start}, parents[start]
@@ -342,8 +354,8 @@ def test_a_question_is_answered_with_what_is_kept(weights: Sender) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
         asker.setsockopt(zmq.LINGER, 0)
         asker.connect(weights.address.replace("*", "127.0.0.1"))
-        asker.send(encode_relay(Where(two.location, "tcp://10.0.0.1:1")))
+        asker.send(encode_relay(ParentRequest(two.location, "tcp://10.0.0.1:1")))
         assert asker.poll(round(WAIT_S * 1000))
-        answer = decode_parent(asker.recv())
+        answer = decode_parent_assignment(asker.recv())
     assert answer.address == ""
     assert answer.kept == [one.location, two.location]

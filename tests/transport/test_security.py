@@ -20,7 +20,7 @@ from tests.transport.conftest import WAIT_S, Inbox
 from tidegate.cli import app
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.settings.config import run_settings
-from tidegate.transport.messages import Ack, Paused, Resumed, encode
+from tidegate.transport.messages import Ack, TurnsPaused, TurnsResumed, encode
 from tidegate.transport.security import (
     EngineKeys,
     make_keys,
@@ -189,8 +189,8 @@ async def test_with_the_right_keys_messages_go_both_ways(keys: Path, address: st
     inbox = Inbox(router)
     engine = read_engine_keys(keys / "engine")
     with closing(router), closing(DealerSocket(router.address, b"a", keys=engine)) as dealer:
-        dealer.send(Paused(mode="keep"))
-        assert await inbox.wait_for(1) == [(b"a", encode(Paused(mode="keep")))]
+        dealer.send(TurnsPaused(mode="keep"))
+        assert await inbox.wait_for(1) == [(b"a", encode(TurnsPaused(mode="keep")))]
         assert router.send(b"a", Ack(seq=3))
         assert dealer.receive(WAIT_S) == [Ack(seq=3)]
         assert dealer.refusal() is None
@@ -202,7 +202,7 @@ def test_a_stranger_is_shut_out_counted_and_told_which_key_is_missing(
 ) -> None:
     stranger = strangers_keys(tmp_path / "others", read_orchestrator_keys(keys).public)
     with closing(DealerSocket(listener.address, b"a", keys=stranger)) as dealer:
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         why = await_refusal(dealer)
         assert f"does not know this engine's key, {stranger.public.decode()}" in why
         until(lambda: listener.statistics().refused_connections == 1)
@@ -215,7 +215,7 @@ def test_without_keys_or_with_another_runs_nobody_gets_in(
 ) -> None:
     others = read_engine_keys(make_keys(tmp_path / "others")) if has_keys else None
     with closing(DealerSocket(listener.address, b"a", keys=others)) as dealer:
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         why = await_refusal(dealer)
         assert ("has others, or none" if has_keys else "most likely it wants keys") in why
         until(lambda: listener.statistics().refused_connections > 0)
@@ -226,7 +226,7 @@ def test_an_engine_with_keys_talks_to_nobody_who_has_none(keys: Path) -> None:
     router = RouterSocket("tcp://127.0.0.1:*", name="test")
     engine = read_engine_keys(keys / "engine")
     with closing(router), closing(DealerSocket(router.address, b"a", keys=engine)) as dealer:
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         assert "has others, or none" in await_refusal(dealer)
         assert not router._socket.poll(0)
 
@@ -253,8 +253,8 @@ async def test_no_older_protocol_gets_past_the_keys(
                 pass
     engine = read_engine_keys(keys / "engine")
     with closing(DealerSocket(listener.address, b"a", keys=engine)) as dealer:
-        dealer.send(Resumed())
-        assert await inbox.wait_for(1) == [(b"a", encode(Resumed()))]
+        dealer.send(TurnsResumed())
+        assert await inbox.wait_for(1) == [(b"a", encode(TurnsResumed()))]
 
 
 async def test_the_list_of_keys_holds_from_the_next_connection_on(
@@ -264,16 +264,16 @@ async def test_the_list_of_keys_holds_from_the_next_connection_on(
     file = keys / "engines" / "engine.key"
     engine = read_engine_keys(keys / "engine")
     with closing(DealerSocket(listener.address, b"a", keys=engine)) as first:
-        first.send(Resumed())
+        first.send(TurnsResumed())
         await inbox.wait_for(1)
         shutil.move(file, keys / "engine.key")
         with closing(DealerSocket(listener.address, b"b", keys=engine)) as second:
             assert "does not know this engine's key" in await_refusal(second)
-        first.send(Resumed())  # established connections stay open
+        first.send(TurnsResumed())  # established connections stay open
         await inbox.wait_for(2)
     shutil.move(keys / "engine.key", file)
     with closing(DealerSocket(listener.address, b"c", keys=engine)) as third:
-        third.send(Resumed())
+        third.send(TurnsResumed())
         assert (await inbox.wait_for(3))[2][0] == b"c"
 
 
@@ -284,13 +284,13 @@ async def test_while_the_list_cannot_be_read_nobody_gets_in_and_then_they_do(
     (keys / "engines" / "engine.key").chmod(0o666)
     engine = read_engine_keys(keys / "engine")
     with closing(DealerSocket(listener.address, b"a", keys=engine)) as dealer:
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         until(lambda: listener.statistics().refused_connections > 0)
         assert inbox.frames == []
         assert dealer.refusal() is None  # a temporary failure, to be retried
     (keys / "engines" / "engine.key").chmod(0o600)
     with closing(DealerSocket(listener.address, b"b", keys=engine)) as dealer:
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         await inbox.wait_for(1)
     assert "nobody is let in: others may change" in caplog.text
 
@@ -304,7 +304,7 @@ def test_without_a_doorkeeper_a_listener_with_keys_lets_nobody_in(keys: Path) ->
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         engine = read_engine_keys(keys / "engine")
         with closing(DealerSocket(f"tcp://127.0.0.1:{port}", b"a", keys=engine)) as dealer:
-            dealer.send(Resumed())
+            dealer.send(TurnsResumed())
             assert monitor.poll(int(WAIT_S * 1000))
             event = recv_monitor_message(monitor)["event"]
             assert event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

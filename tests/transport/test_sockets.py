@@ -21,14 +21,14 @@ from tidegate.errors import BadFrame, ConfigError
 from tidegate.transport.limits import SMALL_FRAME_BYTES_MAX
 from tidegate.transport.messages import (
     Ack,
-    Complaint,
     FromOrchestrator,
     Goodbye,
+    MessageRejected,
     OrchestratorHeartbeat,
-    Paused,
-    Resumed,
     Shutdown,
     Step,
+    TurnsPaused,
+    TurnsResumed,
     decode_from_engine,
     encode,
 )
@@ -40,27 +40,27 @@ pytestmark = pytest.mark.wire
 async def hello(dealer: DealerSocket, inbox: Inbox) -> None:
     """Send one message through, so that the router knows the peer."""
     before = len(inbox.frames)
-    dealer.send(Resumed())
+    dealer.send(TurnsResumed())
     await inbox.wait_for(before + 1)
 
 
 async def test_messages_go_both_ways_with_the_senders_name(router: RouterSocket) -> None:
     dealer = DealerSocket(router.address, b"engine-0")
     inbox = Inbox(router)
-    dealer.send(Paused(mode="keep"))
+    dealer.send(TurnsPaused(mode="keep"))
 
     [(peer, frame)] = await inbox.wait_for(1)
-    assert (peer, decode_from_engine(frame)) == (b"engine-0", Paused(mode="keep"))
-    assert dealer.send(Resumed()) == encode(Resumed())
-    dealer.send_again(encode(Resumed()))
-    assert [frame for _, frame in (await inbox.wait_for(3))[1:]] == [encode(Resumed())] * 2
+    assert (peer, decode_from_engine(frame)) == (b"engine-0", TurnsPaused(mode="keep"))
+    assert dealer.send(TurnsResumed()) == encode(TurnsResumed())
+    dealer.send_again(encode(TurnsResumed()))
+    assert [frame for _, frame in (await inbox.wait_for(3))[1:]] == [encode(TurnsResumed())] * 2
     assert router.send(peer, Ack(seq=7))
     assert router.send(peer, Ack(seq=8))
     received = dealer.receive(WAIT_S)
     received += dealer.receive(WAIT_S) if len(received) < 2 else []
     assert received == [Ack(seq=7), Ack(seq=8)]
     assert router.statistics() == SocketStatistics(
-        frames=3, bytes=len(frame) + 2 * len(encode(Resumed())), malformed=0
+        frames=3, bytes=len(frame) + 2 * len(encode(TurnsResumed())), malformed=0
     )
     dealer.close()
 
@@ -124,7 +124,7 @@ async def test_all_is_read_of_a_stream_that_comes_one_by_one_and_of_what_comes_a
     for index in range(120):
         if index == 60:  # the socket is polled by timer by now, unless each message is answered
             inbox.on_frame = raise_once
-            sent.append(dealer.send(Resumed()))
+            sent.append(dealer.send(TurnsResumed()))
         sent.append(dealer.send(Goodbye(reason=str(index))))
         [*_, (peer, _)] = await inbox.wait_for(len(sent))
         for seq in range(answers_each):
@@ -132,7 +132,7 @@ async def test_all_is_read_of_a_stream_that_comes_one_by_one_and_of_what_comes_a
     assert [frame for _, frame in inbox.frames] == sent
     router.detach()
     again = Inbox(router)
-    dealer.send(Resumed())
+    dealer.send(TurnsResumed())
     await again.wait_for(1)
     dealer.close()
 
@@ -145,14 +145,14 @@ async def test_a_send_that_swallows_the_wakeup_does_not_strand_the_message(
     await hello(dealer, inbox)
     wakeup = router._socket.FD
 
-    dealer.send(Paused(mode="wait"))
+    dealer.send(TurnsPaused(mode="wait"))
     # the loop has not run, so the socket is unread
     assert select.select([wakeup], [], [], WAIT_S)[0]
     while select.select([wakeup], [], [], 0)[0]:
         router.send(b"engine-0", OrchestratorHeartbeat())
 
     frames = await inbox.wait_for(2)
-    assert decode_from_engine(frames[1][1]) == Paused(mode="wait")
+    assert decode_from_engine(frames[1][1]) == TurnsPaused(mode="wait")
     dealer.close()
 
 
@@ -163,11 +163,11 @@ async def test_what_came_before_anyone_watched_is_handed_over_on_attaching(
     inbox = Inbox(router)
     await hello(dealer, inbox)
     router.detach()
-    dealer.send(Paused(mode="abort"))
+    dealer.send(TurnsPaused(mode="abort"))
     assert select.select([router._socket.FD], [], [], WAIT_S)[0]
 
     [(_, frame)] = await Inbox(router).wait_for(1)
-    assert decode_from_engine(frame) == Paused(mode="abort")
+    assert decode_from_engine(frame) == TurnsPaused(mode="abort")
     dealer.close()
 
 
@@ -267,7 +267,7 @@ def hear_from(dealer: DealerSocket, router: RouterSocket) -> None:
     """Send until a message is received, because messages to a dead connection are lost."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         if router._socket.poll(50):
             return
     raise AssertionError(f"nothing was heard within {WAIT_S} s")
@@ -324,9 +324,9 @@ def test_bytes_that_are_not_even_zeromq_disturb_nobody_else(
                     raw.sendall(chunk)
             except ConnectionError:
                 pass  # the router has closed the connection already
-        dealer.send(Paused(mode="keep"))
+        dealer.send(TurnsPaused(mode="keep"))
         # Some noise is a message: ZeroMQ's first protocol had neither greeting nor names.
-        while (b"engine-0", encode(Paused(mode="keep"))) not in inbox.frames:
+        while (b"engine-0", encode(TurnsPaused(mode="keep"))) not in inbox.frames:
             await inbox.wait_for(len(inbox.frames) + 1)
         dealer.close()
         router.close()
@@ -338,7 +338,7 @@ async def test_a_complaint_reaches_the_peer_and_is_counted(router: RouterSocket)
     dealer = DealerSocket(router.address, b"engine-0")
     await hello(dealer, Inbox(router))
     router.complain(b"engine-0", "what was that?")
-    assert dealer.receive(WAIT_S) == [Complaint(message="what was that?")]
+    assert dealer.receive(WAIT_S) == [MessageRejected(message="what was that?")]
     assert router.statistics().malformed == 1
     dealer.close()
 
@@ -349,7 +349,7 @@ def test_an_engine_skips_what_it_cannot_read_and_complains(noise: list[bytes]) -
     with stranger_socket(zmq.ROUTER) as stranger:
         port = stranger.bind_to_random_port("tcp://127.0.0.1")
         dealer = DealerSocket(f"tcp://127.0.0.1:{port}", b"engine-0")
-        dealer.send(Resumed())
+        dealer.send(TurnsResumed())
         stranger.recv_multipart()
         for message in ([encode(Ack(seq=1))], noise, [encode(Ack(seq=2))]):
             stranger.send_multipart([b"engine-0", *message])
@@ -359,7 +359,7 @@ def test_an_engine_skips_what_it_cannot_read_and_complains(noise: list[bytes]) -
         assert received == [Ack(seq=1), Ack(seq=2)]
         assert dealer.statistics().malformed == 1
         complaint = decode_from_engine(stranger.recv_multipart()[1])
-        assert isinstance(complaint, Complaint)
+        assert isinstance(complaint, MessageRejected)
         dealer.close()
 
 
@@ -367,7 +367,7 @@ async def test_a_message_nobody_would_read_is_refused_before_it_is_sent(
     router: RouterSocket,
 ) -> None:
     with pytest.raises(BadFrame, match="a Complaint would be refused by its receiver: a frame of"):
-        router.send(b"engine-0", Complaint(message="x" * SMALL_FRAME_BYTES_MAX))
+        router.send(b"engine-0", MessageRejected(message="x" * SMALL_FRAME_BYTES_MAX))
 
 
 @pytest.mark.parametrize("identity", [b"", b"\0x", b"x" * 256])

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.errors import BadFrame
-from tidegate.transport.streams import ReceiveWindow, SendWindow, Verdict
+from tidegate.transport.streams import ReceiveWindow, SendWindow, StepAcceptance
 
 
 def sent(window: SendWindow, count: int) -> SendWindow:
@@ -63,21 +63,23 @@ def test_each_kind_of_arrival_gets_its_verdict() -> None:
     window = ReceiveWindow(4)
     verdicts = [window.accept(*key) for key in [(5, 0), (5, 1), (5, 1), (5, 3), (4, 2), (5, 2)]]
     assert verdicts == [
-        Verdict.NEW,
-        Verdict.NEW,
-        Verdict.DUPLICATE,
-        Verdict.GAP,
-        Verdict.OLD_EPOCH,
-        Verdict.NEW,
+        StepAcceptance.NEW,
+        StepAcceptance.NEW,
+        StepAcceptance.DUPLICATE,
+        StepAcceptance.GAP,
+        StepAcceptance.OLD_EPOCH,
+        StepAcceptance.NEW,
     ]
 
 
 def test_a_restarted_engine_begins_again_at_zero_and_its_past_is_dropped() -> None:
     window = ReceiveWindow(4)
-    assert [window.accept(1, seq) for seq in range(3)] == [Verdict.NEW] * 3
-    assert window.accept(2, 1) is Verdict.GAP  # epoch 2 is known now, but its step 0 is missing
-    assert window.accept(1, 3) is Verdict.OLD_EPOCH
-    assert window.accept(2, 0) is Verdict.NEW
+    assert [window.accept(1, seq) for seq in range(3)] == [StepAcceptance.NEW] * 3
+    assert (
+        window.accept(2, 1) is StepAcceptance.GAP
+    )  # epoch 2 is known now, but its step 0 is missing
+    assert window.accept(1, 3) is StepAcceptance.OLD_EPOCH
+    assert window.accept(2, 0) is StepAcceptance.NEW
     assert window.acknowledgement() == 0
 
 
@@ -115,7 +117,7 @@ class Wire:
 
     def deliver(self, steps: int, acks: int) -> None:
         for frame in self.steps[:steps]:
-            if self.receiver.accept(0, int(frame)) is Verdict.NEW:
+            if self.receiver.accept(0, int(frame)) is StepAcceptance.NEW:
                 self.taken.append(int(frame))
         for seq in self.acks[:acks]:
             self.sender.acknowledge(seq)

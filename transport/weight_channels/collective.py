@@ -49,7 +49,7 @@ Piece = npt.NDArray[np.uint8]
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+class RoundRequest(msgspec.Struct, frozen=True, array_like=True, tag="round_request"):
     """Engine -> sender: request for ``location``; if empty, announces an engine that will ask
     later."""
 
@@ -60,7 +60,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     """UUID of the GPU that the engine would use; empty: none."""
 
 
-class Round(msgspec.Struct, frozen=True, array_like=True, tag="round"):
+class RoundAssignment(msgspec.Struct, frozen=True, array_like=True, tag="round_assignment"):
     """Sender -> engine: join this group as ``rank`` of ``size``. Rank 0 is the sender.
 
     Size 0 means that the round of this group has failed, which gloo does not report to all members.
@@ -82,16 +82,16 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag="round"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_join = msgspec.msgpack.Decoder(Join)
-_round = msgspec.msgpack.Decoder(Round)
+_join = msgspec.msgpack.Decoder(RoundRequest)
+_round = msgspec.msgpack.Decoder(RoundAssignment)
 
 
-def encode(message: Join | Round) -> bytes:
+def encode(message: RoundRequest | RoundAssignment) -> bytes:
     """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
-def decode_join(frame: bytes) -> Join | None:
+def decode_round_request(frame: bytes) -> RoundRequest | None:
     """Decode a request; None if the frame is something else."""
     try:
         return _join.decode(frame)
@@ -99,11 +99,11 @@ def decode_join(frame: bytes) -> Join | None:
         return None
 
 
-def decode_round(frame: bytes) -> Round:
+def decode_round_assignment(frame: bytes) -> RoundAssignment:
     """Decode the sender's answer.
 
     Raises:
-        BadFrame: the frame is not a ``Round``.
+        BadFrame: the frame is not a ``RoundAssignment``.
     """
     try:
         return _round.decode(frame)
@@ -123,7 +123,7 @@ def own_gpu() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-class Group:
+class BroadcastGroup:
     """Joined torch.distributed process group.
 
     A gloo collective cannot be interrupted: its ``abort`` wakes no waiting member, and afterwards
@@ -166,7 +166,7 @@ class Group:
         self._group = None
 
 
-class Member:
+class BroadcastMember:
     """One process's membership in a group, on a thread of its own.
 
     Only that thread blocks in torch, at most :data:`ROUND_TIMEOUT_S`; callers may stop waiting at
@@ -174,10 +174,12 @@ class Member:
     it with SIGABRT.
     """
 
-    def __init__(self, round_: Round, store: Callable[[], Any], *, own_host: str | None) -> None:
+    def __init__(
+        self, round_: RoundAssignment, store: Callable[[], Any], *, own_host: str | None
+    ) -> None:
         """Start joining the group through ``store()``, which may block."""
         self.name = round_.group
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         gpu = _current_gpu() if round_.backend == "nccl" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights group")
         self._joined = self._thread.submit(self._join, round_, store, own_host, gpu)
@@ -211,7 +213,11 @@ class Member:
     # ------------------------------------------------------------ the thread
 
     def _join(
-        self, round_: Round, store: Callable[[], Any], own_host: str | None, gpu: int | None
+        self,
+        round_: RoundAssignment,
+        store: Callable[[], Any],
+        own_host: str | None,
+        gpu: int | None,
     ) -> None:
         import torch
 
@@ -238,7 +244,7 @@ def _current_gpu() -> int:
     return torch.cuda.current_device()
 
 
-def join_group(round_: Round, store: Any, *, own_host: str | None) -> Group:
+def join_group(round_: RoundAssignment, store: Any, *, own_host: str | None) -> BroadcastGroup:
     """Create the process group of a round through ``store``.
 
     Raises:
@@ -253,13 +259,13 @@ def join_group(round_: Round, store: Any, *, own_host: str | None) -> Group:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(place, round_.rank, round_.size, options)
-        return Group(nccl, "cuda")
+        return BroadcastGroup(nccl, "cuda")
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     device = gloo.create_device(hostname=own_host) if own_host else gloo.create_default_device()
     options._devices = [device]
-    return Group(gloo(place, round_.rank, round_.size, options), "cpu")
+    return BroadcastGroup(gloo(place, round_.rank, round_.size, options), "cpu")
 
 
 def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:

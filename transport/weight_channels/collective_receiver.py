@@ -27,10 +27,10 @@ from tidegate.transport.weight_channels.collective import (
     PIECE_BYTES,
     POLL_S,
     ROUND_TIMEOUT_S,
-    Join,
-    Member,
-    Round,
-    decode_round,
+    BroadcastMember,
+    RoundAssignment,
+    RoundRequest,
+    decode_round_assignment,
     encode,
     open_store,
     own_gpu,
@@ -65,13 +65,13 @@ class CollectiveReceiver:
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._is_written_to = False
         """Whether an abandoned broadcast may still write to the buffer."""
-        self._member: Member | None = None
+        self._member: BroadcastMember | None = None
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
         if home.keys is not None:
             secure_connector(self._socket, home.keys)
         self._socket.connect(self._address)
-        self._socket.send(encode(Join("")))
+        self._socket.send(encode(RoundRequest("")))
 
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
@@ -107,7 +107,7 @@ class CollectiveReceiver:
         finally:
             if not arriving.is_used_up:
                 self._leave()
-                self._socket.send(encode(Join("")))  # lets the others continue without us
+                self._socket.send(encode(RoundRequest("")))  # lets the others continue without us
 
     def _advance(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> bool:
         """Receive one piece, joining a round if needed; False if the weights are no longer
@@ -139,19 +139,23 @@ class CollectiveReceiver:
                 ) from error
         return True
 
-    def _asked(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> Round | None:
+    def _asked(
+        self, arriving: "_Arriving", is_wanted: Callable[[], bool]
+    ) -> RoundAssignment | None:
         """Request a place in a round and wait for it. If none is taken, tell the sender, because
         the other members would wait."""
         told = None
-        self._socket.send(encode(Join(arriving.location, arriving.have_bytes, self._gpu)))
+        self._socket.send(encode(RoundRequest(arriving.location, arriving.have_bytes, self._gpu)))
         try:
             told = self._answer(arriving, is_wanted)
         finally:
             if told is None:
-                self._socket.send(encode(Join("")))
+                self._socket.send(encode(RoundRequest("")))
         return told
 
-    def _answer(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> Round | None:
+    def _answer(
+        self, arriving: "_Arriving", is_wanted: Callable[[], bool]
+    ) -> RoundAssignment | None:
         give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
         while is_wanted():
             if self._socket.poll(round(POLL_S * 1000)):
@@ -165,9 +169,9 @@ class CollectiveReceiver:
                 )
         return None
 
-    def _told(self, arriving: "_Arriving") -> Round | None:
+    def _told(self, arriving: "_Arriving") -> RoundAssignment | None:
         try:
-            told = decode_round(self._socket.recv_multipart()[0])
+            told = decode_round_assignment(self._socket.recv_multipart()[0])
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
         if told.location != arriving.location or (told.size == 0 and not told.refusal):
@@ -185,19 +189,19 @@ class CollectiveReceiver:
         """Return whether the sender has reported that this group's round has failed."""
         while self._socket.poll(0):
             with suppress(BadFrame):  # an unreadable frame is ignored; the request is repeated
-                told = decode_round(self._socket.recv_multipart()[0])
+                told = decode_round_assignment(self._socket.recv_multipart()[0])
                 if told.group == group and told.size == 0:
                     return True
         return False
 
-    def _join(self, round_: Round) -> None:
+    def _join(self, round_: RoundAssignment) -> None:
         if self._member is not None and self._member.name == round_.group:
             return
         self._leave()
         reached = self._address if self._address.startswith("tcp:") else LOOPBACK
         host, _, port = at_host_of(reached, round_.store)[6:].rpartition(":")
         store = partial(open_store, host.strip("[]"), int(port))
-        self._member = Member(round_, store, own_host=self._own_host)
+        self._member = BroadcastMember(round_, store, own_host=self._own_host)
 
     def _leave(self) -> None:
         member, self._member = self._member, None
@@ -213,7 +217,7 @@ class _Arriving:
         self.nbytes = nbytes
         self.have_bytes = 0
         """Number of leading bytes that are complete."""
-        self.round: Round | None = None
+        self.round: RoundAssignment | None = None
         self.at = 0
         """Offset at which the round continues."""
         self.attempts = 0

@@ -19,10 +19,10 @@ from tidegate.transport.weight_channels.collective import (
     GATHER_S,
     NAME,
     PIECE_BYTES,
-    Join,
-    Member,
-    Round,
-    decode_join,
+    BroadcastMember,
+    RoundAssignment,
+    RoundRequest,
+    decode_round_request,
     encode,
     open_store,
     own_gpu,
@@ -48,16 +48,16 @@ class CollectiveSender(ZmqSender):
         self._host = listening_host(address)
         self._store, self._store_port = _store(self._host)
         self._gpu = own_gpu()
-        self._member: Member | None = None
+        self._member: BroadcastMember | None = None
         self._members: tuple[bytes, ...] = ()
         """Peers in the current group beside this end, in rank order."""
         self._groups = 0
-        self._asked: dict[bytes, Join] = {}
+        self._asked: dict[bytes, RoundRequest] = {}
         self._first_asked_s = 0.0
         self._known: dict[bytes, float] = {}
         """Known receivers, with the time of their last request."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
-        self._running: Future[Round | None] | None = None
+        self._running: Future[RoundAssignment | None] | None = None
         """Running round; its result is sent to the members if it failed."""
         self._is_left = False
         """Whether a member has left the running round."""
@@ -94,7 +94,7 @@ class CollectiveSender(ZmqSender):
             self._socket.close()
 
     def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        join = decode_join(frames[0]) if len(frames) == 1 else None
+        join = decode_round_request(frames[0]) if len(frames) == 1 else None
         if join is None:
             super()._answer(peer, frames)
             return
@@ -134,7 +134,7 @@ class CollectiveSender(ZmqSender):
         if place is None:
             why = f"{location!r} is not here, or not any more"
             for peer in asked:
-                self._socket.send_multipart([peer, encode(Round(location, refusal=why))])
+                self._socket.send_multipart([peer, encode(RoundAssignment(location, refusal=why))])
             return
         start = min(join.have_bytes for join in asked.values()) // PIECE_BYTES * PIECE_BYTES
         backend = self._backend(asked)
@@ -142,7 +142,7 @@ class CollectiveSender(ZmqSender):
         name = self._group_name(peers, backend)
         size = len(peers) + 1
         rounds = [
-            Round(
+            RoundAssignment(
                 location,
                 group=name,
                 store=f"tcp://*:{self._store_port}",
@@ -160,7 +160,7 @@ class CollectiveSender(ZmqSender):
         self._is_left = False
         self._running = self._pool.submit(self._broadcast, rounds[0], place)
 
-    def _backend(self, asked: dict[bytes, Join]) -> str:
+    def _backend(self, asked: dict[bytes, RoundRequest]) -> str:
         """Return ``nccl`` only if every member has a GPU of its own, because NCCL refuses to share
         one."""
         gpus = [self._gpu, *(join.gpu for join in asked.values())]
@@ -181,12 +181,12 @@ class CollectiveSender(ZmqSender):
 
     # ------------------------------------------------------------ the round's thread
 
-    def _broadcast(self, round_: Round, place: Place) -> Round | None:
+    def _broadcast(self, round_: RoundAssignment, place: Place) -> RoundAssignment | None:
         """Broadcast a version; return the failure notice for the members, or None."""
         member = self._member
         if member is None or member.name != round_.group:
             host = None if self._host == "0.0.0.0" else self._host
-            member = self._member = Member(round_, lambda: self._store, own_host=host)
+            member = self._member = BroadcastMember(round_, lambda: self._store, own_host=host)
         try:
             for start in range(round_.start, round_.nbytes, PIECE_BYTES):
                 piece = place.memory.bytes[start : min(start + PIECE_BYTES, round_.nbytes)]
@@ -198,7 +198,7 @@ class CollectiveSender(ZmqSender):
         except RuntimeError:
             pass  # a member is gone; the others ask again
         self._leave()
-        return Round(round_.location, group=round_.group)
+        return RoundAssignment(round_.location, group=round_.group)
 
     def _is_served(self, place: Place) -> bool:
         with self._lock:

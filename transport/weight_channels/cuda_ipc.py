@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidegate.errors import WeightsRefused
-from tidegate.transport.messages import InitWeights, SharedMemory, TensorSpec, UpdateWeights
+from tidegate.transport.messages import CudaIpcHandle, InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.weight_channels.base import ALIGNMENT_BYTES, check_specs, checked_nbytes
 from tidegate.transport.weight_channels.cuda_memory import Gpu, check_memory, host_name
 
@@ -45,7 +45,7 @@ class _Buffer:
     """One buffer of a version, and its IPC handle."""
 
     room: "torch.Tensor"
-    memory: SharedMemory
+    memory: CudaIpcHandle
 
 
 class CudaIpcSender:
@@ -174,7 +174,7 @@ class CudaIpcReceiver:
         """No-op: memory is closed when its last tensor is dropped."""
 
     def _opened(
-        self, specs: Sequence[TensorSpec], memory: SharedMemory, is_wanted: Callable[[], bool]
+        self, specs: Sequence[TensorSpec], memory: CudaIpcHandle, is_wanted: Callable[[], bool]
     ) -> "Iterator[tuple[TensorSpec, torch.Tensor]]":
         room = self._gpu.open(memory)
         for spec in specs:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tidegate.errors import WeightsRefused
-from tidegate.transport.messages import SharedMemory
+from tidegate.transport.messages import CudaIpcHandle
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Gpu(Protocol):
         """Block until all work that this process has launched on the device is done."""
         ...
 
-    def share(self, room: "torch.Tensor") -> SharedMemory:
+    def share(self, room: "torch.Tensor") -> CudaIpcHandle:
         """Return an IPC handle of the memory; release it with :meth:`unshare`.
 
         Raises:
@@ -74,12 +74,12 @@ class Gpu(Protocol):
         """
         ...
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: CudaIpcHandle) -> None:
         """Release a handle: the memory is freed once this process drops it, even if others opened
         it."""
         ...
 
-    def open(self, memory: SharedMemory) -> "torch.Tensor":
+    def open(self, memory: CudaIpcHandle) -> "torch.Tensor":
         """Open another process's memory as [nbytes] uint8, until its last tensor is dropped.
 
         Raises:
@@ -97,7 +97,7 @@ def flaw_of_counter(name: bytes, offset: int) -> str | None:
     return None
 
 
-def check_memory(memory: SharedMemory, gpu: Gpu) -> None:
+def check_memory(memory: CudaIpcHandle, gpu: Gpu) -> None:
     """Check a handle from a peer before it is opened.
 
     Raises:
@@ -179,7 +179,7 @@ class CudaGpu:
 
         torch.cuda.synchronize(self._device)
 
-    def share(self, room: "torch.Tensor") -> SharedMemory:
+    def share(self, room: "torch.Tensor") -> CudaIpcHandle:
         """See :class:`Gpu`."""
         try:
             told = room.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ class CudaGpu:
                 f"memory on {self._device} can't be shared with another process: {error}"
             ) from error
         _, handle, nbytes, offset, counter, counter_offset, _, _ = told
-        memory = SharedMemory(
+        memory = CudaIpcHandle(
             self._uuid, bytes(handle), nbytes, offset, bytes(counter), counter_offset
         )
         if len(memory.handle) != HANDLE_BYTES or memory.handle[1] != _MALLOC:
@@ -200,7 +200,7 @@ class CudaGpu:
             )
         return memory
 
-    def unshare(self, memory: SharedMemory) -> None:
+    def unshare(self, memory: CudaIpcHandle) -> None:
         """See :class:`Gpu`.
 
         torch expects exactly one reader to decrement each share's counter, and would keep the
@@ -211,7 +211,7 @@ class CudaGpu:
 
         torch.UntypedStorage._release_ipc_counter_cuda(memory.counter, memory.counter_offset)
 
-    def open(self, memory: SharedMemory) -> "torch.Tensor":
+    def open(self, memory: CudaIpcHandle) -> "torch.Tensor":
         """See :class:`Gpu`."""
         import torch
 

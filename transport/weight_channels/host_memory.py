@@ -55,7 +55,7 @@ class HostMemory:
         self.fd = _closed(self.fd)
 
 
-class ReadMemory:
+class ReadOnlyHostMemory:
     """Read-only counterpart of :class:`HostMemory`, mapped copy-on-write."""
 
     def __init__(self, fd: int) -> None:

@@ -17,14 +17,14 @@ import msgspec
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
-from tidegate.transport.weight_channels.zmq import Chunk
+from tidegate.transport.weight_channels.zmq import ChunkHeader
 
 NAME = "relay"
 
-SILENT_S = 3.0
+PARENT_TIMEOUT_S = 3.0
 """A parent silent for this long counts as dead."""
 
-SIGN_OF_LIFE_S = 1.0
+KEEP_ALIVE_INTERVAL_S = 1.0
 """Interval of keep-alive messages from a relay that is itself waiting."""
 
 STALL_TIMEOUT_S = 30.0
@@ -33,7 +33,7 @@ STALL_TIMEOUT_S = 30.0
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Where(msgspec.Struct, frozen=True, array_like=True, tag="where"):
+class ParentRequest(msgspec.Struct, frozen=True, array_like=True, tag="parent_request"):
     """Relay -> sender: asks which node to fetch ``location`` from."""
 
     location: Text
@@ -43,7 +43,7 @@ class Where(msgspec.Struct, frozen=True, array_like=True, tag="where"):
     """Address of the parent assigned before, if it is silent."""
 
 
-class Parent(msgspec.Struct, frozen=True, array_like=True, tag="parent"):
+class ParentAssignment(msgspec.Struct, frozen=True, array_like=True, tag="parent_assignment"):
     """Sender -> relay: assigns the node to fetch from."""
 
     location: str
@@ -56,13 +56,13 @@ class Parent(msgspec.Struct, frozen=True, array_like=True, tag="parent"):
     refusal: str = ""
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+class LocationRequest(msgspec.Struct, frozen=True, array_like=True, tag="location_request"):
     """Engine -> its host's relay: asks for ``location`` and for progress reports."""
 
     location: Text
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class LocationProgress(msgspec.Struct, frozen=True, array_like=True, tag="location_progress"):
     """Relay -> engine: number of leading bytes available. The first one carries the memory's
     descriptor."""
 
@@ -71,21 +71,21 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     refusal: str = ""
 
 
-Word = TypeVar("Word", Parent, Want, Ready)
+RelayMessage = TypeVar("RelayMessage", ParentAssignment, LocationRequest, LocationProgress)
 
 _encoder = msgspec.msgpack.Encoder()
-_where = msgspec.msgpack.Decoder(Where)
-_parent = msgspec.msgpack.Decoder(Parent)
-_want = msgspec.msgpack.Decoder(Want)
-_ready = msgspec.msgpack.Decoder(Ready)
+_where = msgspec.msgpack.Decoder(ParentRequest)
+_parent = msgspec.msgpack.Decoder(ParentAssignment)
+_want = msgspec.msgpack.Decoder(LocationRequest)
+_ready = msgspec.msgpack.Decoder(LocationProgress)
 
 
-def encode(message: Where | Parent | Want | Ready) -> bytes:
+def encode(message: ParentRequest | ParentAssignment | LocationRequest | LocationProgress) -> bytes:
     """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
-def decode_where(frame: bytes) -> Where | None:
+def decode_parent_request(frame: bytes) -> ParentRequest | None:
     """Decode a parent request; None if the frame is something else."""
     try:
         return _where.decode(frame)
@@ -93,39 +93,39 @@ def decode_where(frame: bytes) -> Where | None:
         return None
 
 
-def decode_parent(frame: bytes) -> Parent:
+def decode_parent_assignment(frame: bytes) -> ParentAssignment:
     """Decode the sender's assignment.
 
     Raises:
-        BadFrame: the frame is not a ``Parent``.
+        BadFrame: the frame is not a ``ParentAssignment``.
     """
     return _read(_parent, frame)
 
 
-def decode_want(frame: bytes) -> Want:
+def decode_location_request(frame: bytes) -> LocationRequest:
     """Decode a request of an engine of this host.
 
     Raises:
-        BadFrame: the frame is not a ``Want``.
+        BadFrame: the frame is not a ``LocationRequest``.
     """
     return _read(_want, frame)
 
 
-def decode_ready(frame: bytes) -> Ready:
+def decode_location_progress(frame: bytes) -> LocationProgress:
     """Decode a message of this host's relay.
 
     Raises:
-        BadFrame: the frame is not a ``Ready``.
+        BadFrame: the frame is not a ``LocationProgress``.
     """
     return _read(_ready, frame)
 
 
-def sign_of_life(location: str) -> Chunk:
+def keep_alive(location: str) -> ChunkHeader:
     """Return a keep-alive: a chunk header without a chunk."""
-    return Chunk(location, 0)
+    return ChunkHeader(location, 0)
 
 
-def _read(decoder: "msgspec.msgpack.Decoder[Word]", frame: bytes) -> "Word":
+def _read(decoder: "msgspec.msgpack.Decoder[RelayMessage]", frame: bytes) -> "RelayMessage":
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -24,16 +24,16 @@ from tidegate.transport.weight_channels.host_memory import (
     is_own_user,
 )
 from tidegate.transport.weight_channels.relay import (
-    SIGN_OF_LIFE_S,
-    SILENT_S,
+    KEEP_ALIVE_INTERVAL_S,
+    PARENT_TIMEOUT_S,
     STALL_TIMEOUT_S,
-    Parent,
-    Ready,
-    Where,
-    decode_parent,
-    decode_want,
+    LocationProgress,
+    ParentAssignment,
+    ParentRequest,
+    decode_location_request,
+    decode_parent_assignment,
     encode,
-    sign_of_life,
+    keep_alive,
 )
 from tidegate.transport.weight_channels.relay_slot import RelayBootstrap, Slot
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream, is_readable
@@ -41,9 +41,9 @@ from tidegate.transport.weight_channels.transfer import keep_freed_chunks, take_
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_PER_REQUEST_MAX,
-    Chunk,
-    Fetch,
-    decode_fetch,
+    ChunkHeader,
+    FetchRequest,
+    decode_fetch_request,
 )
 from tidegate.transport.weight_channels.zmq import encode as encode_chunk
 from tidegate.transport.zeromq import Socket
@@ -92,7 +92,7 @@ class Clients:
         for client in list(self._all.values()):
             if client.location == location:
                 client.location = ""
-                self._send(client, Ready(location, refusal=why))
+                self._send(client, LocationProgress(location, refusal=why))
 
     def close(self) -> None:
         """Close the listener first, so that the name is free for the first engine that notices."""
@@ -113,7 +113,7 @@ class Clients:
     def _hear(self, client: Client) -> None:
         try:
             frame = client.link.recv(MESSAGE_BYTES_MAX)
-            want = decode_want(frame) if frame else None
+            want = decode_location_request(frame) if frame else None
         except BlockingIOError:
             return
         except (OSError, BadFrame):
@@ -124,23 +124,23 @@ class Clients:
         client.location, client.told_bytes = want.location, -1
         slot = self._slot(want.location)
         if slot is None:
-            self._send(client, Ready(want.location, refusal="too many versions at once"))
+            self._send(client, LocationProgress(want.location, refusal="too many versions at once"))
         else:
             self._tell(client, slot)
 
     def _tell(self, client: Client, slot: Slot, *, again: bool = False) -> None:
         if slot.memory is None:
             if again:
-                self._send(client, Ready(""))  # empty location: keep-alive
+                self._send(client, LocationProgress(""))  # empty location: keep-alive
             return
         there = slot.complete_bytes
         if client.told_bytes == there and (slot.is_complete or not again):
             return
         fds = [slot.memory.fd] if client.told_bytes < 0 else []
-        if self._send(client, Ready(slot.location, there), fds):
+        if self._send(client, LocationProgress(slot.location, there), fds):
             client.told_bytes = there
 
-    def _send(self, client: Client, ready: Ready, fds: list[int] | None = None) -> bool:
+    def _send(self, client: Client, ready: LocationProgress, fds: list[int] | None = None) -> bool:
         try:
             socket.send_fds(client.link, [encode(ready)], fds or [])
         except BlockingIOError:
@@ -255,7 +255,7 @@ class RelayNode:
     def _look_after(self, now_s: float) -> None:
         signs_due = now_s >= self._signs_due_s
         if signs_due:
-            self._signs_due_s = now_s + SIGN_OF_LIFE_S
+            self._signs_due_s = now_s + KEEP_ALIVE_INTERVAL_S
         for slot in list(self._slots.values()):
             self._clients.tell(slot, again=signs_due)
             if slot.is_complete:
@@ -267,11 +267,11 @@ class RelayNode:
                     f"{STALL_TIMEOUT_S:g} s; is the orchestrator alive, and does a firewall let "
                     f"this host reach that port?",
                 )
-            elif now_s - max(slot.asked_s, slot.heard_s) > SILENT_S:
+            elif now_s - max(slot.asked_s, slot.heard_s) > PARENT_TIMEOUT_S:
                 self._ask_where(slot, avoid=slot.parent)
             elif signs_due:
                 for peer in slot.waiting:
-                    self._door.send_multipart([peer, encode_chunk(sign_of_life(slot.location))])
+                    self._door.send_multipart([peer, encode_chunk(keep_alive(slot.location))])
 
     # ------------------------------------------------------------ upstream: the parent
 
@@ -288,15 +288,15 @@ class RelayNode:
 
     def _ask_where(self, slot: Slot, avoid: str = "") -> None:
         slot.asked_s = time.monotonic()
-        self._sockets.guide.send(encode(Where(slot.location, self._sockets.here, avoid)))
+        self._sockets.guide.send(encode(ParentRequest(slot.location, self._sockets.here, avoid)))
 
     def _hear_sender(self) -> None:
         guide = self._sockets.guide
         while is_readable(guide):
             with suppress(BadFrame):  # the request is repeated
-                self._follow(decode_parent(guide.recv_multipart()[0]))
+                self._follow(decode_parent_assignment(guide.recv_multipart()[0]))
 
-    def _follow(self, parent: Parent) -> None:
+    def _follow(self, parent: ParentAssignment) -> None:
         slot = self._slots.get(parent.location)
         if slot is None or slot.is_complete:
             return
@@ -352,7 +352,7 @@ class RelayNode:
             self._unwatch(slot.source)
         slot.stop_fetching()
 
-    def _request(self, slot: Slot, requests: list[Fetch]) -> None:
+    def _request(self, slot: Slot, requests: list[FetchRequest]) -> None:
         if slot.source is not None:
             for request in requests:
                 slot.source.send(encode_chunk(request))
@@ -389,7 +389,7 @@ class RelayNode:
         self._stop_fetching(slot)
         self._clients.refuse(slot.location, cut(why))
         for peer in slot.waiting:
-            refusal = Chunk(slot.location, 0, cut(why))
+            refusal = ChunkHeader(slot.location, 0, cut(why))
             self._door.send_multipart([peer, encode_chunk(refusal)])
         slot.close()
 
@@ -399,15 +399,15 @@ class RelayNode:
         while is_readable(self._door):
             peer, *frames = self._door.recv_multipart()
             try:
-                fetch = decode_fetch(frames)
+                fetch = decode_fetch_request(frames)
             except BadFrame:
                 continue  # a broken peer gets no answer
             self._serve(peer, fetch)
 
-    def _serve(self, peer: bytes, fetch: Fetch) -> None:
+    def _serve(self, peer: bytes, fetch: FetchRequest) -> None:
         slot = self._slot(fetch.location)
         if slot is None or fetch.start % CHUNK_BYTES or not _is_fair(fetch):
-            refusal = Chunk(fetch.location, fetch.start, "that can't be had here")
+            refusal = ChunkHeader(fetch.location, fetch.start, "that can't be had here")
             self._door.send_multipart([peer, encode_chunk(refusal)])
             return
         for start in range(fetch.start, fetch.end, CHUNK_BYTES):
@@ -418,7 +418,7 @@ class RelayNode:
         chunk = slot.chunk(start)
         if chunk is None:
             return False
-        header = encode_chunk(Chunk(slot.location, start))
+        header = encode_chunk(ChunkHeader(slot.location, start))
         self._door.send_multipart([peer, header], zmq.SNDMORE)
         self._door.send(chunk, copy=False)
         return True
@@ -436,5 +436,5 @@ class RelayNode:
         self._clients.tell(slot)
 
 
-def _is_fair(fetch: Fetch) -> bool:
+def _is_fair(fetch: FetchRequest) -> bool:
     return 0 < fetch.end - fetch.start <= CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES

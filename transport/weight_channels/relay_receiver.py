@@ -17,16 +17,16 @@ from tidegate.transport.weight_channels.base import WeightReceiverConfig, check_
 from tidegate.transport.weight_channels.host_memory import (
     CONNECT_TIMEOUT_S,
     MESSAGE_BYTES_MAX,
-    ReadMemory,
+    ReadOnlyHostMemory,
     connect,
     listen,
     retry_until,
 )
 from tidegate.transport.weight_channels.relay import (
     STALL_TIMEOUT_S,
-    Ready,
-    Want,
-    decode_ready,
+    LocationProgress,
+    LocationRequest,
+    decode_location_progress,
     encode,
 )
 from tidegate.transport.weight_channels.relay_node import RelayNode
@@ -57,7 +57,7 @@ class RelayReceiver:
         self._upstream = Upstream.of(address, init, home.keys)
         self._name = f"tidegate-weights-{init.info.get('sender')}{home.host}"
         self._node: RelayNode | None = None
-        self._memory: ReadMemory | None = None
+        self._memory: ReadOnlyHostMemory | None = None
         self._location = ""
         """Location that the memory holds, or will hold."""
         self._nbytes = 0
@@ -105,7 +105,7 @@ class RelayReceiver:
 
     def _ask(self) -> None:
         try:
-            self._link.send(encode(Want(self._location)))
+            self._link.send(encode(LocationRequest(self._location)))
         except OSError:
             self._go_on_elsewhere()
 
@@ -132,7 +132,7 @@ class RelayReceiver:
             self._go_on_elsewhere()
             return
         try:
-            ready = decode_ready(frame)
+            ready = decode_location_progress(frame)
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
         if ready.location != self._location:
@@ -141,7 +141,7 @@ class RelayReceiver:
             return
         self._note(ready, fds)
 
-    def _note(self, ready: Ready, fds: list[int]) -> None:
+    def _note(self, ready: LocationProgress, fds: list[int]) -> None:
         if ready.refusal:
             raise WeightsRefused(f"weights can't be fetched: {ready.refusal}")
         for fd in fds:
@@ -156,7 +156,7 @@ class RelayReceiver:
         else:
             if old is not None:
                 old.close()
-            self._memory = ReadMemory(fd)
+            self._memory = ReadOnlyHostMemory(fd)
             if self._memory.nbytes < self._nbytes:
                 raise WeightsRefused(
                     f"this host's relay has {self._memory.nbytes} bytes of {self._location!r} "
@@ -168,7 +168,7 @@ class RelayReceiver:
         """Fail over: connect to the next relay, or become it, seeded with the mapped memory."""
         self._link.close()
         self._link = self._found_relay()
-        self._link.send(encode(Want(self._location)))
+        self._link.send(encode(LocationRequest(self._location)))
 
     def _found_relay(self) -> socket.socket:
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S

@@ -10,7 +10,13 @@ import zmq
 
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.security import OrchestratorKeys, passing_keys
-from tidegate.transport.weight_channels.relay import NAME, Parent, Where, decode_where, encode
+from tidegate.transport.weight_channels.relay import (
+    NAME,
+    ParentAssignment,
+    ParentRequest,
+    decode_parent_request,
+    encode,
+)
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
 
 
@@ -23,7 +29,7 @@ class RelayTree:
     silent: set[str] = field(default_factory=set)
     """Relays that a child has reported as silent."""
 
-    def parent(self, where: Where, *, fan_out: int = 1) -> str:
+    def parent(self, where: ParentRequest, *, fan_out: int = 1) -> str:
         """Return the address of the asker's parent; empty for the sender.
 
         The sender is node 0 and the asker node n + 1 of a tree in which each serves ``fan_out``.
@@ -72,20 +78,20 @@ class RelaySender(ZmqSender):
         return InitWeights(channel=NAME, info=info)
 
     def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        where = decode_where(frames[0]) if len(frames) == 1 else None
+        where = decode_parent_request(frames[0]) if len(frames) == 1 else None
         if where is None:
             super()._answer(peer, frames)
         else:
             self._socket.send_multipart([peer, encode(self._parent(where))], zmq.NOBLOCK)
 
-    def _parent(self, where: Where) -> Parent:
+    def _parent(self, where: ParentRequest) -> ParentAssignment:
         with self._lock:
             sizes = {place.location: place.nbytes for place in self._places}
         self._lines = {at: line for at, line in self._lines.items() if at in sizes}
         nbytes = sizes.get(where.location)
         if nbytes is None:
             why = f"{where.location!r} is not here, or not any more"
-            return Parent(where.location, kept=list(sizes), refusal=why)
+            return ParentAssignment(where.location, kept=list(sizes), refusal=why)
         line = self._lines.setdefault(where.location, RelayTree())
         address = line.parent(where, fan_out=self._fan_out)
-        return Parent(where.location, address, nbytes, list(sizes))
+        return ParentAssignment(where.location, address, nbytes, list(sizes))

@@ -11,9 +11,9 @@ from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_AHEAD,
     CHUNKS_PER_REQUEST_MAX,
-    Chunk,
-    Fetch,
-    decode_chunk,
+    ChunkHeader,
+    FetchRequest,
+    decode_chunk_header,
 )
 from tidegate.transport.zeromq import Socket, skip_frames
 
@@ -51,7 +51,7 @@ class Transfer:
         """Return whether the chunk at ``start`` has arrived."""
         return start < self._unasked and start not in self._asked
 
-    def next_requests(self) -> list[Fetch]:
+    def next_requests(self) -> list[FetchRequest]:
         """Return the requests to send now; each asks for several chunks, once that many fit the
         window."""
         requests = []
@@ -63,18 +63,18 @@ class Transfer:
             end = min(start + CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES, self._buffer.nbytes)
             for at in range(start, end, CHUNK_BYTES):
                 self._asked[at] = self._buffer[at : min(at + CHUNK_BYTES, end)]
-            requests.append(Fetch(self._location, start, end))
+            requests.append(FetchRequest(self._location, start, end))
             self._unasked = end
         return requests
 
-    def outstanding(self) -> list[Fetch]:
+    def outstanding(self) -> list[FetchRequest]:
         """Return requests for all chunks that were requested and have not arrived."""
         return [
-            Fetch(self._location, start, start + place.nbytes)
+            FetchRequest(self._location, start, start + place.nbytes)
             for start, place in self._asked.items()
         ]
 
-    def place_of(self, chunk: Chunk) -> memoryview | None:
+    def place_of(self, chunk: ChunkHeader) -> memoryview | None:
         """Return the buffer slice for a chunk; None for a duplicate or another transfer.
 
         Raises:
@@ -84,7 +84,7 @@ class Transfer:
             raise WeightsRefused(f"weights can't be fetched: {chunk.refusal}")
         return self._asked.get(chunk.start) if chunk.location == self._location else None
 
-    def got(self, chunk: Chunk) -> None:
+    def got(self, chunk: ChunkHeader) -> None:
         """Mark a chunk as arrived."""
         del self._asked[chunk.start]
 
@@ -112,7 +112,7 @@ def take_chunk(
     """
     header = socket.recv(flags, copy=False)
     try:
-        chunk = decode_chunk(header.bytes)
+        chunk = decode_chunk_header(header.bytes)
         place = transfer.place_of(chunk)
         if place is None or not header.more:
             if header.more:

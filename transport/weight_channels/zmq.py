@@ -30,7 +30,7 @@ trip, and no more than a core's own cache. Twice that, or the system's default, 
 time again between two processes of one host."""
 
 
-class Fetch(msgspec.Struct, frozen=True, array_like=True):
+class FetchRequest(msgspec.Struct, frozen=True, array_like=True):
     """Engine -> sender: requests the bytes ``[start, end)`` of ``location``.
 
     They arrive in chunks of :data:`CHUNK_BYTES`, of which the last may be shorter.
@@ -41,7 +41,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     end: Count
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """Sender -> engine: header of the chunk at ``start``, whose bytes are in the next frame."""
 
     location: str
@@ -51,16 +51,16 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_fetch = msgspec.msgpack.Decoder(Fetch)
-_chunk = msgspec.msgpack.Decoder(Chunk)
+_fetch = msgspec.msgpack.Decoder(FetchRequest)
+_chunk = msgspec.msgpack.Decoder(ChunkHeader)
 
 
-def encode(message: Fetch | Chunk) -> bytes:
+def encode(message: FetchRequest | ChunkHeader) -> bytes:
     """Encode a message as one frame."""
     return _encoder.encode(message)
 
 
-def decode_fetch(frames: Sequence[bytes]) -> Fetch:
+def decode_fetch_request(frames: Sequence[bytes]) -> FetchRequest:
     """Decode an engine's request.
 
     Raises:
@@ -74,7 +74,7 @@ def decode_fetch(frames: Sequence[bytes]) -> Fetch:
         raise BadFrame(f"unreadable request for weights: {error}") from error
 
 
-def decode_chunk(frame: bytes) -> Chunk:
+def decode_chunk_header(frame: bytes) -> ChunkHeader:
     """Decode the first frame of a sender's answer.
 
     Raises:

@@ -22,7 +22,7 @@ from tidegate.transport.weight_channels.transfer import (
     keep_freed_chunks,
     take_chunk,
 )
-from tidegate.transport.weight_channels.zmq import Fetch, encode
+from tidegate.transport.weight_channels.zmq import FetchRequest, encode
 from tidegate.transport.zeromq import new_socket
 
 STALL_TIMEOUT_S = 30.0
@@ -93,7 +93,7 @@ class ZmqReceiver:
 
     # ------------------------------------------------------------ the wire
 
-    def _ask(self, requests: list[Fetch]) -> None:
+    def _ask(self, requests: list[FetchRequest]) -> None:
         for request in requests:
             self._socket.send(encode(request))
 

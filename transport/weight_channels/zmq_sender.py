@@ -24,9 +24,9 @@ from tidegate.transport.weight_channels.zmq import (
     CHUNKS_PER_REQUEST_MAX,
     NAME,
     SEND_BUFFER_BYTES,
-    Chunk,
-    Fetch,
-    decode_fetch,
+    ChunkHeader,
+    FetchRequest,
+    decode_fetch_request,
     encode,
 )
 from tidegate.transport.zap_authenticator import ZapAuthenticator
@@ -196,27 +196,27 @@ class ZmqSender:
 
     def _answer(self, peer: bytes, frames: list[bytes]) -> None:
         try:
-            fetch = decode_fetch(frames)
+            fetch = decode_fetch_request(frames)
         except BadFrame as error:
             self.malformed_requests += 1
-            self._socket.send_multipart([peer, encode(Chunk("", 0, cut(str(error))))])
+            self._socket.send_multipart([peer, encode(ChunkHeader("", 0, cut(str(error))))])
             return
         with self._lock:
             place = next((p for p in self._places if p.location == fetch.location), None)
         if why := _objection(fetch, place):
-            refusal = Chunk(cut(fetch.location), fetch.start, cut(why))
+            refusal = ChunkHeader(cut(fetch.location), fetch.start, cut(why))
             self._socket.send_multipart([peer, encode(refusal)])
             return
         assert place is not None
         for start in range(fetch.start, fetch.end, CHUNK_BYTES):
-            header = encode(Chunk(fetch.location, start))
+            header = encode(ChunkHeader(fetch.location, start))
             end = min(start + CHUNK_BYTES, fetch.end)
             self._socket.send_multipart([peer, header], zmq.SNDMORE)
             self._socket.send(place.memory.frame(start, end), copy=False)
             self.sent_bytes += end - start
 
 
-def _objection(fetch: Fetch, place: Place | None) -> str | None:
+def _objection(fetch: FetchRequest, place: Place | None) -> str | None:
     """Return why a request cannot be served, or None."""
     if place is None:
         return f"{fetch.location!r} is not here, or not any more"

@@ -12,12 +12,12 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.batches.batch_rows import BatchFacts, batch_columns, laid_out
 from tidegate.orchestrator.batches.batches import Batch, Shard
 from tidegate.orchestrator.trainer.remote.columns import tensors_of, to_frames
-from tidegate.transport.trainer_messages import BatchIs
+from tidegate.transport.trainer_messages import BatchReply
 
 
 def batch_to_wire(
     batch: Batch, journal: Mapping[str, Any] | None = None, *, version: int = 0
-) -> tuple[BatchIs, list[bytes]]:
+) -> tuple[BatchReply, list[bytes]]:
     """Return the header message and its frames. Tasks that are no plain data arrive as None.
 
     ``version`` is the newest published weight version.
@@ -32,7 +32,7 @@ def batch_to_wire(
             places[id(task)] = len(tasks)
             tasks.append(task if _is_plain(task) else None)
     shard = batch.shard or Shard(0, 1, len(batch.rewards), batch.sampled_tokens)
-    message = BatchIs(
+    message = BatchReply(
         number=batch.number,
         trainer_version=batch.trainer_version,
         columns=columns,
@@ -49,7 +49,7 @@ def batch_to_wire(
     return message, frames
 
 
-def batch_from_wire(message: BatchIs, frames: Sequence[bytes]) -> Batch:
+def batch_from_wire(message: BatchReply, frames: Sequence[bytes]) -> Batch:
     """Return the batch that was sent.
 
     Raises:

@@ -46,7 +46,7 @@ class MayRetry(Exception):
 class RequestAnswered:
     """An answer, and the frames that follow it."""
 
-    answer: wire.AnyAnswer
+    answer: wire.AnyTrainerReply
     frames: Sequence[bytes]
 
 
@@ -91,7 +91,7 @@ class TrainerLink:
         self._thread = threading.Thread(target=self._run, name="tidegate trainer", daemon=True)
         self._thread.start()
 
-    def ask(self, ask: wire.AnyAsk, frames: Sequence[bytes] = ()) -> AnswerFuture:
+    def ask(self, ask: wire.AnyTrainerRequest, frames: Sequence[bytes] = ()) -> AnswerFuture:
         """Send a request; the future has the answer, or the run's error.
 
         Raises:
@@ -105,7 +105,7 @@ class TrainerLink:
             if self._failure is not None:
                 raise self._failure
             number = self._newest + 1
-            message = (wire.encode(wire.Request(request=number, ask=ask)), *frames)
+            message = (wire.encode(wire.RequestEnvelope(request=number, ask=ask)), *frames)
             self._newest = number
             if not self._pending:
                 self._pending_since_s = time.monotonic()
@@ -120,7 +120,7 @@ class TrainerLink:
             if self._is_closing:
                 return
             self._is_closing = True
-            self._farewell = wire.encode(wire.Leave(is_done=is_done))
+            self._farewell = wire.encode(wire.LeaveRun(is_done=is_done))
         self._wakeup.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -157,7 +157,7 @@ class TrainerLink:
             newest = self._newest
             silent_s = now_s - max(self._heard_s, self._pending_since_s)
         if self.has_joined:
-            self._socket.send((wire.encode(wire.TrainerAlive(newest=newest, pending=pending)),))
+            self._socket.send((wire.encode(wire.TrainerHeartbeat(newest=newest, pending=pending)),))
         if pending and silent_s > self._run_timeout_s:
             self._fail(
                 RunLost(
@@ -191,20 +191,20 @@ class TrainerLink:
 
     def _take(self, message: Message, frames: Sequence[bytes]) -> None:
         match message:
-            case wire.Reply():
+            case wire.ReplyEnvelope():
                 if (pending := self._settle(message.request)) is not None:
                     pending.future.set_result(RequestAnswered(message.answer, frames))
-            case wire.Failed():
+            case wire.RequestFailed():
                 error: Exception = _error(message.error, message.message)
                 if message.may_retry:
                     error = MayRetry(message.message)
                 if (pending := self._settle(message.request)) is not None:
                     pending.future.set_exception(error)
-            case wire.RunAlive():
+            case wire.RunHeartbeat():
                 with self._lock:
                     lost = [self._pending[n].frames for n in message.missing if n in self._pending]
                     self._outbox.extend(frames for frames in lost if frames not in self._outbox)
-            case wire.Stranger():
+            case wire.UnknownTrainer():
                 self._fail(
                     RunLost(
                         f"the run at {self._address} does not know this trainer: it was started "
@@ -212,7 +212,7 @@ class TrainerLink:
                         f"state_dict() of the last checkpoint"
                     )
                 )
-            case wire.RunOver():
+            case wire.RunTerminated():
                 self._fail(_error(message.error, message.message))
 
     def _settle(self, number: int) -> _Pending | None:

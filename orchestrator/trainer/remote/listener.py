@@ -156,7 +156,7 @@ class _Listener:
     async def run(self) -> None:
         """Serve until the trainer is done."""
         why = f"the run does not listen at {self._router.address} any more"
-        over = wire.RunOver(error="RunClosed", message=why)
+        over = wire.RunTerminated(error="RunClosed", message=why)
         self._loop.add_reader(self._router.descriptor, self._drain)
         log.info("trainer_address=%s", self._router.address)
         try:
@@ -168,7 +168,7 @@ class _Listener:
         except BaseException as error:
             error = _first(error)
             if not isinstance(error, asyncio.CancelledError):
-                over = wire.RunOver(error=_name(error), message=_say(error))
+                over = wire.RunTerminated(error=_name(error), message=_say(error))
             raise error from None
         finally:
             self._loop.remove_reader(self._router.descriptor)
@@ -219,7 +219,7 @@ class _Listener:
             except BadFrame as error:
                 self._router.malformed += 1
                 self._send(
-                    received[0], wire.Failed(request=0, error="BadFrame", message=str(error))
+                    received[0], wire.RequestFailed(request=0, error="BadFrame", message=str(error))
                 )
         self._loop.call_soon(self._drain_if_open)
 
@@ -239,18 +239,18 @@ class _Listener:
         process = self._ranks.heard(peer, self._loop.time())
         self._silent.discard(peer)
         client = self._clients.get(peer)
-        if isinstance(message, wire.Request) and isinstance(message.ask, wire.Join):
+        if isinstance(message, wire.RequestEnvelope) and isinstance(message.ask, wire.JoinRun):
             self._begin(peer, message, b"")
         elif process is None or client is None:
-            self._send(peer, wire.Stranger())
-        elif isinstance(message, wire.Request):
+            self._send(peer, wire.UnknownTrainer())
+        elif isinstance(message, wire.RequestEnvelope):
             self._begin(peer, message, frames[1] if len(frames) > 1 else b"")
-        elif isinstance(message, wire.TrainerAlive):
+        elif isinstance(message, wire.TrainerHeartbeat):
             self._compare(client, message)
         else:
             self._part(client, is_done=message.is_done)
 
-    def _compare(self, client: _Client, alive: wire.TrainerAlive) -> None:
+    def _compare(self, client: _Client, alive: wire.TrainerHeartbeat) -> None:
         """Repeat replies that were lost, and request what never arrived."""
         pending = set(alive.pending)
         client.settled = max(client.settled, min(pending, default=alive.newest + 1) - 1)
@@ -259,11 +259,11 @@ class _Listener:
         for number in pending & client.replies.keys():
             self._send_frames(client.peer, client.replies[number])
         missing = sorted(pending - client.replies.keys() - client.running.keys())
-        self._send(client.peer, wire.RunAlive(missing=missing))
+        self._send(client.peer, wire.RunHeartbeat(missing=missing))
 
     # ------------------------------------------------------------ ranks
 
-    def _begin(self, peer: bytes, request: wire.Request, data: bytes) -> None:
+    def _begin(self, peer: bytes, request: wire.RequestEnvelope, data: bytes) -> None:
         """Start a task for a request, unless the request is running or answered."""
         client = self._clients.get(peer)
         number = request.request
@@ -274,14 +274,14 @@ class _Listener:
                 return
             if len(client.running) >= REQUESTS_AT_ONCE_MAX:
                 raise BadFrame(f"more than {REQUESTS_AT_ONCE_MAX} requests at once")
-        elif isinstance(request.ask, wire.Join):
+        elif isinstance(request.ask, wire.JoinRun):
             client = self._joined(peer, number, request.ask)
         if client is not None:
             name = f"{type(request.ask).__name__} of rank {client.rank}"
             task = self._group.create_task(self._answer(client, request, data), name=name)
             client.running[number] = task
 
-    def _joined(self, peer: bytes, number: int, join: wire.Join) -> _Client | None:
+    def _joined(self, peer: bytes, number: int, join: wire.JoinRun) -> _Client | None:
         """Return the client of a process that joins; None if it is refused, with a reply."""
         try:
             self._check(join)
@@ -301,7 +301,7 @@ class _Listener:
         log.info("trainer rank=%d of %d joined", join.rank, join.world_size)
         return client
 
-    def _check(self, join: wire.Join) -> None:
+    def _check(self, join: wire.JoinRun) -> None:
         if join.protocol != wire.PROTOCOL:
             raise ConfigError(
                 f"the trainer speaks version {join.protocol} of the protocol, the run "
@@ -322,18 +322,18 @@ class _Listener:
 
     # ------------------------------------------------------------ replies
 
-    async def _answer(self, client: _Client, request: wire.Request, data: bytes) -> None:
+    async def _answer(self, client: _Client, request: wire.RequestEnvelope, data: bytes) -> None:
         frames: Sequence[bytes] = ()
         reply: Message
         try:
-            answer: wire.AnyAnswer
-            if isinstance(request.ask, wire.Join):
+            answer: wire.AnyTrainerReply
+            if isinstance(request.ask, wire.JoinRun):
                 answer = await self._service.join(client.rank, request.ask, client.weights)
             else:
                 answer, frames = await self._service.answer(
                     client.rank, client.weights, request.ask, data
                 )
-            reply = wire.Reply(request=request.request, answer=answer)
+            reply = wire.ReplyEnvelope(request=request.request, answer=answer)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - told to who asked; a run's own end is watched
@@ -348,8 +348,8 @@ class _Listener:
         self._send(peer, _failed(number, error))
 
 
-def _failed(number: int, error: Exception) -> wire.Failed:
-    return wire.Failed(
+def _failed(number: int, error: Exception) -> wire.RequestFailed:
+    return wire.RequestFailed(
         request=number,
         error=_name(error),
         message=_say(error),

@@ -80,13 +80,13 @@ class RemoteRequests(RunRequests):
 
     async def control(self, request: Any, **values: Any) -> Any:
         """Send a small request by name; return what it gave."""
-        answered = await result_of(self._link.ask(wire.Control(wish=request, values=values)))
-        assert isinstance(answered.answer, wire.Done)
+        answered = await result_of(self._link.ask(wire.ControlRun(wish=request, values=values)))
+        assert isinstance(answered.answer, wire.ResultReply)
         return answered.answer.value
 
     @override
     async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
-        request = wire.Score(asked=[list(astuple(one)) for one in asked])
+        request = wire.ScoreSequences(asked=[list(astuple(one)) for one in asked])
         return _scores_of(await result_of(self._link.ask(request)))
 
     @override
@@ -128,7 +128,7 @@ class RemoteRollouts(TrainerHandle):
         self._run_timeout_s = run_timeout_s
         self._link_or_none: TrainerLink | None = None
         self._weights = WeightUpload()
-        self._welcome: wire.Welcome | None = None
+        self._welcome: wire.TrainerWelcome | None = None
         self._number = 0
         """Number of the batch received last."""
         self._ordinal = 0
@@ -169,7 +169,7 @@ class RemoteRollouts(TrainerHandle):
         return self._link_or_none
 
     @property
-    def _welcomed(self) -> wire.Welcome:
+    def _welcomed(self) -> wire.TrainerWelcome:
         if self._welcome is None:
             raise RuntimeError("not connected; use it in a `with` statement")
         return self._welcome
@@ -189,7 +189,7 @@ class RemoteRollouts(TrainerHandle):
             )
         link = TrainerLink(self.address, self._keys, run_timeout_s=self._run_timeout_s)
         self._link_or_none = link
-        join = wire.Join(
+        join = wire.JoinRun(
             protocol=wire.PROTOCOL,
             rank=self.rank,
             world_size=self.world_size,
@@ -214,8 +214,8 @@ class RemoteRollouts(TrainerHandle):
             f"no place at the run at {self.address} within {self._connect_timeout_s:.0f} s: {why}"
         )
 
-    def _take_welcome(self, answer: wire.AnyAnswer) -> None:
-        assert isinstance(answer, wire.Welcome)
+    def _take_welcome(self, answer: wire.AnyTrainerReply) -> None:
+        assert isinstance(answer, wire.TrainerWelcome)
         self._welcome = answer
         self._number, self._version = answer.batches, answer.version
         self._journal = answer.journal
@@ -231,9 +231,9 @@ class RemoteRollouts(TrainerHandle):
     def _batch(self, answered: RequestAnswered) -> "Batch | None":
         from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire  # torch
 
-        if isinstance(answered.answer, wire.NoBatch):
+        if isinstance(answered.answer, wire.NoMoreBatches):
             return None
-        assert isinstance(answered.answer, wire.BatchIs)
+        assert isinstance(answered.answer, wire.BatchReply)
         batch = batch_from_wire(answered.answer, answered.frames)
         self._number, self._ordinal = batch.number, 0
         self._version = max(self._version, answered.answer.version)
@@ -253,7 +253,7 @@ class RemoteRollouts(TrainerHandle):
         first_bad: int | None = None,
     ) -> "concurrent.futures.Future[RequestAnswered]":
         """Bring the weights to the run, which blocks, and request their publish."""
-        publish = wire.Publish(
+        publish = wire.PublishWeights(
             number=self._number,
             ordinal=self._ordinal,
             wait=wait,
@@ -268,7 +268,7 @@ class RemoteRollouts(TrainerHandle):
         return self._link.ask(publish)
 
     def _published(self, answered: RequestAnswered) -> int:
-        assert isinstance(answered.answer, wire.Published)
+        assert isinstance(answered.answer, wire.PublishReply)
         self._ordinal += 1
         self._version = max(self._version, answered.answer.version)
         return answered.answer.version
@@ -358,7 +358,7 @@ class RemoteRollouts(TrainerHandle):
         """As :meth:`~tidegate.Rollouts.evaluate`, by an episode that the run knows by name."""
         request = wire.Evaluate(tasks=list(tasks), episode=episode or "")
         answered = await result_of(self._link.ask(request))
-        assert isinstance(answered.answer, wire.Evaluated)
+        assert isinstance(answered.answer, wire.EvaluateReply)
         return Evaluation(answered.answer.rewards)
 
     async def statistics(self) -> RunStatistics:
@@ -462,7 +462,7 @@ class TaskFeeder:
         self._link = link
         self._tasks = iter(tasks)
         self._offer = uuid.uuid4().hex
-        self.offered = link.ask(wire.OfferTasks(offer=self._offer, episode=episode or ""))
+        self.offered = link.ask(wire.OpenTaskStream(offer=self._offer, episode=episode or ""))
         """Done once the run has accepted the offer."""
         self.failure: BaseException | None = None
         """Error that the iterator raised, or of a task that can't be sent."""
@@ -492,9 +492,9 @@ class TaskFeeder:
             self._end_with(error)
 
     def _give(self, tasks: list[Any], *, is_end: bool) -> bool:
-        ask = wire.GiveTasks(offer=self._offer, tasks=tasks, is_end=is_end)
+        ask = wire.SendTasks(offer=self._offer, tasks=tasks, is_end=is_end)
         answer = self._link.ask(ask).result().answer
-        return isinstance(answer, wire.Done) and bool(answer.value)
+        return isinstance(answer, wire.ResultReply) and bool(answer.value)
 
     def _end_with(self, error: Exception) -> None:
         """End the tasks. Those sent are trained, then ``batches()`` raises ``error``."""
@@ -515,7 +515,7 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
 def _scores_of(answered: RequestAnswered) -> list[Score]:
     """Return the scores in an answer, in the order of the request."""
     message = answered.answer
-    assert isinstance(message, wire.Scores)
+    assert isinstance(message, wire.ScoresReply)
     arrays = iter(from_frames(message.columns, answered.frames))
     names = iter(message.columns)
     scores: list[Score] = []

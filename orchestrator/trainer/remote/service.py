@@ -26,7 +26,7 @@ from tidegate.transport import trainer_messages as wire
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
-Answered = tuple[wire.AnyAnswer, Sequence[bytes]]
+Answered = tuple[wire.AnyTrainerReply, Sequence[bytes]]
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class TrainerService:
             await asyncio.gather(self._fetching, return_exceptions=True)
 
     async def answer(
-        self, rank: int, weights: ReceivedWeights, ask: wire.Ask, data: bytes
+        self, rank: int, weights: ReceivedWeights, ask: wire.TrainerRequest, data: bytes
     ) -> Answered:
         """Carry out a request of a rank; return the answer and its frames.
 
@@ -84,28 +84,28 @@ class TrainerService:
         match ask:
             case wire.NextBatch():
                 return await self._next_batch(rank, ask.after)
-            case wire.Publish():
-                return wire.Published(version=await self._publish(rank, weights, ask)), ()
-            case wire.Chunk():
+            case wire.PublishWeights():
+                return wire.PublishReply(version=await self._publish(rank, weights, ask)), ()
+            case wire.UploadChunk():
                 weights.take(ask, data)
-                return wire.Done(), ()
-            case wire.OfferTasks():
+                return wire.ResultReply(), ()
+            case wire.OpenTaskStream():
                 await self._offer(rank, ask)
-                return wire.Done(), ()
-            case wire.GiveTasks():
+                return wire.ResultReply(), ()
+            case wire.SendTasks():
                 is_wanted = await self._pipe_of(ask.offer).put(ask.tasks, is_end=ask.is_end)
-                return wire.Done(value=is_wanted), ()
+                return wire.ResultReply(value=is_wanted), ()
             case wire.Evaluate():
                 done = await self._rollouts.evaluate(
                     ask.tasks, episode=self._episode_of(ask.episode)
                 )
-                return wire.Evaluated(rewards=done.rewards), ()
-            case wire.Score():
+                return wire.EvaluateReply(rewards=done.rewards), ()
+            case wire.ScoreSequences():
                 return _scores(
                     await self._rollouts.score_queries([ScoreQuery(*asked) for asked in ask.asked])
                 )
-            case wire.Control():
-                return wire.Done(value=await self._control(ask)), ()
+            case wire.ControlRun():
+                return wire.ResultReply(value=await self._control(ask)), ()
         raise ConfigError(f"no such request: {type(ask).__name__}")
 
     # ------------------------------------------------------------ ranks
@@ -114,7 +114,9 @@ class TrainerService:
         """Start over with a new trainer of this many ranks."""
         self.progress.begin(world_size)
 
-    async def join(self, rank: int, ask: wire.Join, weights: ReceivedWeights) -> wire.Welcome:
+    async def join(
+        self, rank: int, ask: wire.JoinRun, weights: ReceivedWeights
+    ) -> wire.TrainerWelcome:
         """Answer a process that has joined as a rank: where it continues."""
         if rank == 0:
             async with self._publishing:  # one that a process before it began
@@ -123,7 +125,7 @@ class TrainerService:
             publish.told.add(rank)
         batches = self.progress.join(rank, ask.batches)
         self._barrier.notify()
-        return wire.Welcome(
+        return wire.TrainerWelcome(
             run_id=self._run_id,
             version=self._rollouts.version,
             batches=batches,
@@ -146,7 +148,7 @@ class TrainerService:
         self._barrier.notify()
         while progress.newest < number:
             if self._has_ended:
-                return wire.NoBatch(), ()
+                return wire.NoMoreBatches(), ()
             coming = progress.newest + 1
             if self._fetching is None:
                 await self._barrier.until(
@@ -193,7 +195,7 @@ class TrainerService:
 
     # ------------------------------------------------------------ tasks
 
-    async def _offer(self, rank: int, ask: wire.OfferTasks) -> None:
+    async def _offer(self, rank: int, ask: wire.OpenTaskStream) -> None:
         if self._has_own_tasks:
             raise ConfigError(
                 "this run has tasks of its own: listen(tasks=…); call batches() without any"
@@ -230,7 +232,7 @@ class TrainerService:
 
     # ------------------------------------------------------------ weights
 
-    async def _publish(self, rank: int, weights: ReceivedWeights, ask: wire.Publish) -> int:
+    async def _publish(self, rank: int, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
         self.progress.note_ready(rank, ask.number)
         self._barrier.notify()
         key = (ask.number, ask.ordinal)
@@ -243,7 +245,7 @@ class TrainerService:
         return version
 
     async def _publish_once(
-        self, key: PublishKey, weights: ReceivedWeights, ask: wire.Publish
+        self, key: PublishKey, weights: ReceivedWeights, ask: wire.PublishWeights
     ) -> int:
         progress, number = self.progress, ask.number
 
@@ -275,7 +277,7 @@ class TrainerService:
                 return
             self.progress.gave_back(orphan)
 
-    async def _bring(self, weights: ReceivedWeights, ask: wire.Publish) -> int:
+    async def _bring(self, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
         state_dict = weights.state_dict(ask)
         if ask.is_rollback:
             return await self._rollouts.rollback(state_dict, first_bad=ask.first_bad)
@@ -310,7 +312,7 @@ class TrainerService:
 
     # ------------------------------------------------------------ small requests
 
-    async def _control(self, ask: wire.Control) -> Any:
+    async def _control(self, ask: wire.ControlRun) -> Any:
         run, values = self._rollouts, ask.values
         match ask.wish:
             case "pause":
@@ -352,4 +354,4 @@ def _scores(scores: Sequence[Scored]) -> Answered:
             about.append([score.version, score.engine, rows])
             arrays.append(("values", score.values.reshape(-1)))
     columns, frames = to_frames(arrays)
-    return wire.Scores(about=about, columns=columns), frames
+    return wire.ScoresReply(about=about, columns=columns), frames

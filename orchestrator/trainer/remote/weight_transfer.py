@@ -45,8 +45,11 @@ class WeightUpload:
         return self._shared.init()
 
     def send(
-        self, link: TrainerLink, state_dict: "Mapping[str, torch.Tensor]", publish: wire.Publish
-    ) -> wire.Publish:
+        self,
+        link: TrainerLink,
+        state_dict: "Mapping[str, torch.Tensor]",
+        publish: wire.PublishWeights,
+    ) -> wire.PublishWeights:
         """Bring the tensors to the run; return ``publish`` with their place. Blocks.
 
         Raises:
@@ -68,8 +71,8 @@ class WeightUpload:
         self._shared.close()
 
     def _upload(
-        self, link: TrainerLink, buffers: list[NamedBuffer], publish: wire.Publish
-    ) -> wire.Publish:
+        self, link: TrainerLink, buffers: list[NamedBuffer], publish: wire.PublishWeights
+    ) -> wire.PublishWeights:
         check_buffers(buffers)
         specs, nbytes = layout(buffers)
         upload = uuid.uuid4().hex
@@ -78,7 +81,7 @@ class WeightUpload:
         def send(start: int, data: bytes) -> None:
             if len(answers) >= wire.CHUNKS_AHEAD:
                 answers.popleft().result()
-            chunk = wire.Chunk(upload=upload, start=start, nbytes_total=nbytes)
+            chunk = wire.UploadChunk(upload=upload, start=start, nbytes_total=nbytes)
             answers.append(link.ask(chunk, (data,)))
 
         send(0, b"")
@@ -112,7 +115,7 @@ class ReceivedWeights:
         """Whether this process can read the trainer's shared memory."""
         return self._receiver is not None
 
-    def take(self, chunk: wire.Chunk, data: bytes) -> None:
+    def take(self, chunk: wire.UploadChunk, data: bytes) -> None:
         """Store a chunk of an upload; a repeated chunk changes nothing.
 
         Raises:
@@ -131,7 +134,7 @@ class ReceivedWeights:
         if data:
             upload[chunk.start : end] = np.frombuffer(data, np.uint8)
 
-    def state_dict(self, publish: wire.Publish) -> "dict[str, torch.Tensor]":
+    def state_dict(self, publish: wire.PublishWeights) -> "dict[str, torch.Tensor]":
         """Return the tensors of a publish.
 
         Raises:

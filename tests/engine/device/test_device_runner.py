@@ -36,7 +36,7 @@ from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import OutOfMemory, WeightsRefused
 from tidegate.transport.messages import StartWeightUpdate, WeightsStaged
 from tidegate.transport.sampling import SamplingParams, TokenBias
-from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepFailed, Wake
+from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepRequestFailed, Wake
 from tidegate.transport.weight_channels import sender
 
 TOLERANCE_NATS = 1e-4
@@ -266,7 +266,7 @@ def test_weights_that_the_host_has_no_room_for_stay_and_others_sleep_deeper(mode
         scheduler.pause("abort")
         sleeper.ask(Sleep(request=1, level=1, tags=["weights"]))
         [failed] = sleeper.settle()
-        assert isinstance(failed, SleepFailed)
+        assert isinstance(failed, SleepRequestFailed)
         assert "sleep at level 2" in failed.message
         assert (sleeper.asleep, sampled(runner)) == ([], expected)
         sleeper.ask(Sleep(request=2, level=2, tags=["weights"]))

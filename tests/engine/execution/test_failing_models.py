@@ -6,9 +6,9 @@ import pytest
 
 from tests.engine.execution.failing_worker import EXIT, LONG, POISON
 from tests.engine.orchestra import Models, Orchestra
-from tidegate.transport.messages import LENGTH, Goodbye, SamplingParams, TurnRefused
+from tidegate.transport.messages import LENGTH, Goodbye, SamplingParams, TurnFailed
 from tidegate.transport.sampling import Processor
-from tidegate.transport.scoring import Scored, ScoreRefused, ScoreTokens
+from tidegate.transport.scoring import ScoreFailed, ScoreResult, ScoreTokens
 
 pytestmark = pytest.mark.wire
 
@@ -37,7 +37,7 @@ def test_turns_that_the_models_code_fails_for_end_by_name_and_all_others_go_on(
             assert engine.finish(turn).finish == LENGTH
         while engine.await_heartbeat().running_turns:
             pass
-        refusals = [each for each in engine.log if isinstance(each, TurnRefused)]
+        refusals = [each for each in engine.log if isinstance(each, TurnFailed)]
         refused = {refusal.turn: refusal.message for refusal in refusals}
         assert refused == {
             poisoned: "the model's code failed: IndexError: index out of range in self",
@@ -45,8 +45,8 @@ def test_turns_that_the_models_code_fails_for_end_by_name_and_all_others_go_on(
             long: "the model's code failed: KeyError: 'position'",
         }
         assert len(engine.turns[long].token_ids) >= LONG - 4
-        assert [each.request for each in engine.log if isinstance(each, ScoreRefused)] == [1]
-        assert [each.request for each in engine.log if isinstance(each, Scored)] == [2]
+        assert [each.request for each in engine.log if isinstance(each, ScoreFailed)] == [1]
+        assert [each.request for each in engine.log if isinstance(each, ScoreResult)] == [2]
         for turn in sound:  # what they had sampled beside the others is what they sample alone
             seen = engine.turns[turn]
             alone = engine.generate(seen.prompt, seen.sampling)

@@ -19,13 +19,13 @@ from tidegate.transport.messages import (
     Goodbye,
     Hello,
     Pause,
-    Paused,
     PauseMode,
     Resume,
-    Resumed,
     SamplingParams,
     Shutdown,
     StartWeightUpdate,
+    TurnsPaused,
+    TurnsResumed,
     WeightsFailed,
 )
 from tidegate.transport.sleep_messages import (
@@ -34,8 +34,8 @@ from tidegate.transport.sleep_messages import (
     Awake,
     MemoryTag,
     Sleep,
-    SleepFailed,
     SleepLevel,
+    SleepRequestFailed,
     Wake,
 )
 
@@ -78,12 +78,12 @@ def sleeper(wide: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def pause(engine: Orchestra, mode: PauseMode = "abort") -> None:
     engine.send(Pause(mode=mode))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
 
 
 def resume(engine: Orchestra) -> None:
     engine.send(Resume())
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
 
 
 def sleep(
@@ -152,7 +152,7 @@ def test_frozen_turns_are_computed_again_and_say_so(sleeper: Orchestra) -> None:
     had = len(sleeper.turns[turn].token_ids)
     sleep(sleeper)
     sleeper.send(Resume())  # runs nothing, for there is nothing to run with
-    sleeper.await_one(Resumed)
+    sleeper.await_one(TurnsResumed)
     sleeper.await_heartbeat(2)
     assert len(sleeper.turns[turn].token_ids) == had
     wake(sleeper)
@@ -192,7 +192,7 @@ def test_a_sleep_waits_for_turns_that_its_pause_lets_finish(sleeper: Orchestra) 
 
 def test_without_a_pause_no_memory_is_given_back(sleeper: Orchestra) -> None:
     sleeper.send(Sleep(request=3, level=1, tags=["weights"]))
-    failed = sleeper.await_one(SleepFailed)
+    failed = sleeper.await_one(SleepRequestFailed)
     assert (failed.request, failed.message.split(",")[0]) == (3, "no pause is on")
     assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 

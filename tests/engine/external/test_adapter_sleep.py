@@ -28,11 +28,11 @@ from tidegate.errors import EngineGone
 from tidegate.observability.audit.audit import audit_run
 from tidegate.transport.messages import (
     Pause,
-    Paused,
     Resume,
-    Resumed,
     SamplingParams,
     Shutdown,
+    TurnsPaused,
+    TurnsResumed,
 )
 from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepLevel, Wake
 
@@ -170,11 +170,11 @@ def test_turns_that_came_while_a_resumed_engine_slept_start_once_it_is_woken(
 ) -> None:
     engine, _ = sleepy
     engine.send(Pause(mode="abort"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
     engine.await_one(Asleep)
     engine.send(Resume())
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
     turn = engine.submit([1, 2, 3], FEW)
     engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
     assert len(engine.finish(turn).token_ids) == FEW.max_tokens
@@ -183,7 +183,7 @@ def test_turns_that_came_while_a_resumed_engine_slept_start_once_it_is_woken(
 def test_a_hello_waits_until_what_sleeps_is_known(sleepy: tuple[Orchestra, VllmDouble]) -> None:
     engine, double = sleepy
     engine.send(Pause(mode="abort"))
-    engine.await_one(Paused)
+    engine.await_one(TurnsPaused)
     double.falls_asleep.clear()
     double.calls.clear()
     engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))

@@ -16,7 +16,7 @@ from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport import messages
 from tidegate.transport.messages import (
     Adapter,
-    Bases,
+    BaseVersions,
     FinishWeightUpdate,
     Message,
     SamplingParams,
@@ -45,7 +45,10 @@ def pair(value: float) -> dict[str, torch.Tensor]:
 
 
 def stage(
-    rig: Rig, version: int, adapters: dict[Adapter, dict[str, torch.Tensor]], bases: Bases | None
+    rig: Rig,
+    version: int,
+    adapters: dict[Adapter, dict[str, torch.Tensor]],
+    bases: BaseVersions | None,
 ) -> list[Message]:
     """Publish adapters only."""
     rig.staging.start(StartWeightUpdate(version=version), rig.live)
@@ -72,7 +75,7 @@ def test_adapters_come_without_a_copy_of_the_models_weights_and_take_the_place_o
     live = rig.live.weights
     assert isinstance(live, Weights)
     two = {Adapter("a", 3.0): pair(0.5), Adapter("b", 1.0): pair(2.0)}
-    assert isinstance(stage(rig, 4, two, Bases(3, 3))[0], WeightsStaged)
+    assert isinstance(stage(rig, 4, two, BaseVersions(3, 3))[0], WeightsStaged)
     assert live.adapters == {}
     assert rig.staging.exchange(4, live) is live
     assert live.adapters.keys() == {"a", "b"}
@@ -80,7 +83,9 @@ def test_adapters_come_without_a_copy_of_the_models_weights_and_take_the_place_o
     assert torch.equal(added.wide.unpacked(), torch.full((64, 2), 1.5))
     assert live.adapters["a"][0] == {}
     rig.live = Live(4, live)
-    assert isinstance(stage(rig, 5, {Adapter("b", 1.0): pair(1.0)}, Bases(3, 4))[0], WeightsStaged)
+    assert isinstance(
+        stage(rig, 5, {Adapter("b", 1.0): pair(1.0)}, BaseVersions(3, 4))[0], WeightsStaged
+    )
     assert rig.staging.exchange(5, live).adapters.keys() == {"b"}
     assert_same(live, rig.expected(set()))
 
@@ -95,7 +100,7 @@ def test_adapters_alone_are_no_whole_set(rig: Rig) -> None:
 def test_an_adapter_that_does_not_fit_leaves_those_that_serve(rig: Rig) -> None:
     good, odd = Adapter("a", 1.0), Adapter("odd", 1.0)
     half = {f"{DOWN}.lora_A.weight": torch.ones(2, 96)}
-    [failed] = stage(rig, 4, {good: pair(1.0), odd: half}, Bases(3, 3))
+    [failed] = stage(rig, 4, {good: pair(1.0), odd: half}, BaseVersions(3, 3))
     assert isinstance(failed, WeightsFailed)
     assert f"a tensor of {DOWN!r}, but not both" in failed.message
     assert rig.live.weights.adapters == {}
@@ -119,8 +124,8 @@ def test_turns_end_with_their_adapter_and_contexts_are_found_under_their_own_onl
     assert scheduler.handles == [1, 2]
     why = "v2 came without its adapter 'a'"
     assert scheduler.take_answers() == [
-        messages.TurnRefused(turn=0, message=why),
-        messages.TurnRefused(turn=3, message=why),
+        messages.TurnFailed(turn=0, message=why),
+        messages.TurnFailed(turn=3, message=why),
     ]
     scheduler.check()
     sampling = SamplingParams(max_tokens=9, adapter="a")

@@ -20,13 +20,13 @@ from tidegate.transport.messages import (
     KvPolicy,
     KvSpan,
     Pause,
-    Paused,
     PauseMode,
     Resume,
-    Resumed,
     SamplingParams,
     Shutdown,
-    TurnRefused,
+    TurnFailed,
+    TurnsPaused,
+    TurnsResumed,
     WeightsFailed,
 )
 
@@ -121,7 +121,7 @@ def test_what_an_engine_does_otherwise_is_refused_by_name(engine: Orchestra) -> 
         (SamplingParams(max_tokens=1000), "max_tokens=1000 is more than"),
     ):
         engine.submit(PROMPT, sampling)
-        assert named in engine.await_one(TurnRefused).message
+        assert named in engine.await_one(TurnFailed).message
 
 
 def test_kept_and_recomputed_turns_go_on_with_a_prefill_by_the_new_weights(
@@ -180,7 +180,7 @@ def test_a_pause_is_said_to_be_in_effect_when_no_token_can_come(
     number = engine.submit(PROMPT, OUTLIVES_IT)
     engine.read_tokens(number, 5)
     engine.send(Pause(mode=mode))
-    assert engine.await_one(Paused).mode == mode
+    assert engine.await_one(TurnsPaused).mode == mode
     seen = len(engine.turns[number].token_ids)
     assert double.paused
     later = engine.submit(PROMPT, SamplingParams(max_tokens=3))
@@ -189,7 +189,7 @@ def test_a_pause_is_said_to_be_in_effect_when_no_token_can_come(
     assert engine.turns[later].token_ids == []
     assert engine.turns[number].finish == (ABORT if mode == "abort" else 0)
     engine.send(Resume())
-    engine.await_one(Resumed)
+    engine.await_one(TurnsResumed)
     assert engine.finish(later).finish == LENGTH
     if mode == "keep":
         cancel(engine, number)
@@ -225,7 +225,7 @@ def test_labels_that_contradict_what_was_told_refuse_the_turn(
 ) -> None:
     double.mislabels = True
     engine.submit(PROMPT, SamplingParams(max_tokens=4))
-    assert "nobody knows which weights" in engine.await_one(TurnRefused).message
+    assert "nobody knows which weights" in engine.await_one(TurnFailed).message
     double.mislabels = False
 
 

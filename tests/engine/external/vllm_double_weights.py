@@ -19,7 +19,7 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.serving.vllm_server.ipc_receiver import read_handles
-from tidegate.transport.messages import SharedMemory
+from tidegate.transport.messages import CudaIpcHandle
 from tidegate.transport.weight_channels.cuda_nccl import (
     Communicator,
     NcclFailed,
@@ -147,7 +147,7 @@ class Transfers:
         told = handles[self.gpu.uuid]
         assert (told.size, told.dtype) == ((told.storage_bytes,), torch.uint8)
         where = (told.memory, told.storage_bytes, told.storage_offset_bytes)
-        memory = SharedMemory(self.gpu.uuid, *where, told.counter, told.counter_offset)
+        memory = CudaIpcHandle(self.gpu.uuid, *where, told.counter, told.counter_offset)
         sizes = info["tensor_sizes"]
         parts = torch.split(self.gpu.open(memory)[: sum(sizes)], sizes)
         rows = zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True)

@@ -9,7 +9,7 @@ from tests.engine.memory.tight_worker import TOKENS_MAX
 from tests.engine.orchestra import PROMPT, Models, Orchestra
 from tests.engine.replaying import assert_replays
 from tidegate.engine.memory.step_budget import RECOVERY_STEPS, StepBudget
-from tidegate.transport.messages import LENGTH, Complaint, SamplingParams, Step
+from tidegate.transport.messages import LENGTH, MessageRejected, SamplingParams, Step
 
 pytestmark = pytest.mark.wire
 
@@ -29,7 +29,7 @@ def test_turns_go_on_in_steps_that_fit_and_every_token_is_right(
             assert_replays(turn, engine, {0: models.weights[0]})
         sizes = [len(m.turns) // 4 for m in engine.log if isinstance(m, Step)]
         assert max(sizes) <= TOKENS_MAX
-        told = [message.message for message in engine.log if isinstance(message, Complaint)]
+        told = [message.message for message in engine.log if isinstance(message, MessageRejected)]
         assert told[0].startswith("out of memory in a step of ")
         assert told[0].endswith("tokens at most")
         assert 1 <= len(told) <= 6  # 64 is halved to 1 by then

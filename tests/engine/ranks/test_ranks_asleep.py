@@ -12,7 +12,14 @@ from tests.engine.scheduling.driving import drive
 from tests.models import make_model_directory
 from tidegate.engine.ranks.multi_rank_sleep import MultiRankSleepController, NullSchedulerControl
 from tidegate.transport.messages import Message, WeightsStaged
-from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepFailed, SleepLevel, Wake
+from tidegate.transport.sleep_messages import (
+    Asleep,
+    Awake,
+    Sleep,
+    SleepLevel,
+    SleepRequestFailed,
+    Wake,
+)
 
 
 def sleeper_of(engine: RankedEngine) -> MultiRankSleepController:
@@ -70,7 +77,7 @@ def test_what_one_rank_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> Non
         sleeper = sleeper_of(engine)
         assert isinstance(put_to_sleep(sleeper, 2), Asleep)
         failed = wake(sleeper)
-        assert isinstance(failed, SleepFailed)
+        assert isinstance(failed, SleepRequestFailed)
         assert failed.message.startswith("rank 1: ")
         assert "weights" in sleeper.asleep
         assert wake(sleeper) == Awake(request=2, tags=[])
@@ -89,7 +96,7 @@ def test_where_one_rank_cannot_sleep_all_wake_again(
         monkeypatch.setenv("TMPDIR", str(tmp_path / "not there"))
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
         failed = put_to_sleep(sleeper, 1)
-        assert isinstance(failed, SleepFailed)
+        assert isinstance(failed, SleepRequestFailed)
         assert "rank 0: can't give memory back" in failed.message
         assert "rank 1: can't give memory back" in failed.message
         assert sleeper.asleep == []
@@ -117,7 +124,7 @@ def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Pat
             team=engine.team,
         )
         failed = put_to_sleep(sleeper, 2)
-        assert isinstance(failed, SleepFailed)
+        assert isinstance(failed, SleepRequestFailed)
         assert "rank 0: can't give memory back: [Errno 28]" in failed.message
         assert sleeper.asleep == ["weights", "kv_cache"]  # on rank 1, and so for all
         assert wake(sleeper) == Awake(request=2, tags=[])

@@ -93,8 +93,8 @@ class Engine:
             if columns is not None:
                 self._take(columns)
         answers = self.scheduler.take_answers()
-        assert all(isinstance(answer, messages.TurnRefused) for answer in answers)
-        return {a.turn: a.message for a in answers if isinstance(a, messages.TurnRefused)}
+        assert all(isinstance(answer, messages.TurnFailed) for answer in answers)
+        return {a.turn: a.message for a in answers if isinstance(a, messages.TurnFailed)}
 
     def _take(self, columns: StepColumns) -> None:
         handles = np.frombuffer(columns.turns, "<u4").tolist()

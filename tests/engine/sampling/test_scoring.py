@@ -16,9 +16,9 @@ from tidegate.engine.models.model_weights import Weights, load_directory
 from tidegate.engine.sampling.scoring import RowScoring, score_logits
 from tidegate.errors import ScoreRefused, TurnRefused
 from tidegate.transport.messages import LENGTH, KvPolicy, PauseMode
-from tidegate.transport.scoring import Want
+from tidegate.transport.scoring import ScoreKind
 
-WANTS: tuple[Want, ...] = ("logprobs", "embedding", "mean_embedding", "hidden_states")
+WANTS: tuple[ScoreKind, ...] = ("logprobs", "embedding", "mean_embedding", "hidden_states")
 
 MODES: tuple[PauseMode, ...] = ("abort", "keep", "wait")
 

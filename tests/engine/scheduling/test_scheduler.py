@@ -21,7 +21,7 @@ from tidegate.transport.messages import (
     KvSpan,
     PauseMode,
     Prefill,
-    Resumed,
+    TurnsResumed,
 )
 
 # ---------------------------------------------------------------- steps
@@ -314,7 +314,7 @@ class AnythingAtAll(RuleBasedStateMachine):
         """Check that everything ends as it would have ended alone."""
         self.resume()
         self.engine.run()
-        assert self.engine.answers.count(Resumed()) == self.resumes
+        assert self.engine.answers.count(TurnsResumed()) == self.resumes
         assert self.engine.scheduler.free_blocks == self.engine.limits.num_blocks
         assert self.engine.scheduler.swap_due() is None
         for told in self.engine.turns.values():

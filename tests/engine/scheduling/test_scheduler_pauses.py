@@ -8,9 +8,9 @@ from tidegate.transport.messages import (
     ABORT,
     LENGTH,
     KvSpan,
-    Paused,
     Prefill,
-    Resumed,
+    TurnsPaused,
+    TurnsResumed,
 )
 
 # ---------------------------------------------------------------- pauses
@@ -28,7 +28,7 @@ def test_abort_ends_running_turns_with_no_token_and_leaves_the_queue() -> None:
         finish=bytes([ABORT, ABORT]),
         counts=np.array([0, 0], "<u4").tobytes(),
     )
-    assert engine.scheduler.take_answers() == [Paused(mode="abort")]
+    assert engine.scheduler.take_answers() == [TurnsPaused(mode="abort")]
     assert (engine.scheduler.waiting_turns, engine.scheduler.free_blocks) == (1, 16)
     assert engine.step() == {}
     engine.scheduler.resume()
@@ -57,7 +57,7 @@ def test_keep_freezes_at_once_and_resume_goes_on_without_a_new_prefill() -> None
     assert engine.step() == {}
     engine.scheduler.resume()
     engine.run()
-    assert engine.answers == [Paused(mode="keep"), Resumed()]
+    assert engine.answers == [TurnsPaused(mode="keep"), TurnsResumed()]
     assert engine.turns[turn].token_ids == uninterrupted([1, 2], 6)
     assert len(engine.turns[turn].prefills) == 1
 
@@ -71,7 +71,7 @@ def test_wait_is_answered_when_the_last_running_turn_has_ended() -> None:
     engine.step()
     assert engine.answers == []
     engine.step()
-    assert engine.answers == [Paused(mode="wait")]
+    assert engine.answers == [TurnsPaused(mode="wait")]
     assert engine.step() == {}
     assert engine.turns[late].token_ids == []
 
@@ -83,7 +83,7 @@ def test_resume_during_a_wait_is_answered_and_the_wait_is_not() -> None:
     engine.scheduler.pause("wait")
     engine.scheduler.resume()
     engine.run()
-    assert engine.answers == [Resumed()]
+    assert engine.answers == [TurnsResumed()]
 
 
 def test_a_second_pause_replaces_the_first_and_both_are_answered() -> None:
@@ -93,7 +93,7 @@ def test_a_second_pause_replaces_the_first_and_both_are_answered() -> None:
     engine.scheduler.pause("wait")
     engine.scheduler.pause("abort")
     engine.settle()
-    assert engine.answers == [Paused(mode="wait"), Paused(mode="abort")]
+    assert engine.answers == [TurnsPaused(mode="wait"), TurnsPaused(mode="abort")]
     assert engine.turns[turn].finish == ABORT
 
 
@@ -106,7 +106,7 @@ def test_frozen_turns_finish_when_keep_is_changed_to_wait() -> None:
     engine.scheduler.pause("wait")
     engine.run()
     assert engine.turns[turn].finish == LENGTH
-    assert engine.answers == [Paused(mode="keep"), Paused(mode="wait")]
+    assert engine.answers == [TurnsPaused(mode="keep"), TurnsPaused(mode="wait")]
 
 
 # ---------------------------------------------------------------- weights

@@ -25,9 +25,9 @@ from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.channel import write_on_gpu
 from tidegate.runs import run_parts
 from tidegate.transport.messages import (
-    Bases,
-    Complaint,
+    BaseVersions,
     Message,
+    MessageRejected,
     StartWeightUpdate,
     UpdateWeights,
     WeightsFailed,
@@ -138,7 +138,7 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
     whole, names = channel.write(1, published(directories[0])), ("model.norm.weight",)
     changed = [tensor for tensor in published(directories[1]) if tensor.name in names]
     part = channel.write(2, changed, keep=[1])
-    content = laid_over(WeightContent(tuple(whole), bases=Bases(1, 1)), part)
+    content = laid_over(WeightContent(tuple(whole), bases=BaseVersions(1, 1)), part)
     messages = content.messages(2, live=0)
     assert len(messages) == len(whole) + 1
     assert [type(one) for one in stage(staging, 2, messages)] == [WeightsStaged]
@@ -214,7 +214,7 @@ def test_an_engine_without_that_gpu_says_so_and_takes_weights_another_way(
         shm = sender("shm")
         staging.init(wired(channel.init()))
         (complaint,) = answers(staging)
-        assert isinstance(complaint, Complaint)
+        assert isinstance(complaint, MessageRejected)
         assert why in complaint.message
         (failed,) = stage(staging, 1, channel.write(1, published(directories[1]))[:1])
         assert isinstance(failed, WeightsFailed)

@@ -17,7 +17,7 @@ from tidegate.engine.weights.staging import Live, Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.kernels.weight_matrix import published
 from tidegate.transport.messages import (
-    Bases,
+    BaseVersions,
     Message,
     StartWeightUpdate,
     UpdateWeights,
@@ -44,13 +44,15 @@ class Rig:
         self.channel: WeightSender = sender("shm")
         self.staging.init(self.channel.init())
 
-    def stage(self, version: int, names: set[str], bases: Bases | None) -> list[Message]:
+    def stage(self, version: int, names: set[str], bases: BaseVersions | None) -> list[Message]:
         """Publish some tensors of the second model."""
         tensors = [t for t in named_buffers(self.paths[1]) if t.name in names]
         [update] = self.channel.write(version, tensors)
         return self.send(version, update, bases)
 
-    def send(self, version: int, update: UpdateWeights, bases: Bases | None) -> list[Message]:
+    def send(
+        self, version: int, update: UpdateWeights, bases: BaseVersions | None
+    ) -> list[Message]:
         self.staging.start(StartWeightUpdate(version=version), self.live)
         self.staging.update(
             UpdateWeights(
@@ -98,7 +100,7 @@ def test_part_of_a_set_is_laid_over_the_live_weights_whatever_the_buffer_held(ri
     names = [name for name, _ in read_tensors(rig.paths[1])]
     everything, some = set(names), set(names[1:4])
     assert isinstance(rig.stage(4, everything, None)[0], WeightsStaged)  # and then given up
-    [staged] = rig.stage(4, some, Bases(2, 3))
+    [staged] = rig.stage(4, some, BaseVersions(2, 3))
     assert isinstance(staged, WeightsStaged)
     assert_same(rig.staging.exchange(4, rig.live.weights), rig.expected(some))
     assert_same(rig.live.weights, rig.expected(set()))
@@ -107,12 +109,12 @@ def test_part_of_a_set_is_laid_over_the_live_weights_whatever_the_buffer_held(ri
 def test_a_part_follows_one_that_failed(qwen: Rig) -> None:
     assert isinstance(qwen.stage(4, {"model.norm.weight"}, None)[0], WeightsFailed)
     some = {"model.layers.0.mlp.down_proj.weight"}
-    assert isinstance(qwen.stage(4, some, Bases(3, 3))[0], WeightsStaged)
+    assert isinstance(qwen.stage(4, some, BaseVersions(3, 3))[0], WeightsStaged)
     assert_same(qwen.staging.exchange(4, qwen.live.weights), qwen.expected(some))
 
 
-@pytest.mark.parametrize("bases", [Bases(0, 2), Bases(4, 9)])
-def test_a_part_made_for_other_weights_is_refused(qwen: Rig, bases: Bases) -> None:
+@pytest.mark.parametrize("bases", [BaseVersions(0, 2), BaseVersions(4, 9)])
+def test_a_part_made_for_other_weights_is_refused(qwen: Rig, bases: BaseVersions) -> None:
     assert qwen.stage(10, {"model.norm.weight"}, bases) == [
         WeightsFailed(
             version=10,
@@ -127,7 +129,7 @@ def test_a_tied_head_without_its_embedding_is_refused_and_not_overlooked(qwen: R
     from tidegate.orchestrator.weight_sync.state_dict import named_buffers as of_state_dict
 
     [update] = qwen.channel.write(4, of_state_dict({"lm_head.weight": head}))
-    assert qwen.send(4, update, Bases(3, 3)) == [
+    assert qwen.send(4, update, BaseVersions(3, 3)) == [
         WeightsFailed(
             version=4,
             message="lm_head.weight is tied to model.embed_tokens.weight, which isn't published "
@@ -138,7 +140,7 @@ def test_a_tied_head_without_its_embedding_is_refused_and_not_overlooked(qwen: R
 
 def test_an_empty_part_is_the_version_before(qwen: Rig) -> None:
     nothing = UpdateWeights(version=4, location="", tensors=[])
-    assert isinstance(qwen.send(4, nothing, Bases(3, 3))[0], WeightsStaged)
+    assert isinstance(qwen.send(4, nothing, BaseVersions(3, 3))[0], WeightsStaged)
     assert_same(qwen.staging.exchange(4, qwen.live.weights), qwen.expected(set()))
 
 

@@ -18,9 +18,9 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore, _is_finite
 from tidegate.errors import OutOfMemory
 from tidegate.transport.messages import (
-    Complaint,
     InitWeights,
     Message,
+    MessageRejected,
     StartWeightUpdate,
     UpdateWeights,
     WeightsFailed,
@@ -282,7 +282,7 @@ def test_tensors_after_the_last_ones_are_complained_of_and_ignored(
     answers(staging)
     staging.update(UpdateWeights(version=1, location="", tensors=[]))
     assert answers(staging) == [
-        Complaint(message="v1 is complete; tensors after those marked as last are ignored")
+        MessageRejected(message="v1 is complete; tensors after those marked as last are ignored")
     ]
     assert staging.is_staged(1)
 
@@ -310,7 +310,7 @@ def test_without_memory_for_a_second_set_of_weights_each_version_is_refused_and_
         staging.init(channel.init())
         publish(staging, channel, 1, named_buffers(directories[1]))
         complaint, failed = answers(staging)
-        assert isinstance(complaint, Complaint)
+        assert isinstance(complaint, MessageRejected)
         assert isinstance(failed, WeightsFailed)
         assert failed.message == complaint.message
         assert "out of memory for a second set of weights" in failed.message
@@ -338,7 +338,7 @@ def test_what_is_abandoned_is_not_answered_and_can_be_begun_anew(
 def test_a_channel_that_does_not_exist_is_complained_of(staging: Staging) -> None:
     staging.init(InitWeights(channel="carrier-pigeon"))
     (complaint,) = answers(staging)
-    assert isinstance(complaint, Complaint)
+    assert isinstance(complaint, MessageRejected)
     assert "carrier-pigeon" in complaint.message
 
 

@@ -17,10 +17,10 @@ from tidegate.transport.messages import (
     Asleep,
     Awake,
     Pause,
-    Paused,
     Resume,
-    Resumed,
     StartWeightUpdate,
+    TurnsPaused,
+    TurnsResumed,
 )
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, Sleep, SleepLevel, Wake
 
@@ -351,7 +351,7 @@ def test_a_rollback_pauses_engines_and_has_them_go_on_under_good_weights() -> No
     reserving = run.ask(wc.ReserveAsked, 2, first_bad=1)
     assert run.sent[-1] == ("a", Pause(mode="abort"))
     assert (run.retracted, reserving in run.ended) == ([], False)
-    run.hear("a", Paused(mode="abort"))
+    run.hear("a", TurnsPaused(mode="abort"))
     assert run.retracted == [1]
     reserved = run.result(reserving)
     chunks = [chunk(reserved.version)]
@@ -359,7 +359,7 @@ def test_a_rollback_pauses_engines_and_has_them_go_on_under_good_weights() -> No
     assert run.staged("a", 2) == finish("a", 2)
     assert run.live("a", 2) == [("a", Resume())]
     assert publishing not in run.ended
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(publishing) is None
 
 
@@ -367,7 +367,7 @@ def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next
     run = ControlDriver("a")
     run.bring(1, "a")
     reserving = run.ask(wc.ReserveAsked, 2, first_bad=1)
-    run.hear("a", Paused(mode="abort"))
+    run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
     publishing = run.ask(wc.PublishAsked, 2, [chunk(2)], is_rollback=True)
     assert run.fails("a", 2) == []
@@ -385,16 +385,16 @@ def test_a_pause_that_clears_caches_says_so_to_every_engine_and_later_ones_do_no
     clears, plain = Pause(mode="keep", clear_cache=True), Pause(mode="abort")
     first = run.pause("keep", clear_cache=True)
     assert run.sent[-2:] == [("a", clears), ("b", clears)]
-    run.hear("a", Paused(mode="keep"))
+    run.hear("a", TurnsPaused(mode="keep"))
     assert first not in run.ended
-    run.hear("b", Paused(mode="keep"))
+    run.hear("b", TurnsPaused(mode="keep"))
     assert run.result(first) is None
     assert run.join("late") == [("late", clears), ("late", INIT)]
-    run.hear("late", Paused(mode="keep"))
+    run.hear("late", TurnsPaused(mode="keep"))
     run.pause(None)
     assert run.sent[-3:] == [(engine, Resume()) for engine in ("a", "b", "late")]
     for engine in ("a", "b", "late"):
-        run.hear(engine, Resumed())
+        run.hear(engine, TurnsResumed())
     run.pause("abort")
     assert run.sent[-3:] == [(engine, plain) for engine in ("a", "b", "late")]
 
@@ -407,12 +407,12 @@ def test_no_engine_is_told_to_swap_while_a_pause_is_under_way_nor_to_pause_while
     run.publish(1)
     first = run.pause("keep")
     assert run.staged("a", 1) == []
-    assert run.hear("a", Paused(mode="keep")) == finish("a", 1)
+    assert run.hear("a", TurnsPaused(mode="keep")) == finish("a", 1)
     assert run.result(first) is None
     resume = run.pause(None)
     assert run.sent[-1:] == finish("a", 1)
     assert run.live("a", 1) == [("a", Resume())]
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(resume) is None
 
 
@@ -422,19 +422,19 @@ def test_what_an_engine_says_of_a_pause_before_a_resume_does_not_count() -> None
     run.do(wc.Cancelled(first))
     resume = run.pause(None)
     again = run.pause("wait")
-    run.hear("a", Paused(mode="wait"))
+    run.hear("a", TurnsPaused(mode="wait"))
     assert resume not in run.ended
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(resume) is None
     assert again not in run.ended
-    run.hear("a", Paused(mode="wait"))
+    run.hear("a", TurnsPaused(mode="wait"))
     assert run.result(again) is None
 
 
 def test_an_engine_that_does_not_pause_in_time_is_given_up() -> None:
     run = ControlDriver("a", "b", pause_timeout_s=5.0)
     pause = run.pause("keep")
-    run.hear("a", Paused(mode="keep"))
+    run.hear("a", TurnsPaused(mode="keep"))
     assert run.timers == {pause: 5.0}
     run.fire(pause)
     assert run.given_up == {"b": "it has not paused by mode 'keep' within 5 s"}
@@ -448,7 +448,7 @@ def asleep(run: ControlDriver, *engines: str, level: SleepLevel = 2) -> None:
     """Put all engines to sleep, and have them confirm."""
     call = run.sleep(level, MEMORY_TAGS)
     for engine in engines:
-        run.hear(engine, Paused(mode="abort"))
+        run.hear(engine, TurnsPaused(mode="abort"))
     for engine in engines:
         [request] = [m.request for e, m in run.sent if e == engine and isinstance(m, Sleep)][-1:]
         run.hear(engine, Asleep(request=request, tags=list(MEMORY_TAGS), returned_bytes=10))
@@ -468,7 +468,7 @@ def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() ->
     call = run.sleep(1, ["kv_cache"])
     assert run.sent[-1] == ("a", Pause(mode="abort"))
     run.staged("a", 1)
-    assert run.hear("a", Paused(mode="abort")) == finish("a", 1)
+    assert run.hear("a", TurnsPaused(mode="abort")) == finish("a", 1)
     assert run.live("a", 1) == [("a", Sleep(request=0, level=1, tags=["kv_cache"]))]
     run.hear("a", Asleep(request=0, tags=["kv_cache"], returned_bytes=7))
     assert run.result(call) == 7
@@ -478,7 +478,7 @@ def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() ->
 def test_a_publish_waits_until_engines_sleep() -> None:
     run = ControlDriver("a")
     call = run.sleep(1, ["kv_cache"])
-    run.hear("a", Paused(mode="abort"))
+    run.hear("a", TurnsPaused(mode="abort"))
     waiting = run.ask(wc.ReserveAsked, 1)
     assert (call in run.ended, waiting in run.ended) == (False, False)
     run.hear("a", Asleep(request=0, tags=["kv_cache"], returned_bytes=7))
@@ -501,7 +501,7 @@ def test_engines_that_wake_without_weights_wait_for_the_trainers_publish_until_a
     assert run.sent[-2:] == staging("a", 1)
     run.staged("a", 1)
     assert run.live("a", 1) == [("a", Resume())]
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(whole) is None
 
 
@@ -521,7 +521,7 @@ def test_weights_that_come_to_nothing_while_engines_wake_are_followed_by_those_r
     assert run.staged("a", 2) == staging("a", 1)
     run.staged("a", 1)
     run.live("a", 1)
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(whole) is None
     assert run.given_up == {}
 
@@ -547,7 +547,7 @@ def test_an_engine_that_joins_while_others_sleep_is_put_to_sleep() -> None:
     run.bring(1, "a")
     asleep(run, "a", level=1)
     assert run.join("late", 1) == [("late", Pause(mode="abort")), ("late", INIT)]
-    assert run.hear("late", Paused(mode="abort")) == [
+    assert run.hear("late", TurnsPaused(mode="abort")) == [
         ("late", Sleep(request=1, level=1, tags=list(MEMORY_TAGS)))
     ]
 
@@ -566,7 +566,7 @@ def test_an_engine_that_does_not_wake_in_time_is_given_up() -> None:
     wakes(run, "a", left=[], lacks=False)
     run.fire(call)
     assert run.given_up == {"b": "no wake within 60 s"}
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(call) is None
 
 
@@ -576,6 +576,6 @@ def test_a_wake_that_is_cancelled_leaves_the_next_one_to_go_on() -> None:
     first, second = run.wake(*MEMORY_TAGS), run.wake(*MEMORY_TAGS)
     run.do(wc.Cancelled(first))
     wakes(run, "a", left=[], lacks=False)
-    run.hear("a", Resumed())
+    run.hear("a", TurnsResumed())
     assert run.result(second) is None
     assert run.join("late", 0, AWAKE) == [("late", INIT)]

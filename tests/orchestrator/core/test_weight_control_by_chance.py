@@ -35,10 +35,10 @@ from tidegate.transport.messages import (
     InitWeights,
     Message,
     Pause,
-    Paused,
     Resume,
-    Resumed,
     StartWeightUpdate,
+    TurnsPaused,
+    TurnsResumed,
     UpdateWeights,
     WeightsFailed,
     WeightsLive,
@@ -112,10 +112,10 @@ class Engine:
                 self.swaps_to = self.staged
             case Pause(mode=mode):
                 self.pause_mode = mode
-                self.outbox.append(Paused(mode=mode))
+                self.outbox.append(TurnsPaused(mode=mode))
             case Resume():
                 self.pause_mode = None
-                self.outbox.append(Resumed())
+                self.outbox.append(TurnsResumed())
             case Sleep(request=request, level=level, tags=slept):
                 assert self.pause_mode is not None, "told to sleep while turns run"
                 assert self.copying is None, "told to sleep while it copies weights"
@@ -310,7 +310,7 @@ class Trainer(RuleBasedStateMachine):
     def hear(self, name: str, answer: Any) -> None:
         if isinstance(answer, WeightsLive):
             self.told_to_swap.discard(name)
-        elif isinstance(answer, Paused | Resumed) and self.told_to_pause.get(name):
+        elif isinstance(answer, TurnsPaused | TurnsResumed) and self.told_to_pause.get(name):
             self.told_to_pause[name] -= 1
             if not self.told_to_pause[name]:
                 del self.told_to_pause[name]

@@ -11,17 +11,17 @@ from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.transport.messages import (
     PROTOCOL,
     Ack,
-    Complaint,
     EngineHeartbeat,
     Goodbye,
     Hello,
+    HelloRejected,
     KvSpan,
     Message,
+    MessageRejected,
     OrchestratorHeartbeat,
     Prefill,
-    Refused,
     Step,
-    TurnRefused,
+    TurnFailed,
     WeightsStaged,
     Welcome,
     encode,
@@ -93,7 +93,7 @@ def wire() -> Wire:
 def test_an_engine_of_another_protocol_is_refused_with_both_numbers() -> None:
     wire = Wire()
     assert wire.hear(hello(protocol=99)) == []
-    assert wire.last() == Refused(
+    assert wire.last() == HelloRejected(
         message=f"engine 'a' speaks protocol 99, this run {PROTOCOL}; run the same version of "
         f"Tidegate on both ends"
     )
@@ -138,7 +138,7 @@ def test_an_engine_that_cannot_do_the_runs_kv_policy_is_refused_with_what_it_can
 def test_an_engine_under_a_name_that_is_not_its_own_is_refused() -> None:
     wire = Wire()
     assert wire.hear(hello("b"), peer=b"a") == []
-    assert isinstance(wire.last(), Refused)
+    assert isinstance(wire.last(), HelloRejected)
 
 
 def test_an_engine_of_another_model_is_refused(wire: Wire) -> None:
@@ -164,7 +164,7 @@ def test_a_new_process_under_the_same_name_replaces_the_old(wire: Wire) -> None:
 def test_a_step_with_broken_columns_is_not_counted_as_received(wire: Wire) -> None:
     broken = Step(seq=0, version=0, turns=b"\0", token_ids=b"", logprobs=b"")
     assert wire.hear(broken) == []
-    assert isinstance(wire.last(), Complaint)
+    assert isinstance(wire.last(), MessageRejected)
     assert [type(item) for item in wire.hear(make_step(0))] == [ev.StepArrived]
 
 
@@ -199,7 +199,7 @@ def test_steps_heard_at_once_are_acknowledged_once(wire: Wire) -> None:
 def test_an_engine_with_newer_weights_than_were_published_is_of_another_run(wire: Wire) -> None:
     stranger = msgspec.structs.replace(hello("b"), weight_version=3)
     assert wire.hear(stranger, peer=b"b") == []
-    assert isinstance(wire.last(), Refused)
+    assert isinstance(wire.last(), HelloRejected)
     assert "v3" in str(wire.last())
 
 
@@ -215,7 +215,7 @@ def test_an_engine_given_up_for_its_silence_is_asked_to_say_hello_and_is_welcome
 ) -> None:
     assert wire.fleet.tick(wire.now_s + 11.0) == [ev.EngineLeft("a")]
     assert wire.hear(make_step(0)) == []
-    assert wire.last() == Complaint(
+    assert wire.last() == MessageRejected(
         message="'a' said nothing for 11 s and was given up; say hello again"
     )
     (joined,) = wire.hear(hello())
@@ -226,7 +226,7 @@ def test_an_engine_given_up_for_its_silence_is_asked_to_say_hello_and_is_welcome
 def test_an_engine_given_up_for_what_it_did_must_end(wire: Wire) -> None:
     wire.fleet.lose("a", "still without weights v3")
     assert wire.hear(make_step(0)) == []
-    assert wire.last() == Refused(message="given up: still without weights v3")
+    assert wire.last() == HelloRejected(message="given up: still without weights v3")
 
 
 def test_time_in_which_nobody_listened_is_nobodys_silence(wire: Wire) -> None:
@@ -253,7 +253,7 @@ def test_what_an_engine_says_keeps_its_order(wire: Wire) -> None:
     heard = wire.hear(
         make_step(0),
         WeightsStaged(version=1),
-        TurnRefused(turn=5, message="no"),
+        TurnFailed(turn=5, message="no"),
         Goodbye(reason=""),
     )
     assert [type(item) for item in heard] == [
@@ -266,7 +266,7 @@ def test_what_an_engine_says_keeps_its_order(wire: Wire) -> None:
 
 def test_a_stranger_is_told_to_say_hello_first(wire: Wire) -> None:
     assert wire.hear(make_step(0), peer=b"stranger") == []
-    assert isinstance(wire.last(), Complaint)
+    assert isinstance(wire.last(), MessageRejected)
     assert wire.fleet.malformed_frames == 1
 
 

@@ -23,7 +23,7 @@ from tidegate.orchestrator.fleet.scores import (
 )
 from tidegate.transport import scoring
 from tidegate.transport.messages import Message
-from tidegate.transport.scoring import CancelScore, Scored, ScoreTokens
+from tidegate.transport.scoring import CancelScore, ScoreResult, ScoreTokens
 from tidegate.transport.streams import ReceiveWindow
 
 
@@ -61,9 +61,11 @@ def query(tokens: int = 3, top: int = 0) -> ScoreQuery:
     return logprob_queries([list(range(tokens))], 1, top, 1.0)[0]
 
 
-def answer(request: int, logprobs: list[float], *, last: bool = True, version: int = 0) -> Scored:
+def answer(
+    request: int, logprobs: list[float], *, last: bool = True, version: int = 0
+) -> ScoreResult:
     column = np.array(logprobs, "<f4").tobytes()
-    return Scored(request=request, version=version, logprobs=column, last=last)
+    return ScoreResult(request=request, version=version, logprobs=column, last=last)
 
 
 async def test_requests_go_to_the_least_loaded_engine_and_wait_for_free_slots() -> None:
@@ -167,13 +169,13 @@ async def test_a_score_that_no_engine_computes_is_refused_at_once() -> None:
         ([answer(0, [-1.0, 0.5])], "NaN or above 0"),
         ([answer(0, [-1.0, float("nan")])], "NaN or above 0"),
         ([answer(0, [-1.0], last=False), answer(0, [-1.0], version=1)], "of versions .0, 1."),
-        ([Scored(request=0, version=0, logprobs=b"12345")], "5 bytes of float32"),
-        ([Scored(request=0, version=0, top_ids=b"12345")], "5 bytes of int32"),
-        ([scoring.ScoreRefused(request=0, message="too long")], "too long"),
+        ([ScoreResult(request=0, version=0, logprobs=b"12345")], "5 bytes of float32"),
+        ([ScoreResult(request=0, version=0, top_ids=b"12345")], "5 bytes of int32"),
+        ([scoring.ScoreFailed(request=0, message="too long")], "too long"),
     ],
 )
 async def test_a_malformed_answer_fails_its_request(
-    parts: list[Scored | scoring.ScoreRefused], message: str
+    parts: list[ScoreResult | scoring.ScoreFailed], message: str
 ) -> None:
     run = Run()
     run.join("a")

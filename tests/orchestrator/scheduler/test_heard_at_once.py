@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.orchestrator.fleet.test_fleet import Wire, hello
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.fleet.fleet import EngineReply
-from tidegate.transport.messages import Complaint, Message, Step, encode
+from tidegate.transport.messages import Message, MessageRejected, Step, encode
 
 VOCAB_SIZE = 96
 ROWS = 64
@@ -81,7 +81,7 @@ def heard(
         wire.hear(hello(name, vocab=VOCAB_SIZE), peer=name.encode())
     wire.sent.clear()
     items = [item for batch in batches for item in wire.fleet.hear(batch, wire.now_s)]
-    assert wire.fleet.malformed_frames >= sum(isinstance(m, Complaint) for _, m in wire.sent)
+    assert wire.fleet.malformed_frames >= sum(isinstance(m, MessageRejected) for _, m in wire.sent)
     return items, wire.sent
 
 

@@ -17,14 +17,14 @@ from tidegate.orchestrator.fleet.fleet import ANSWERS_PER_S_MAX, HELLOS_PER_S_MA
 from tidegate.transport.messages import (
     LENGTH,
     RUNNING,
-    Complaint,
     Goodbye,
+    HelloRejected,
     KvSpan,
+    MessageRejected,
     Prefill,
-    Refused,
-    Resumed,
     Step,
     TokenDetails,
+    TurnsResumed,
     WeightsLive,
     encode,
 )
@@ -37,7 +37,7 @@ def wire() -> Iterator[Wire]:
     wire.sent.clear()
     yield wire
     assert wire.fleet.malformed_frames == sum(
-        isinstance(message, Complaint) for _, message in wire.sent
+        isinstance(message, MessageRejected) for _, message in wire.sent
     )
 
 
@@ -98,7 +98,7 @@ def test_what_no_engine_can_have_sampled_is_refused_and_may_be_said_rightly(
     step = make_step(0, rows=2)
     assert wire.hear(msgspec.structs.replace(step, **lie)) == []
     complaint = wire.last()
-    assert isinstance(complaint, Complaint)
+    assert isinstance(complaint, MessageRejected)
     assert re.search(why, complaint.message), complaint.message
     assert [type(item) for item in wire.hear(step)] == [ev.StepArrived]
 
@@ -125,7 +125,7 @@ def test_an_engine_whose_steps_are_refused_for_good_is_lost_after_its_time(wire:
     for _ in range(2):
         wire.now_s += 5.0
         assert wire.fleet.tick(wire.now_s) == []
-        wire.hear(bad, Resumed())  # it lives, and says the same again
+        wire.hear(bad, TurnsResumed())  # it lives, and says the same again
     wire.now_s += 1.0
     assert wire.fleet.tick(wire.now_s) == [ev.EngineLeft("a")]
     assert "its steps can't be read" in wire.fleet.departed["a"]
@@ -137,7 +137,7 @@ def test_an_engine_whose_stream_has_a_hole_is_lost_unless_it_is_filled(wire: Wir
     assert len(wire.hear(make_step(0), make_step(1))) == 2
     wire.hear(make_step(3))
     wire.now_s += 9.0
-    wire.hear(Resumed())
+    wire.hear(TurnsResumed())
     assert wire.fleet.tick(wire.now_s) == []
     wire.now_s += 2.0
     assert wire.fleet.tick(wire.now_s) == [ev.EngineLeft("a")]
@@ -163,7 +163,7 @@ def test_hellos_without_end_are_not_each_answered_with_all_there_is_to_do() -> N
 
 
 def test_remarks_without_end_are_not_all_passed_on(wire: Wire) -> None:
-    heard = wire.hear(*[Complaint(message="x" * 5000)] * 100)
+    heard = wire.hear(*[MessageRejected(message="x" * 5000)] * 100)
     assert len(heard) == ANSWERS_PER_S_MAX
     wire.fleet.malformed_frames = 0
 
@@ -187,7 +187,7 @@ def test_those_who_come_and_go_under_ever_new_names_are_forgotten() -> None:
 def test_a_hello_that_is_half_right_leaves_no_engine_behind() -> None:
     wire = Wire()
     assert wire.hear(msgspec.structs.replace(hello(), turns=b"\0")) == []
-    assert isinstance(wire.last(), Complaint)
+    assert isinstance(wire.last(), MessageRejected)
     assert wire.fleet.engines == {}
 
 
@@ -196,7 +196,7 @@ def test_a_run_takes_so_many_engines_and_no_more(monkeypatch: pytest.MonkeyPatch
     wire = Wire()
     for name in "abc":
         wire.hear(hello(name), peer=name.encode())
-    assert wire.last() == Refused(message="this run has 2 engines, and takes no more")
+    assert wire.last() == HelloRejected(message="this run has 2 engines, and takes no more")
     assert len(wire.hear(hello("a"))) == 1  # who is in may come back
 
 
@@ -205,7 +205,7 @@ def test_names_that_would_garble_a_log_are_refused_in_few_words(name: str) -> No
     wire = Wire()
     wire.hear(hello(name), peer=name.encode())
     refusal = wire.last()
-    assert isinstance(refusal, Refused)
+    assert isinstance(refusal, HelloRejected)
     assert refusal.message.startswith("engine names ")
     assert refusal.message.isprintable()
 
@@ -215,7 +215,7 @@ def test_a_name_that_is_no_text_is_nobodys() -> None:
     wire.hear(hello("\ufffd"), peer="\ufffd".encode())
     frames = [(b"\xff", encode(Goodbye(reason="I am the one of that name")))]
     assert wire.fleet.hear(frames, wire.now_s) == []
-    assert isinstance(wire.last(), Complaint)
+    assert isinstance(wire.last(), MessageRejected)
     assert list(wire.fleet.engines) == ["\ufffd"]
 
 

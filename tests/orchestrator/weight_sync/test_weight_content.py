@@ -11,7 +11,7 @@ from tidegate.orchestrator.core import weight_control as wc
 from tidegate.orchestrator.core.weight_content import LAYERS_MAX, UNKNOWN, anew, laid_over
 from tidegate.orchestrator.core.weight_control import Outgoing
 from tidegate.transport.messages import (
-    Bases,
+    BaseVersions,
     FinishWeightUpdate,
     StartWeightUpdate,
     TensorSpec,
@@ -121,7 +121,7 @@ def test_parts_of_a_whole_set_bring_it_to_who_lacks_it_and_only_to_them() -> Non
     update = fleet.control.state.update
     assert update is not None
     [part] = update.content.messages(2, live=1)
-    assert (part.bases, [spec.name for spec in part.tensors]) == (Bases(1, 1), ["norm"])
+    assert (part.bases, [spec.name for spec in part.tensors]) == (BaseVersions(1, 1), ["norm"])
     fleet.join("late")
     assert fleet.serves("a") == fleet.serves("late") == ("v1", "v1", "v2")
 

@@ -36,19 +36,19 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
             frames = dealer.receive()
         return wire.decode_to_trainer(frames[0])
 
-    join = wire.Request(request=1, ask=wire.Join(protocol=1, rank=0, world_size=1))
-    pause = wire.Request(request=2, ask=wire.Control(wish="resume"))
+    join = wire.RequestEnvelope(request=1, ask=wire.JoinRun(protocol=1, rank=0, world_size=1))
+    pause = wire.RequestEnvelope(request=2, ask=wire.ControlRun(wish="resume"))
     try:
         async with listening(run, address):
             welcome = await heard(join)
             first = await heard(pause)
             again = await heard(pause)
-            on_asking = await heard(wire.TrainerAlive(newest=3, pending=[2, 3]))
+            on_asking = await heard(wire.TrainerHeartbeat(newest=3, pending=[2, 3]))
             missing = await heard()
-            settled = await heard(wire.TrainerAlive(newest=3, pending=[3]))
-            ignored = await heard(pause, wire.TrainerAlive(newest=3, pending=[]))
+            settled = await heard(wire.TrainerHeartbeat(newest=3, pending=[3]))
+            ignored = await heard(pause, wire.TrainerHeartbeat(newest=3, pending=[]))
             stranger = await heard(
-                wire.Leave(is_done=False), wire.TrainerAlive(newest=3, pending=[])
+                wire.LeaveRun(is_done=False), wire.TrainerHeartbeat(newest=3, pending=[])
             )
             dealer.send((b"garbage",))
             complaint = await heard()
@@ -56,11 +56,11 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
         dealer.close()
         os.close(idle)
         os.close(other_end)
-    assert isinstance(welcome.answer, wire.Welcome)
-    assert first == again == on_asking == wire.Reply(request=2, answer=wire.Done())
-    assert missing == settled == wire.RunAlive(missing=[3])
-    assert ignored == wire.RunAlive()
-    assert stranger == wire.Stranger()
+    assert isinstance(welcome.answer, wire.TrainerWelcome)
+    assert first == again == on_asking == wire.ReplyEnvelope(request=2, answer=wire.ResultReply())
+    assert missing == settled == wire.RunHeartbeat(missing=[3])
+    assert ignored == wire.RunHeartbeat()
+    assert stranger == wire.UnknownTrainer()
     assert (complaint.error, complaint.request) == ("BadFrame", 0)
 
 
@@ -77,19 +77,22 @@ def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
                 pass
             return got[0], wire.decode_from_trainer(got[1][0]), got[1]
 
-        asked = link.ask(wire.Chunk(upload="a", start=0, nbytes_total=4), (b"data",))
+        asked = link.ask(wire.UploadChunk(upload="a", start=0, nbytes_total=4), (b"data",))
         peer, request, frames = received()
         link.has_joined = True
         alive = received()[1]
         while not alive.pending:
             alive = received()[1]
-        router.send(peer, (wire.encode(wire.RunAlive(missing=alive.pending)),))
+        router.send(peer, (wire.encode(wire.RunHeartbeat(missing=alive.pending)),))
         again = received()
-        while isinstance(again[1], wire.TrainerAlive):
+        while isinstance(again[1], wire.TrainerHeartbeat):
             again = received()
         assert again[2] == frames
-        router.send(peer, (wire.encode(wire.Reply(request=request.request, answer=wire.Done())),))
-        assert asked.result(10).answer == wire.Done()
+        router.send(
+            peer,
+            (wire.encode(wire.ReplyEnvelope(request=request.request, answer=wire.ResultReply())),),
+        )
+        assert asked.result(10).answer == wire.ResultReply()
         link.close(is_done=True)
-        assert received()[1] == wire.Leave(is_done=True)
+        assert received()[1] == wire.LeaveRun(is_done=True)
         router.close()
