@@ -237,7 +237,7 @@ def _random_weights() -> Weights:
 
 def _hello(name: str) -> Hello:
     return Hello(
-        protocol=1,
+        protocol=2,
         engine=name,
         epoch=1,
         weight_version=0,

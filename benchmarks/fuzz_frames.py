@@ -263,7 +263,7 @@ def _replaced(column: bytes, typecode: str, at: int, value: float) -> bytes:
 def hello_of(state: LiveState, weight_version: int = 0) -> Hello:
     """Return a valid hello of an engine."""
     return Hello(
-        protocol=1,
+        protocol=2,
         engine=state.engine,
         epoch=state.epoch,
         weight_version=weight_version,
@@ -317,9 +317,9 @@ ENGINE_EXAMPLES: Examples = (
     lambda state: WeightsFailed(version=state.version, message="no"),
     lambda state: TurnsPaused(mode="keep"),
     lambda state: TurnsResumed(),
-    lambda state: Asleep(request=1, tags=["weights", "kv_cache"]),
-    lambda state: Awake(request=1, tags=[], lacks_weights=True),
-    lambda state: SleepRequestFailed(request=1, message="no"),
+    lambda state: Asleep(request_id=1, tags=["weights", "kv_cache"]),
+    lambda state: Awake(request_id=1, tags=[], needs_weights=True),
+    lambda state: SleepRequestFailed(request_id=1, message="no"),
     lambda state: Goodbye(reason="tired"),
     lambda state: MessageRejected(message="what?"),
 )
@@ -351,8 +351,8 @@ ORCHESTRATOR_EXAMPLES: Examples = (
     lambda state: CancelTurn(turn=_a_turn(state)),
     lambda state: Pause(mode="keep"),
     *[lambda state: Resume()] * 3,
-    lambda state: Sleep(request=1, level=2, tags=["weights", "kv_cache"]),
-    *[lambda state: Wake(request=1, tags=["weights", "kv_cache"])] * 3,
+    lambda state: Sleep(request_id=1, level=2, tags=["weights", "kv_cache"]),
+    *[lambda state: Wake(request_id=1, tags=["weights", "kv_cache"])] * 3,
     lambda state: Ack(seq=state.seq),
     lambda state: Welcome(heartbeat_interval_s=1.0, orchestrator_timeout_s=60.0, credit_steps=64),
     lambda state: OrchestratorHeartbeat(),

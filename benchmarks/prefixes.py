@@ -127,7 +127,7 @@ class Engine:
         columns = self.scheduler.complete(output)
         if columns is None:
             return
-        self.prefilled_tokens += sum(p.spans[-1].end - p.cached for p in columns.prefills)
+        self.prefilled_tokens += sum(p.spans[-1].end - p.cached_tokens for p in columns.prefills)
         handles = np.frombuffer(columns.turns, "<u4").tolist()
         self.sampled_tokens += len(handles)
         finish = columns.finish or bytes(len(handles))

@@ -57,11 +57,11 @@ def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
         scheduler = EngineScheduler(limits, scoring=model.scoring)
         for number, (tokens, start) in enumerate(sequences):
             column = np.array(tokens, "<i4").tobytes()
-            scheduler.score(ScoreTokens(request=number, token_ids=column, start=start))
+            scheduler.score(ScoreTokens(request_id=number, token_ids=column, start=start))
         while rows := scheduler.plan():
             scheduler.complete(runner.step(rows))
         told = [a for a in scheduler.take_answers() if isinstance(a, ScoreResult)]
-        ordered = sorted(told, key=lambda answer: answer.request)
+        ordered = sorted(told, key=lambda answer: answer.request_id)
         return [np.frombuffer(answer.logprobs, "<f4") for answer in ordered]
 
     return score

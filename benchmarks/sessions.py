@@ -171,7 +171,9 @@ class Bench:
         ended: list[Trajectory] = []
         if columns is None:
             return took_s, ended
-        self.counted.cached_tokens += sum(p.cached for p in columns.prefills if not p.at)
+        self.counted.cached_tokens += sum(
+            p.cached_tokens for p in columns.prefills if not p.output_tokens
+        )
         self.counted.sampled_tokens += count
         handles = np.frombuffer(columns.turns, "<u4").tolist()
         finish = columns.finish or bytes(count)

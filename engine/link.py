@@ -93,7 +93,7 @@ class OrchestratorLink:
         weight_version: int,
         turns: Sequence[int],
         asleep: Sequence[MemoryTag] = (),
-        lacks_weights: bool = False,
+        needs_weights: bool = False,
     ) -> None:
         """Send a hello: identity, turns and weights, and the steps that will be repeated."""
         self._greeted, self._greeted_at_s = self._connection, time.monotonic()
@@ -104,7 +104,7 @@ class OrchestratorLink:
             next_seq=self._window.next_seq(),
             turns=np.array(turns, dtype="<u4").tobytes(),
             asleep=list(asleep),
-            lacks_weights=lacks_weights,
+            needs_weights=needs_weights,
         )
         self._socket.send(hello)
 

@@ -127,7 +127,7 @@ class EngineLoop:
             weight_version=self._scheduler.version,
             turns=self._scheduler.handles,
             asleep=self._sleeper.asleep,
-            lacks_weights=self._sleeper.lacks_weights,
+            needs_weights=self._sleeper.needs_weights,
         )
 
     # ------------------------------------------------------------ messages
@@ -145,7 +145,7 @@ class EngineLoop:
                 self._scheduler.sessions.end(sessions)
             case ScoreTokens():
                 self._score(message)
-            case CancelScore(request=request):
+            case CancelScore(request_id=request):
                 self._scheduler.scores.cancel(request)
             case Pause(mode=mode, clear_cache=clear_cache):
                 self._scheduler.pause(mode, clear_cache=clear_cache)
@@ -182,7 +182,7 @@ class EngineLoop:
             self._scheduler.score(message)
         except ScoreRefused as error:
             why = cut(str(error))
-            self._link.send(scoring.ScoreFailed(request=message.request, message=why))
+            self._link.send(scoring.ScoreFailed(request_id=message.request_id, message=why))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
         self._answers += self._staging.take_answers()  # the last copy may be done, but unreported
@@ -232,7 +232,7 @@ class EngineLoop:
                 version=update.version,
                 swapped_us=swapped_ns // 1000,
                 recomputed_turns=recomputed_turns,
-                standstill_us=(swapped_ns - begun_ns) // 1000,
+                stall_us=(swapped_ns - begun_ns) // 1000,
             )
         )
 

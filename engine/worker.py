@@ -346,13 +346,13 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         model_code=model.code,
         dtype=model.dtype,
         speculation=(arguments.speculative_method or "").partition(":")[0],
-        scores=list(model.scoring.wants),
+        score_kinds=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
         sleep_levels=[1, 2],
-        ranks=arguments.tensor_parallel_size,
-        quantization=arguments.quantization or "",
-        takes_turns_together=True,
-        keeps_sessions=True,
+        ranks=arguments.tensor_parallel,
+        quantization=arguments.quantize or "",
+        supports_submit_turns=True,
+        supports_sessions=True,
     )
 
 

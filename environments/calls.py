@@ -104,7 +104,7 @@ class CallFailed(WorkerMessage, frozen=True, kw_only=True, tag="call_failed"):
 
     error: str
     """Exception type and message."""
-    story: str = ""
+    traceback: str = ""
     """End of the traceback."""
     is_timeout: bool = False
     is_out_of_memory: bool = False

@@ -230,7 +230,7 @@ class PooledEnvironment:
             # Other environments there would fail next; they are replayed in another process.
             self._process.kill("an environment in it ran out of memory")
         raise EnvironmentFailed(
-            environment=self._factory, doing=doing, why=f"{reply.error}\n{reply.story}".rstrip()
+            environment=self._factory, doing=doing, why=f"{reply.error}\n{reply.traceback}".rstrip()
         )
 
     def _move_in(self) -> None:

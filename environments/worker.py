@@ -217,7 +217,7 @@ def _failed(
     return calls.CallFailed(
         call_id=call.call_id,
         error=f"{type(error).__name__}: {said}" if said else type(error).__name__,
-        story="".join(traceback.format_exception(error))[-STORY_CHARACTERS_MAX:],
+        traceback="".join(traceback.format_exception(error))[-STORY_CHARACTERS_MAX:],
         is_timeout=is_timeout,
         is_out_of_memory=isinstance(error, MemoryError),
         is_bad_arguments=isinstance(call, calls.CallTool)

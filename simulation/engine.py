@@ -263,7 +263,7 @@ class SimulatedEngine:
                 next_seq=self._window.next_seq(),
                 turns=array("I", self.turns.handles).tobytes(),
                 asleep=self.sleep.asleep,
-                lacks_weights=self.sleep.lacks_weights,
+                needs_weights=self.sleep.needs_weights,
             )
         )
 

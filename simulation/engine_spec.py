@@ -67,8 +67,8 @@ def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
         kv_policies=["keep", "recompute"],
         weight_channels=["shm"],
         sleep_levels=list(traits.sleep_levels),
-        takes_turns_together=True,
+        supports_submit_turns=True,
         media=list(traits.media),
-        scores=["logprobs"],
+        score_kinds=["logprobs"],
         is_deterministic=True,  # each token is a hash of the tokens before it
     )

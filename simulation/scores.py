@@ -38,10 +38,10 @@ class SimulatedScores:
     def take(self, message: ScoreTokens | CancelScore) -> None:
         """Begin to compute a request, in parallel with turns; or cancel a request."""
         if isinstance(message, CancelScore):
-            self._asked.pop(message.request, None)
+            self._asked.pop(message.request_id, None)
             return
         due_s = self._loop.time() + self._traits.busy_s(1, len(message.token_ids) // 4)
-        self._asked[message.request] = (due_s, message)
+        self._asked[message.request_id] = (due_s, message)
         self._loop.call_at(due_s, self._on_computed)
 
     def clear(self) -> None:
@@ -55,20 +55,20 @@ class SimulatedScores:
         now_s = self._loop.time()
         due = [message for due_s, message in self._asked.values() if due_s <= now_s]
         for message in due:
-            del self._asked[message.request]
+            del self._asked[message.request_id]
         return [self._answer(message) for message in due]
 
     def _answer(self, message: ScoreTokens) -> ScoreResult | ScoreFailed:
         tokens = array("i", message.token_ids)
-        if message.want != "logprobs" or message.top_logprobs:
+        if message.score_kind != "logprobs" or message.top_logprobs:
             why = "a simulated engine tells log-probs of the tokens given, and nothing else"
-            return ScoreFailed(request=message.request, message=why)
+            return ScoreFailed(request_id=message.request_id, message=why)
         if not 1 <= message.start < len(tokens):
             why = f"start must be in [1, {len(tokens) - 1}], got {message.start}"
-            return ScoreFailed(request=message.request, message=why)
+            return ScoreFailed(request_id=message.request_id, message=why)
         told = self._model.logprobs(tokens, message.start, content=self._turns.content)
         return ScoreResult(
-            request=message.request,
+            request_id=message.request_id,
             version=self._turns.version,
             start=message.start,
             logprobs=array("f", told).tobytes(),

@@ -29,7 +29,7 @@ class SimulatedSleep:
         self._asleep: set[MemoryTag] = set()
         self._are_weights_gone = False
         self._are_the_directorys = True
-        self.lacks_weights = False
+        self.needs_weights = False
         """Whether the weights are lost and only a weight update can restore them."""
         self.asked: Sleep | None = None
         """Sleep request that is pending until the engine can sleep; None if there is none."""
@@ -48,7 +48,7 @@ class SimulatedSleep:
             return []
         if turns.pause_mode is None:
             self.asked = None
-            return [SleepRequestFailed(request=asked.request, message="no pause is on")]
+            return [SleepRequestFailed(request_id=asked.request_id, message="no pause is on")]
         drains = turns.pause_mode == "wait" and turns.running
         if drains or turns.awaited_swap is not None or self._staging.is_busy:
             return []
@@ -61,26 +61,28 @@ class SimulatedSleep:
         returned = BYTES * len(set(asked.tags) - self._asleep)
         self._asleep.update(asked.tags)
         self._hold()
-        return [Asleep(request=asked.request, tags=self.asleep, returned_bytes=returned)]
+        return [Asleep(request_id=asked.request_id, tags=self.asleep, freed_bytes=returned)]
 
     def wake(self, message: Wake) -> Message:
         """Wake the named kinds of memory, or refuse if a refusal is due; return the answer."""
         if self.refusals_due:
             self.refusals_due -= 1
             why = "out of memory, as its author wants it"
-            return SleepRequestFailed(request=message.request, message=why)
+            return SleepRequestFailed(request_id=message.request_id, message=why)
         if "weights" in message.tags and "weights" in self._asleep:
-            self.lacks_weights = self._are_weights_gone and not self._are_the_directorys
+            self.needs_weights = self._are_weights_gone and not self._are_the_directorys
             self._are_weights_gone = False
         self._asleep.difference_update(message.tags)
         self._hold()
-        return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)
+        return Awake(
+            request_id=message.request_id, tags=self.asleep, needs_weights=self.needs_weights
+        )
 
     def swapped(self) -> None:
         """Record that other weights were swapped in, which wakes the weights' memory."""
         self._asleep.discard("weights")
-        self.lacks_weights = self._are_weights_gone = self._are_the_directorys = False
+        self.needs_weights = self._are_weights_gone = self._are_the_directorys = False
         self._hold()
 
     def _hold(self) -> None:
-        self._turns.is_held = bool(self._asleep) or self.lacks_weights
+        self._turns.is_held = bool(self._asleep) or self.needs_weights

@@ -129,7 +129,7 @@ class SimulatedStaging:
         elif update.state == "open" and not message.location:
             update.state = "failed"
             self.fail(version, "comes without tensors, which no simulated engine can take")
-        elif update.state == "open" and message.last:
+        elif update.state == "open" and message.is_last:
             self._copies_running += 1
             place = int(message.location)
             found = self._buffer.contents[place]

@@ -32,6 +32,6 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     kind: MediaKind
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=DATA_URL_CHARS_MAX)]
     """URL, path on the engine's host, or ``data:…`` URL."""
-    at: Count = 0
+    token_offset: Count = 0
     """Number of context tokens before the prompt piece that this medium came with. Media are in the
     order of their placeholder tokens."""

@@ -91,7 +91,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     speculation: str = ""
     """Source of draft tokens for speculative decoding: ``lookup``, ``rollouts`` or ``draft``.
     Empty: none."""
-    scores: list[str] = []
+    score_kinds: list[str] = []
     """Supported values of ``ScoreTokens.want``."""
     is_deterministic: bool = False
     """Whether the same request, weights and seed give the same bits, whatever else is in the
@@ -100,11 +100,11 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Supported sleep levels; empty if the engine cannot release memory."""
     asleep: list[MemoryTag] = []
     """Memory that is asleep now; sleep persists across reconnects."""
-    lacks_weights: bool = False
+    needs_weights: bool = False
     """Whether the weights of ``weight_version`` were discarded, so a full update is needed."""
-    takes_turns_together: bool = False
+    supports_submit_turns: bool = False
     """Whether the engine supports ``SubmitTurns``."""
-    keeps_sessions: bool = False
+    supports_sessions: bool = False
     """Whether the engine wants ``EndSessions`` messages."""
     ranks: Count = 1
     """Number of processes that compute the model together, each a part of it."""
@@ -130,13 +130,13 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
     preemption)."""
 
     turn: Count
-    at: Count
+    output_tokens: Count
     """Number of output tokens of this submission that existed then. Tokens sampled from index
     ``at`` on attend to this KV, until the turn's next ``Prefill``."""
     spans: list[KvSpan]
     """KV versions over all context positions (prompt, then ``at`` output tokens), in order and
     without gaps."""
-    cached: Count = 0
+    cached_tokens: Count = 0
     """Number of these positions whose KV came from the prefix cache."""
 
 
@@ -297,7 +297,7 @@ class EndSessions(Message, frozen=True, kw_only=True, tag="end_sessions"):
 
 
 class SubmitTurns(Message, frozen=True, kw_only=True, tag="submit_turns"):
-    """Submits several turns at once; only for engines with ``Hello.takes_turns_together``."""
+    """Submits several turns at once; only for engines with ``Hello.supports_submit_turns``."""
 
     turns: list[SubmitTurn]
     """Turns in the order in which they would have been sent separately."""

@@ -64,7 +64,7 @@ class ForwardWeightMessage(RankMessage, frozen=True, tag="forward_weight_message
 class AbortWeightUpdate(RankMessage, frozen=True, tag="abort_weight_update"):
     """Discard the update in progress; ``why`` is given if the weights are about to sleep."""
 
-    why: str = ""
+    reason: str = ""
 
 
 class SwapWeights(RankMessage, frozen=True, tag="swap_weights"):
@@ -76,13 +76,13 @@ class SwapWeights(RankMessage, frozen=True, tag="swap_weights"):
 class RankSleep(RankMessage, frozen=True, tag="rank_sleep"):
     """Release memory; no step follows before the memory is back."""
 
-    asked: Sleep
+    request: Sleep
 
 
 class RankWake(RankMessage, frozen=True, tag="rank_wake"):
     """Allocate the memory again."""
 
-    asked: Wake
+    request: Wake
 
 
 ToRank = (
@@ -111,8 +111,8 @@ class RankStaged(RankMessage, frozen=True, tag="rank_staged"):
 class RankMemory(RankMessage, frozen=True, tag="rank_memory"):
     """A rank has released or re-allocated its memory, or failed to."""
 
-    returned_bytes: int = 0
-    lacks_weights: bool = False
+    freed_bytes: int = 0
+    needs_weights: bool = False
     failure: str = ""
     """Reason of the failure; empty if successful."""
 

@@ -244,8 +244,8 @@ class RouterSocket:
         return True
 
     def complain(self, peer: bytes, why: str) -> None:
-        """Count a malformed message of ``peer``, and reply with a ``MessageRejected`` within the rate
-        limit."""
+        """Count a malformed message of ``peer``, and reply with a ``MessageRejected`` within the
+        rate limit."""
         self._malformed += 1
         if self._patience.has(peer, time.monotonic()):
             self.send(peer, MessageRejected(message=cut(why)))

@@ -1,7 +1,7 @@
 """Messages of the scoring protocol: log-probs, embeddings or rewards of given tokens.
 
-The orchestrator sends ``ScoreTokens``; the engine answers with ``ScoreResult``, and samples nothing.
-Requests have numbers of their own and belong to no rollout. Unlike turns, they do not survive a
+The orchestrator sends ``ScoreTokens``; the engine answers with ``ScoreResult``, and samples
+nothing. Requests have numbers of their own and belong to no rollout. Unlike turns, they do not survive a
 reconnect: after a hello an engine has none, and each is answered once.
 
 Letters in shapes: N tokens, P reported positions, k most likely tokens, H hidden size, L labels.
@@ -31,11 +31,11 @@ PART_BYTES_MAX = 2 * 1024 * 1024
 class ScoreTokens(Message, frozen=True, kw_only=True, tag="score_tokens"):
     """Requests scoring of these tokens; answered by ``ScoreResult``, in one or more parts."""
 
-    request: Count
+    request_id: Count
     """Request number, unique within a connection and independent of turn handles."""
     token_ids: bytes
     """int32 [N]: the tokens to score."""
-    want: ScoreKind = "logprobs"
+    score_kind: ScoreKind = "logprobs"
     start: Count = 0
     """First reported position. For ``logprobs`` at least 1, because the first token has no context.
     KV of earlier positions may come from the prefix cache."""
@@ -50,13 +50,13 @@ class ScoreTokens(Message, frozen=True, kw_only=True, tag="score_tokens"):
 class CancelScore(Message, frozen=True, kw_only=True, tag="cancel_score"):
     """Cancels a request; unknown and answered requests are ignored."""
 
-    request: Count
+    request_id: Count
 
 
 class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
     """A part of an answer. All parts are consecutive and computed by one weight version."""
 
-    request: Count
+    request_id: Count
     version: Count
     start: Count = 0
     """Position of this part's first row."""
@@ -68,7 +68,7 @@ class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
     """float32 [P * k]: log-probs of ``top_ids``."""
     values: bytes = b""
     """float32: [H], [P, H] or [L], depending on ``want``."""
-    last: bool = True
+    is_last: bool = True
     ranks: bytes = b""
     """int32 [P]: rank of each scored token, 1 for the most likely; empty if not reported, or k is
     0."""
@@ -77,5 +77,5 @@ class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
 class ScoreFailed(Message, frozen=True, kw_only=True, tag="score_failed"):
     """The engine can never answer this request; ``message`` says why and what to change."""
 
-    request: Count
+    request_id: Count
     message: str

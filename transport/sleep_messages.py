@@ -21,43 +21,43 @@ SleepLevel = Literal[1, 2]
 class Sleep(Message, frozen=True, kw_only=True, tag="sleep"):
     """Requests that the engine release memory, once the pause requested before is in effect.
 
-    Answered by ``Asleep``, or by ``SleepRequestFailed`` if there is no pause or the release fails. KV is
-    discarded at every level: turns that a pause has frozen are recomputed.
+    Answered by ``Asleep``, or by ``SleepRequestFailed`` if there is no pause or the release fails.
+    KV is discarded at every level: turns that a pause has frozen are recomputed.
     """
 
-    request: Count
+    request_id: Count
     """Request number, repeated in the answer."""
     level: SleepLevel
     tags: list[MemoryTag]
 
 
 class Wake(Message, frozen=True, kw_only=True, tag="wake"):
-    """Requests that the engine allocate memory again; answered by ``Awake`` or ``SleepRequestFailed``.
+    """Requests that the engine allocate memory again.
 
-    Turns run once nothing sleeps, there are weights, and no pause is in effect.
+    Answered by ``Awake`` or ``SleepRequestFailed``. Turns run once nothing sleeps, there are weights, and no pause is in effect.
     """
 
-    request: Count
+    request_id: Count
     tags: list[MemoryTag]
 
 
 class Asleep(Message, frozen=True, kw_only=True, tag="asleep"):
     """The requested memory is released."""
 
-    request: Count
+    request_id: Count
     tags: list[MemoryTag]
     """All memory that is asleep now."""
-    returned_bytes: Count = 0
+    freed_bytes: Count = 0
     """Measured decrease of this process's memory, in bytes."""
 
 
 class Awake(Message, frozen=True, kw_only=True, tag="awake"):
     """The requested memory is allocated again."""
 
-    request: Count
+    request_id: Count
     tags: list[MemoryTag]
     """Memory that is still asleep."""
-    lacks_weights: bool = False
+    needs_weights: bool = False
     """Whether the weights' memory is allocated but empty, so a full update must come before a turn
     runs."""
 
@@ -65,5 +65,5 @@ class Awake(Message, frozen=True, kw_only=True, tag="awake"):
 class SleepRequestFailed(Message, frozen=True, kw_only=True, tag="sleep_request_failed"):
     """A ``Sleep`` or ``Wake`` failed, for this reason; memory that was asleep stays asleep."""
 
-    request: Count
+    request_id: Count
     message: str

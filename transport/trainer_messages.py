@@ -51,7 +51,7 @@ class JoinRun(TrainerRequest, frozen=True, kw_only=True, tag="join_run"):
     world_size: Count
     run_id: str = ""
     """Run that the trainer's checkpoint belongs to, if it resumes from one."""
-    batches: Count | None = None
+    last_batch: Count | None = None
     """Number of the last batch before the checkpoint; None without one."""
     shared_memory: InitWeights | None = None
     """Shared memory in which the trainer would put weights if the run is on the same host."""
@@ -60,14 +60,14 @@ class JoinRun(TrainerRequest, frozen=True, kw_only=True, tag="join_run"):
 class NextBatch(TrainerRequest, frozen=True, kw_only=True, tag="next_batch"):
     """This rank has finished batch ``after`` and requests the next."""
 
-    after: Count
+    after_batch: Count
 
 
 class PublishWeights(TrainerRequest, frozen=True, kw_only=True, tag="publish_weights"):
     """Publishes weights to the engines, once every rank has finished batch ``number``."""
 
-    number: Count
-    ordinal: Count
+    batch_number: Count
+    publish_index: Count
     """Index among several publishes after one batch, from 0."""
     wait: Literal["live", "staged", "none"] = "live"
     partial: bool = False
@@ -93,7 +93,7 @@ class UploadChunk(TrainerRequest, frozen=True, kw_only=True, tag="upload_chunk")
 class OpenTaskStream(TrainerRequest, frozen=True, kw_only=True, tag="open_task_stream"):
     """Offers tasks to the run, for an episode that the run knows by name."""
 
-    offer: str
+    stream: str
     episode: str = ""
     """Name of the episode; empty for the run's only one."""
 
@@ -101,9 +101,9 @@ class OpenTaskStream(TrainerRequest, frozen=True, kw_only=True, tag="open_task_s
 class SendTasks(TrainerRequest, frozen=True, kw_only=True, tag="send_tasks"):
     """Delivers some tasks of an offer; answered once there is room for more."""
 
-    offer: str
+    stream: str
     tasks: list[Any]
-    is_end: bool = False
+    is_last: bool = False
 
 
 class Evaluate(TrainerRequest, frozen=True, kw_only=True, tag="evaluate"):
@@ -116,15 +116,15 @@ class Evaluate(TrainerRequest, frozen=True, kw_only=True, tag="evaluate"):
 class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_sequences"):
     """Requests scores of given tokens from the engines' model."""
 
-    asked: list[Any]
+    requests: list[Any]
     """The orchestrator's ``Asked`` records, each as a list of its fields in order."""
 
 
 class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
     """A small request without a message type of its own, such as pause, resume or statistics."""
 
-    wish: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics", "discard"]
-    values: dict[str, Any] = {}
+    action: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics", "discard"]
+    arguments: dict[str, Any] = {}
 
 
 AnyTrainerRequest = (
@@ -143,16 +143,16 @@ AnyTrainerRequest = (
 class RequestEnvelope(Message, frozen=True, kw_only=True, tag="request_envelope"):
     """A request with its number, which the reply repeats; numbers count up from 1."""
 
-    request: Count
-    ask: AnyTrainerRequest
+    request_id: Count
+    request: AnyTrainerRequest
 
 
 class TrainerHeartbeat(Message, frozen=True, kw_only=True, tag="trainer_heartbeat"):
     """Heartbeat of a trainer, with its unanswered requests, so that lost messages are detected."""
 
-    newest: Count
+    last_request_id: Count
     """Number of the last request sent."""
-    pending: list[Count]
+    pending_request_ids: list[Count]
 
 
 class LeaveRun(Message, frozen=True, kw_only=True, tag="leave_run"):
@@ -175,7 +175,7 @@ class TrainerWelcome(TrainerReply, frozen=True, kw_only=True, tag="trainer_welco
 
     run_id: str
     version: Count
-    batches: Count
+    last_batch: Count
     """Number of the last batch that this rank counts as having finished."""
     is_resumed: bool
     """Whether the trainer should publish its checkpoint's weights first."""
@@ -187,7 +187,7 @@ class TrainerWelcome(TrainerReply, frozen=True, kw_only=True, tag="trainer_welco
 class BatchReply(TrainerReply, frozen=True, kw_only=True, tag="batch_reply"):
     """A batch, or one rank's part of it; its columns are in the frames."""
 
-    number: Count
+    batch_number: Count
     trainer_version: Count
     columns: list[Column]
     tasks: list[Any]
@@ -224,7 +224,7 @@ class EvaluateReply(TrainerReply, frozen=True, kw_only=True, tag="evaluate_reply
 class ScoresReply(TrainerReply, frozen=True, kw_only=True, tag="scores_reply"):
     """One answer per sequence; the arrays are in the frames, five columns for each."""
 
-    about: list[Any]
+    metadata: list[Any]
     columns: list[Column]
 
 
@@ -248,14 +248,14 @@ AnyTrainerReply = (
 class ReplyEnvelope(Message, frozen=True, kw_only=True, tag="reply_envelope"):
     """The answer to one request."""
 
-    request: Count
-    answer: AnyTrainerReply
+    request_id: Count
+    reply: AnyTrainerReply
 
 
 class RequestFailed(Message, frozen=True, kw_only=True, tag="request_failed"):
     """A request failed; request 0 stands for a failure without a request."""
 
-    request: Count
+    request_id: Count
     error: str
     """Name of the error class in :mod:`tidegate.errors`."""
     message: str
@@ -266,7 +266,7 @@ class RequestFailed(Message, frozen=True, kw_only=True, tag="request_failed"):
 class RunHeartbeat(Message, frozen=True, kw_only=True, tag="run_heartbeat"):
     """Answer to a heartbeat, with the pending requests that never arrived."""
 
-    missing: list[Count] = []
+    missing_request_ids: list[Count] = []
 
 
 class UnknownTrainer(Message, frozen=True, kw_only=True, tag="unknown_trainer"):

@@ -41,9 +41,9 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):
     """Size of the buffer, in bytes."""
     offset: Count
     """Offset of the buffer from the start of the allocation, in bytes."""
-    counter: bytes
+    ref_counter_handle: bytes
     """Name of the shared memory that holds torch's reference counters."""
-    counter_offset: Count
+    ref_counter_offset: Count
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
@@ -82,16 +82,16 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     location: str
     """Location of the buffer in the channel's own terms: a segment's path, a file's path."""
     tensors: list[TensorSpec]
-    last: bool = True
+    is_last: bool = True
     """Whether this is the last chunk: then check names, shapes and dtypes, and answer."""
-    bases: BaseVersions | None = None
+    base_versions: BaseVersions | None = None
     """Versions that a partial update applies to: if the live version is among them, missing tensors
     are taken from it, otherwise the update is refused. None: the update is complete. Equal in each
     chunk of an update."""
     adapter: Adapter | None = None
     """The adapter that these tensors belong to, all of them; None: they are the model's. A version
     has only those adapters that come with it."""
-    memory: CudaIpcHandle | None = None
+    ipc_handle: CudaIpcHandle | None = None
     """The buffer on a GPU, which ``location`` cannot name."""
 
 
@@ -120,7 +120,7 @@ class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
     swapped_us: Count = 0
     """Time of the swap on the engine's monotonic clock, in microseconds."""
     recomputed_turns: Count = 0
-    standstill_us: Count = 0
+    stall_us: Count = 0
     """Time that no turn made progress because of the swap, in microseconds."""
 
 

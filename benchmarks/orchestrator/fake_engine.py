@@ -95,7 +95,7 @@ class FakeEngine:
                 pause_modes=["keep"],
                 kv_policies=["keep", "recompute"],
                 weight_channels=["shm"],
-                takes_turns_together=True,
+                supports_submit_turns=True,
             )
         )
 

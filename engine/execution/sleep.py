@@ -128,7 +128,7 @@ class SleepController:
         """Offloaded weights while they sleep at level 1, else None."""
         self._are_the_directorys = True
         """Whether the live weights are the model directory's, which can be reloaded."""
-        self.lacks_weights = False
+        self.needs_weights = False
         """Whether the live weights are lost, so that only a weight update can restore them."""
         self._asked: Sleep | None = None
         """Pending sleep request, done once a pause is in effect."""
@@ -146,7 +146,7 @@ class SleepController:
     @property
     def has_weights(self) -> bool:
         """Whether the live weights are in memory."""
-        return "weights" not in self.asleep and not self.lacks_weights
+        return "weights" not in self.asleep and not self.needs_weights
 
     # ------------------------------------------------------------ sleeping
 
@@ -161,7 +161,7 @@ class SleepController:
             return []
         if not self._turns.is_pause_asked:
             self._asked = None
-            return [SleepRequestFailed(request=asked.request, message=NO_PAUSE)]
+            return [SleepRequestFailed(request_id=asked.request_id, message=NO_PAUSE)]
         if not self._turns.is_pause_in_effect or self._turns.is_swap_asked:
             return []
         if "weights" in asked.tags and not self._staging.give_up("the weights were put to sleep"):
@@ -181,18 +181,18 @@ class SleepController:
                 self._memory.release(self._kv_regions())
         except (OSError, OutOfMemory) as error:
             return SleepRequestFailed(
-                request=asked.request, message=cut(f"can't give memory back: {error}")
+                request_id=asked.request_id, message=cut(f"can't give memory back: {error}")
             )
         finally:
             self._hold()
         self._memory.trim()
         returned = max(0, before - self._memory.used_bytes())
-        return Asleep(request=asked.request, tags=self.asleep, returned_bytes=returned)
+        return Asleep(request_id=asked.request_id, tags=self.asleep, freed_bytes=returned)
 
     def _put_weights_to_sleep(self, level: SleepLevel) -> None:
         if "weights" not in self._asleep:
             regions = self._weight_regions()
-            if level == 1 and not self.lacks_weights:
+            if level == 1 and not self.needs_weights:
                 self._offloaded = self._memory.offload(regions, self.beat)
             self._asleep.add("weights")
             buffer = self._memory.regions_of(self._staging.tensors())
@@ -217,10 +217,12 @@ class SleepController:
             if "kv_cache" in tags:
                 self._memory.reallocate(self._kv_regions(), self.beat)
         except (OSError, TidegateError) as error:
-            return SleepRequestFailed(request=message.request, message=cut(str(error)))
+            return SleepRequestFailed(request_id=message.request_id, message=cut(str(error)))
         self._asleep.difference_update(tags)
         self._hold()
-        return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)
+        return Awake(
+            request_id=message.request_id, tags=self.asleep, needs_weights=self.needs_weights
+        )
 
     def _wake_weights(self) -> None:
         if self._offloaded is not None:
@@ -229,7 +231,7 @@ class SleepController:
         elif self._are_the_directorys:
             self._reload(self._runner.weights, self.beat)
         else:
-            self.lacks_weights = True
+            self.needs_weights = True
 
     def _refuse_what_does_not_fit(self, tags: Sequence[MemoryTag]) -> None:
         """Check that enough memory is available, because Linux overcommits and kills
@@ -254,7 +256,7 @@ class SleepController:
         """Take note of a weight swap: it wakes the weights, and any offloaded copy is discarded."""
         self._forget_offloaded()
         self._asleep.discard("weights")
-        self._are_the_directorys = self.lacks_weights = False
+        self._are_the_directorys = self.needs_weights = False
         self._hold()
 
     def start_over(self) -> None:
@@ -269,7 +271,7 @@ class SleepController:
     # ------------------------------------------------------------ memory
 
     def _hold(self) -> None:
-        self._turns.hold(bool(self.asleep) or self.lacks_weights)
+        self._turns.hold(bool(self.asleep) or self.needs_weights)
 
     def _weight_regions(self) -> Sequence[Any]:
         return self._memory.regions_of(self._runner.weights.tensors())

@@ -215,7 +215,7 @@ class ExternalEngineLoop:
             weight_version=self._teller.version,
             turns=list(held),
             asleep=self._sleeper.asleep,
-            lacks_weights=self._sleeper.lacks_weights,
+            needs_weights=self._sleeper.needs_weights,
         )
         self._changed.set()
 
@@ -230,7 +230,7 @@ class ExternalEngineLoop:
                 self._desk.cancel(handle)
             case ScoreTokens():
                 self._scores.ask(message)
-            case CancelScore(request=request):
+            case CancelScore(request_id=request):
                 self._scores.cancel(request)
             case Pause(mode=mode, clear_cache=clear_cache):
                 self._gate.pause(mode)
@@ -335,14 +335,14 @@ class ExternalEngineLoop:
     async def _swap(self, update: FinishWeightUpdate) -> None:
         try:
             await self._sleeper.make_room()
-            if self._sleeper.lacks_weights:
+            if self._sleeper.needs_weights:
                 self._swapper.loras.lose()
             failed = await self._swapper.swap(
                 update,
                 self._streams,
                 self._scores,
                 self._teller,
-                lacks_weights=self._sleeper.lacks_weights,
+                needs_weights=self._sleeper.needs_weights,
             )
         finally:
             self._gate.end_swap()

@@ -42,10 +42,10 @@ class ExternalScoreQueue:
 
     def ask(self, message: ScoreTokens) -> None:
         """Add a request; the next :meth:`start` sends it."""
-        if message.want in self._able.scores:
-            self._asked[message.request] = message
+        if message.score_kind in self._able.scores:
+            self._asked[message.request_id] = message
             return
-        self._refuse(message.request, f"{self._able.engine} can't tell {message.want}")
+        self._refuse(message.request_id, f"{self._able.engine} can't tell {message.score_kind}")
 
     def start(self, version: int) -> None:
         """Send the requests that are not in flight; the engine serves ``version``."""
@@ -73,7 +73,7 @@ class ExternalScoreQueue:
     async def _score(self, message: ScoreTokens, version: int) -> None:
         asked = ScoreRequest(
             np.frombuffer(message.token_ids, "<i4").tolist(),
-            message.want,
+            message.score_kind,
             message.start,
             message.top_logprobs,
             message.temperature,
@@ -81,7 +81,7 @@ class ExternalScoreQueue:
         try:
             scores = await self._adapter.score(asked)
         except ScoreRefused as error:
-            self._refuse(message.request, str(error))
+            self._refuse(message.request_id, str(error))
         except EngineGone as error:
             self._on_gone(error)
         except Exception as error:  # noqa: BLE001 - a defect must not go unheard
@@ -90,8 +90,8 @@ class ExternalScoreQueue:
             self._on_gone(why)
         else:
             self._answer(message, version, scores)
-        self._asked.pop(message.request, None)
-        self._tasks.pop(message.request, None)
+        self._asked.pop(message.request_id, None)
+        self._tasks.pop(message.request_id, None)
 
     def _answer(self, message: ScoreTokens, version: int, scores: ExternalScores) -> None:
         k = message.top_logprobs
@@ -103,7 +103,7 @@ class ExternalScoreQueue:
             top = slice(first * k, (first + part) * k)
             self._link.send(
                 ScoreResult(
-                    request=message.request,
+                    request_id=message.request_id,
                     version=version,
                     start=message.start + first,
                     logprobs=np.array(scores.logprobs[told], "<f4").tobytes(),
@@ -114,9 +114,9 @@ class ExternalScoreQueue:
                     if scores.top
                     else b"",
                     values=values,
-                    last=first + part >= rows,
+                    is_last=first + part >= rows,
                 )
             )
 
     def _refuse(self, request: int, why: str) -> None:
-        self._link.send(scoring.ScoreFailed(request=request, message=cut(why)))
+        self._link.send(scoring.ScoreFailed(request_id=request, message=cut(why)))

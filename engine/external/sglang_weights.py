@@ -274,7 +274,7 @@ def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> Bro
     dist: Any = torch.distributed
     place = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
     device = "cpu/" if backend == "gloo" else "cuda/"
-    round_ = RoundAssignment("", group=device, backend=backend, rank=0, size=size)
+    round_ = RoundAssignment("", group=device, backend=backend, rank=0, world_size=size)
     return join_group(round_, place, own_host=own_host)
 
 

@@ -45,7 +45,7 @@ class ExternalSleepController:
         self._asleep: set[MemoryTag] = set()
         self._are_kept = True
         """Whether sleeping weights keep their contents."""
-        self.lacks_weights = False
+        self.needs_weights = False
         """Whether the live weights are lost, so that only a weight update can restore them."""
         self._asked: list[Sleep | Wake] = []
         self.is_at_work = False
@@ -59,7 +59,7 @@ class ExternalSleepController:
     @property
     def holds(self) -> bool:
         """Whether the engine must stay paused."""
-        return bool(self._asleep) or self.lacks_weights
+        return bool(self._asleep) or self.needs_weights
 
     @property
     def is_asked(self) -> bool:
@@ -101,12 +101,12 @@ class ExternalSleepController:
             return await self._wake(asked)
         if gate.is_pause_asked:
             return await self._sleep(asked, streams)
-        return SleepRequestFailed(request=asked.request, message=NO_PAUSE)
+        return SleepRequestFailed(request_id=asked.request_id, message=NO_PAUSE)
 
     async def _sleep(self, asked: Sleep, streams: Streams) -> Message:
         if asked.level not in self._able.sleep_levels:
             why = f"{self._able.engine} can't sleep at level {asked.level} as it was started"
-            return SleepRequestFailed(request=asked.request, message=why)
+            return SleepRequestFailed(request_id=asked.request_id, message=why)
         if not self._asleep:
             await streams.stop(are_over=False)  # also frozen requests, because their KV is released
             streams.new_salt()
@@ -116,7 +116,7 @@ class ExternalSleepController:
         if "weights" in tags:
             self._are_kept = asked.level == 1
         self._asleep.update(tags)
-        return Asleep(request=asked.request, tags=self.asleep)
+        return Asleep(request_id=asked.request_id, tags=self.asleep)
 
     async def _wake(self, asked: Wake) -> Message:
         tags = [tag for tag in self.asleep if tag in asked.tags]
@@ -125,12 +125,14 @@ class ExternalSleepController:
         self._asleep.difference_update(tags)
         if "weights" in tags and not self._are_kept:
             await self._bring_weights()
-        return Awake(request=asked.request, tags=self.asleep, lacks_weights=self.lacks_weights)
+        return Awake(
+            request_id=asked.request_id, tags=self.asleep, needs_weights=self.needs_weights
+        )
 
     async def _bring_weights(self) -> None:
         """Reload the model directory's weights; other weights must come by an update."""
         if not self._are_the_directorys():
-            self.lacks_weights = True
+            self.needs_weights = True
             return
         try:
             await self._reload()
@@ -142,11 +144,11 @@ class ExternalSleepController:
         if "weights" in self._asleep:
             await self._adapter.wake(["weights"])
             self._asleep.discard("weights")
-            self.lacks_weights = self.lacks_weights or not self._are_kept
+            self.needs_weights = self.needs_weights or not self._are_kept
 
     def loaded(self) -> None:
         """Take note that an update has loaded weights."""
-        self.lacks_weights = False
+        self.needs_weights = False
 
     async def wake_all(self) -> None:
         """Wake all memory at the end; the next run brings weights that are lost."""

@@ -89,12 +89,12 @@ class WeightSwapper:
         scores: ExternalScoreQueue,
         teller: StepMessageBatcher,
         *,
-        lacks_weights: bool,
+        needs_weights: bool,
     ) -> WeightsFailed | None:
         """Load staged weights into the engine, pausing requests as the update says.
 
         Reports success itself, because nothing may be sent in between; returns a failure. With
-        ``lacks_weights`` the engine has no weights, so adapters alone do not suffice.
+        ``needs_weights`` the engine has no weights, so adapters alone do not suffice.
         """
         self.is_swapping = True
         label = self._label_of(update.version)
@@ -104,7 +104,7 @@ class WeightSwapper:
             assert isinstance(staged, HostWeights)
             self._weights, self._is_copy_right = staged, staged is serves
             self.has_swapped = True
-            brings_weights = staged is not serves or lacks_weights
+            brings_weights = staged is not serves or needs_weights
             loaded = await self._loaded(staged.adapters, label)
             try:
                 bring = await self._bringing(label, brings_weights=brings_weights)
@@ -138,7 +138,7 @@ class WeightSwapper:
                 version=version,
                 swapped_us=swapped_ns // 1000,
                 recomputed_turns=recomputed_turns,
-                standstill_us=(swapped_ns - begun_ns) // 1000,
+                stall_us=(swapped_ns - begun_ns) // 1000,
             )
         )
 

@@ -124,8 +124,8 @@ def _as_torch_tells(memory: CudaIpcHandle) -> tuple[object, ...]:
         memory.nbytes,
         memory.offset,
         False,
-        memory.counter,
-        memory.counter_offset,
+        memory.ref_counter_handle,
+        memory.ref_counter_offset,
         bytes(EVENT_BYTES),
         False,
     )

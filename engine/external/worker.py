@@ -231,9 +231,9 @@ def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hel
         pid=os.getpid(),
         model_code=able.engine,
         dtype=able.dtype,
-        scores=sorted(able.scores),
+        score_kinds=sorted(able.scores),
         media=sorted(able.media),
-        takes_turns_together=True,
+        supports_submit_turns=True,
         sleep_levels=sorted(able.sleep_levels),
     )
 

@@ -74,13 +74,13 @@ class MultiRankSleepController(SleepController):
         theirs = self._team.await_memory(self.beat)
         failed = _failures(mine, theirs)
         if not failed and isinstance(mine, Asleep):
-            returned = mine.returned_bytes + sum(answer.returned_bytes for answer in theirs)
-            return Asleep(request=asked.request, tags=mine.tags, returned_bytes=returned)
+            returned = mine.freed_bytes + sum(answer.freed_bytes for answer in theirs)
+            return Asleep(request_id=asked.request_id, tags=mine.tags, freed_bytes=returned)
         # All or none: memory that sleeps and did not before is woken again.
         tags = [tag for tag in asked.tags if tag not in slept_before]
         self._asleep_elsewhere.update(tags)  # asleep on some rank, unless all wake
-        self.wake(Wake(request=asked.request, tags=tags))
-        return SleepRequestFailed(request=asked.request, message=cut(failed))
+        self.wake(Wake(request_id=asked.request_id, tags=tags))
+        return SleepRequestFailed(request_id=asked.request_id, message=cut(failed))
 
     def wake(self, message: Wake) -> Message:
         """Allocate the memory again on all ranks.
@@ -92,7 +92,7 @@ class MultiRankSleepController(SleepController):
         self._team.tell(rank.RankWake(message))
         mine = super().wake(message)
         theirs = self._team.await_memory(self.beat)
-        self.lacks_weights |= any(answer.lacks_weights for answer in theirs)
+        self.needs_weights |= any(answer.needs_weights for answer in theirs)
         failed = _failures(mine, theirs)
         if any(answer.failure for answer in theirs):
             self._asleep_elsewhere |= tags
@@ -100,17 +100,19 @@ class MultiRankSleepController(SleepController):
             self._asleep_elsewhere -= tags
         self._hold()
         if failed:
-            return SleepRequestFailed(request=message.request, message=cut(failed))
-        return Awake(request=message.request, tags=self.asleep, lacks_weights=self.lacks_weights)
+            return SleepRequestFailed(request_id=message.request_id, message=cut(failed))
+        return Awake(
+            request_id=message.request_id, tags=self.asleep, needs_weights=self.needs_weights
+        )
 
 
 def memory_answer(answer: Message) -> rank.RankMemory:
     """Convert a rank's sleep or wake answer to the message for rank 0."""
     match answer:
-        case Asleep(returned_bytes=returned):
-            return rank.RankMemory(returned_bytes=returned)
-        case Awake(lacks_weights=lacks):
-            return rank.RankMemory(lacks_weights=lacks)
+        case Asleep(freed_bytes=returned):
+            return rank.RankMemory(freed_bytes=returned)
+        case Awake(needs_weights=lacks):
+            return rank.RankMemory(needs_weights=lacks)
         case SleepRequestFailed(message=why):
             return rank.RankMemory(failure=why or "failed")
     raise AssertionError(f"{type(answer).__name__} answers neither")

@@ -67,21 +67,21 @@ class RankLoop:
                 self._runner.assist([row_of(row) for row in rows])
             case rank.ForwardWeightMessage():
                 self._relay(message)
-            case rank.AbortWeightUpdate(why=""):
+            case rank.AbortWeightUpdate(reason=""):
                 self._staging.abandon()
                 self._version = -1
-            case rank.AbortWeightUpdate(why=why):
+            case rank.AbortWeightUpdate(reason=why):
                 self._staging.give_up(why)
             case rank.SwapWeights(version=version):
                 self._runner.swap(self._staging.exchange(version, self._runner.weights))
                 self._sleeper.swapped()
-            case rank.RankSleep(asked=asked):
+            case rank.RankSleep(request=asked):
                 self._sleeper.ask(asked)
                 while not (answers := self._sleeper.settle()):
                     time.sleep(STAGING_POLL_S)  # until the current copy has stopped
                     self._tell()
                 self._send(memory_answer(answers[0]))
-            case rank.RankWake(asked=asked):
+            case rank.RankWake(request=asked):
                 self._send(memory_answer(self._sleeper.wake(asked)))
             case rank.InitProcessGroup():
                 raise AssertionError("ranks meet once")

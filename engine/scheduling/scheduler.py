@@ -406,7 +406,7 @@ class EngineScheduler:
             turn = self._planned[place]
             if turn.is_score:
                 self.scores.cancel(turn.handle)
-                refusal = scoring.ScoreFailed(request=turn.handle, message=cut(why))
+                refusal = scoring.ScoreFailed(request_id=turn.handle, message=cut(why))
                 self._answers.append(refusal)
             else:
                 self._refuse(turn, why)

@@ -68,17 +68,17 @@ class ScoreState(EngineSequence):
     ) -> None:
         """Only positions before ``end`` are computed."""
         turn = SubmitTurn(
-            turn=message.request, token_ids=b"", sampling=_NO_TOKENS, priority=message.priority
+            turn=message.request_id, token_ids=b"", sampling=_NO_TOKENS, priority=message.priority
         )
         super().__init__(turn, tokens, arrival)
         self.length = end
-        self.want = message.want
+        self.want = message.score_kind
         self._asked = message
         self.first_told = end - 1
         """First position whose hidden state is needed."""
-        if message.want == "logprobs":
+        if message.score_kind == "logprobs":
             self.first_told = message.start - 1  # its logits score the token after it
-        elif message.want in ("mean_embedding", "hidden_states"):
+        elif message.score_kind in ("mean_embedding", "hidden_states"):
             self.first_told = message.start
         self.needed_from = self.first_told
         """First position whose values have not been computed yet."""
@@ -135,24 +135,24 @@ class ScoreState(EngineSequence):
         logprobs, ids, likeliest = _column(told.logprobs), told.top_ids, told.top_logprobs
         for part in _cut(len(logprobs), _position_bytes(self._asked.top_logprobs)):
             yield ScoreResult(
-                request=self.handle,
+                request_id=self.handle,
                 version=version,
                 start=self._asked.start + part.start,
                 logprobs=logprobs[part].astype("<f4").tobytes(),
                 top_ids=b"" if ids is None else ids[part].astype("<i4").tobytes(),
                 top_logprobs=b"" if likeliest is None else likeliest[part].astype("<f4").tobytes(),
                 ranks=b"" if told.ranks is None else told.ranks[part].astype("<i4").tobytes(),
-                last=part.stop >= len(logprobs),
+                is_last=part.stop >= len(logprobs),
             )
 
     def _parts(self, values: npt.NDArray[np.float32], version: int) -> Iterator[Message]:
         for part in _cut(len(values), values[0].nbytes):
             yield ScoreResult(
-                request=self.handle,
+                request_id=self.handle,
                 version=version,
                 start=self.first_told + part.start,
                 values=values[part].tobytes(),
-                last=part.stop >= len(values),
+                is_last=part.stop >= len(values),
             )
 
 
@@ -173,9 +173,9 @@ class ScoreQueue:
         Raises:
             ScoreRefused: it can never be answered as asked.
         """
-        if message.request in self._requests or len(self._requests) >= REQUESTS_MAX:
+        if message.request_id in self._requests or len(self._requests) >= REQUESTS_MAX:
             raise ScoreRefused(
-                f"request {message.request} is one too many: its number is in use, or there are "
+                f"request {message.request_id} is one too many: its number is in use, or there are "
                 f"{REQUESTS_MAX} of others, which is all that an engine holds"
             )
         state = admit_score(message, self._limits, self._traits, arrival)
@@ -229,7 +229,7 @@ class ScoreQueue:
         try:
             return turn.answer(version)
         except ScoreRefused as error:
-            return [scoring.ScoreFailed(request=turn.handle, message=str(error))]
+            return [scoring.ScoreFailed(request_id=turn.handle, message=str(error))]
 
 
 def admit_score(
@@ -240,18 +240,18 @@ def admit_score(
     Raises:
         ScoreRefused: it can never be answered as asked.
     """
-    if message.want not in traits.wants:
+    if message.score_kind not in traits.wants:
         can = ", ".join(traits.wants) or "nothing"
-        raise ScoreRefused(f"this engine tells {can} of given tokens, but not {message.want}")
+        raise ScoreRefused(f"this engine tells {can} of given tokens, but not {message.score_kind}")
     try:
         tokens = read_token_ids(message.token_ids, limits)
     except TurnRefused as error:
         raise ScoreRefused(str(error)) from error
     _check_numbers(message, len(tokens), limits)
     end = len(tokens)
-    if message.want == "logprobs":
+    if message.score_kind == "logprobs":
         end -= 1  # no token follows the last one
-    elif message.want == "rewards":
+    elif message.score_kind == "rewards":
         end = _judged_token(tokens, traits.pad_token_id) + 1
     blocks = limits.blocks_for(end)
     if blocks > limits.num_blocks:
@@ -268,13 +268,13 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
         raise ScoreRefused(
             f"{tokens} tokens are more than the model's context of {limits.context_tokens_max}"
         )
-    first = 1 if message.want == "logprobs" else 0
+    first = 1 if message.score_kind == "logprobs" else 0
     if tokens <= first:
         raise ScoreRefused("one token has no log-prob, for nothing comes before it; send two")
-    if not first <= message.start < tokens and message.want not in ("embedding", "rewards"):
+    if not first <= message.start < tokens and message.score_kind not in ("embedding", "rewards"):
         raise ScoreRefused(
-            f"start must be in [{first}, {tokens - 1}] for {message.want} of {tokens} tokens, got "
-            f"{message.start}"
+            f"start must be in [{first}, {tokens - 1}] for {message.score_kind} of {tokens} tokens, "
+            f"got {message.start}"
             + ("; nothing comes before the first token, so it has no log-prob" if first else "")
         )
     top_max = min(TOP_LOGPROBS_MAX, limits.vocab_size)
@@ -296,13 +296,13 @@ def _position_bytes(top_logprobs: int) -> int:
 def _check_size(message: ScoreTokens, end: int, traits: ScoringCapabilities) -> None:
     told = end - message.start
     answer_bytes = 0
-    if message.want == "logprobs":
+    if message.score_kind == "logprobs":
         answer_bytes = (told + 1) * _position_bytes(message.top_logprobs)
-    elif message.want == "hidden_states":
+    elif message.score_kind == "hidden_states":
         answer_bytes = told * _FLOAT32_BYTES * traits.hidden_size
     if answer_bytes > ANSWER_BYTES_MAX:
         raise ScoreRefused(
-            f"the {message.want} asked for are {answer_bytes} bytes, and an answer may have "
+            f"the {message.score_kind} asked for are {answer_bytes} bytes, and an answer may have "
             f"{ANSWER_BYTES_MAX}; raise start, lower top_logprobs, or score shorter sequences"
         )
 

@@ -312,7 +312,7 @@ class Staging:
                 check_sum(spec, view)
             elif spec.crc32 is not None:
                 check_sum(spec, host_bytes(view))
-        if not message.last:
+        if not message.is_last:
             return None
         update.adapters = {
             adapter.name: self._buffer.make_adapter(tensors, adapter.scale)
@@ -357,7 +357,7 @@ def _base(update: _StagedUpdate, message: UpdateWeights) -> WeightStore | None:
     Raises:
         WeightsRefused: the set was made for other base versions.
     """
-    bases, live = message.bases, update.live
+    bases, live = message.base_versions, update.live
     if bases is None:
         return None
     if live is None or not bases.first <= live.version <= bases.last:

@@ -27,7 +27,7 @@ class Outbox:
         self,
         send: Callable[[str, Message], None],
         *,
-        takes_turns_together: Callable[[str], bool],
+        supports_submit_turns: Callable[[str], bool],
         on_refused: Callable[[str, SubmitTurn | ScoreTokens, BadFrame], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -35,7 +35,7 @@ class Outbox:
         frame; ``on_error`` with the error of any other message that can't be sent, which is a bug
         of Tidegate."""
         self._send = send
-        self._takes_turns_together = takes_turns_together
+        self._supports_submit_turns = supports_submit_turns
         self._on_refused = on_refused
         self._on_error = on_error
         self._posted: list[tuple[str, Message]] = []
@@ -58,7 +58,7 @@ class Outbox:
             self._send_turns(engine, turns)
 
     def _send_turns(self, engine: str, turns: list[SubmitTurn]) -> None:
-        if len(turns) > 1 and self._takes_turns_together(engine):
+        if len(turns) > 1 and self._supports_submit_turns(engine):
             context_bytes = sum([len(turn.token_ids) for turn in turns])
             if len(turns) <= TURNS_TOGETHER_MAX and context_bytes <= CONTEXT_BYTES_TOGETHER_MAX:
                 self._send_part(engine, turns)

@@ -209,13 +209,13 @@ def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_vers
         if span.start != end or span.end <= span.start or span.version > newest_version:
             raise BadFrame(f"step {step.seq}: turn {prefill.turn} can't have been prefilled {span}")
         end = span.end
-    if end <= prefill.at:
+    if end <= prefill.output_tokens:
         raise BadFrame(
             f"step {step.seq}: turn {prefill.turn} was prefilled over {end} positions, after "
-            f"{prefill.at} tokens of output and a prompt"
+            f"{prefill.output_tokens} tokens of output and a prompt"
         )
-    if prefill.cached >= end:
+    if prefill.cached_tokens >= end:
         raise BadFrame(
-            f"step {step.seq}: turn {prefill.turn} says {prefill.cached} of its {end} positions "
-            f"were computed before, but the last one never is"
+            f"step {step.seq}: turn {prefill.turn} says {prefill.cached_tokens} of its {end} "
+            f"positions were computed before, but the last one never is"
         )

@@ -374,7 +374,7 @@ class TurnTracker:
     @staticmethod
     def _file_prefill(turn: Turn | None, prefill: Prefill) -> None:
         if turn is not None:
-            at = turn.sampled_before + prefill.at
+            at = turn.sampled_before + prefill.output_tokens
             turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
 
     def _stop_one_overrun(self, event: StepArrived) -> list[Command]:

@@ -58,7 +58,9 @@ class WeightContent:
         parts += self._of_adapters
         parts = parts or [UpdateWeights(version=version, location="", tensors=[])]
         return [
-            msgspec.structs.replace(part, version=version, bases=bases, last=part is parts[-1])
+            msgspec.structs.replace(
+                part, version=version, base_versions=bases, is_last=part is parts[-1]
+            )
             for part in parts
         ]
 

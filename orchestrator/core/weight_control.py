@@ -114,7 +114,7 @@ class EngineMemory:
     levels: Sequence[int]
     """Levels at which it can sleep."""
     asleep: Sequence[MemoryTag]
-    lacks_weights: bool
+    needs_weights: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,14 +466,14 @@ class _Engine:
     asleep: set[MemoryTag] = field(default_factory=set)
     level: SleepLevel | None = None
     """Level at which it sleeps; None if it doesn't, or has not told this process."""
-    lacks_weights: bool = False
+    needs_weights: bool = False
     """Whether it has dropped its weights, so that only an update can restore them."""
     has_new_weights: bool = False
     """Whether it got new weights, which it serves, since its own were put to sleep."""
     request: int | None = None
     """Number of the sleep or wake order that it has not answered yet."""
     asked_level: SleepLevel | None = None
-    returned_bytes: int = 0
+    freed_bytes: int = 0
     failure: str | None = None
     """Why the last order to sleep or wake failed."""
     resumes_due: int = 0
@@ -484,7 +484,7 @@ class _Engine:
     @property
     def serves(self) -> int:
         """Version that it can serve now; NONE without weights."""
-        return NONE if self.lacks_weights else self.version
+        return NONE if self.needs_weights else self.version
 
     @property
     def base(self) -> int | None:
@@ -922,7 +922,7 @@ class WeightControl:
         engine = self._engines[name] = _Engine(event.version)
         if memory is not None:
             engine.levels, engine.asleep = memory.levels, set(memory.asleep)
-            engine.lacks_weights = memory.lacks_weights
+            engine.needs_weights = memory.needs_weights
         told: Outgoing = []
         if self.pause_mode is not None:  # it must be paused before it gets turns
             self._unsettled_pauses.add(name)
@@ -965,7 +965,7 @@ class WeightControl:
             case Asleep() | Awake() | sleep_messages.SleepRequestFailed():
                 self._on_slept(name, message)
         engine = self._engines.get(name)
-        if engine is None or not (engine.lacks_weights and self._is_publish_awaited):
+        if engine is None or not (engine.needs_weights and self._is_publish_awaited):
             self._send(self._catch_up(name))
         self._advance(name)
 
@@ -1234,7 +1234,7 @@ class WeightControl:
         engine, update = self._engines.get(name), self._update_of(message.version)
         if engine is not None:
             engine.version = message.version
-            engine.lacks_weights = False
+            engine.needs_weights = False
             engine.asleep.discard("weights")
             engine.has_new_weights |= message.version > self._slept_version
             self._note_new_weights()
@@ -1416,7 +1416,7 @@ class WeightControl:
         deeper = max(asked.level, wanted.level) if "weights" in wanted.tags else asked.level
         self._wanted = _Wanted(wanted.tags | set(asked.tags), deeper)
         for engine in self._engines.values():
-            engine.returned_bytes, engine.has_new_weights = 0, False
+            engine.freed_bytes, engine.has_new_weights = 0, False
         self._order(call, Phase.SLEEP_ANSWERS)
 
     def _order(self, call: _Call, phase: Phase) -> None:
@@ -1441,7 +1441,7 @@ class WeightControl:
         failures = {n: e.failure for n, e in self._engines.items() if e.failure is not None}
         error = SleepFailed(what=what, failures=failures) if failures else None
         if isinstance(call.asked, SleepAsked):
-            returned = sum(engine.returned_bytes for engine in self._engines.values())
+            returned = sum(engine.freed_bytes for engine in self._engines.values())
             self.is_reserved = False
             self._advance_weights()
             self._let_sleep(call.asked.call)
@@ -1488,7 +1488,7 @@ class WeightControl:
     @property
     def _lacking(self) -> list[str]:
         """Engines that need a whole update before they can serve."""
-        return sorted(name for name, engine in self._engines.items() if engine.lacks_weights)
+        return sorted(name for name, engine in self._engines.items() if engine.needs_weights)
 
     @property
     def _in_vain(self) -> list[str]:
@@ -1510,7 +1510,7 @@ class WeightControl:
                 continue
             word = self._sleep_word(engine)
             if isinstance(word, Wake) or (word is not None and self._may_sleep(name)):
-                engine.request, engine.asked_level = word.request, self._wanted.level
+                engine.request, engine.asked_level = word.request_id, self._wanted.level
                 self._requests += 1
                 told.append((name, word))
         if told:
@@ -1525,13 +1525,13 @@ class WeightControl:
         """Return the order that brings an engine to the wanted state; None if it is there."""
         wanted = self._wanted
         if extra := engine.asleep - wanted.tags:
-            return Wake(request=self._requests, tags=_in_order(extra))
+            return Wake(request_id=self._requests, tags=_in_order(extra))
         tags = wanted.tags - {"weights"} if engine.has_new_weights else wanted.tags
         if not tags or wanted.level not in engine.levels:
             return None
         if tags == engine.asleep and engine.level == wanted.level:
             return None
-        return Sleep(request=self._requests, level=wanted.level, tags=_in_order(tags))
+        return Sleep(request_id=self._requests, level=wanted.level, tags=_in_order(tags))
 
     @property
     def _unsettled_sleepers(self) -> list[str]:
@@ -1546,15 +1546,15 @@ class WeightControl:
         self, name: str, message: Asleep | Awake | sleep_messages.SleepRequestFailed
     ) -> None:
         engine = self._engines.get(name)
-        if engine is None or message.request != engine.request:
+        if engine is None or message.request_id != engine.request:
             return  # an answer to an earlier connection's order
         engine.request = None
         match message:
-            case Asleep(tags=tags, returned_bytes=returned):
+            case Asleep(tags=tags, freed_bytes=returned):
                 engine.asleep, engine.level = set(tags), engine.asked_level
-                engine.returned_bytes += returned
-            case Awake(tags=tags, lacks_weights=lacks):
-                engine.asleep, engine.lacks_weights = set(tags), lacks
+                engine.freed_bytes += returned
+            case Awake(tags=tags, needs_weights=lacks):
+                engine.asleep, engine.needs_weights = set(tags), lacks
             case sleep_messages.SleepRequestFailed(message=why):
                 engine.failure = why
 

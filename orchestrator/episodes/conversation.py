@@ -297,7 +297,7 @@ class Conversation(Generic[Row]):
             row.append(added, media=media)
             return row
         context = [*row.token_ids[: said.tokens], *added]
-        before = [each for each in row.media if each.at < said.tokens]
+        before = [each for each in row.media if each.token_offset < said.tokens]
         media = [*before, *(replace(each, at=said.tokens) for each in media)]
         why = "resampled: its row has gone on from here in another way"
         return self._fork(row, context, why, media)

@@ -451,7 +451,9 @@ class Episode(ScoringEpisode):
 
     def _give_media(self, media: Sequence[Media]) -> None:
         at = self.num_tokens
-        given = tuple([msgspec.structs.replace(each, at=each.at or at) for each in media])
+        given = tuple(
+            [msgspec.structs.replace(each, token_offset=each.token_offset or at) for each in media]
+        )
         refuse_too_much([*self.media, *given])
         self._given_media += given
 

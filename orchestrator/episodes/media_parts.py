@@ -107,4 +107,4 @@ def recorded(media: Media) -> dict[str, Any]:
     if url.startswith("data:"):
         head, _, _ = url.partition(",")
         url = f"{head},sha256:{hashlib.sha256(url.encode()).hexdigest()}"
-    return {"kind": media.kind, "url": url, "at": media.at}
+    return {"kind": media.kind, "url": url, "at": media.token_offset}

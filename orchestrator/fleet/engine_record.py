@@ -30,7 +30,7 @@ class Engine:
     waiting_turns: int = 0
     out_of_memory_steps: int = 0
     swaps: int = 0
-    standstill_us: int = 0
+    stall_us: int = 0
     """Time without decoding in all swaps, in microseconds."""
     stuck_since_s: float | None = None
     """Since when its next step is missing, or is refused each time it arrives; None if neither."""
@@ -56,7 +56,7 @@ class Engine:
         """Count a swap to other weights."""
         self.weight_version = live.version
         self.swaps += 1
-        self.standstill_us += live.standstill_us
+        self.stall_us += live.stall_us
 
     def statistics(self, name: str) -> EngineStatistics:
         """Return a snapshot."""
@@ -83,5 +83,5 @@ class Engine:
             ranks=self.hello.ranks,
             quantization=self.hello.quantization,
             swaps=self.swaps,
-            standstill_s=self.standstill_us / 1e6,
+            standstill_s=self.stall_us / 1e6,
         )

@@ -265,10 +265,10 @@ class Fleet:
         """Send a message to an engine; dropped if the engine has vanished."""
         self._send(engine.encode(), message)
 
-    def takes_turns_together(self, engine: str) -> bool:
+    def supports_submit_turns(self, engine: str) -> bool:
         """Whether an engine has said that it knows ``SubmitTurns``."""
         known = self.engines.get(engine)
-        return known is not None and known.hello.takes_turns_together
+        return known is not None and known.hello.supports_submit_turns
 
     def tick(self, now_s: float) -> list[Event]:
         """Send heartbeats, and remove engines that were silent for too long."""
@@ -391,7 +391,7 @@ class Fleet:
             engine.stuck_since_s = None
             for prefill in event.prefills:
                 self.prefilled_tokens += prefill.spans[-1].end
-                self.cached_tokens += prefill.cached
+                self.cached_tokens += prefill.cached_tokens
             heard.append(event)
         elif verdict is StepAcceptance.GAP:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s

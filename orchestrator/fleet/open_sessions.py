@@ -31,7 +31,7 @@ class OpenSessions:
     def joined(self, engine: str, hello: Hello | None) -> None:
         """Add an engine that has joined or reconnected."""
         self.left(engine)
-        if hello is not None and hello.keeps_sessions:
+        if hello is not None and hello.supports_sessions:
             self._keepers.add(engine)
 
     def left(self, engine: str) -> None:

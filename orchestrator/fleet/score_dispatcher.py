@@ -92,18 +92,18 @@ class ScoreDispatcher:
 
     def received(self, engine: str, message: ScoreResult | RefusedMessage) -> None:
         """Handle an engine's answer, or part of one; ignore answers to cancelled requests."""
-        request = self._sent.get(engine, {}).get(message.request)
+        request = self._sent.get(engine, {}).get(message.request_id)
         if request is None:
             return
         if isinstance(message, RefusedMessage):
-            self._end(engine, message.request)
+            self._end(engine, message.request_id)
             fail(request.future, ScoreRefused(message.message))
             return
         request.parts.append(message)
         columns = (message.logprobs, message.top_ids, message.top_logprobs, message.ranks)
         request.parts_bytes += sum(map(len, columns)) + len(message.values)
-        if message.last or request.parts_bytes > ANSWER_BYTES_MAX:
-            self._end(engine, message.request)
+        if message.is_last or request.parts_bytes > ANSWER_BYTES_MAX:
+            self._end(engine, message.request_id)
             try:
                 resolve(request.future, assemble_score(engine, request.query, request.parts))
             except ScoreRefused as error:
@@ -130,7 +130,7 @@ class ScoreDispatcher:
             # Half of an engine's slots; the other half is for turns, however much is to be scored.
             slots = max(1, engine.hello.max_running_turns // 2)
             load = len(self._sent.get(name, ())) / slots
-            is_able = want in engine.hello.scores and engine.weight_version >= live_version
+            is_able = want in engine.hello.score_kinds and engine.weight_version >= live_version
             if is_able and load < best_load:
                 best, best_load = name, load
         return best
@@ -140,7 +140,7 @@ class ScoreDispatcher:
         if not self._fleet.engines:
             return  # engines may still join; a run without any ends
         supported = {
-            name for engine in self._fleet.engines.values() for name in engine.hello.scores
+            name for engine in self._fleet.engines.values() for name in engine.hello.score_kinds
         }
         for request in self._queue:
             if request.query.want not in supported:
@@ -183,4 +183,4 @@ class ScoreDispatcher:
             for number, request in list(requests.items()):
                 if request.future is future:
                     self._end(engine, number)
-                    self._post(engine, CancelScore(request=number))
+                    self._post(engine, CancelScore(request_id=number))

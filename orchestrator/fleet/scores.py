@@ -85,9 +85,9 @@ class ScoreQuery:
     def message(self, request: int) -> ScoreTokens:
         """Return the request's wire message."""
         return ScoreTokens(
-            request=request,
+            request_id=request,
             token_ids=self.token_ids,
-            want=self.want,
+            score_kind=self.want,
             start=self.start,
             top_logprobs=self.top_logprobs,
             temperature=self.temperature,

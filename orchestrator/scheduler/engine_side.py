@@ -97,7 +97,7 @@ class EngineSide:
         )
         self.outbox = Outbox(
             self.fleet.send,
-            takes_turns_together=self.fleet.takes_turns_together,
+            supports_submit_turns=self.fleet.supports_submit_turns,
             on_refused=self._refuse_unsendable,
             on_error=shell.fail,
         )
@@ -135,7 +135,7 @@ class EngineSide:
     ) -> None:
         """Fail a turn or scoring request that fits no frame, as if the engine had refused it."""
         if isinstance(message, ScoreTokens):
-            refusal = ScoreFailed(request=message.request, message=str(error))
+            refusal = ScoreFailed(request_id=message.request_id, message=str(error))
             self.scores.received(engine, refusal)
         else:
             self.handle([ev.TurnRejected(engine, message.turn, str(error))])
@@ -185,7 +185,7 @@ class EngineSide:
             "swap",
             at_us=message.swapped_us,
             version=message.version,
-            standstill_us=message.standstill_us,
+            stall_us=message.stall_us,
         )
         self.handle([ev.EngineSwapped(engine, message.version)])
         self.scores.advance()

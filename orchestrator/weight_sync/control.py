@@ -115,7 +115,7 @@ class EngineControl:
         hello = self._shell.hello_of(engine)
         memory = None
         if hello is not None:
-            memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.lacks_weights)
+            memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.needs_weights)
             if self.state.asleep and self.state.sleep_level not in hello.sleep_levels:
                 log.warning("engine=%s joined while others sleep, and can't", engine)
         self._handle(wc.EngineCame(engine, version, memory))

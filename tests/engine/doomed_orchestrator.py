@@ -36,7 +36,9 @@ def main(address: str, model: Path) -> None:
     peer, _ = socket.recv_multipart()  # its hello
     channel = sender("shm", None)
     (whole,) = channel.write(1, named_buffers(model))
-    half = UpdateWeights(version=1, location=whole.location, tensors=whole.tensors[:-1], last=False)
+    half = UpdateWeights(
+        version=1, location=whole.location, tensors=whole.tensors[:-1], is_last=False
+    )
     for message in (
         Welcome(heartbeat_interval_s=0.2, orchestrator_timeout_s=600, credit_steps=CREDIT_STEPS),
         channel.init(),

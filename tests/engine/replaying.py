@@ -20,7 +20,7 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
     )
     context = np.array(turn.prompt + turn.token_ids, np.int32)
     asked = turn.sampling
-    prefills = {prefill.at: prefill for prefill in turn.prefills}
+    prefills = {prefill.output_tokens: prefill for prefill in turn.prefills}
     again = SeenTurn(turn.prompt, asked)
     histories: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for index, version in enumerate(turn.versions):

@@ -28,9 +28,9 @@ class Asker:
     ) -> int:
         request = len(self.asked)
         message = ScoreTokens(
-            request=request,
+            request_id=request,
             token_ids=np.array(tokens, "<i4").tobytes(),
-            want=want,
+            score_kind=want,
             start=(1 if want == "logprobs" else 0) if start is None else start,
             top_logprobs=top_logprobs,
             temperature=temperature,
@@ -42,7 +42,7 @@ class Asker:
 
     def answers(self, request: int) -> list[ScoreResult]:
         said = self.engine.answers
-        return [a for a in said if isinstance(a, ScoreResult) and a.request == request]
+        return [a for a in said if isinstance(a, ScoreResult) and a.request_id == request]
 
     def refusals(self) -> list[ScoreFailed]:
         return [a for a in self.engine.answers if isinstance(a, ScoreFailed)]
@@ -50,7 +50,7 @@ class Asker:
     def check(self, request: int, peers: list[Any], *, tolerance: float = 1e-4) -> None:
         """Compare the answer with transformers on the version that it names."""
         parts, message = self.answers(request), self.asked[request]
-        assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
         assert len({part.version for part in parts}) == 1
         check_answer(parts, message, peers[parts[0].version], tolerance=tolerance)
 
@@ -60,7 +60,7 @@ def check_answer(
 ) -> None:
     """Compare an answer with one forward pass of transformers."""
     tokens = np.frombuffer(message.token_ids, "<i4").astype(np.int64)
-    if message.want == "logprobs":
+    if message.score_kind == "logprobs":
         _check_logprobs(parts, message, peer, tokens, tolerance)
         return
     values = np.concatenate([np.frombuffer(part.values, "<f4") for part in parts])
@@ -72,7 +72,7 @@ def check_answer(
         "mean_embedding": lambda: hidden[message.start :].mean(0),
         "hidden_states": lambda: hidden[message.start :],
         "rewards": lambda: output.logits[0].float().numpy(),
-    }[message.want]()
+    }[message.score_kind]()
     np.testing.assert_allclose(values, expected.reshape(-1), atol=tolerance, rtol=1e-4)
 
 

@@ -202,10 +202,10 @@ def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed
                 update = decode_from_orchestrator(bytes.fromhex(frame))
                 assert isinstance(update, UpdateWeights)
                 if version == 2:  # CUDA knows no such handle, and goes on
-                    assert update.memory is not None
-                    handle = update.memory.handle[:2] + bytes(64)
-                    memory = msgspec.structs.replace(update.memory, handle=handle)
-                    update = msgspec.structs.replace(update, memory=memory)
+                    assert update.ipc_handle is not None
+                    handle = update.ipc_handle.handle[:2] + bytes(64)
+                    memory = msgspec.structs.replace(update.ipc_handle, handle=handle)
+                    update = msgspec.structs.replace(update, ipc_handle=memory)
                 staging.update(update)
             answers: list[Message] = []
             while not answers:

@@ -205,7 +205,7 @@ def test_keep_freezes_turns_and_they_go_on_as_if_nothing_had_been(engine: Orches
     engine.send(Resume())
     engine.await_one(TurnsResumed)
     assert engine.finish(turn).token_ids == undisturbed.token_ids
-    assert [prefill.at for prefill in engine.turns[turn].prefills] == [0]
+    assert [prefill.output_tokens for prefill in engine.turns[turn].prefills] == [0]
 
 
 def test_abort_ends_turns_before_it_is_answered_and_resubmitting_loses_nothing(
@@ -233,14 +233,14 @@ def test_samples_of_one_prompt_share_its_prefill_until_a_pause_clears_the_cache(
 ) -> None:
     prompt = list(range(30, 90))
     group = [engine.submit(prompt, SamplingParams(max_tokens=4, seed=n)) for n in range(4)]
-    cached = [engine.finish(turn).prefills[0].cached for turn in group]
+    cached = [engine.finish(turn).prefills[0].cached_tokens for turn in group]
     assert cached == [0, 48, 48, 48]
     assert engine.await_heartbeat(2).free_blocks == 128
 
     engine.send(Pause(mode="abort", clear_cache=True))
     engine.await_one(TurnsPaused)
     engine.send(Resume())
-    assert engine.generate(prompt, GREEDY).prefills[0].cached == 0
+    assert engine.generate(prompt, GREEDY).prefills[0].cached_tokens == 0
 
 
 def test_wait_lets_turns_finish_and_starts_none(engine: Orchestra) -> None:
@@ -374,25 +374,25 @@ def test_given_tokens_are_scored_beside_turns_until_a_hello_ends_all_requests(
     fresh: Orchestra, models: Models
 ) -> None:
     hello = fresh.welcome(credit_steps=1)
-    assert hello.scores == ["logprobs", "embedding", "mean_embedding", "hidden_states"]
+    assert hello.score_kinds == ["logprobs", "embedding", "mean_embedding", "hidden_states"]
     turn = fresh.submit(PROMPT, GREEDY)
-    fresh.send(ask := ScoreTokens(request=0, token_ids=column(PROMPT), start=1, top_logprobs=2))
+    fresh.send(ask := ScoreTokens(request_id=0, token_ids=column(PROMPT), start=1, top_logprobs=2))
     assert fresh.finish(turn).token_ids
     first = fresh.await_one(ScoreResult)
-    assert (first.request, first.version, len(first.logprobs)) == (0, 0, 4 * (len(PROMPT) - 1))
+    assert (first.request_id, first.version, len(first.logprobs)) == (0, 0, 4 * (len(PROMPT) - 1))
 
-    fresh.send(msgspec.structs.replace(ask, request=1, token_ids=column([*PROMPT, 96])))
+    fresh.send(msgspec.structs.replace(ask, request_id=1, token_ids=column([*PROMPT, 96])))
     assert "token_ids[39] = 96" in fresh.await_one(ScoreFailed).message
 
     fresh.send(Pause(mode="keep"))
     fresh.await_one(TurnsPaused)
-    fresh.send(msgspec.structs.replace(ask, request=2))
-    fresh.send(CancelScore(request=3))
+    fresh.send(msgspec.structs.replace(ask, request_id=2))
+    fresh.send(CancelScore(request_id=3))
     fresh.send(MessageRejected(message="something was lost"))
     fresh.welcome()  # the pause and request 2 are forgotten with the conversation
-    fresh.send(msgspec.structs.replace(ask, request=4))
+    fresh.send(msgspec.structs.replace(ask, request_id=4))
     again = fresh.await_one(ScoreResult)
-    assert (again.request, again.logprobs) == (4, first.logprobs)
+    assert (again.request_id, again.logprobs) == (4, first.logprobs)
     assert fresh.await_heartbeat(2).waiting_turns == 0
 
 

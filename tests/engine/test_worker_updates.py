@@ -124,7 +124,7 @@ def test_an_update_keeping_kv_changes_the_version_between_two_tokens(
     old, new = live.version - 1, live.version
     assert 3 <= boundary < 40
     assert seen.versions == [old] * boundary + [new] * (40 - boundary)
-    assert [prefill.at for prefill in seen.prefills] == [0]
+    assert [prefill.output_tokens for prefill in seen.prefills] == [0]
     assert live.recomputed_turns == 0
     audit(turn, engine, models)
 
@@ -135,7 +135,7 @@ def test_an_update_recomputing_kv_prefills_the_turn_again_under_the_new_weights(
     turn, boundary, live = swap_in_flight(engine, publisher, models, "keep", "recompute")
     seen = engine.finish(turn)
     assert live.recomputed_turns == 1
-    assert [prefill.at for prefill in seen.prefills] == [0, boundary]
+    assert [prefill.output_tokens for prefill in seen.prefills] == [0, boundary]
     assert seen.prefills[1].spans == [KvSpan(live.version, 0, len(PROMPT) + boundary)]
     audit(turn, engine, models)
 
@@ -277,7 +277,7 @@ def test_an_engine_on_the_cpu_refuses_weights_on_a_gpu_and_serves_on(
     assert "this engine computes on the CPU" in engine.await_one(MessageRejected).message
     engine.send(StartWeightUpdate(version=version))
     memory = CudaIpcHandle("GPU-1", b"\x02c" + bytes(64), 2**40, 0, b"/torch_1_2_3", 7)
-    engine.send(UpdateWeights(version=version, location="", tensors=[], memory=memory))
+    engine.send(UpdateWeights(version=version, location="", tensors=[], ipc_handle=memory))
     failed = engine.await_one(WeightsFailed)
     assert (failed.version, "computes on the CPU" in failed.message) == (version, True)
     assert set(engine.generate(PROMPT, GREEDY).versions) == {version - 1}

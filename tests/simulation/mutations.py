@@ -361,7 +361,7 @@ def kv_computed_again_is_taken_for_the_old(patch: pytest.MonkeyPatch) -> None:
     right = TurnTracker._file_prefill
 
     def file_prefill(turn: Turn | None, prefill: Prefill) -> None:
-        if prefill.at == 0:
+        if prefill.output_tokens == 0:
             right(turn, prefill)
 
     patch.setattr(TurnTracker, "_file_prefill", staticmethod(file_prefill))

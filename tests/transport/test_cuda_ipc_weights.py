@@ -110,7 +110,7 @@ def test_each_version_arrives_whatever_its_size_and_the_trainers_tensors_do_late
         for tensor in sent:
             if tensor.data.dtype.is_floating_point:
                 tensor.data.zero_()
-        assert [(update.version, update.last) for update in updates] == [(version, True)]
+        assert [(update.version, update.is_last) for update in updates] == [(version, True)]
         assert_arrived(read(end, updates), tensors(rows))
 
 
@@ -125,7 +125,7 @@ def test_a_set_larger_than_a_buffer_comes_in_parts_of_which_the_last_says_so(
         ["w2"],  # larger than any buffer
         ["w3"],
     ]
-    assert [update.last for update in updates] == [False, False, True]
+    assert [update.is_last for update in updates] == [False, False, True]
     assert_arrived(read(end, updates), sent)
 
 
@@ -269,10 +269,10 @@ SPOILT = [
     ({"offset": TOTAL_BYTES}, "can't be on a GPU"),
     ({"offset": 2**63 - 1}, "can't be on a GPU"),
     ({"nbytes": 64}, "outside of the buffer"),
-    ({"counter": b"/tidegate-weights"}, "no name that torch gives"),
-    ({"counter": b"/torch_1_2_3/../x"}, "no name that torch gives"),
-    ({"counter": b"/torch_1_2_3\0"}, "no name that torch gives"),
-    ({"counter_offset": 10_000}, "10000 is none of them"),
+    ({"ref_counter_handle": b"/tidegate-weights"}, "no name that torch gives"),
+    ({"ref_counter_handle": b"/torch_1_2_3/../x"}, "no name that torch gives"),
+    ({"ref_counter_handle": b"/torch_1_2_3\0"}, "no name that torch gives"),
+    ({"ref_counter_offset": 10_000}, "10000 is none of them"),
 ]
 """Invalid fields of a valid handle, with the expected error."""
 
@@ -286,8 +286,8 @@ def test_memory_that_can_not_be_is_refused_unopened_and_the_next_update_is_read(
     why: str,
 ) -> None:
     (update,) = channel.write(1, tensors(30))
-    assert update.memory is not None
-    spoilt = replace(update, memory=replace(update.memory, **fields))
+    assert update.ipc_handle is not None
+    spoilt = replace(update, ipc_handle=replace(update.ipc_handle, **fields))
     with pytest.raises(WeightsRefused, match=why):
         read(end, [spoilt])
     assert engine.opened == []
@@ -313,7 +313,7 @@ def test_a_spec_that_makes_no_sense_is_refused_before_memory_is_opened(
     with pytest.raises(WeightsRefused, match=why):
         read(end, [replace(update, tensors=[*update.tensors, spec])])
     with pytest.raises(WeightsRefused, match="without memory to open"):
-        read(end, [replace(update, memory=None)])
+        read(end, [replace(update, ipc_handle=None)])
     assert engine.opened == []
 
 
@@ -323,9 +323,9 @@ def test_a_frame_whose_memory_has_other_types_is_no_message() -> None:
     for index, value in ((0, 5), (1, "text"), (2, -1), (3, 2**64 - 1), (4, None), (5, 0.5)):
         told = {"kind": "update_weights", "version": 1, "location": "", "tensors": []}
         spoilt = [*good[:index], value, *good[index + 1 :]]
-        assert decode_from_orchestrator(msgspec.msgpack.encode(told | {"memory": good}))
+        assert decode_from_orchestrator(msgspec.msgpack.encode(told | {"ipc_handle": good}))
         with pytest.raises(BadFrame):
-            decode_from_orchestrator(msgspec.msgpack.encode(told | {"memory": spoilt}))
+            decode_from_orchestrator(msgspec.msgpack.encode(told | {"ipc_handle": spoilt}))
 
 
 @given(
@@ -345,7 +345,7 @@ def test_whatever_memory_a_peer_names_is_refused_without_another_error(
 ) -> None:
     engine = HostGpu()
     end = CudaIpcReceiver(CudaIpcSender(HostGpu()).init(), engine)
-    update = UpdateWeights(version=1, location="", tensors=[], memory=memory)
+    update = UpdateWeights(version=1, location="", tensors=[], ipc_handle=memory)
     with pytest.raises(WeightsRefused):
         read(end, [update])
     assert engine.opened == []

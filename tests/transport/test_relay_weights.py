@@ -319,11 +319,11 @@ def test_relays_form_a_chain_that_closes_over_who_is_silent() -> None:
     assert line.parent(ParentRequest("w", "a")) == ""
     assert line.parent(ParentRequest("w", "b")) == "a"
     assert line.parent(ParentRequest("w", "c")) == "b"
-    assert line.parent(ParentRequest("w", "c", avoid="b")) == "a"
+    assert line.parent(ParentRequest("w", "c", silent_parent="b")) == "a"
     assert line.parent(ParentRequest("w", "d")) == "c"
     assert line.parent(ParentRequest("w", "b")) == "a", "it speaks again"
-    assert line.parent(ParentRequest("w", "c", avoid="a")) == "b"
-    assert line.parent(ParentRequest("w", "b", avoid="a")) == ""
+    assert line.parent(ParentRequest("w", "c", silent_parent="a")) == "b"
+    assert line.parent(ParentRequest("w", "b", silent_parent="a")) == ""
 
 
 def test_where_each_serves_two_they_form_a_tree() -> None:
@@ -358,4 +358,4 @@ def test_a_question_is_answered_with_what_is_kept(weights: Sender) -> None:
         assert asker.poll(round(WAIT_S * 1000))
         answer = decode_parent_assignment(asker.recv())
     assert answer.address == ""
-    assert answer.kept == [one.location, two.location]
+    assert answer.kept_locations == [one.location, two.location]

@@ -115,7 +115,7 @@ def test_each_version_arrives_in_another_process_also_when_it_grows_and_shrinks(
             NamedBuffer("norm", "float32", (rows,), memoryview(os.urandom(4 * rows))),
         ]
         [update] = weights.write(version, tensors)
-        assert (update.version, update.last) == (version, True)
+        assert (update.version, update.is_last) == (version, True)
         assert engine.hashes(update) == hashes(tensors)
     assert engine.finish() == ""
 

@@ -54,7 +54,7 @@ class RoundRequest(msgspec.Struct, frozen=True, array_like=True, tag="round_requ
     later."""
 
     location: Text
-    have_bytes: Count = 0
+    received_bytes: Count = 0
     """Number of leading bytes that the engine has already."""
     gpu: Text = ""
     """UUID of the GPU that the engine would use; empty: none."""
@@ -74,7 +74,7 @@ class RoundAssignment(msgspec.Struct, frozen=True, array_like=True, tag="round_a
     reached."""
     backend: str = "gloo"
     rank: Count = 0
-    size: Count = 0
+    world_size: Count = 0
     start: Count = 0
     nbytes: Count = 0
     """Bytes [start, nbytes) will be broadcast."""
@@ -258,14 +258,14 @@ def join_group(round_: RoundAssignment, store: Any, *, own_host: str | None) -> 
     if round_.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(place, round_.rank, round_.size, options)
+        nccl = dist.ProcessGroupNCCL(place, round_.rank, round_.world_size, options)
         return BroadcastGroup(nccl, "cuda")
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     device = gloo.create_device(hostname=own_host) if own_host else gloo.create_default_device()
     options._devices = [device]
-    return BroadcastGroup(gloo(place, round_.rank, round_.size, options), "cpu")
+    return BroadcastGroup(gloo(place, round_.rank, round_.world_size, options), "cpu")
 
 
 def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:

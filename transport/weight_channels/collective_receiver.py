@@ -174,7 +174,7 @@ class CollectiveReceiver:
             told = decode_round_assignment(self._socket.recv_multipart()[0])
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
-        if told.location != arriving.location or (told.size == 0 and not told.refusal):
+        if told.location != arriving.location or (told.world_size == 0 and not told.refusal):
             return None  # answer to an abandoned attempt
         if told.refusal:
             raise WeightsRefused(f"weights can't be fetched: {told.refusal}")
@@ -190,7 +190,7 @@ class CollectiveReceiver:
         while self._socket.poll(0):
             with suppress(BadFrame):  # an unreadable frame is ignored; the request is repeated
                 told = decode_round_assignment(self._socket.recv_multipart()[0])
-                if told.group == group and told.size == 0:
+                if told.group == group and told.world_size == 0:
                     return True
         return False
 

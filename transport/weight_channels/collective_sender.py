@@ -136,7 +136,7 @@ class CollectiveSender(ZmqSender):
             for peer in asked:
                 self._socket.send_multipart([peer, encode(RoundAssignment(location, refusal=why))])
             return
-        start = min(join.have_bytes for join in asked.values()) // PIECE_BYTES * PIECE_BYTES
+        start = min(join.received_bytes for join in asked.values()) // PIECE_BYTES * PIECE_BYTES
         backend = self._backend(asked)
         peers = tuple(sorted(asked))
         name = self._group_name(peers, backend)
@@ -148,7 +148,7 @@ class CollectiveSender(ZmqSender):
                 store=f"tcp://*:{self._store_port}",
                 backend=backend,
                 rank=rank,
-                size=size,
+                world_size=size,
                 start=min(start, place.nbytes),
                 nbytes=place.nbytes,
             )

@@ -83,7 +83,7 @@ class CudaIpcSender:
             self._free(version)
             raise
         replace = msgspec.structs.replace
-        return [replace(part, last=part is parts[-1]) for part in parts]
+        return [replace(part, is_last=part is parts[-1]) for part in parts]
 
     def close(self) -> None:
         """Free all buffers. Idempotent."""
@@ -111,7 +111,7 @@ class CudaIpcSender:
             _tensor_at(room, spec).copy_(tensor.data.detach())
         memory = self._gpu.share(room)
         self._buffers[version].append(_Buffer(room, memory))
-        return UpdateWeights(version=version, location="", tensors=place.specs, memory=memory)
+        return UpdateWeights(version=version, location="", tensors=place.specs, ipc_handle=memory)
 
     def _free(self, version: int) -> None:
         for buffer in self._buffers.pop(version):
@@ -157,7 +157,7 @@ class CudaIpcReceiver:
         Raises:
             WeightsRefused: the message contradicts itself, or the memory cannot be opened.
         """
-        memory = update.memory
+        memory = update.ipc_handle
         if memory is None:
             raise WeightsRefused("an update by 'cuda_ipc' came without memory to open")
         check_memory(memory, self._gpu)

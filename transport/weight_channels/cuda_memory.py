@@ -114,7 +114,7 @@ def check_memory(memory: CudaIpcHandle, gpu: Gpu) -> None:
             f"a GPU as this torch spells it: {HANDLE_BYTES} bytes, the second 'c'; do trainer and "
             f"engine have the same torch?"
         )
-    if flaw := flaw_of_counter(memory.counter, memory.counter_offset):
+    if flaw := flaw_of_counter(memory.ref_counter_handle, memory.ref_counter_offset):
         raise WeightsRefused(f"memory on a GPU is not opened: {flaw}")
     end = memory.offset + memory.nbytes
     if memory.nbytes < 1 or memory.offset < 0 or end > gpu.total_bytes:
@@ -209,7 +209,9 @@ class CudaGpu:
         """
         import torch
 
-        torch.UntypedStorage._release_ipc_counter_cuda(memory.counter, memory.counter_offset)
+        torch.UntypedStorage._release_ipc_counter_cuda(
+            memory.ref_counter_handle, memory.ref_counter_offset
+        )
 
     def open(self, memory: CudaIpcHandle) -> "torch.Tensor":
         """See :class:`Gpu`."""
@@ -221,8 +223,8 @@ class CudaGpu:
                 memory.handle,
                 memory.nbytes,
                 memory.offset,
-                memory.counter,
-                memory.counter_offset,
+                memory.ref_counter_handle,
+                memory.ref_counter_offset,
                 _NO_EVENT,
                 False,
             )

@@ -37,9 +37,9 @@ class ParentRequest(msgspec.Struct, frozen=True, array_like=True, tag="parent_re
     """Relay -> sender: asks which node to fetch ``location`` from."""
 
     location: Text
-    here: Text
+    relay_address: Text
     """Address at which this relay serves other relays."""
-    avoid: Text = ""
+    silent_parent: Text = ""
     """Address of the parent assigned before, if it is silent."""
 
 
@@ -51,7 +51,7 @@ class ParentAssignment(msgspec.Struct, frozen=True, array_like=True, tag="parent
     """Address of the parent; empty: the sender itself."""
     nbytes: Count = 0
     """Total size of the location, in bytes."""
-    kept: list[str] = []
+    kept_locations: list[str] = []
     """Locations that may still be requested; the relay may drop all others."""
     refusal: str = ""
 
@@ -67,7 +67,7 @@ class LocationProgress(msgspec.Struct, frozen=True, array_like=True, tag="locati
     descriptor."""
 
     location: str
-    nbytes: Count = 0
+    ready_bytes: Count = 0
     refusal: str = ""
 
 

@@ -304,7 +304,7 @@ class RelayNode:
             self._fail(slot, parent.refusal)
             return
         if slot.transfer is None:
-            self._forget_all_but({*parent.kept, parent.location})
+            self._forget_all_but({*parent.kept_locations, parent.location})
             self._open(slot, parent.nbytes)
         self._stop_fetching(slot)
         if slot.is_complete:  # from its seed

@@ -146,7 +146,7 @@ class RelayReceiver:
             raise WeightsRefused(f"weights can't be fetched: {ready.refusal}")
         for fd in fds:
             self._map(fd)
-        self._ready_bytes = ready.nbytes
+        self._ready_bytes = ready.ready_bytes
 
     def _map(self, fd: int) -> None:
         """Map the memory of the location, unless it is mapped already."""

@@ -34,12 +34,12 @@ class RelayTree:
 
         The sender is node 0 and the asker node n + 1 of a tree in which each serves ``fan_out``.
         """
-        if where.avoid:
-            self.silent.add(where.avoid)
-        self.silent.discard(where.here)  # it has just sent a message
-        if where.here not in self.relays:
-            self.relays.append(where.here)
-        before = self.relays[: self.relays.index(where.here)]
+        if where.silent_parent:
+            self.silent.add(where.silent_parent)
+        self.silent.discard(where.relay_address)  # it has just sent a message
+        if where.relay_address not in self.relays:
+            self.relays.append(where.relay_address)
+        before = self.relays[: self.relays.index(where.relay_address)]
         able = [relay for relay in before if relay not in self.silent]
         node = len(able) // fan_out
         return able[node - 1] if node else ""
@@ -91,7 +91,7 @@ class RelaySender(ZmqSender):
         nbytes = sizes.get(where.location)
         if nbytes is None:
             why = f"{where.location!r} is not here, or not any more"
-            return ParentAssignment(where.location, kept=list(sizes), refusal=why)
+            return ParentAssignment(where.location, kept_locations=list(sizes), refusal=why)
         line = self._lines.setdefault(where.location, RelayTree())
         address = line.parent(where, fan_out=self._fan_out)
         return ParentAssignment(where.location, address, nbytes, list(sizes))

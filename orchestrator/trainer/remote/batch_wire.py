@@ -33,7 +33,7 @@ def batch_to_wire(
             tasks.append(task if _is_plain(task) else None)
     shard = batch.shard or Shard(0, 1, len(batch.rewards), batch.sampled_tokens)
     message = BatchReply(
-        number=batch.number,
+        batch_number=batch.number,
         trainer_version=batch.trainer_version,
         columns=columns,
         tasks=tasks,
@@ -59,7 +59,7 @@ def batch_from_wire(message: BatchReply, frames: Sequence[bytes]) -> Batch:
         raise BadFrame("a row of a batch is of a task that is not there")
     totals = message.rows_total, message.sampled_tokens_total, tuple(message.rows)
     facts = BatchFacts(
-        number=message.number,
+        number=message.batch_number,
         trainer_version=message.trainer_version,
         tasks=tuple(message.tasks[place] for place in message.task_of_row),
         shard=Shard(message.rank, message.world_size, *totals) if message.world_size > 1 else None,

@@ -105,7 +105,7 @@ class TrainerLink:
             if self._failure is not None:
                 raise self._failure
             number = self._newest + 1
-            message = (wire.encode(wire.RequestEnvelope(request=number, ask=ask)), *frames)
+            message = (wire.encode(wire.RequestEnvelope(request_id=number, request=ask)), *frames)
             self._newest = number
             if not self._pending:
                 self._pending_since_s = time.monotonic()
@@ -157,7 +157,13 @@ class TrainerLink:
             newest = self._newest
             silent_s = now_s - max(self._heard_s, self._pending_since_s)
         if self.has_joined:
-            self._socket.send((wire.encode(wire.TrainerHeartbeat(newest=newest, pending=pending)),))
+            self._socket.send(
+                (
+                    wire.encode(
+                        wire.TrainerHeartbeat(last_request_id=newest, pending_request_ids=pending)
+                    ),
+                )
+            )
         if pending and silent_s > self._run_timeout_s:
             self._fail(
                 RunLost(
@@ -192,17 +198,21 @@ class TrainerLink:
     def _take(self, message: Message, frames: Sequence[bytes]) -> None:
         match message:
             case wire.ReplyEnvelope():
-                if (pending := self._settle(message.request)) is not None:
-                    pending.future.set_result(RequestAnswered(message.answer, frames))
+                if (pending := self._settle(message.request_id)) is not None:
+                    pending.future.set_result(RequestAnswered(message.reply, frames))
             case wire.RequestFailed():
                 error: Exception = _error(message.error, message.message)
                 if message.may_retry:
                     error = MayRetry(message.message)
-                if (pending := self._settle(message.request)) is not None:
+                if (pending := self._settle(message.request_id)) is not None:
                     pending.future.set_exception(error)
             case wire.RunHeartbeat():
                 with self._lock:
-                    lost = [self._pending[n].frames for n in message.missing if n in self._pending]
+                    lost = [
+                        self._pending[n].frames
+                        for n in message.missing_request_ids
+                        if n in self._pending
+                    ]
                     self._outbox.extend(frames for frames in lost if frames not in self._outbox)
             case wire.UnknownTrainer():
                 self._fail(

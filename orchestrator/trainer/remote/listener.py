@@ -219,7 +219,8 @@ class _Listener:
             except BadFrame as error:
                 self._router.malformed += 1
                 self._send(
-                    received[0], wire.RequestFailed(request=0, error="BadFrame", message=str(error))
+                    received[0],
+                    wire.RequestFailed(request_id=0, error="BadFrame", message=str(error)),
                 )
         self._loop.call_soon(self._drain_if_open)
 
@@ -239,7 +240,7 @@ class _Listener:
         process = self._ranks.heard(peer, self._loop.time())
         self._silent.discard(peer)
         client = self._clients.get(peer)
-        if isinstance(message, wire.RequestEnvelope) and isinstance(message.ask, wire.JoinRun):
+        if isinstance(message, wire.RequestEnvelope) and isinstance(message.request, wire.JoinRun):
             self._begin(peer, message, b"")
         elif process is None or client is None:
             self._send(peer, wire.UnknownTrainer())
@@ -252,21 +253,23 @@ class _Listener:
 
     def _compare(self, client: _Client, alive: wire.TrainerHeartbeat) -> None:
         """Repeat replies that were lost, and request what never arrived."""
-        pending = set(alive.pending)
-        client.settled = max(client.settled, min(pending, default=alive.newest + 1) - 1)
-        for number in [n for n in client.replies if n <= alive.newest and n not in pending]:
+        pending = set(alive.pending_request_ids)
+        client.settled = max(client.settled, min(pending, default=alive.last_request_id + 1) - 1)
+        for number in [
+            n for n in client.replies if n <= alive.last_request_id and n not in pending
+        ]:
             del client.replies[number]
         for number in pending & client.replies.keys():
             self._send_frames(client.peer, client.replies[number])
         missing = sorted(pending - client.replies.keys() - client.running.keys())
-        self._send(client.peer, wire.RunHeartbeat(missing=missing))
+        self._send(client.peer, wire.RunHeartbeat(missing_request_ids=missing))
 
     # ------------------------------------------------------------ ranks
 
     def _begin(self, peer: bytes, request: wire.RequestEnvelope, data: bytes) -> None:
         """Start a task for a request, unless the request is running or answered."""
         client = self._clients.get(peer)
-        number = request.request
+        number = request.request_id
         if client is not None:
             if number in client.replies:
                 self._send_frames(peer, client.replies[number])
@@ -274,10 +277,10 @@ class _Listener:
                 return
             if len(client.running) >= REQUESTS_AT_ONCE_MAX:
                 raise BadFrame(f"more than {REQUESTS_AT_ONCE_MAX} requests at once")
-        elif isinstance(request.ask, wire.JoinRun):
-            client = self._joined(peer, number, request.ask)
+        elif isinstance(request.request, wire.JoinRun):
+            client = self._joined(peer, number, request.request)
         if client is not None:
-            name = f"{type(request.ask).__name__} of rank {client.rank}"
+            name = f"{type(request.request).__name__} of rank {client.rank}"
             task = self._group.create_task(self._answer(client, request, data), name=name)
             client.running[number] = task
 
@@ -327,21 +330,21 @@ class _Listener:
         reply: Message
         try:
             answer: wire.AnyTrainerReply
-            if isinstance(request.ask, wire.JoinRun):
-                answer = await self._service.join(client.rank, request.ask, client.weights)
+            if isinstance(request.request, wire.JoinRun):
+                answer = await self._service.join(client.rank, request.request, client.weights)
             else:
                 answer, frames = await self._service.answer(
-                    client.rank, client.weights, request.ask, data
+                    client.rank, client.weights, request.request, data
                 )
-            reply = wire.ReplyEnvelope(request=request.request, answer=answer)
+            reply = wire.ReplyEnvelope(request_id=request.request_id, reply=answer)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - told to who asked; a run's own end is watched
-            reply = _failed(request.request, error)
+            reply = _failed(request.request_id, error)
         finally:
-            client.running.pop(request.request, None)
+            client.running.pop(request.request_id, None)
         sent = (wire.encode(reply), *frames)
-        client.replies[request.request] = sent
+        client.replies[request.request_id] = sent
         self._send_frames(client.peer, sent)
 
     def _refuse(self, peer: bytes, number: int, error: Exception) -> None:
@@ -350,7 +353,7 @@ class _Listener:
 
 def _failed(number: int, error: Exception) -> wire.RequestFailed:
     return wire.RequestFailed(
-        request=number,
+        request_id=number,
         error=_name(error),
         message=_say(error),
         may_retry=isinstance(error, RankTaken),

@@ -80,13 +80,15 @@ class RemoteRequests(RunRequests):
 
     async def control(self, request: Any, **values: Any) -> Any:
         """Send a small request by name; return what it gave."""
-        answered = await result_of(self._link.ask(wire.ControlRun(wish=request, values=values)))
+        answered = await result_of(
+            self._link.ask(wire.ControlRun(action=request, arguments=values))
+        )
         assert isinstance(answered.answer, wire.ResultReply)
         return answered.answer.value
 
     @override
     async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
-        request = wire.ScoreSequences(asked=[list(astuple(one)) for one in asked])
+        request = wire.ScoreSequences(requests=[list(astuple(one)) for one in asked])
         return _scores_of(await result_of(self._link.ask(request)))
 
     @override
@@ -194,7 +196,7 @@ class RemoteRollouts(TrainerHandle):
             rank=self.rank,
             world_size=self.world_size,
             run_id="" if self._resume is None else self._resume.run_id,
-            batches=None if self._resume is None else self._resume.batches,
+            last_batch=None if self._resume is None else self._resume.batches,
             shared_memory=self._weights.init,
         )
         until_s, why = time.monotonic() + self._connect_timeout_s, "nobody answered"
@@ -217,7 +219,7 @@ class RemoteRollouts(TrainerHandle):
     def _take_welcome(self, answer: wire.AnyTrainerReply) -> None:
         assert isinstance(answer, wire.TrainerWelcome)
         self._welcome = answer
-        self._number, self._version = answer.batches, answer.version
+        self._number, self._version = answer.last_batch, answer.version
         self._journal = answer.journal
         self._weights.reads_shared_memory = answer.reads_shared_memory
 
@@ -241,7 +243,7 @@ class RemoteRollouts(TrainerHandle):
         return batch
 
     def _next_batch(self) -> wire.NextBatch:
-        return wire.NextBatch(after=self._number)
+        return wire.NextBatch(after_batch=self._number)
 
     def _publish(
         self,
@@ -254,8 +256,8 @@ class RemoteRollouts(TrainerHandle):
     ) -> "concurrent.futures.Future[RequestAnswered]":
         """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.PublishWeights(
-            number=self._number,
-            ordinal=self._ordinal,
+            batch_number=self._number,
+            publish_index=self._ordinal,
             wait=wait,
             partial=partial,
             is_rollback=is_rollback,
@@ -462,7 +464,7 @@ class TaskFeeder:
         self._link = link
         self._tasks = iter(tasks)
         self._offer = uuid.uuid4().hex
-        self.offered = link.ask(wire.OpenTaskStream(offer=self._offer, episode=episode or ""))
+        self.offered = link.ask(wire.OpenTaskStream(stream=self._offer, episode=episode or ""))
         """Done once the run has accepted the offer."""
         self.failure: BaseException | None = None
         """Error that the iterator raised, or of a task that can't be sent."""
@@ -492,7 +494,7 @@ class TaskFeeder:
             self._end_with(error)
 
     def _give(self, tasks: list[Any], *, is_end: bool) -> bool:
-        ask = wire.SendTasks(offer=self._offer, tasks=tasks, is_end=is_end)
+        ask = wire.SendTasks(stream=self._offer, tasks=tasks, is_last=is_end)
         answer = self._link.ask(ask).result().answer
         return isinstance(answer, wire.ResultReply) and bool(answer.value)
 
@@ -519,7 +521,7 @@ def _scores_of(answered: RequestAnswered) -> list[Score]:
     arrays = iter(from_frames(message.columns, answered.frames))
     names = iter(message.columns)
     scores: list[Score] = []
-    for version, engine, number in message.about:
+    for version, engine, number in message.metadata:
         column = next(names)
         values: Any = next(arrays)
         if column.name == "values":

@@ -83,7 +83,7 @@ class TrainerService:
         """
         match ask:
             case wire.NextBatch():
-                return await self._next_batch(rank, ask.after)
+                return await self._next_batch(rank, ask.after_batch)
             case wire.PublishWeights():
                 return wire.PublishReply(version=await self._publish(rank, weights, ask)), ()
             case wire.UploadChunk():
@@ -93,7 +93,7 @@ class TrainerService:
                 await self._offer(rank, ask)
                 return wire.ResultReply(), ()
             case wire.SendTasks():
-                is_wanted = await self._pipe_of(ask.offer).put(ask.tasks, is_end=ask.is_end)
+                is_wanted = await self._pipe_of(ask.stream).put(ask.tasks, is_end=ask.is_last)
                 return wire.ResultReply(value=is_wanted), ()
             case wire.Evaluate():
                 done = await self._rollouts.evaluate(
@@ -102,7 +102,9 @@ class TrainerService:
                 return wire.EvaluateReply(rewards=done.rewards), ()
             case wire.ScoreSequences():
                 return _scores(
-                    await self._rollouts.score_queries([ScoreQuery(*asked) for asked in ask.asked])
+                    await self._rollouts.score_queries(
+                        [ScoreQuery(*asked) for asked in ask.requests]
+                    )
                 )
             case wire.ControlRun():
                 return wire.ResultReply(value=await self._control(ask)), ()
@@ -123,12 +125,12 @@ class TrainerService:
                 self._published.clear()
         for publish in self._published.values():
             publish.told.add(rank)
-        batches = self.progress.join(rank, ask.batches)
+        batches = self.progress.join(rank, ask.last_batch)
         self._barrier.notify()
         return wire.TrainerWelcome(
             run_id=self._run_id,
             version=self._rollouts.version,
-            batches=batches,
+            last_batch=batches,
             is_resumed=self._rollouts.is_resumed and self.progress.newest == self.progress.done,
             journal=self._journal(),
             reads_shared_memory=weights.reads_shared_memory,
@@ -208,7 +210,7 @@ class TrainerService:
                 "may be another's by then; give them to listen(tasks=…)"
             )
         episode = self._episode_of(ask.episode)
-        before, self._pipe = self._pipe, (ask.offer, TaskPipe())
+        before, self._pipe = self._pipe, (ask.stream, TaskPipe())
         if before is not None:
             await before[1].close()
         await self._rollouts.offer(self._pipe[1], episode=episode)
@@ -233,21 +235,21 @@ class TrainerService:
     # ------------------------------------------------------------ weights
 
     async def _publish(self, rank: int, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
-        self.progress.note_ready(rank, ask.number)
+        self.progress.note_ready(rank, ask.batch_number)
         self._barrier.notify()
-        key = (ask.number, ask.ordinal)
+        key = (ask.batch_number, ask.publish_index)
         if rank:
             version = await self._published_by_others(key, rank)
         else:
             version = await self._publish_once(key, weights, ask)
-        self.progress.note_consumed(rank, ask.number)
+        self.progress.note_consumed(rank, ask.batch_number)
         self._barrier.notify()
         return version
 
     async def _publish_once(
         self, key: PublishKey, weights: ReceivedWeights, ask: wire.PublishWeights
     ) -> int:
-        progress, number = self.progress, ask.number
+        progress, number = self.progress, ask.batch_number
 
         def behind() -> list[int]:
             return [r for r in progress.behind(number) if not self._ranks.is_done(r)]
@@ -313,8 +315,8 @@ class TrainerService:
     # ------------------------------------------------------------ small requests
 
     async def _control(self, ask: wire.ControlRun) -> Any:
-        run, values = self._rollouts, ask.values
-        match ask.wish:
+        run, values = self._rollouts, ask.arguments
+        match ask.action:
             case "pause":
                 await run.pause(values["mode"], clear_cache=bool(values["clear_cache"]))
             case "resume":
@@ -354,4 +356,4 @@ def _scores(scores: Sequence[Scored]) -> Answered:
             about.append([score.version, score.engine, rows])
             arrays.append(("values", score.values.reshape(-1)))
     columns, frames = to_frames(arrays)
-    return wire.ScoresReply(about=about, columns=columns), frames
+    return wire.ScoresReply(metadata=about, columns=columns), frames

@@ -264,15 +264,15 @@ def test_weights_that_the_host_has_no_room_for_stay_and_others_sleep_deeper(mode
     try:
         sleeper = SleepController(runner, staging, scheduler, reload=reload, memory=Crowded(CPU))
         scheduler.pause("abort")
-        sleeper.ask(Sleep(request=1, level=1, tags=["weights"]))
+        sleeper.ask(Sleep(request_id=1, level=1, tags=["weights"]))
         [failed] = sleeper.settle()
         assert isinstance(failed, SleepRequestFailed)
         assert "sleep at level 2" in failed.message
         assert (sleeper.asleep, sampled(runner)) == ([], expected)
-        sleeper.ask(Sleep(request=2, level=2, tags=["weights"]))
+        sleeper.ask(Sleep(request_id=2, level=2, tags=["weights"]))
         assert isinstance(sleeper.settle()[0], Asleep)
         assert not weights.final_norm.untyped_storage().nbytes()
-        assert isinstance(sleeper.wake(Wake(request=3, tags=["weights"])), Awake)
+        assert isinstance(sleeper.wake(Wake(request_id=3, tags=["weights"])), Awake)
     finally:
         staging.close()
     assert sampled(runner) == expected

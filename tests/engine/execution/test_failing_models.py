@@ -31,8 +31,8 @@ def test_turns_that_the_models_code_fails_for_end_by_name_and_all_others_go_on(
         exiting = engine.submit([EXIT], asked(4))
         long = engine.submit([1, 2, 3], asked(2 * LONG))
         column = bytes(4) + POISON.to_bytes(4, "little") + bytes(4)
-        engine.send(ScoreTokens(request=1, token_ids=column, want="logprobs", start=1))
-        engine.send(ScoreTokens(request=2, token_ids=bytes(12), want="logprobs", start=1))
+        engine.send(ScoreTokens(request_id=1, token_ids=column, score_kind="logprobs", start=1))
+        engine.send(ScoreTokens(request_id=2, token_ids=bytes(12), score_kind="logprobs", start=1))
         for turn in sound:
             assert engine.finish(turn).finish == LENGTH
         while engine.await_heartbeat().running_turns:
@@ -45,8 +45,8 @@ def test_turns_that_the_models_code_fails_for_end_by_name_and_all_others_go_on(
             long: "the model's code failed: KeyError: 'position'",
         }
         assert len(engine.turns[long].token_ids) >= LONG - 4
-        assert [each.request for each in engine.log if isinstance(each, ScoreFailed)] == [1]
-        assert [each.request for each in engine.log if isinstance(each, ScoreResult)] == [2]
+        assert [each.request_id for each in engine.log if isinstance(each, ScoreFailed)] == [1]
+        assert [each.request_id for each in engine.log if isinstance(each, ScoreResult)] == [2]
         for turn in sound:  # what they had sampled beside the others is what they sample alone
             seen = engine.turns[turn]
             alone = engine.generate(seen.prompt, seen.sampling)

@@ -89,16 +89,16 @@ def resume(engine: Orchestra) -> None:
 def sleep(
     engine: Orchestra, level: SleepLevel = 1, tags: tuple[MemoryTag, ...] = MEMORY_TAGS
 ) -> Asleep:
-    engine.send(Sleep(request=7, level=level, tags=list(tags)))
+    engine.send(Sleep(request_id=7, level=level, tags=list(tags)))
     asleep = engine.await_one(Asleep)
-    assert asleep.request == 7
+    assert asleep.request_id == 7
     return asleep
 
 
 def wake(engine: Orchestra, tags: tuple[MemoryTag, ...] = MEMORY_TAGS) -> Awake:
-    engine.send(Wake(request=8, tags=list(tags)))
+    engine.send(Wake(request_id=8, tags=list(tags)))
     awake = engine.await_one(Awake)
-    assert awake.request == 8
+    assert awake.request_id == 8
     return awake
 
 
@@ -119,14 +119,14 @@ def test_memory_goes_back_to_the_system_and_the_same_tokens_come_afterwards(
     pause(sleeper)
     asleep = sleep(sleeper, level)
     assert asleep.tags == ["weights", "kv_cache"]
-    assert asleep.returned_bytes > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
+    assert asleep.freed_bytes > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
     assert before - anonymous_bytes(sleeper) > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
     awake = wake(sleeper)
-    assert (awake.tags, awake.lacks_weights) == ([], False)
+    assert (awake.tags, awake.needs_weights) == ([], False)
     resume(sleeper)
     again = sleeper.generate(PROMPT, SAMPLED)
     assert (again.token_ids, again.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
-    assert again.prefills[0].cached == 0
+    assert again.prefills[0].cached_tokens == 0
 
 
 @pytest.mark.parametrize(("tag", "nbytes"), [("weights", WEIGHT_BYTES), ("kv_cache", KV_BYTES)])
@@ -137,7 +137,7 @@ def test_one_kind_of_memory_sleeps_without_the_other(
     pause(sleeper)
     asleep = sleep(sleeper, tags=(tag,))
     assert asleep.tags == [tag]
-    assert nbytes - SLACK_BYTES < asleep.returned_bytes < nbytes + 2 * SLACK_BYTES
+    assert nbytes - SLACK_BYTES < asleep.freed_bytes < nbytes + 2 * SLACK_BYTES
     assert sleep(sleeper).tags == ["weights", "kv_cache"]
     assert wake(sleeper, (tag,)).tags == [other for other in MEMORY_TAGS if other != tag]
     assert wake(sleeper).tags == []
@@ -157,7 +157,7 @@ def test_frozen_turns_are_computed_again_and_say_so(sleeper: Orchestra) -> None:
     assert len(sleeper.turns[turn].token_ids) == had
     wake(sleeper)
     assert sleeper.finish(turn).token_ids == undisturbed.token_ids
-    assert [prefill.at for prefill in sleeper.turns[turn].prefills] == [0, had]
+    assert [prefill.output_tokens for prefill in sleeper.turns[turn].prefills] == [0, had]
 
 
 def test_frozen_turns_whose_kv_stays_go_on_with_it(sleeper: Orchestra) -> None:
@@ -167,7 +167,7 @@ def test_frozen_turns_whose_kv_stays_go_on_with_it(sleeper: Orchestra) -> None:
     sleep(sleeper, tags=("weights",))
     wake(sleeper)
     resume(sleeper)
-    assert [prefill.at for prefill in sleeper.finish(turn).prefills] == [0]
+    assert [prefill.output_tokens for prefill in sleeper.finish(turn).prefills] == [0]
 
 
 def test_turns_submitted_to_a_sleeping_engine_wait_for_it(sleeper: Orchestra) -> None:
@@ -191,9 +191,9 @@ def test_a_sleep_waits_for_turns_that_its_pause_lets_finish(sleeper: Orchestra) 
 
 
 def test_without_a_pause_no_memory_is_given_back(sleeper: Orchestra) -> None:
-    sleeper.send(Sleep(request=3, level=1, tags=["weights"]))
+    sleeper.send(Sleep(request_id=3, level=1, tags=["weights"]))
     failed = sleeper.await_one(SleepRequestFailed)
-    assert (failed.request, failed.message.split(",")[0]) == (3, "no pause is on")
+    assert (failed.request_id, failed.message.split(",")[0]) == (3, "no pause is on")
     assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
 
@@ -216,7 +216,7 @@ def test_an_engine_says_what_sleeps_when_its_connection_was_broken(sleeper: Orch
     sleep(sleeper, tags=("kv_cache",))
     sleeper.break_connection()
     hello = sleeper.await_one(Hello)
-    assert (hello.asleep, hello.lacks_weights) == (["kv_cache"], False)
+    assert (hello.asleep, hello.needs_weights) == (["kv_cache"], False)
     sleeper.send_welcome()
     wake(sleeper)
     assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
@@ -243,20 +243,20 @@ def test_discarded_weights_come_back_by_an_update_and_by_nothing_else(
     had = len(engine.turns[turn].token_ids)
     pause(engine, "keep")
     asleep = sleep(engine, 2)
-    assert asleep.returned_bytes > 2 * WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
+    assert asleep.freed_bytes > 2 * WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
     low = anonymous_bytes(engine)
-    assert wake(engine, ("weights",)).lacks_weights
+    assert wake(engine, ("weights",)).needs_weights
     resume(engine)
     publisher.stage(2, wide[1])
     publisher.swap(2, "keep", "keep")
     assert WEIGHT_BYTES - SLACK_BYTES < anonymous_bytes(engine) - low < 1.5 * WEIGHT_BYTES
     assert len(engine.turns[turn].token_ids) <= had + 4  # what came before the pause
     awake = wake(engine)
-    assert (awake.tags, awake.lacks_weights) == ([], False)
+    assert (awake.tags, awake.needs_weights) == ([], False)
     had = len(engine.turns[turn].token_ids)
     seen = engine.finish(turn)
     assert seen.versions == [1] * had + [2] * (SAMPLED.max_tokens - had)
-    assert [p.at for p in seen.prefills] == [0, had]
+    assert [p.output_tokens for p in seen.prefills] == [0, had]
 
 
 def test_an_update_that_does_not_fit_leaves_what_sleeps_asleep(
@@ -268,7 +268,7 @@ def test_an_update_that_does_not_fit_leaves_what_sleeps_asleep(
     sleep(engine, 1)
     publisher.send_tensors(2, named_buffers(models.directories[1]))
     engine.await_one(WeightsFailed)
-    assert not wake(engine).lacks_weights
+    assert not wake(engine).needs_weights
     resume(engine)
     assert engine.generate(PROMPT, SAMPLED).token_ids == undisturbed.token_ids
 

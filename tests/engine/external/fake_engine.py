@@ -273,7 +273,7 @@ class FakeEngine:
         if prefill is None:
             turn.kv.append(version)
         else:
-            assert prefill.at == len(turn.token_ids)
+            assert prefill.output_tokens == len(turn.token_ids)
             spans = prefill.spans
             assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
             turn.kv = [span.version for span in spans for _ in range(span.start, span.end)]

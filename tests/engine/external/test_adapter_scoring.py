@@ -23,7 +23,7 @@ ABLE = Capabilities(
 )
 
 ASKED = ScoreTokens(
-    request=1, token_ids=np.arange(4, dtype="<i4").tobytes(), want="logprobs", start=1
+    request_id=1, token_ids=np.arange(4, dtype="<i4").tobytes(), score_kind="logprobs", start=1
 )
 
 

@@ -171,12 +171,12 @@ def test_turns_that_came_while_a_resumed_engine_slept_start_once_it_is_woken(
     engine, _ = sleepy
     engine.send(Pause(mode="abort"))
     engine.await_one(TurnsPaused)
-    engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
+    engine.send(Sleep(request_id=1, level=1, tags=["weights", "kv_cache"]))
     engine.await_one(Asleep)
     engine.send(Resume())
     engine.await_one(TurnsResumed)
     turn = engine.submit([1, 2, 3], FEW)
-    engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
+    engine.send(Wake(request_id=2, tags=["weights", "kv_cache"]))
     assert len(engine.finish(turn).token_ids) == FEW.max_tokens
 
 
@@ -186,14 +186,14 @@ def test_a_hello_waits_until_what_sleeps_is_known(sleepy: tuple[Orchestra, VllmD
     engine.await_one(TurnsPaused)
     double.falls_asleep.clear()
     double.calls.clear()
-    engine.send(Sleep(request=1, level=1, tags=["weights", "kv_cache"]))
+    engine.send(Sleep(request_id=1, level=1, tags=["weights", "kv_cache"]))
     engine.read_until(lambda: "sleep 1 abort" in double.calls)
     engine.break_connection()
     later = threading.Timer(0.3, double.falls_asleep.set)  # a wrong hello comes in milliseconds
     later.start()
     assert engine.welcome(credit_steps=64).asleep == ["weights", "kv_cache"]
     later.join()
-    engine.send(Wake(request=2, tags=["weights", "kv_cache"]))
+    engine.send(Wake(request_id=2, tags=["weights", "kv_cache"]))
     assert engine.await_one(Awake).tags == []
     assert len(engine.generate([1, 2, 3], FEW).token_ids) == FEW.max_tokens
 

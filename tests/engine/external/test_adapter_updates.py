@@ -61,8 +61,8 @@ def stage(
                 version=version,
                 location=update.location,
                 tensors=update.tensors,
-                last=number == len(adapters),
-                bases=bases,
+                is_last=number == len(adapters),
+                base_versions=bases,
                 adapter=adapter,
             )
         )

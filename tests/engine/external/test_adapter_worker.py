@@ -109,7 +109,7 @@ def test_a_turn_ends_as_asked_and_tells_its_prefill_once(engine: Orchestra) -> N
     assert turn.finish == LENGTH
     assert len(turn.token_ids) == 9
     (prefill,) = turn.prefills
-    assert (prefill.at, prefill.spans) == (0, [KvSpan(Versions.newest, 0, len(PROMPT))])
+    assert (prefill.output_tokens, prefill.spans) == (0, [KvSpan(Versions.newest, 0, len(PROMPT))])
 
 
 def test_what_an_engine_does_otherwise_is_refused_by_name(engine: Orchestra) -> None:
@@ -134,7 +134,7 @@ def test_kept_and_recomputed_turns_go_on_with_a_prefill_by_the_new_weights(
     turn = engine.finish(number)
     assert runs(turn) == [before, version]
     at = turn.versions.index(version)
-    assert [(p.at, p.spans) for p in turn.prefills] == [
+    assert [(p.output_tokens, p.spans) for p in turn.prefills] == [
         (0, [KvSpan(before, 0, len(PROMPT))]),
         (at, [KvSpan(version, 0, len(PROMPT) + at)]),
     ]

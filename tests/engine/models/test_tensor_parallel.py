@@ -196,7 +196,7 @@ def stage(
                     location=update.location,
                     tensors=specs,
                     adapter=of,
-                    last=number == bool(adapter),
+                    is_last=number == bool(adapter),
                 )
             )
         return answers(engine.staging)

@@ -33,13 +33,13 @@ def sleeper_of(engine: RankedEngine) -> MultiRankSleepController:
 
 
 def put_to_sleep(sleeper: MultiRankSleepController, level: SleepLevel) -> Message:
-    sleeper.ask(Sleep(request=1, level=level, tags=["weights", "kv_cache"]))
+    sleeper.ask(Sleep(request_id=1, level=level, tags=["weights", "kv_cache"]))
     [answer] = sleeper.settle()  # at once, for nothing is being staged
     return answer
 
 
 def wake(sleeper: MultiRankSleepController) -> Message:
-    return sleeper.wake(Wake(request=2, tags=["weights", "kv_cache"]))
+    return sleeper.wake(Wake(request_id=2, tags=["weights", "kv_cache"]))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -55,7 +55,7 @@ def test_ranks_that_slept_compute_what_they_did_before(level: SleepLevel, tmp_pa
         assert set(asleep.tags) == set(sleeper.asleep) == {"weights", "kv_cache"}
         assert all(now < was / 2 for now, was in zip(sums(engine), awake_sums, strict=True))
         assert not sleeper.has_weights
-        assert wake(sleeper) == Awake(request=2, tags=[])
+        assert wake(sleeper) == Awake(request_id=2, tags=[])
         assert sums(engine) == awake_sums
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
@@ -80,7 +80,7 @@ def test_what_one_rank_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> Non
         assert isinstance(failed, SleepRequestFailed)
         assert failed.message.startswith("rank 1: ")
         assert "weights" in sleeper.asleep
-        assert wake(sleeper) == Awake(request=2, tags=[])
+        assert wake(sleeper) == Awake(request_id=2, tags=[])
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
 
@@ -127,7 +127,7 @@ def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Pat
         assert isinstance(failed, SleepRequestFailed)
         assert "rank 0: can't give memory back: [Errno 28]" in failed.message
         assert sleeper.asleep == ["weights", "kv_cache"]  # on rank 1, and so for all
-        assert wake(sleeper) == Awake(request=2, tags=[])
+        assert wake(sleeper) == Awake(request_id=2, tags=[])
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
 
@@ -144,6 +144,6 @@ def test_weights_published_into_ranks_asleep_are_those_of_all_once_swapped(tmp_p
         swap(engine, 1)
         sleeper.swapped()
         assert sleeper.asleep == ["kv_cache"]
-        assert wake(sleeper) == Awake(request=2, tags=[])
+        assert wake(sleeper) == Awake(request_id=2, tags=[])
         drive(engine.runner, seen, new_tokens=4)
     assert_alike(expected, seen)

@@ -47,7 +47,9 @@ def test_samples_of_one_prompt_compute_its_full_blocks_once_in_one_step() -> Non
     engine.run()
     for turn, told in engine.turns.items():
         assert told.token_ids == uninterrupted(PROMPT, 3)
-        assert told.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 10)], cached=8 if turn else 0)]
+        assert told.prefills == [
+            Prefill(turn, 0, [KvSpan(0, 0, 10)], cached_tokens=8 if turn else 0)
+        ]
 
 
 def test_samples_share_a_prompt_whose_prefill_takes_many_steps() -> None:
@@ -68,7 +70,7 @@ def test_a_turn_that_comes_while_its_prompt_is_being_computed_computes_none_of_i
 
     assert list(engine.step().values()) == [8]
     assert list(engine.step().values()) == [4, 4]  # the last token is each turn's own
-    assert engine.turns[late].prefills[0].cached == 16
+    assert engine.turns[late].prefills[0].cached_tokens == 16
     assert engine.turns[late].token_ids == uninterrupted(prompt, 1)
 
 
@@ -88,7 +90,7 @@ def test_turns_that_do_not_begin_alike_share_nothing() -> None:
     second = engine.submit([2, *PROMPT[1:]], 2)
     engine.run()
 
-    assert [engine.turns[turn].prefills[0].cached for turn in (first, second)] == [0, 0]
+    assert [engine.turns[turn].prefills[0].cached_tokens for turn in (first, second)] == [0, 0]
     assert engine.turns[second].token_ids == uninterrupted([2, *PROMPT[1:]], 2)
 
 
@@ -125,7 +127,9 @@ def test_the_next_turn_of_a_rollout_computes_only_what_was_said_since() -> None:
     second = engine.submit(context, 4)
     engine.run()
 
-    assert engine.turns[second].prefills[0] == Prefill(second, 0, [KvSpan(0, 0, 20)], cached=16)
+    assert engine.turns[second].prefills[0] == Prefill(
+        second, 0, [KvSpan(0, 0, 20)], cached_tokens=16
+    )
     assert engine.turns[second].token_ids == uninterrupted(context, 4)
 
 
@@ -142,7 +146,7 @@ def test_an_aborted_turn_that_comes_back_finds_what_it_had() -> None:
     engine.run()
 
     assert len(PROMPT) + len(done) == 14
-    assert engine.turns[rest].prefills[0].cached == 12
+    assert engine.turns[rest].prefills[0].cached_tokens == 12
     assert [*done, *engine.turns[rest].token_ids] == uninterrupted(PROMPT, 12)
 
 
@@ -159,7 +163,7 @@ def test_blocks_of_ended_turns_are_free_and_are_given_up_for_new_turns() -> None
 
     assert engine.turns[other].token_ids == uninterrupted([9] * 16, 4)
     assert engine.turns[again].token_ids == engine.turns[first].token_ids
-    assert engine.turns[again].prefills[0].cached == 0
+    assert engine.turns[again].prefills[0].cached_tokens == 0
 
 
 def test_a_turn_starts_where_only_shared_blocks_make_room_for_it() -> None:
@@ -186,7 +190,7 @@ def test_a_turn_does_not_start_where_taking_what_it_finds_leaves_no_room_for_tho
         assert engine.scheduler.running_turns <= 1
         engine.step()
     engine.run()
-    assert engine.turns[late].prefills[0].cached == 8
+    assert engine.turns[late].prefills[0].cached_tokens == 8
 
 
 def test_each_prefill_of_a_turn_tells_what_was_cached_for_itself() -> None:
@@ -200,7 +204,7 @@ def test_each_prefill_of_a_turn_tells_what_was_cached_for_itself() -> None:
         engine.step()
     engine.run()
 
-    assert [prefill.cached for prefill in engine.turns[worse].prefills] == [4, 8]
+    assert [prefill.cached_tokens for prefill in engine.turns[worse].prefills] == [4, 8]
 
 
 # ---------------------------------------------------------------- new weights
@@ -270,7 +274,9 @@ def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_share
     assert list(engine.step().values()) == [13, 1, 1, 1]
     engine.run()
     for turn, told in engine.turns.items():
-        assert told.prefills[1] == Prefill(turn, 3, [KvSpan(1, 0, 13)], cached=12 if turn else 0)
+        assert told.prefills[1] == Prefill(
+            turn, 3, [KvSpan(1, 0, 13)], cached_tokens=12 if turn else 0
+        )
         told.check(vocab=50)
 
 
@@ -314,7 +320,7 @@ def test_weights_under_a_number_that_was_used_before_find_nothing() -> None:
         engine.ask_swap(version, "abort", "keep")
         turn = engine.submit(PROMPT, 2)
         engine.run()
-        assert engine.turns[turn].prefills[0].cached == 0
+        assert engine.turns[turn].prefills[0].cached_tokens == 0
 
 
 # ---------------------------------------------------------------- clearing
@@ -331,7 +337,7 @@ def test_a_pause_that_clears_the_cache_leaves_nothing_to_find(mode: PauseMode) -
     late = engine.submit(PROMPT, 4)
     engine.run()
 
-    assert engine.turns[late].prefills[0].cached == 0
+    assert engine.turns[late].prefills[0].cached_tokens == 0
     assert engine.turns[late].token_ids == uninterrupted(PROMPT, 4)
     if mode != "abort":
         assert engine.turns[first].token_ids == uninterrupted(PROMPT, 4)
@@ -350,4 +356,4 @@ def test_a_pause_that_was_lifted_before_it_took_effect_clears_nothing() -> None:
     late = engine.submit(PROMPT, 4)
     engine.run()
 
-    assert engine.turns[late].prefills[0].cached == 8
+    assert engine.turns[late].prefills[0].cached_tokens == 8

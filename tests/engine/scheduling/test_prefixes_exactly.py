@@ -97,7 +97,7 @@ class Crowd:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(p.cached for told in self.engine.turns.values() for p in told.prefills)
+        return sum(p.cached_tokens for told in self.engine.turns.values() for p in told.prefills)
 
 
 def make_engine(models: Models, *, shares_prefixes: bool = True) -> DrivenEngine:
@@ -230,7 +230,7 @@ def test_a_pause_in_mid_prefill_with_new_weights_in_between_leaves_nothing_stale
     expected = fresh_answer(models, PROMPT, version=1)
     for turn in (*late, later):
         assert_same(engine.turns[turn], expected)
-    assert engine.turns[later].prefills[0].cached == 36
+    assert engine.turns[later].prefills[0].cached_tokens == 36
     if kv_policy == "recompute":
         assert_same(engine.turns[straddler], expected)
     else:

@@ -104,11 +104,16 @@ def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> 
     engine.run()
     told = engine.turns[worse]
     assert told.token_ids == uninterrupted([1] * 8, 8)
-    assert [prefill.at for prefill in told.prefills] == [0, told.prefills[1].at]
-    positions = 8 + told.prefills[1].at
+    assert [prefill.output_tokens for prefill in told.prefills] == [
+        0,
+        told.prefills[1].output_tokens,
+    ]
+    positions = 8 + told.prefills[1].output_tokens
     # Its first two blocks are still there; the next went to the turn it gave way to.
-    assert told.prefills[1] == Prefill(worse, positions - 8, [KvSpan(0, 0, positions)], cached=8)
-    assert [prefill.at for prefill in engine.turns[best].prefills] == [0]
+    assert told.prefills[1] == Prefill(
+        worse, positions - 8, [KvSpan(0, 0, positions)], cached_tokens=8
+    )
+    assert [prefill.output_tokens for prefill in engine.turns[best].prefills] == [0]
 
 
 def test_the_worst_turn_keeps_its_kv_while_nobody_needs_the_blocks() -> None:
@@ -119,7 +124,7 @@ def test_the_worst_turn_keeps_its_kv_while_nobody_needs_the_blocks() -> None:
         engine.step()
     assert len(engine.turns[worse].token_ids) == 1  # no block for the next, until now
     engine.run()
-    assert [prefill.at for prefill in engine.turns[worse].prefills] == [0]
+    assert [prefill.output_tokens for prefill in engine.turns[worse].prefills] == [0]
 
 
 def test_a_turn_does_not_start_where_the_next_decodes_would_throw_it_out() -> None:
@@ -131,7 +136,7 @@ def test_a_turn_does_not_start_where_the_next_decodes_would_throw_it_out() -> No
         engine.step()
         assert engine.scheduler.running_turns <= 1
     engine.run()
-    assert [prefill.at for prefill in engine.turns[late].prefills] == [0]
+    assert [prefill.output_tokens for prefill in engine.turns[late].prefills] == [0]
 
 
 def test_a_cancelled_turn_leaves_the_others_in_their_order() -> None:

@@ -179,7 +179,7 @@ def test_going_back_to_older_weights_keeps_the_kv_that_they_computed_first() -> 
     engine.ask_swap(0, "keep", "recompute")
     assert list(engine.step().values()) == [2]  # the position version 1 computed, and the newest
     engine.run()
-    assert engine.turns[turn].prefills[1:] == [Prefill(turn, 2, [KvSpan(0, 0, 6)], cached=4)]
+    assert engine.turns[turn].prefills[1:] == [Prefill(turn, 2, [KvSpan(0, 0, 6)], cached_tokens=4)]
 
 
 def test_the_same_version_again_recomputes_nothing() -> None:

@@ -16,7 +16,7 @@ def play(engine: FakeEngine, prompt: list[int], *, session: int = 0, max_tokens:
     engine.scheduler.check()
     told = engine.turns[turn]
     assert told.token_ids == uninterrupted(prompt, max_tokens)
-    return told.prefills[0].cached
+    return told.prefills[0].cached_tokens
 
 
 def prompt_of(number: int) -> list[int]:
@@ -119,7 +119,7 @@ def test_a_swap_forgets_what_sessions_wait_for(mode: PauseMode) -> None:
     later = engine.submit(prompt_of(2), 3, session=2)
     engine.run()
 
-    assert [engine.turns[turn].prefills[0].cached for turn in (late, later)] == [0, 0]
+    assert [engine.turns[turn].prefills[0].cached_tokens for turn in (late, later)] == [0, 0]
     engine.turns[running].check(vocab=50)
     engine.turns[late].check(vocab=50)
     engine.scheduler.sessions.end([1, 2, 3])

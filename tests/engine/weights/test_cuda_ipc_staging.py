@@ -156,8 +156,8 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
         ({"handle": b"\x02c" + bytes(64)}, "can't be opened"),
         ({"handle": b"\x02c" + bytes(3)}, "a handle of 5 bytes"),
         ({"nbytes": 2**62}, "can't be on a GPU"),
-        ({"counter": b"/dev/shm/mine"}, "no name that torch gives"),
-        ({"counter_offset": 2**40}, "none of them"),
+        ({"ref_counter_handle": b"/dev/shm/mine"}, "no name that torch gives"),
+        ({"ref_counter_offset": 2**40}, "none of them"),
         ({"gpu": "another"}, "on GPU 'another'"),
         (None, "without memory to open"),
     ],
@@ -172,9 +172,9 @@ def test_hostile_memory_fails_its_version_and_the_next_is_staged(
 ) -> None:
     replace = msgspec.structs.replace
     first, *rest = channel.write(1, published(directories[1]))
-    assert first.memory is not None
-    memory = None if fields is None else replace(first.memory, **fields)
-    (failed,) = stage(staging, 1, [replace(first, memory=memory), *rest])
+    assert first.ipc_handle is not None
+    memory = None if fields is None else replace(first.ipc_handle, **fields)
+    (failed,) = stage(staging, 1, [replace(first, ipc_handle=memory), *rest])
     assert isinstance(failed, WeightsFailed)
     assert why in failed.message
     assert engine.mapped == 0

@@ -56,7 +56,10 @@ class Rig:
         self.staging.start(StartWeightUpdate(version=version), self.live)
         self.staging.update(
             UpdateWeights(
-                version=version, location=update.location, tensors=update.tensors, bases=bases
+                version=version,
+                location=update.location,
+                tensors=update.tensors,
+                base_versions=bases,
             )
         )
         return answers(self.staging)

@@ -239,7 +239,9 @@ def test_chunks_are_staged_when_the_last_is_in(
     half = len(whole.tensors) // 2
     for specs, last in ((whole.tensors[:half], False), (whole.tensors[half:], True)):
         assert answers(staging) == []
-        staging.update(UpdateWeights(version=1, location=whole.location, tensors=specs, last=last))
+        staging.update(
+            UpdateWeights(version=1, location=whole.location, tensors=specs, is_last=last)
+        )
     (staged,) = answers(staging)
     assert isinstance(staged, WeightsStaged)
 

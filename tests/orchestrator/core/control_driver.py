@@ -20,7 +20,7 @@ from tidegate.transport.messages import (
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 INIT = InitWeights(channel="shm")
-AWAKE = wc.EngineMemory(levels=(1, 2), asleep=(), lacks_weights=False)
+AWAKE = wc.EngineMemory(levels=(1, 2), asleep=(), needs_weights=False)
 
 
 def chunk(version: int) -> UpdateWeights:

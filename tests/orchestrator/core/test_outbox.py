@@ -32,7 +32,7 @@ class Sent:
         self.told: list[BaseException] = []
         self.outbox = Outbox(
             self._send,
-            takes_turns_together=lambda engine: engine != "plain",
+            supports_submit_turns=lambda engine: engine != "plain",
             on_refused=lambda engine, message, error: self.refused.append((engine, message)),
             on_error=self.told.append,
         )
@@ -54,7 +54,7 @@ async def test_a_posted_message_that_cannot_be_sent_is_told_not_only_logged() ->
 
     outbox = Outbox(
         send,
-        takes_turns_together=lambda engine: True,
+        supports_submit_turns=lambda engine: True,
         on_refused=lambda *_: None,
         on_error=told.append,
     )
@@ -68,7 +68,7 @@ async def test_a_posted_message_that_cannot_be_sent_is_told_not_only_logged() ->
 async def test_a_turn_that_no_frame_holds_is_refused_and_all_else_is_sent() -> None:
     wire = Sent()
     huge = turn(2, FRAME_BYTES_MAX_BY_KIND["submit_turn"])
-    score = ScoreTokens(request=7, token_ids=bytes(FRAME_BYTES_MAX_BY_KIND["score_tokens"]))
+    score = ScoreTokens(request_id=7, token_ids=bytes(FRAME_BYTES_MAX_BY_KIND["score_tokens"]))
     for message in (turn(1), huge, score, turn(3)):
         wire.outbox.post("a", message)
     await asyncio.sleep(0)

@@ -450,15 +450,15 @@ def asleep(run: ControlDriver, *engines: str, level: SleepLevel = 2) -> None:
     for engine in engines:
         run.hear(engine, TurnsPaused(mode="abort"))
     for engine in engines:
-        [request] = [m.request for e, m in run.sent if e == engine and isinstance(m, Sleep)][-1:]
-        run.hear(engine, Asleep(request=request, tags=list(MEMORY_TAGS), returned_bytes=10))
+        [request] = [m.request_id for e, m in run.sent if e == engine and isinstance(m, Sleep)][-1:]
+        run.hear(engine, Asleep(request_id=request, tags=list(MEMORY_TAGS), freed_bytes=10))
     assert run.result(call) == 10 * len(engines)
 
 
 def wakes(run: ControlDriver, engine: str, *, left: list[MemoryTag], lacks: bool) -> None:
     """Have an engine confirm its last order to wake."""
-    [request] = [m.request for e, m in run.sent if e == engine and isinstance(m, Wake)][-1:]
-    run.hear(engine, Awake(request=request, tags=left, lacks_weights=lacks))
+    [request] = [m.request_id for e, m in run.sent if e == engine and isinstance(m, Wake)][-1:]
+    run.hear(engine, Awake(request_id=request, tags=left, needs_weights=lacks))
 
 
 def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() -> None:
@@ -469,8 +469,8 @@ def test_engines_sleep_once_they_are_paused_and_no_weights_are_on_their_way() ->
     assert run.sent[-1] == ("a", Pause(mode="abort"))
     run.staged("a", 1)
     assert run.hear("a", TurnsPaused(mode="abort")) == finish("a", 1)
-    assert run.live("a", 1) == [("a", Sleep(request=0, level=1, tags=["kv_cache"]))]
-    run.hear("a", Asleep(request=0, tags=["kv_cache"], returned_bytes=7))
+    assert run.live("a", 1) == [("a", Sleep(request_id=0, level=1, tags=["kv_cache"]))]
+    run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
     assert run.result(call) == 7
     assert run.state.asleep == ("kv_cache",)
 
@@ -481,7 +481,7 @@ def test_a_publish_waits_until_engines_sleep() -> None:
     run.hear("a", TurnsPaused(mode="abort"))
     waiting = run.ask(wc.ReserveAsked, 1)
     assert (call in run.ended, waiting in run.ended) == (False, False)
-    run.hear("a", Asleep(request=0, tags=["kv_cache"], returned_bytes=7))
+    run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
     assert run.result(waiting).version == 1
 
 
@@ -548,13 +548,13 @@ def test_an_engine_that_joins_while_others_sleep_is_put_to_sleep() -> None:
     asleep(run, "a", level=1)
     assert run.join("late", 1) == [("late", Pause(mode="abort")), ("late", INIT)]
     assert run.hear("late", TurnsPaused(mode="abort")) == [
-        ("late", Sleep(request=1, level=1, tags=list(MEMORY_TAGS)))
+        ("late", Sleep(request_id=1, level=1, tags=list(MEMORY_TAGS)))
     ]
 
 
 def test_a_level_that_an_engine_can_not_sleep_at_is_refused() -> None:
     run = ControlDriver("a")
-    run.join("b", 0, wc.EngineMemory(levels=(1,), asleep=(), lacks_weights=False))
+    run.join("b", 0, wc.EngineMemory(levels=(1,), asleep=(), needs_weights=False))
     with pytest.raises(ConfigError, match="b can't sleep at level 2"):
         run.result(run.sleep(2, ["weights"]))
 

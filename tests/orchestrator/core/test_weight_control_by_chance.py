@@ -116,7 +116,7 @@ class Engine:
             case Resume():
                 self.pause_mode = None
                 self.outbox.append(TurnsResumed())
-            case Sleep(request=request, level=level, tags=slept):
+            case Sleep(request_id=request, level=level, tags=slept):
                 assert self.pause_mode is not None, "told to sleep while turns run"
                 assert self.copying is None, "told to sleep while it copies weights"
                 assert self.swaps_to is None, "told to sleep while it swaps"
@@ -125,14 +125,14 @@ class Engine:
                     self.has_weights &= level == 1
                 self.asleep |= set(slept)
                 told = [tag for tag in MEMORY_TAGS if tag in self.asleep]
-                self.outbox.append(Asleep(request=request, tags=told, returned_bytes=1))
-            case Wake(request=request, tags=woken):
+                self.outbox.append(Asleep(request_id=request, tags=told, freed_bytes=1))
+            case Wake(request_id=request, tags=woken):
                 self.asleep -= set(woken)
                 if "weights" in woken and self.version == 0:
                     self.has_weights = True  # its model directory has them
                 told = [tag for tag in MEMORY_TAGS if tag in self.asleep]
                 lacks = not self.has_weights and "weights" not in self.asleep
-                self.outbox.append(Awake(request=request, tags=told, lacks_weights=lacks))
+                self.outbox.append(Awake(request_id=request, tags=told, needs_weights=lacks))
             case _:
                 raise AssertionError(f"{message} is no engine's")
 

@@ -176,7 +176,7 @@ def test_a_step_is_taken_in_once_whatever_is_repeated(wire: Wire) -> None:
 
 def test_context_found_in_caches_is_counted_once_and_outlives_the_engine(wire: Wire) -> None:
     wire.hear(hello())
-    found = Prefill(0, 0, [KvSpan(0, 0, 20)], cached=16)
+    found = Prefill(0, 0, [KvSpan(0, 0, 20)], cached_tokens=16)
     step = msgspec.structs.replace(make_step(0, rows=2), prefills=[found])
     wire.hear(step, step, Goodbye(reason="done"))
 
@@ -300,10 +300,10 @@ def test_columns_whose_lengths_disagree_are_refused(damage: dict[str, bytes]) ->
 
 def test_turns_go_together_only_to_engines_that_have_said_they_take_them_so() -> None:
     wire = Wire()
-    new = msgspec.structs.replace(hello("b"), takes_turns_together=True)
+    new = msgspec.structs.replace(hello("b"), supports_submit_turns=True)
     wire.hear(hello("a"))
     wire.hear(new, peer=b"b")
-    assert [wire.fleet.takes_turns_together(engine) for engine in ("a", "b", "none")] == [
+    assert [wire.fleet.supports_submit_turns(engine) for engine in ("a", "b", "none")] == [
         False,
         True,
         False,

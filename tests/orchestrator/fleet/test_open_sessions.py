@@ -17,7 +17,7 @@ def sessions_of(*keepers: str) -> tuple[OpenSessions, Sent]:
     sent: Sent = []
     sessions = OpenSessions(lambda engine, message: sent.append((engine, message)))
     for name in keepers:
-        sessions.joined(name, replace(hello(name), keeps_sessions=True))
+        sessions.joined(name, replace(hello(name), supports_sessions=True))
     return sessions, sent
 
 

@@ -45,7 +45,7 @@ class Run:
         )
 
     def join(self, name: str, *, slots: int = 4, wants: tuple[str, ...] = ("logprobs",)) -> None:
-        greeting = replace(hello(name), max_running_turns=slots, scores=list(wants))
+        greeting = replace(hello(name), max_running_turns=slots, score_kinds=list(wants))
         self.engines[name] = Engine(greeting, ReceiveWindow(4, epoch=1, next_seq=0), 0.0, 0)
         self.dispatcher.joined(name)
 
@@ -54,7 +54,7 @@ class Run:
         self.dispatcher.left(name)
 
     def requests(self) -> list[tuple[str, int]]:
-        return [(name, m.request) for name, m in self.sent if isinstance(m, ScoreTokens)]
+        return [(name, m.request_id) for name, m in self.sent if isinstance(m, ScoreTokens)]
 
 
 def query(tokens: int = 3, top: int = 0) -> ScoreQuery:
@@ -65,7 +65,7 @@ def answer(
     request: int, logprobs: list[float], *, last: bool = True, version: int = 0
 ) -> ScoreResult:
     column = np.array(logprobs, "<f4").tobytes()
-    return ScoreResult(request=request, version=version, logprobs=column, last=last)
+    return ScoreResult(request_id=request, version=version, logprobs=column, is_last=last)
 
 
 async def test_requests_go_to_the_least_loaded_engine_and_wait_for_free_slots() -> None:
@@ -148,7 +148,7 @@ async def test_a_cancelled_request_is_cancelled_on_its_engine() -> None:
     first.cancel()
     second.cancel()
     await asyncio.sleep(0)
-    assert run.sent[1:] == [("a", CancelScore(request=0))]
+    assert run.sent[1:] == [("a", CancelScore(request_id=0))]
     run.dispatcher.submit(query())
     assert run.requests() == [("a", 0), ("a", 1)]
     assert len(run.waiting) == 1
@@ -169,9 +169,9 @@ async def test_a_score_that_no_engine_computes_is_refused_at_once() -> None:
         ([answer(0, [-1.0, 0.5])], "NaN or above 0"),
         ([answer(0, [-1.0, float("nan")])], "NaN or above 0"),
         ([answer(0, [-1.0], last=False), answer(0, [-1.0], version=1)], "of versions .0, 1."),
-        ([ScoreResult(request=0, version=0, logprobs=b"12345")], "5 bytes of float32"),
-        ([ScoreResult(request=0, version=0, top_ids=b"12345")], "5 bytes of int32"),
-        ([scoring.ScoreFailed(request=0, message="too long")], "too long"),
+        ([ScoreResult(request_id=0, version=0, logprobs=b"12345")], "5 bytes of float32"),
+        ([ScoreResult(request_id=0, version=0, top_ids=b"12345")], "5 bytes of int32"),
+        ([scoring.ScoreFailed(request_id=0, message="too long")], "too long"),
     ],
 )
 async def test_a_malformed_answer_fails_its_request(

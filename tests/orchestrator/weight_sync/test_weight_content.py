@@ -34,9 +34,9 @@ class Engine:
         match message:
             case StartWeightUpdate():
                 self._staged = {}
-            case UpdateWeights(bases=bases):
+            case UpdateWeights(base_versions=bases):
                 self._staged |= {spec.name: message.location for spec in message.tensors}
-                if not message.last:
+                if not message.is_last:
                     return None
                 if bases is not None:
                     assert bases.first <= self.version <= bases.last
@@ -121,7 +121,10 @@ def test_parts_of_a_whole_set_bring_it_to_who_lacks_it_and_only_to_them() -> Non
     update = fleet.control.state.update
     assert update is not None
     [part] = update.content.messages(2, live=1)
-    assert (part.bases, [spec.name for spec in part.tensors]) == (BaseVersions(1, 1), ["norm"])
+    assert (part.base_versions, [spec.name for spec in part.tensors]) == (
+        BaseVersions(1, 1),
+        ["norm"],
+    )
     fleet.join("late")
     assert fleet.serves("a") == fleet.serves("late") == ("v1", "v1", "v2")
 

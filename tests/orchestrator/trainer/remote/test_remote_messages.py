@@ -36,19 +36,26 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
             frames = dealer.receive()
         return wire.decode_to_trainer(frames[0])
 
-    join = wire.RequestEnvelope(request=1, ask=wire.JoinRun(protocol=1, rank=0, world_size=1))
-    pause = wire.RequestEnvelope(request=2, ask=wire.ControlRun(wish="resume"))
+    join = wire.RequestEnvelope(
+        request_id=1, request=wire.JoinRun(protocol=2, rank=0, world_size=1)
+    )
+    pause = wire.RequestEnvelope(request_id=2, request=wire.ControlRun(action="resume"))
     try:
         async with listening(run, address):
             welcome = await heard(join)
             first = await heard(pause)
             again = await heard(pause)
-            on_asking = await heard(wire.TrainerHeartbeat(newest=3, pending=[2, 3]))
+            on_asking = await heard(
+                wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[2, 3])
+            )
             missing = await heard()
-            settled = await heard(wire.TrainerHeartbeat(newest=3, pending=[3]))
-            ignored = await heard(pause, wire.TrainerHeartbeat(newest=3, pending=[]))
+            settled = await heard(wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[3]))
+            ignored = await heard(
+                pause, wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[])
+            )
             stranger = await heard(
-                wire.LeaveRun(is_done=False), wire.TrainerHeartbeat(newest=3, pending=[])
+                wire.LeaveRun(is_done=False),
+                wire.TrainerHeartbeat(last_request_id=3, pending_request_ids=[]),
             )
             dealer.send((b"garbage",))
             complaint = await heard()
@@ -56,12 +63,12 @@ async def test_a_request_that_comes_twice_is_done_once_and_what_was_lost_is_aske
         dealer.close()
         os.close(idle)
         os.close(other_end)
-    assert isinstance(welcome.answer, wire.TrainerWelcome)
-    assert first == again == on_asking == wire.ReplyEnvelope(request=2, answer=wire.ResultReply())
-    assert missing == settled == wire.RunHeartbeat(missing=[3])
+    assert isinstance(welcome.reply, wire.TrainerWelcome)
+    assert first == again == on_asking == wire.ReplyEnvelope(request_id=2, reply=wire.ResultReply())
+    assert missing == settled == wire.RunHeartbeat(missing_request_ids=[3])
     assert ignored == wire.RunHeartbeat()
     assert stranger == wire.UnknownTrainer()
-    assert (complaint.error, complaint.request) == ("BadFrame", 0)
+    assert (complaint.error, complaint.request_id) == ("BadFrame", 0)
 
 
 def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
@@ -81,16 +88,22 @@ def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
         peer, request, frames = received()
         link.has_joined = True
         alive = received()[1]
-        while not alive.pending:
+        while not alive.pending_request_ids:
             alive = received()[1]
-        router.send(peer, (wire.encode(wire.RunHeartbeat(missing=alive.pending)),))
+        router.send(
+            peer, (wire.encode(wire.RunHeartbeat(missing_request_ids=alive.pending_request_ids)),)
+        )
         again = received()
         while isinstance(again[1], wire.TrainerHeartbeat):
             again = received()
         assert again[2] == frames
         router.send(
             peer,
-            (wire.encode(wire.ReplyEnvelope(request=request.request, answer=wire.ResultReply())),),
+            (
+                wire.encode(
+                    wire.ReplyEnvelope(request_id=request.request_id, reply=wire.ResultReply())
+                ),
+            ),
         )
         assert asked.result(10).answer == wire.ResultReply()
         link.close(is_done=True)

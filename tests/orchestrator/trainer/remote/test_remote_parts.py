@@ -58,11 +58,11 @@ def assert_same(one: Any, other: Any) -> None:
 def test_a_batch_is_the_same_bit_for_bit_after_its_way(groups: int) -> None:
     batch = batch_of(groups)
     message, frames = batch_to_wire(batch)
-    sent = trainer_messages.encode(trainer_messages.ReplyEnvelope(request=1, answer=message))
+    sent = trainer_messages.encode(trainer_messages.ReplyEnvelope(request_id=1, reply=message))
     reply = trainer_messages.decode_to_trainer(sent)
     assert isinstance(reply, trainer_messages.ReplyEnvelope)
-    assert isinstance(reply.answer, trainer_messages.BatchReply)
-    assert_same(batch, batch_from_wire(reply.answer, frames))
+    assert isinstance(reply.reply, trainer_messages.BatchReply)
+    assert_same(batch, batch_from_wire(reply.reply, frames))
 
 
 def test_all_rows_in_their_order_are_the_batch_itself_and_a_few_are_padded_anew() -> None:
