@@ -34,7 +34,8 @@ class Sleep(Message, frozen=True, kw_only=True, tag="sleep"):
 class Wake(Message, frozen=True, kw_only=True, tag="wake"):
     """Requests that the engine allocate memory again.
 
-    Answered by ``Awake`` or ``SleepRequestFailed``. Turns run once nothing sleeps, there are weights, and no pause is in effect.
+    Answered by ``Awake`` or ``SleepRequestFailed``. Turns run once nothing sleeps, there are
+    weights, and no pause is in effect.
     """
 
     request_id: Count

@@ -273,8 +273,8 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
         raise ScoreRefused("one token has no log-prob, for nothing comes before it; send two")
     if not first <= message.start < tokens and message.score_kind not in ("embedding", "rewards"):
         raise ScoreRefused(
-            f"start must be in [{first}, {tokens - 1}] for {message.score_kind} of {tokens} tokens, "
-            f"got {message.start}"
+            f"start must be in [{first}, {tokens - 1}] for {message.score_kind} of {tokens} "
+            f"tokens, got {message.start}"
             + ("; nothing comes before the first token, so it has no log-prob" if first else "")
         )
     top_max = min(TOP_LOGPROBS_MAX, limits.vocab_size)
