@@ -349,8 +349,8 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         score_kinds=list(model.scoring.wants),
         is_deterministic=arguments.deterministic,
         sleep_levels=[1, 2],
-        ranks=arguments.tensor_parallel,
-        quantization=arguments.quantize or "",
+        ranks=arguments.tensor_parallel_size,
+        quantization=arguments.quantization or "",
         supports_submit_turns=True,
         supports_sessions=True,
     )

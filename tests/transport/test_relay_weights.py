@@ -77,7 +77,7 @@ def weights() -> Iterator[Sender]:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the liveness timeouts, so that a busy machine does not make a live relay look dead."""
-    monkeypatch.setattr(relay_node, "SILENT_S", WAIT_S)
+    monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(relay_node, "TICK_S", 0.1)
 
 
@@ -214,7 +214,7 @@ def other_process(host: str, init: InitWeights, update: UpdateWeights) -> "subpr
 def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_the_rest(
     weights: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_node, "SILENT_S", DEAD_S)
+    monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", DEAD_S)
     weights.served_bytes = 8 * CHUNK_BYTES
     [update] = weights.write(1, sent := tensors())
     doomed = other_process("a", weights.init(), update)
@@ -232,7 +232,7 @@ def test_an_engine_takes_over_when_its_hosts_relay_is_killed_and_fetches_only_th
 def test_a_host_whose_forerunner_is_killed_is_served_by_another(
     weights: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_node, "SILENT_S", DEAD_S)
+    monkeypatch.setattr(relay_node, "PARENT_TIMEOUT_S", DEAD_S)
     weights.served_bytes = 8 * CHUNK_BYTES
     [update] = weights.write(1, sent := tensors())
     doomed = other_process("a", weights.init(), update)
