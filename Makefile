@@ -189,7 +189,7 @@ test-dashboard: venv
 	$(BIN)/python -m pytest tests/observability/dashboard
 
 simulate: venv
-	$(BIN)/tidegate simulate --seeds 2000 --lives 300
+	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300
 
 bench: venv
 	$(BIN)/python -m benchmarks.transport

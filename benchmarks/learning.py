@@ -30,7 +30,7 @@ class Way:
 
 
 TASK = (
-    *("--task", "short", "--step-time-s", "0", "--slots", "16"),
+    *("--task", "short", "--step-time-s", "0", "--max-running-turns", "16"),
     *("--held-out", "512", "--learning-rate", "3e-4"),
 )
 """Options of the task: short sums on unpaced engines, because the question here is what is learned

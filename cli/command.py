@@ -88,7 +88,7 @@ _add(
 _add(
     CHECK,
     simulate.simulate,
-    "tidegate simulate --seeds 1000 --lives 100",
+    "tidegate simulate --seeds 1000 --crash-restart-runs 100",
     "tidegate simulate --first-seed 9 --seeds 1",
     "tidegate simulate --faults crash,cut",
 )

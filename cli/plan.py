@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "tidegate plan runs/demo",
-    "tidegate plan --engines 12 --slots 64 --step-ms 8 --row-ms 0.12 --mean-tokens 4000 \\",
-    "              --train-tokens-per-s 65000 --picture plan.png",
-    "tidegate plan runs/demo --eta 0,1,2,4,8 --pause keep,abort --batch 8,16,32",
+    "tidegate plan --engines 12 --max-running-turns 64 --step-ms 8 --running-turn-ms 0.12 \\",
+    "              --mean-tokens 4000 --train-tokens-per-s 65000 --picture plan.png",
+    "tidegate plan runs/demo --max-staleness 0,1,2,4,8 --pause-mode keep,abort",
+    "tidegate plan runs/demo --engine-trainer-split 12:4,8:8 --batch-sizes 8,16,32",
 )
 
 
@@ -27,14 +28,25 @@ def plan(
     from_run: Annotated[
         Path | None, typer.Option("--from", help="Take speeds and lengths from a finished run.")
     ] = None,
-    eta: Annotated[str, typer.Option(help="Values of max_staleness to compare.")] = "0,1,2,4,8",
-    pause: Annotated[str, typer.Option(help="Pause modes to compare, e.g. keep,abort,wait.")] = "",
-    split: Annotated[str, typer.Option(help="Engines:trainers to compare, e.g. 12:4,8:8.")] = "",
-    batch: Annotated[str, typer.Option(help="Groups per batch to compare, e.g. 32,64.")] = "",
+    max_staleness: Annotated[
+        str, typer.Option(help="Staleness bounds to compare, in weight versions.")
+    ] = "0,1,2,4,8",
+    pause_mode: Annotated[
+        str, typer.Option(help="Pause modes to compare, e.g. keep,abort,wait.")
+    ] = "",
+    engine_trainer_split: Annotated[
+        str,
+        typer.Option(help="Splits of the machines to compare, ENGINES:TRAINERS, e.g. 12:4,8:8."),
+    ] = "",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Batch sizes to compare, in groups, e.g. 32,64.")
+    ] = "",
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engines.")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Turns that an engine decodes at once.")] = 64,
+    max_running_turns: Annotated[
+        int, typer.Option(min=1, help="Turns that an engine decodes at once.")
+    ] = 64,
     step_ms: Annotated[float, typer.Option(min=0, help="Fixed time of a decode step.")] = 8.0,
-    row_ms: Annotated[
+    running_turn_ms: Annotated[
         float, typer.Option(min=0, help="Additional step time per running turn.")
     ] = 0.12,
     prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="Prefill speed.")] = 25_000.0,
@@ -46,10 +58,12 @@ def plan(
     ] = None,
     sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of log length.")] = 0.8,
     tokens_max: Annotated[int, typer.Option(min=2, help="Longest rollout.")] = 32_768,
-    prompt_tokens: Annotated[int, typer.Option(min=0)] = 512,
-    group_size: Annotated[int, typer.Option(min=1)] = 8,
-    groups_per_batch: Annotated[int | None, typer.Option(min=1)] = None,
-    trainers: Annotated[int, typer.Option(min=1)] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of a prompt.")] = 512,
+    group_size: Annotated[int, typer.Option(min=1, help="Rollouts per group.")] = 8,
+    groups_per_batch: Annotated[
+        int | None, typer.Option(min=1, help="Groups per batch; default: the run's, or 64.")
+    ] = None,
+    trainers: Annotated[int, typer.Option(min=1, help="Number of trainers.")] = 1,
     train_tokens_per_s: Annotated[
         float | None, typer.Option(min=0, help="Speed of all trainers together.")
     ] = None,
@@ -60,7 +74,7 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Predict throughput and staleness by max_staleness, pause mode, split and batch size.
+    """Predict throughput and staleness by staleness bound, pause mode, split and batch size.
 
     Two predictions: closed forms, and the orchestrator itself over simulated engines in virtual
     time.
@@ -68,11 +82,11 @@ def plan(
     if run is not None and from_run is not None:
         raise ConfigError(f"{run} and --from {from_run} are two runs to plan from; give one")
     from_run = from_run or run
-    given = dict(locals())
+    options = dict(locals())
     from tidegate.cli import plan_table
 
-    situation, base = _from_run(given) if from_run is not None else _from_options(given)
-    rows = plan_table.rows(situation, base, given)
+    situation, base = _from_run(options) if from_run is not None else _from_options(options)
+    rows = plan_table.rows(situation, base, options)
     for line in plan_table.json_lines(rows) if as_json else plan_table.lines(rows):
         echo(line)
     if picture is not None:
@@ -81,7 +95,7 @@ def plan(
         draw_plan(picture, [row for row in rows if row.varied == "max_staleness"])
 
 
-def _from_options(given: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
+def _from_options(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
     from tidegate.simulation.engine_costs import EngineCosts
     from tidegate.simulation.planning.situation import (
         PlanCandidate,
@@ -90,42 +104,42 @@ def _from_options(given: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]"
     )
 
     for name in ("engines", "mean_tokens", "train_tokens_per_s"):
-        if given[name] is None:
+        if options[name] is None:
             raise ConfigError(f"--{name.replace('_', '-')} is needed, or --from RUN to measure it")
     costs = EngineCosts(
-        slots=given["slots"],
-        step_s=given["step_ms"] / 1e3,
-        running_turn_s=given["row_ms"] / 1e3,
-        prefill_tokens_per_s=given["prefill_tokens_per_s"],
-        swap_s=given["swap_s"],
-        prompt_tokens=given["prompt_tokens"],
-        group_size=given["group_size"],
+        slots=options["max_running_turns"],
+        step_s=options["step_ms"] / 1e3,
+        running_turn_s=options["running_turn_ms"] / 1e3,
+        prefill_tokens_per_s=options["prefill_tokens_per_s"],
+        swap_s=options["swap_s"],
+        prompt_tokens=options["prompt_tokens"],
+        group_size=options["group_size"],
     )
     if not costs.step_s + costs.running_turn_s > 0:
-        raise ConfigError("--step-ms and --row-ms can't both be 0: steps take time")
+        raise ConfigError("--step-ms and --running-turn-ms can't both be 0: steps take time")
     groups = log_normal_groups(
-        mean_tokens=given["mean_tokens"],
-        sigma=given["sigma"],
-        tokens_max=given["tokens_max"],
-        group_size=given["group_size"],
+        mean_tokens=options["mean_tokens"],
+        sigma=options["sigma"],
+        tokens_max=options["tokens_max"],
+        group_size=options["group_size"],
     )
-    speed = given["train_tokens_per_s"] / given["trainers"]
+    speed = options["train_tokens_per_s"] / options["trainers"]
     situation = PlanWorkload(groups=groups, costs=costs, trainer_tokens_per_s=speed)
     return situation, PlanCandidate(
         max_staleness=0,
-        groups_per_batch=given["groups_per_batch"] or 64,
-        engines=given["engines"],
-        trainers=given["trainers"],
+        groups_per_batch=options["groups_per_batch"] or 64,
+        engines=options["engines"],
+        trainers=options["trainers"],
     )
 
 
-def _from_run(given: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
+def _from_run(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
     from dataclasses import replace
 
     from tidegate.cli.plan_table import measured_line
     from tidegate.simulation.planning.from_run import measured_run
 
-    run = measured_run(given["from_run"])
+    run = measured_run(options["from_run"])
     echo(measured_line(run), err=True)
-    changed = {n: given[n] for n in ("engines", "groups_per_batch") if given[n] is not None}
+    changed = {n: options[n] for n in ("engines", "groups_per_batch") if options[n] is not None}
     return run.situation, replace(run.choice, **changed)

@@ -29,25 +29,27 @@ HEADING = (
 )
 
 
-def rows(situation: PlanWorkload, base: PlanCandidate, given: Mapping[str, Any]) -> list[Row]:
+def rows(situation: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any]) -> list[Row]:
     """Return the compared choices: staleness bounds, then the others at the recommended bound."""
 
     def measured(row: Row) -> Row:
-        if not given["simulated"]:
+        if not options["simulated"]:
             return row
-        seen = simulate(situation, row.choice, versions=given["versions"])
+        seen = simulate(situation, row.choice, versions=options["versions"])
         return dataclasses.replace(row, simulated=seen)
 
-    bounds = parsed(given["eta"], int, "--eta")
+    bounds = parsed(options["max_staleness"], int, "--max-staleness")
     if not bounds:
-        raise ConfigError(f"--eta {given['eta']!r} names no bound; give one or more, such as 0,2")
+        raise ConfigError(
+            f"--max-staleness {options['max_staleness']!r} names no bound; give one or more, such as 0,2"
+        )
     found = [measured(row) for row in staleness_rows(situation, base, bounds)]
     others = other_rows(
         situation,
         recommended(found).choice,
-        pauses=parsed(given["pause"], str, "--pause"),  # type: ignore[arg-type]
-        splits=parsed(given["split"], _split, "--split"),
-        batches=parsed(given["batch"], int, "--batch"),
+        pauses=parsed(options["pause_mode"], str, "--pause-mode"),  # type: ignore[arg-type]
+        splits=parsed(options["engine_trainer_split"], _split, "--engine-trainer-split"),
+        batches=parsed(options["batch_sizes"], int, "--batch-sizes"),
     )
     return [*found, *(measured(row) for row in others)]
 

@@ -21,9 +21,11 @@ def simulate(
     faults: Annotated[
         str, typer.Option(help="Faults to inject: all, none, or a list such as crash,cut.")
     ] = "all",
-    lives: Annotated[
+    crash_restart_runs: Annotated[
         int,
-        typer.Option(min=0, help="Further seeds, with crash-restart of trainer and orchestrator."),
+        typer.Option(
+            min=0, help="Number of further seeds, whose trainer and orchestrator crash and restart."
+        ),
     ] = 0,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Worker processes; default: one per core.")
@@ -42,8 +44,10 @@ def simulate(
     from tidegate.simulation.faults import parse_faults
     from tidegate.simulation.sweep import SweepSummary, cores, sweep
 
-    if not (seeds or lives or replay):
-        raise ConfigError("--seeds 0 and --lives 0 leave nothing to run; raise one of them")
+    if not (seeds or crash_restart_runs or replay):
+        raise ConfigError(
+            "--seeds 0 and --crash-restart-runs 0 leave nothing to run; raise one of them"
+        )
     if replay is not None:
         _replay_scenario(replay)
         return
@@ -56,15 +60,18 @@ def simulate(
             if summary.runs % 10 == 0:
                 status.update(f"{summary.runs} of {seeds} seeds, {summary.failures} failed so far")
     if seeds == 1:
-        _tell_story(report)
+        _print_story(report)
     for line in summary.lines() if seeds else ():
         echo(line)
-    has_died_badly = lives > 0 and not _simulate_lives(first_seed, lives, workers or cores())
-    if has_died_badly or summary.failures or (faults == "all" and summary.unreached):
+    survived = not crash_restart_runs or _simulate_crash_restarts(
+        first_seed, crash_restart_runs, workers or cores()
+    )
+    if not survived or summary.failures or (faults == "all" and summary.unreached):
         raise typer.Exit(STATUS_FOUND)
 
 
-def _simulate_lives(first_seed: int, seeds: int, workers: int) -> bool:
+def _simulate_crash_restarts(first_seed: int, seeds: int, workers: int) -> bool:
+    """Print the failures of crash-restart runs; return whether there were none."""
     from tidegate.simulation.sweep import FailureLines, sweep_lives
 
     resumes = failures = 0
@@ -75,9 +82,9 @@ def _simulate_lives(first_seed: int, seeds: int, workers: int) -> bool:
         for line in failed.of(report):
             echo(line)
     if seeds == 1:
-        _tell_story(report)
+        _print_story(report)
     echo(
-        f"{seeds - failures} of {seeds} seeds kept every promise over {resumes} deaths of trainer "
+        f"{seeds - failures} of {seeds} seeds kept every promise over {resumes} crashes of trainer "
         f"and orchestrator"
     )
     return not failures
@@ -89,14 +96,14 @@ def _replay_scenario(replay: str) -> None:
 
     is_json = replay.lstrip().startswith("{")
     report = run_any(read_scenario(replay if is_json else _read(Path(replay))))
-    _tell_story(report)
+    _print_story(report)
     if report.failure is not None:
         echo(f"failed: {report.failure}")
         raise typer.Exit(STATUS_FOUND)
     echo("it kept every promise")
 
 
-def _tell_story(report: "Report") -> None:
+def _print_story(report: "Report") -> None:
     for line in (*report.story, f"digest {report.digest}"):
         echo(line)
 

@@ -2,7 +2,7 @@
 
     python -m examples.async_grpo                          # sync, one-step and async, compared
     python -m examples.async_grpo --mode async             # one of them alone
-    python -m examples.async_grpo --pause abort            # or keep, wait
+    python -m examples.async_grpo --pause-mode abort            # or keep, wait
     python -m examples.async_grpo --colocated              # engines and trainer take turns
     python -m examples.async_grpo --step-time-s 0          # engines as fast as this machine
     python -m examples.async_grpo --mode async --dashboard 127.0.0.1:0  # in the browser
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--mode", choices=MODES, help="left out, all are run one after the other and compared")
     add("--task", choices=TASKS, default="long-tail", help="how many terms sums have")
     add("--step-time-s", type=float, default=STEP_TIME_S, help="shortest step of engines; 0: none")
-    add("--pause", choices=("abort", "keep", "wait"), default="keep", help="at weight updates")
+    add("--pause-mode", choices=("abort", "keep", "wait"), default="keep", help="at weight updates")
     add("--kv-policy", choices=("keep", "recompute"), default="recompute")
     add("--max-staleness", type=int, help="in versions, of mode async if none is given")
     add("--engines", type=int, default=2)
@@ -77,7 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=("int8", "fp8"),
         help="what engines round each version's weights to",
     )
-    add("--slots", type=int, default=32, help="turns that an engine decodes at once")
+    add("--max-running-turns", type=int, default=32, help="turns that an engine decodes at once")
     add("--versions", type=int, default=24, help="weight versions to make")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
     add("--group-size", type=int, default=GROUP_SIZE)
@@ -106,11 +106,11 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
     async with tidegate.serve(
         model=model_path,
         engines=options.engines,
-        max_running_turns=options.slots,
+        max_running_turns=options.max_running_turns,
         max_staleness=bound,
         group_size=options.group_size,
         groups_per_batch=options.groups_per_batch,
-        pause_mode=options.pause,
+        pause_mode=options.pause_mode,
         kv_policy=options.kv_policy,
         quantization=options.quantization,
         num_kv_blocks=options.num_kv_blocks,
@@ -175,7 +175,7 @@ def compare(options: argparse.Namespace, directory: Path) -> None:
         print(f"\n{mode} ({place} of {len(MODES)}), staleness bound {MODES[mode]}", flush=True)
         run(options, mode, directory / mode)
     runs = read_runs([directory / mode for mode in MODES])
-    slots = options.engines * options.slots
+    slots = options.engines * options.max_running_turns
     lines = comparison_text(runs, target=TARGET_REWARD, slots=slots)
     draw_comparison(directory / "comparison.png", runs)
     (directory / "comparison.txt").write_text("\n".join(lines) + "\n")
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.mode is None:
             compare(options, options.runs / (options.name or f"demo-{now}"))
         else:
-            name = options.name or f"{options.mode}-{options.pause}-{now}"
+            name = options.name or f"{options.mode}-{options.pause_mode}-{now}"
             run(options, options.mode, options.runs / name)
     except tidegate.TidegateError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -187,7 +187,7 @@ class CrashRestartReport:
     def replay_command(self) -> str:
         """The command that runs this again."""
         if self.is_drawn:
-            return f"tidegate simulate --first-seed {self.seed} --seeds 0 --lives 1"
+            return f"tidegate simulate --first-seed {self.seed} --seeds 0 --crash-restart-runs 1"
         return f"tidegate simulate --replay '{self.scenario.to_json()}'"
 
 

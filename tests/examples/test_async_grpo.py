@@ -87,8 +87,8 @@ def test_the_demo_learns_within_its_bound_and_every_token_agrees(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "bound"),
     [
-        (["--mode", "one-step", "--pause", "wait"], 1),
-        (["--mode", "async", "--pause", "abort"], 2),
+        (["--mode", "one-step", "--pause-mode", "wait"], 1),
+        (["--mode", "async", "--pause-mode", "abort"], 2),
         (["--mode", "async", "--kv-policy", "keep"], 2),
         (["--mode", "one-step", "--colocated", "--quantization", "int8"], 1),
     ],

@@ -144,7 +144,7 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return ended.value.code
 
 
-FEW = ["--engines", "2", "--slots", "8", "--mean-tokens", "50", "--tokens-max", "200"]
+FEW = ["--engines", "2", "--max-running-turns", "8", "--mean-tokens", "50", "--tokens-max", "200"]
 FEW += ["--train-tokens-per-s", "2000", "--group-size", "4", "--groups-per-batch", "4"]
 
 
@@ -152,7 +152,8 @@ def test_the_command_prints_a_row_per_choice_and_one_recommendation_and_draws_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = ["--picture", str(tmp_path / "plan.png")]
-    more = ["--eta", "0,2", "--pause", "abort", "--split", "4:1", "--versions", "2"]
+    more = ["--max-staleness", "0,2", "--pause-mode", "abort", "--versions", "2"]
+    more += ["--engine-trainer-split", "4:1"]
     assert run_command([*FEW, *more, *picture], monkeypatch) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line.startswith("by ")] == ["by pause:", "by split:"]
@@ -164,7 +165,9 @@ def test_the_command_prints_a_row_per_choice_and_one_recommendation_and_draws_it
 def test_json_has_a_row_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command([*FEW, "--eta", "0,4", "--json", "--no-simulate"], monkeypatch) == 0
+    assert (
+        run_command([*FEW, "--max-staleness", "0,4", "--json", "--no-simulate"], monkeypatch) == 0
+    )
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["choice"]["max_staleness"] for row in rows] == [0, 4]
     assert [row["simulated"] for row in rows] == [None, None]
@@ -175,9 +178,9 @@ def test_json_has_a_row_a_line(
     ("arguments", "said"),
     [
         ([], "--engines is needed, or --from RUN"),
-        ([*FEW, "--eta", "two"], "--eta 'two' can't be read"),
-        ([*FEW, "--eta", ","], "--eta ',' names no bound"),
-        ([*FEW, "--pause", "stop"], "a pause is abort, keep or wait, got 'stop'"),
+        ([*FEW, "--max-staleness", "two"], "--max-staleness 'two' can't be read"),
+        ([*FEW, "--max-staleness", ","], "--max-staleness ',' names no bound"),
+        ([*FEW, "--pause-mode", "stop"], "a pause is abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
         (["--from", "nowhere"], "is this the directory of a recorded run?"),
         (["nowhere"], "is this the directory of a recorded run?"),

@@ -254,7 +254,9 @@ def test_a_scenario_that_dies_is_replayed_from_its_json_as_from_its_seed() -> No
     again = run_any(read_scenario(drawn.scenario.to_json()))
     assert isinstance(again, CrashRestartReport)
     assert again.digest == drawn.digest
-    assert drawn.replay_command == "tidegate simulate --first-seed 5 --seeds 0 --lives 1"
+    assert (
+        drawn.replay_command == "tidegate simulate --first-seed 5 --seeds 0 --crash-restart-runs 1"
+    )
     assert again.replay_command == f"tidegate simulate --replay '{drawn.scenario.to_json()}'"
 
 
@@ -264,7 +266,7 @@ def test_a_run_that_dies_and_fails_is_printed_with_its_smallest_replay(
     the_task_of_a_group_that_is_given_up_is_skipped(monkeypatch)
     seed = next(seed for seed in range(SEEDS_TO_CATCH) if simulate_lives(seed).failure)
     failed = simulate_lives(seed)
-    one = ["simulate", "--seeds", "0", "--lives", "1", "--first-seed", str(seed)]
+    one = ["simulate", "--seeds", "0", "--crash-restart-runs", "1", "--first-seed", str(seed)]
     assert status_of(one, monkeypatch) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"seed {seed}, with deaths: {failed.failure}"
