@@ -41,7 +41,8 @@ def rows(situation: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any
     bounds = parsed(options["max_staleness"], int, "--max-staleness")
     if not bounds:
         raise ConfigError(
-            f"--max-staleness {options['max_staleness']!r} names no bound; give one or more, such as 0,2"
+            f"--max-staleness {options['max_staleness']!r} names no bound; give one or more, "
+            f"such as 0,2"
         )
     found = [measured(row) for row in staleness_rows(situation, base, bounds)]
     others = other_rows(
