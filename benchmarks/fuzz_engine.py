@@ -245,7 +245,7 @@ def _hello(name: str) -> Hello:
         vocab_size=LIMITS.vocab_size,
         context_tokens_max=LIMITS.context_tokens_max,
         max_running_turns=LIMITS.max_running_turns,
-        num_blocks=LIMITS.num_blocks,
+        num_kv_blocks=LIMITS.num_blocks,
         block_tokens=LIMITS.block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],

@@ -140,7 +140,7 @@ class CoarseSimulatedEngine:
             vocab_size=1,
             context_tokens_max=1 << 30,
             max_running_turns=self._costs.slots,
-            num_blocks=1,
+            num_kv_blocks=1,
             block_tokens=16,
             pause_modes=["abort", "keep", "wait"],
             kv_policies=["keep", "recompute"],

@@ -61,7 +61,7 @@ def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
         vocab_size=VOCAB_SIZE,
         context_tokens_max=CONTEXT_TOKENS_MAX,
         max_running_turns=traits.max_running_turns,
-        num_blocks=traits.blocks or CONTEXT_TOKENS_MAX,
+        num_kv_blocks=traits.blocks or CONTEXT_TOKENS_MAX,
         block_tokens=traits.block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],

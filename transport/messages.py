@@ -70,7 +70,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     vocab_size: Count
     context_tokens_max: Count
     max_running_turns: Count
-    num_blocks: Count
+    num_kv_blocks: Count
     block_tokens: Count
     pause_modes: list[PauseMode]
     kv_policies: list[KvPolicy]
@@ -88,7 +88,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     model_code: str = ""
     """Implementation of the model: ``tidegate``, or ``transformers`` for an architecture without a
     built-in implementation. Empty: not reported."""
-    speculation: str = ""
+    speculative_method: str = ""
     """Source of draft tokens for speculative decoding: ``lookup``, ``rollouts`` or ``draft``.
     Empty: none."""
     score_kinds: list[str] = []
@@ -106,7 +106,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Whether the engine supports ``SubmitTurns``."""
     supports_sessions: bool = False
     """Whether the engine wants ``EndSessions`` messages."""
-    ranks: Count = 1
+    tensor_parallel_size: Count = 1
     """Number of processes that compute the model together, each a part of it."""
     quantization: str = ""
     """Quantization applied to incoming weights: ``int8``. Empty: weights are served as

@@ -90,7 +90,7 @@ class FakeEngine:
                 vocab_size=VOCAB_SIZE,
                 context_tokens_max=1 << 20,
                 max_running_turns=self._slots,
-                num_blocks=1,
+                num_kv_blocks=1,
                 block_tokens=16,
                 pause_modes=["keep"],
                 kv_policies=["keep", "recompute"],

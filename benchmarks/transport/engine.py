@@ -41,7 +41,7 @@ def hello() -> Hello:
         vocab_size=VOCAB_SIZE,
         context_tokens_max=1 << 20,
         max_running_turns=1 << 20,
-        num_blocks=1,
+        num_kv_blocks=1,
         block_tokens=16,
         pause_modes=["keep"],
         kv_policies=["keep"],

@@ -223,7 +223,7 @@ def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hel
         vocab_size=vocab_size,
         context_tokens_max=able.context_tokens_max,
         max_running_turns=running,
-        num_blocks=blocks,
+        num_kv_blocks=blocks,
         block_tokens=block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"] if able.keeps_kv else ["recompute"],
@@ -242,7 +242,7 @@ def _limits(hello: Hello) -> EngineLimits:
     return EngineLimits(
         max_running_turns=hello.max_running_turns,
         max_step_tokens=hello.max_running_turns,
-        num_blocks=hello.num_blocks,
+        num_blocks=hello.num_kv_blocks,
         block_tokens=hello.block_tokens,
         context_tokens_max=hello.context_tokens_max,
         vocab_size=hello.vocab_size,

@@ -297,7 +297,7 @@ def limits_of(scheduler: "Scheduler") -> Limits:
     if not hellos:
         raise ApiError(503, "no engine is there now; retry later")
     return Limits(
-        min(min(h.context_tokens_max, h.num_blocks * h.block_tokens) for h in hellos),
+        min(min(h.context_tokens_max, h.num_kv_blocks * h.block_tokens) for h in hellos),
         min(hello.vocab_size for hello in hellos),
     )
 

@@ -31,7 +31,7 @@ def engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     directory = tmp_path_factory.mktemp("engine")
     with Orchestra(directory, models.directories[0], options) as orchestra:
         hello = orchestra.welcome()
-        assert (hello.engine, hello.num_blocks, hello.vocab_size) == ("engine-0", 128, 96)
+        assert (hello.engine, hello.num_kv_blocks, hello.vocab_size) == ("engine-0", 128, 96)
         yield orchestra
         orchestra.send(Shutdown())
         assert orchestra.await_one(Goodbye).reason == "asked to shut down"

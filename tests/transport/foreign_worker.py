@@ -52,7 +52,7 @@ class Worker:
             vocab_size=1000,
             context_tokens_max=4096,
             max_running_turns=8,
-            num_blocks=1,
+            num_kv_blocks=1,
             block_tokens=4096,
             pause_modes=["abort"],
             kv_policies=["recompute"],

@@ -42,7 +42,7 @@ def hello(engine: str = "a", *, epoch: int = 1, protocol: int = PROTOCOL, vocab:
         vocab_size=vocab,
         context_tokens_max=256,
         max_running_turns=4,
-        num_blocks=16,
+        num_kv_blocks=16,
         block_tokens=16,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
