@@ -12,7 +12,7 @@ from tidegate.cli.conventions import echo
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload
+    from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload
 
 EXAMPLES = (
     "tidegate plan runs/demo",
@@ -85,19 +85,19 @@ def plan(
     options = dict(locals())
     from tidegate.cli import plan_table
 
-    situation, base = _from_run(options) if from_run is not None else _from_options(options)
-    rows = plan_table.rows(situation, base, options)
+    workload, base = _from_run(options) if from_run is not None else _from_options(options)
+    rows = plan_table.rows(workload, base, options)
     for line in plan_table.json_lines(rows) if as_json else plan_table.lines(rows):
         echo(line)
     if picture is not None:
-        from tidegate.simulation.planning.picture import draw_plan
+        from tidegate.simulation.planning.plot import plot_plan
 
-        draw_plan(picture, [row for row in rows if row.varied == "max_staleness"])
+        plot_plan(picture, [row for row in rows if row.varied == "max_staleness"])
 
 
 def _from_options(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
     from tidegate.simulation.engine_costs import EngineCosts
-    from tidegate.simulation.planning.situation import (
+    from tidegate.simulation.planning.workload import (
         PlanCandidate,
         PlanWorkload,
         log_normal_groups,
@@ -124,8 +124,8 @@ def _from_options(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate
         group_size=options["group_size"],
     )
     speed = options["train_tokens_per_s"] / options["trainers"]
-    situation = PlanWorkload(groups=groups, costs=costs, trainer_tokens_per_s=speed)
-    return situation, PlanCandidate(
+    workload = PlanWorkload(groups=groups, costs=costs, trainer_tokens_per_s=speed)
+    return workload, PlanCandidate(
         max_staleness=0,
         groups_per_batch=options["groups_per_batch"] or 64,
         engines=options["engines"],
@@ -142,4 +142,4 @@ def _from_run(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate]":
     run = measured_run(options["from_run"])
     echo(measured_line(run), err=True)
     changed = {n: options[n] for n in ("engines", "groups_per_batch") if options[n] is not None}
-    return run.situation, replace(run.choice, **changed)
+    return run.workload, replace(run.candidate, **changed)

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 from tidegate.errors import ConfigError
 from tidegate.simulation.planning.from_run import MeasuredRun
 from tidegate.simulation.planning.plan import (
-    Row,
+    PlanRow,
     advice,
     other_rows,
     recommended,
     staleness_rows,
 )
 from tidegate.simulation.planning.simulated import simulate
-from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload
+from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload
 
 Value = TypeVar("Value")
 
@@ -29,14 +29,14 @@ HEADING = (
 )
 
 
-def rows(situation: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any]) -> list[Row]:
+def rows(workload: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any]) -> list[PlanRow]:
     """Return the compared choices: staleness bounds, then the others at the recommended bound."""
 
-    def measured(row: Row) -> Row:
+    def measured(row: PlanRow) -> PlanRow:
         if not options["simulated"]:
             return row
-        seen = simulate(situation, row.choice, versions=options["versions"])
-        return dataclasses.replace(row, simulated=seen)
+        simulated = simulate(workload, row.candidate, versions=options["versions"])
+        return dataclasses.replace(row, simulated=simulated)
 
     bounds = parsed(options["max_staleness"], int, "--max-staleness")
     if not bounds:
@@ -44,12 +44,12 @@ def rows(situation: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any
             f"--max-staleness {options['max_staleness']!r} names no bound; give one or more, "
             f"such as 0,2"
         )
-    found = [measured(row) for row in staleness_rows(situation, base, bounds)]
+    found = [measured(row) for row in staleness_rows(workload, base, bounds)]
     others = other_rows(
-        situation,
-        recommended(found).choice,
+        workload,
+        recommended(found).candidate,
         pauses=parsed(options["pause_mode"], str, "--pause-mode"),  # type: ignore[arg-type]
-        splits=parsed(options["engine_trainer_split"], _split, "--engine-trainer-split"),
+        device_splits=parsed(options["engine_trainer_split"], _split, "--engine-trainer-split"),
         batches=parsed(options["batch_sizes"], int, "--batch-sizes"),
     )
     return [*found, *(measured(row) for row in others)]
@@ -72,7 +72,7 @@ def _split(text: str) -> tuple[int, int]:
     return int(engines), int(trainers)
 
 
-def lines(table: Sequence[Row]) -> Iterator[str]:
+def lines(table: Sequence[PlanRow]) -> Iterator[str]:
     """Yield the table's lines."""
     bounds = [row for row in table if row.varied == "max_staleness"]
     best = recommended(bounds)
@@ -88,23 +88,23 @@ def lines(table: Sequence[Row]) -> Iterator[str]:
     yield f"* {advice(bounds)}"
 
 
-def _line(row: Row, mark: str) -> str:
-    choice, closed = row.choice, row.closed
-    said = (
-        f"{mark:<4}{choice.max_staleness:>4} {choice.name:<15}{choice.engines:>8}"
-        f"{choice.trainers:>9}{choice.groups_per_batch:>6}   {closed.tokens_per_s:>10.0f}"
+def _line(row: PlanRow, mark: str) -> str:
+    candidate, closed = row.candidate, row.closed
+    line = (
+        f"{mark:<4}{candidate.max_staleness:>4} {candidate.name:<15}{candidate.engines:>8}"
+        f"{candidate.trainers:>9}{candidate.groups_per_batch:>6}   {closed.tokens_per_s:>10.0f}"
         f"{closed.batch_s:>9.2f}{closed.mean_staleness:>6.2f}{closed.trainer_idle_share:>6.0%} "
         f"{closed.limit:<10}"
     )
-    if (seen := row.simulated) is None:
-        return said.rstrip()
+    if (simulated := row.simulated) is None:
+        return line.rstrip()
     return (
-        f"{said}{seen.tokens_per_s:>10.0f}{seen.batch_s:>9.2f}{seen.mean_staleness:>6.2f}"
-        f"{seen.trainer_idle_share:>6.0%}"
+        f"{line}{simulated.tokens_per_s:>10.0f}{simulated.batch_s:>9.2f}{simulated.mean_staleness:>6.2f}"
+        f"{simulated.trainer_idle_share:>6.0%}"
     )
 
 
-def json_lines(table: Sequence[Row]) -> Iterator[str]:
+def json_lines(table: Sequence[PlanRow]) -> Iterator[str]:
     """Yield one JSON object per row."""
     best = recommended([row for row in table if row.varied == "max_staleness"])
     for row in table:
@@ -113,12 +113,12 @@ def json_lines(table: Sequence[Row]) -> Iterator[str]:
 
 def measured_line(run: MeasuredRun) -> str:
     """Return a line with the measurements of the run that the plan is based on."""
-    costs, seen = run.situation.costs, run.measured
+    costs, measured = run.workload.costs, run.measured
     return (
-        f"measured: {seen.tokens_per_s:.0f} tokens/s, a batch every {seen.batch_s:.2f} s, mean "
-        f"staleness {seen.mean_staleness:.2f}, trainer idle {seen.trainer_idle_share:.0%}, with "
-        f"max_staleness={run.choice.max_staleness}; a step takes {costs.step_s * 1e3:.2f} ms + "
-        f"{costs.running_turn_s * 1e3:.3f} ms a row ({run.unaccounted_factor:.2f} times what "
-        f"engines say, to account for all of its time), {run.situation.mean_tokens:.1f} tokens a "
-        f"rollout"
+        f"measured: {measured.tokens_per_s:.0f} tokens/s, a batch every {measured.batch_s:.2f} s, "
+        f"mean staleness {measured.mean_staleness:.2f}, trainer idle "
+        f"{measured.trainer_idle_share:.0%}, with max_staleness={run.candidate.max_staleness}; "
+        f"a step takes {costs.step_s * 1e3:.2f} ms + {costs.running_turn_s * 1e3:.3f} ms a row "
+        f"({run.unaccounted_slowdown:.2f} times what engines report, to account for the time "
+        f"outside steps), {run.workload.mean_tokens:.1f} tokens a rollout"
     )

@@ -42,7 +42,7 @@ def simulate(
     from rich.console import Console
 
     from tidegate.simulation.faults import parse_faults
-    from tidegate.simulation.sweep import SweepSummary, cores, sweep
+    from tidegate.simulation.sweep import SweepSummary, core_count, sweep
 
     if not (seeds or crash_restart_runs or replay):
         raise ConfigError(
@@ -54,7 +54,7 @@ def simulate(
     summary, kinds = SweepSummary(), parse_faults(faults)
     chosen = range(first_seed, first_seed + seeds)
     with Console(stderr=True).status("simulating") as status:
-        for report in sweep(chosen, kinds, workers=workers or cores()):
+        for report in sweep(chosen, kinds, workers=workers or core_count()):
             for line in summary.add(report):
                 echo(line)
             if summary.runs % 10 == 0:
@@ -64,27 +64,27 @@ def simulate(
     for line in summary.lines() if seeds else ():
         echo(line)
     survived = not crash_restart_runs or _simulate_crash_restarts(
-        first_seed, crash_restart_runs, workers or cores()
+        first_seed, crash_restart_runs, workers or core_count()
     )
-    if not survived or summary.failures or (faults == "all" and summary.unreached):
+    if not survived or summary.failures or (faults == "all" and summary.uncovered):
         raise typer.Exit(STATUS_FOUND)
 
 
 def _simulate_crash_restarts(first_seed: int, seeds: int, workers: int) -> bool:
     """Print the failures of crash-restart runs; return whether there were none."""
-    from tidegate.simulation.sweep import FailureLines, sweep_lives
+    from tidegate.simulation.sweep import FailureLines, sweep_crash_restarts
 
     resumes = failures = 0
     failed = FailureLines()
-    for report in sweep_lives(range(first_seed, first_seed + seeds), workers=workers):
-        resumes += report.lives - 1
+    for report in sweep_crash_restarts(range(first_seed, first_seed + seeds), workers=workers):
+        resumes += report.processes - 1
         failures += report.failure is not None
-        for line in failed.of(report):
+        for line in failed.lines_of(report):
             echo(line)
     if seeds == 1:
         _print_story(report)
     echo(
-        f"{seeds - failures} of {seeds} seeds kept every promise over {resumes} crashes of trainer "
+        f"{seeds - failures} of {seeds} seeds passed, over {resumes} crashes of trainer "
         f"and orchestrator"
     )
     return not failures
@@ -100,7 +100,7 @@ def _replay_scenario(replay: str) -> None:
     if report.failure is not None:
         echo(f"failed: {report.failure}")
         raise typer.Exit(STATUS_FOUND)
-    echo("it kept every promise")
+    echo("passed: every invariant held")
 
 
 def _print_story(report: "Report") -> None:

@@ -1,8 +1,8 @@
-"""Coarse-grained simulated engine: one timer and one message for a whole stretch of steps.
+"""Coarse-grained simulated engine: one timer and one message for many decode steps ("multi-step").
 
-All running turns advance together, so no event is needed between two changes of the running set.
-Such a change cuts the stretch at the end of the current step, so lengths, times and version tags
-are exactly those of single steps.
+All running turns advance together, so no event is needed between two changes of the running set. A
+change ends the multi-step at the end of the current step, so lengths, times and version tags are
+exactly those of single steps. ``tidegate plan`` and the scheduling benchmark use this engine.
 """
 
 import asyncio
@@ -42,21 +42,21 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.streams import SendWindow
 
-STRETCH_STEPS_MAX = 128
+MULTI_STEP_TOKENS_MAX = 128
 """Maximum tokens of a turn in one message: 64 KiB for 64 turns, a few percent of a turn."""
 
 TOKEN_BYTES = 4
 
-ROUNDING = 1e-9
+TIME_TOLERANCE_STEPS = 1e-9
 """Tolerance, as a share of a step: a message that arrives as a step ends counts for its end."""
 
-ZEROS = bytes(TOKEN_BYTES * STRETCH_STEPS_MAX * 1024)
-"""Source of the token id and log-probability columns, whose values nothing reads."""
+ZEROS = bytes(TOKEN_BYTES * MULTI_STEP_TOKENS_MAX * 1024)
+"""Zero bytes for the token id and log-prob columns, whose values are never read."""
 
 
 @dataclass(slots=True)
 class CoarseSimulatedTurn:
-    """One running turn."""
+    """Running turn of a coarse-grained engine."""
 
     handle: int
     context_tokens: int
@@ -68,7 +68,7 @@ class CoarseSimulatedTurn:
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _MultiStep:
     """Consecutive steps of the same running set that one timer covers."""
 
     begins_s: float
@@ -82,12 +82,14 @@ class _Stretch:
         """Loop time at which the last step ends, in seconds."""
         return self.begins_s + self.steps * self.token_s
 
-    def cut(self, now_s: float) -> bool:
-        """Drop the steps that have not begun at ``now_s``; return whether there were any."""
-        begun = max(0, math.ceil((now_s - self.begins_s) / self.token_s - ROUNDING))
-        is_cut = begun < self.steps
-        self.steps = min(self.steps, begun)
-        return is_cut
+    def truncate(self, now_s: float) -> bool:
+        """Drop the steps that have not begun at ``now_s``; return whether any were dropped."""
+        steps_begun = max(
+            0, math.ceil((now_s - self.begins_s) / self.token_s - TIME_TOLERANCE_STEPS)
+        )
+        is_truncated = steps_begun < self.steps
+        self.steps = min(self.steps, steps_begun)
+        return is_truncated
 
 
 class CoarseSimulatedEngine:
@@ -118,13 +120,14 @@ class CoarseSimulatedEngine:
         self._arrivals = 0
         self._cancelled: set[int] = set()
         """Handles of cancelled turns, removed when the turn is found running or waiting."""
-        self._stretch: _Stretch | None = None
+        self._multi_step: _MultiStep | None = None
         self._timer: asyncio.TimerHandle | None = None
-        """Timer of the current stretch or weight swap; nothing else begins while it is set."""
+        """Timer of the current multi-step or weight swap; no other work begins while it is set."""
         self._swap: FinishWeightUpdate | None = None
         self._pause: PauseMode | None = None
-        self._is_pause_told = False
+        self._is_pause_answered = False
         self.reprefilled_tokens = 0
+        """Number of context tokens that were prefilled again after an abort or a weight swap."""
 
     # ------------------------------------------------------------ messages from the orchestrator
 
@@ -150,35 +153,35 @@ class CoarseSimulatedEngine:
 
     def _on_frame(self, frame: bytes) -> None:
         with self._stopwatch:
-            self._hear(frame)
+            self._handle(frame)
 
-    def _hear(self, frame: bytes) -> None:
+    def _handle(self, frame: bytes) -> None:
         match decode_from_orchestrator(frame):
             case SubmitTurn() as turn:
                 self._arrivals += 1
                 heapq.heappush(self._waiting, (turn.priority, self._arrivals, turn))
                 if len(self._running) < self._costs.slots:
-                    self._look_up()
+                    self._interrupt_steps()
             case Ack(seq=seq):
                 was_open = self._window.is_open
                 self._window.acknowledge(seq)
                 if not was_open:
-                    self._look_up()
+                    self._interrupt_steps()
             case CancelTurn(turn=handle):
                 self._cancelled.add(handle)
-                self._look_up()
+                self._interrupt_steps()
             case UpdateWeights(version=version):
                 self._send(WeightsStaged(version=version))
             case FinishWeightUpdate() as swap:
                 self._swap = swap
-                self._look_up()
+                self._interrupt_steps()
             case Pause(mode=mode):
-                self._pause, self._is_pause_told = mode, False
-                self._look_up()
+                self._pause, self._is_pause_answered = mode, False
+                self._interrupt_steps()
             case Resume():
                 self._pause = None
                 self._send(TurnsResumed())
-                self._look_up()
+                self._interrupt_steps()
             case Welcome(credit_steps=credit_steps):
                 self._window = SendWindow(credit_steps)
 
@@ -187,33 +190,35 @@ class CoarseSimulatedEngine:
         self._link.send(frame)
         return frame
 
-    # ------------------------------------------------------------ one stretch after another
+    # ------------------------------------------------------------ multi-steps
 
-    def _look_up(self) -> None:
+    def _interrupt_steps(self) -> None:
         """Apply a change at the end of the current step, or now if the engine is idle."""
         if self._timer is None:
-            self._go_on()
-        elif self._stretch is not None and self._stretch.cut(self._loop.time()):
+            self._advance()
+        elif self._multi_step is not None and self._multi_step.truncate(self._loop.time()):
             self._timer.cancel()
-            self._timer = self._loop.call_at(self._stretch.ends_s, self._timed, self._end_stretch)
+            self._timer = self._loop.call_at(
+                self._multi_step.ends_s, self._on_timer, self._end_multi_step
+            )
 
-    def _timed(self, action: Callable[[], None]) -> None:
+    def _on_timer(self, end_work: Callable[[], None]) -> None:
         with self._stopwatch:
             self._timer = None
-            action()
-            self._go_on()
+            end_work()
+            self._advance()
 
-    def _end_stretch(self) -> None:
-        stretch, self._stretch = self._stretch, None
-        assert stretch is not None
-        self._steps_done += stretch.steps
-        if not stretch.steps:
+    def _end_multi_step(self) -> None:
+        multi_step, self._multi_step = self._multi_step, None
+        assert multi_step is not None
+        self._steps_done += multi_step.steps
+        if not multi_step.steps:
             return
         done = self._steps_done
         ended = [turn.handle for turn in self._running.values() if turn.ends_at <= done]
-        self._tell(stretch.steps, dict.fromkeys(ended, LENGTH))
+        self._send_steps(multi_step.steps, dict.fromkeys(ended, LENGTH))
 
-    def _tell(self, steps: int, ended: dict[int, int]) -> None:
+    def _send_steps(self, steps: int, ended: dict[int, int]) -> None:
         """Send the tokens of ``steps`` steps, and the finish codes of the ``ended`` turns."""
         rows = len(self._running)
         seq = self._window.next_seq()
@@ -232,52 +237,55 @@ class CoarseSimulatedEngine:
         for handle in ended:
             del self._running[handle]
         if ended:
-            self._note_running()
+            self._encode_handles()
 
-    def _note_running(self) -> None:
+    def _encode_handles(self) -> None:
         self._handles = array("I", self._running).tobytes()
 
-    def _go_on(self) -> None:
-        """Cancel, pause, swap and fill slots between two stretches, then begin the next stretch."""
+    def _advance(self) -> None:
+        """Cancel, pause, swap and fill slots, then begin the next multi-step."""
+
         if self._timer is not None or not self._window.is_open:
             return
         if not self._cancelled.isdisjoint(self._running):
-            self._hand_back(CANCELLED, self._cancelled & self._running.keys())
-        if "abort" in self._asked_modes and self._running:
-            self._hand_back(ABORT, set(self._running))
+            self._end_turns(CANCELLED, self._cancelled & self._running.keys())
+        if "abort" in self._pending_modes and self._running:
+            self._end_turns(ABORT, set(self._running))
         if not self._window.is_open:
             return
-        self._tell_pause()
+        self._answer_pause()
         if self._swap is not None and (self._swap.pause_mode != "wait" or not self._running):
             self._begin_swap(self._swap)
             return
-        prefill_s = 0.0 if self._asked_modes else self._fill_slots()
+        prefill_s = 0.0 if self._pending_modes else self._fill_slots()
         if self._running and self._pause != "keep":
-            self._begin_stretch(prefill_s)
+            self._begin_multi_step(prefill_s)
 
     @property
-    def _asked_modes(self) -> list[PauseMode]:
+    def _pending_modes(self) -> list[PauseMode]:
         """Pause modes of the pending swap and pause; no turn starts while there are any."""
         swap = [self._swap.pause_mode] if self._swap is not None else []
         return [*swap, self._pause] if self._pause is not None else swap
 
-    def _hand_back(self, code: int, handles: set[int]) -> None:
+    def _end_turns(self, code: int, handles: set[int]) -> None:
         """End turns early with a finish code; all their sampled tokens have been sent."""
-        self._tell(0, dict.fromkeys(handles, code))
+        self._send_steps(0, dict.fromkeys(handles, code))
         self._cancelled -= handles
 
-    def _tell_pause(self) -> None:
+    def _answer_pause(self) -> None:
         is_in_effect = self._pause == "keep" or not self._running
-        if self._pause is not None and not self._is_pause_told and is_in_effect:
-            self._is_pause_told = True
+        if self._pause is not None and not self._is_pause_answered and is_in_effect:
+            self._is_pause_answered = True
             self._send(TurnsPaused(mode=self._pause))
 
-    def _begin_stretch(self, prefill_s: float) -> None:
+    def _begin_multi_step(self, prefill_s: float) -> None:
         next_end = min(turn.ends_at for turn in self._running.values())
-        steps = min(STRETCH_STEPS_MAX, next_end - self._steps_done)
+        steps = min(MULTI_STEP_TOKENS_MAX, next_end - self._steps_done)
         token_s = self._costs.token_s(len(self._running))
-        self._stretch = _Stretch(self._loop.time() + prefill_s, token_s, steps)
-        self._timer = self._loop.call_at(self._stretch.ends_s, self._timed, self._end_stretch)
+        self._multi_step = _MultiStep(self._loop.time() + prefill_s, token_s, steps)
+        self._timer = self._loop.call_at(
+            self._multi_step.ends_s, self._on_timer, self._end_multi_step
+        )
 
     def _fill_slots(self) -> float:
         """Start the most urgent waiting turns in free slots; return the prefill time in seconds."""
@@ -294,7 +302,7 @@ class CoarseSimulatedEngine:
             running = CoarseSimulatedTurn(turn.turn, context, self._steps_done, ends_at)
             self._running[turn.turn] = running
             free -= 1
-        self._note_running()
+        self._encode_handles()
         return tokens / self._costs.prefill_tokens_per_s
 
     def _prefill_tokens(self, turn: SubmitTurn, context_tokens: int) -> float:
@@ -321,7 +329,7 @@ class CoarseSimulatedEngine:
             )
             self.reprefilled_tokens += tokens
             seconds += tokens / self._costs.prefill_tokens_per_s
-        self._timer = self._loop.call_later(seconds, self._timed, self._end_swap)
+        self._timer = self._loop.call_later(seconds, self._on_timer, self._end_swap)
 
     def _end_swap(self) -> None:
         assert self._swap is not None

@@ -15,12 +15,12 @@ class SimulationContext:
     """State of one simulation that outlives its engine and orchestrator processes."""
 
     loop: asyncio.AbstractEventLoop
-    tape: FrameLog
-    truth: GroundTruth = field(default_factory=GroundTruth)
-    hardships: CoverageMarks = field(default_factory=CoverageMarks)
+    frame_log: FrameLog
+    ground_truth: GroundTruth = field(default_factory=GroundTruth)
+    coverage: CoverageMarks = field(default_factory=CoverageMarks)
     buffer: WeightBuffer = field(default_factory=WeightBuffer)
     model: TurnModel = field(default_factory=HashModel)
     router: SimulatedRouter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.router = SimulatedRouter(self.loop, self.tape, self.hardships)
+        self.router = SimulatedRouter(self.loop, self.frame_log, self.coverage)

@@ -1,8 +1,9 @@
-"""Crash-restart runs: one seed, several lives of the same run, in virtual time.
+"""Crash-restart runs: one seed, several processes of the same run, in virtual time.
 
-Orchestrator and trainer die together at any instant while the engines go on; the next life has the
-journal's commits and the trainer's last checkpoint. The journal lies in memory, and its commits
-take virtual time: a crash loses what was appended and not committed.
+``tidegate simulate --crash-restart-runs`` starts them. Orchestrator and trainer crash together at
+any instant while the engines continue; the next process starts from the journal's committed records
+and the trainer's last checkpoint. The journal is kept in memory, and its commits take virtual time:
+a crash loses records that were appended and not committed.
 """
 
 import asyncio
@@ -29,13 +30,14 @@ from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.episodes import SimulatedEpisodes
 from tidegate.simulation.faults import ALL_FAULTS, FaultKind
 from tidegate.simulation.host import EngineHost
+from tidegate.simulation.invariants import CheckedCore
 from tidegate.simulation.model import check_turn
 from tidegate.simulation.scenario import Scenario, draw_scenario
 from tidegate.simulation.simulation import (
     Failure,
+    empty_model_files,
     engine_hosts,
     failure_of,
-    model_of_no_words,
     silent_log,
 )
 from tidegate.simulation.staging import WeightBuffer
@@ -44,11 +46,12 @@ from tidegate.simulation.virtual_time import VirtualLoop, run_in_virtual_time
 from tidegate.simulation.wire import FrameLog, SimulatedRouter
 from tidegate.transport.messages import InitWeights
 
-STALLED_STARTS = 0.2
-"""Share of a life's first commits that take long."""
+STALLED_START_SHARE = 0.2
+"""Share of processes whose first commit is slow."""
 
 STALL_S = 0.3
-"""Mean time of such a commit: long enough for an engine to reconnect and be sent turns."""
+"""Mean time of a slow first commit, in seconds: long enough for an engine to reconnect and to be
+sent turns."""
 
 
 class SimulatedStore:
@@ -58,7 +61,7 @@ class SimulatedStore:
         self._commit_s = commit_s
         self._chance = chance
         self._records: list[tuple[int, bytes]] = []
-        """(lsn, record) after the snapshot."""
+        """(log sequence number, record) of each record after the snapshot."""
         self._snapshot: Snapshot | None = None
         self._appended = self._committed = 0
         self._on_committed: Callable[[int], None] | None = None
@@ -68,7 +71,7 @@ class SimulatedStore:
         self.bytes_since_snapshot = 0
 
     def append(self, record: bytes) -> int:
-        """Have a record committed after a while. After a crash nothing is kept."""
+        """Append a record, to be committed later; records appended after a crash are ignored."""
         if self._on_committed is None:
             return self._appended
         self._appended += 1
@@ -79,7 +82,7 @@ class SimulatedStore:
         return self._appended
 
     def compact(self, lsn: int, snapshot: bytes) -> None:
-        """Have a snapshot take the place of the records up to ``lsn``, at once."""
+        """Replace the records up to ``lsn`` with a snapshot, at once."""
         assert lsn == self._appended
         self._committed = lsn
         self._snapshot = Snapshot(lsn, snapshot)
@@ -89,20 +92,20 @@ class SimulatedStore:
     def start(
         self, on_committed: Callable[[int], None], on_error: Callable[[BaseException], None]
     ) -> None:
-        """Take records from now on."""
+        """Accept records from now on, for a new process."""
         self._on_committed = on_committed
         self._is_first = True
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """What has survived."""
+        """Iterate over the records after the snapshot."""
         return iter(list(self._records))
 
     def snapshot(self) -> Snapshot | None:
-        """The newest, and the lsn up to which it holds."""
+        """Return the newest snapshot, or None if none was made."""
         return self._snapshot
 
     def crash(self) -> None:
-        """The process is gone, and with it what was not committed."""
+        """Discard the records that are not committed, as the end of the process does."""
         self._on_committed = None
         if self._commit is not None:
             self._commit.cancel()
@@ -111,7 +114,7 @@ class SimulatedStore:
         self._appended = self._committed
 
     def _begin_commit(self) -> None:
-        is_stalled = self._is_first and self._chance.random() < STALLED_STARTS
+        is_stalled = self._is_first and self._chance.random() < STALLED_START_SHARE
         self._is_first = False
         mean_s = STALL_S if is_stalled else self._commit_s
         delay_s = mean_s * self._chance.expovariate(1.0)
@@ -129,10 +132,10 @@ class SimulatedStore:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One task, and the life that it was trained in: once more gives other weights."""
+    """One trained task, and the process that trained on it. Each process gives other weights."""
 
     task: int
-    life: int
+    process: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +143,15 @@ class Checkpoint:
     """Trainer's checkpoint, as far as a resume needs it."""
 
     trained: tuple[Trained, ...] = ()
-    """In the order of training."""
+    """Trained tasks, in the order of training."""
     batches: int = 0
     last_group: int = -1
     offer: int = 0
-    """Which of its iterators it takes tasks from: 0 or 1."""
+    """Index of the task iterator in use: 0 or 1."""
     taken_before: frozenset[int] = frozenset()
-    """Under iterator 1: tasks that had been taken from iterator 0 by then."""
-    left_out_tokens: int = 0
-    """In rows that it had and did not train on."""
+    """With iterator 1: the tasks that were taken from iterator 0 before the change."""
+    discarded_tokens: int = 0
+    """Number of sampled tokens in the rows that the trainer has discarded."""
 
 
 @dataclass(slots=True)
@@ -159,49 +162,50 @@ class CrashRestartReport:
     is_drawn: bool = True
     """Whether the scenario was drawn from its seed, with all faults."""
     failure: Failure | None = None
-    """None if every promise was kept."""
-    lives: int = 0
-    batches_again: int = 0
-    """Handed over once more, because the checkpoint had not seen them."""
+    """First failure of the run; None if every invariant held."""
+    processes: int = 0
+    """Number of processes that the run has had."""
+    batches_repeated: int = 0
+    """Number of batches handed over again, because the checkpoint did not include them."""
     batches_handed: int = 0
+    """Number of batches handed over, repeated ones included."""
     batches_returned: int = 0
-    """Of those handed over, the ones that did not reach the trainer."""
-    left_out_tokens: int = 0
-    """In rows that the trainer had and did not train on, as far as its checkpoint knows."""
+    """Number of handed-over batches that did not reach the trainer."""
+    discarded_tokens: int = 0
+    """Number of sampled tokens in the rows that the trainer has discarded, by its checkpoint."""
     rollbacks: int = 0
-    """Resumes that found weights newer than the checkpoint."""
-    rejoined_turns: int = 0
-    """Turns that episodes, begun again, found going on."""
+    """Number of resumes that found weights newer than the checkpoint."""
     discarded: Counter[str] = field(default_factory=Counter)
-    """Rollouts, by reason."""
+    """Number of discarded rollouts by reason."""
     digest: str = ""
+    """Hash of all frames of the run, equal in each run of a scenario."""
     story: tuple[str, ...] = field(default=(), repr=False)
-    """Of a failed run: the scenario, the planned faults and the last frames carried."""
+    """Scenario, planned faults and last frames of a failed run; empty for other runs."""
 
     @property
     def seed(self) -> int:
-        """The scenario's seed."""
+        """Seed of the scenario."""
         return self.scenario.seed
 
     @property
     def replay_command(self) -> str:
-        """The command that runs this again."""
+        """Shell command that repeats the run."""
         if self.is_drawn:
             return f"tidegate simulate --first-seed {self.seed} --seeds 0 --crash-restart-runs 1"
         return f"tidegate simulate --replay '{self.scenario.to_json()}'"
 
 
-LIVES_MAX = 8
-"""Of a scenario that is drawn."""
+PROCESSES_MAX = 8
+"""Most processes of a run whose scenario is drawn from its seed."""
 
-TRAINERS_FAULTS = {FaultKind.REFUSE, FaultKind.LAG, FaultKind.TRAINER}
-"""What this trainer would have to go on after; it dies instead."""
+TRAINER_FAULTS = {FaultKind.REFUSE, FaultKind.LAG, FaultKind.TRAINER}
+"""Faults that are left out of these runs, because this trainer does not handle their errors."""
 
-LEFT_OUT = "left_out"
-"""The reason for rows that the trainer does not train on."""
+DISCARD_REASON = "left_out"
+"""Reason that the trainer reports for the rows that it discards."""
 
 BatchRows = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of each group of a batch, in order: its id, and those of its rows."""
+"""(group id, rollout ids of its rows) of each group of a batch, in order."""
 
 HEADER = JournalHeader(
     run_id="simulated",
@@ -210,8 +214,8 @@ HEADER = JournalHeader(
 )
 
 
-class SlowTasks(AsyncIterator[int]):
-    """Not a generator: one that a crash leaves in the middle would want a loop to end it."""
+class AsyncTasks(AsyncIterator[int]):
+    """Task iterator that takes time. A generator cut off by a crash would need a loop to close."""
 
     def __init__(self, tasks: range) -> None:
         self._tasks = iter(tasks)
@@ -223,31 +227,13 @@ class SlowTasks(AsyncIterator[int]):
         raise StopAsyncIteration
 
 
-class CrashRestartCore(Core):
-    """A core whose invariants are checked after every event."""
-
-    on_event: Callable[[ev.Event, list[ev.Command]], None]
-    on_broken: Callable[[BaseException], None]
-
-    def handle(self, event: ev.Event) -> list[ev.Command]:
-        """As :meth:`Core.handle`. What it raises ends the simulation, whoever might catch it."""
-        try:
-            commands = super().handle(event)
-            self.check()
-            self.on_event(event, commands)
-        except Exception as error:
-            self.on_broken(error)
-            raise
-        return commands
-
-
 class CrashRestartRun:
-    """One scenario's run, from its first life to its last."""
+    """Run of one scenario, from its first process to its last."""
 
     def __init__(self, scenario: Scenario, *, is_drawn: bool = False) -> None:
         self._scenario = scenario
         self._chance = self._scenario.chance("lives")
-        self._tape = FrameLog()
+        self._frame_log = FrameLog()
         self._hosts: list[EngineHost] = []
         self._buffer = WeightBuffer()
         self._checkpoint = Checkpoint()
@@ -258,117 +244,118 @@ class CrashRestartRun:
         has_two_iterators = tasks > 1 and chance.random() < 0.5
         self._first_tasks = chance.randint(1, tasks - 1) if has_two_iterators else tasks
         """Number of tasks of the first iterator; the second has the rest."""
-        self._breaks_after = chance.choice((1, 1, 2, 3))
+        self._first_iterator_batches = chance.choice((1, 1, 2, 3))
         """Batches after which the trainer breaks out of the first iterator, if there are two."""
-        self._begun: set[int] = set()
-        """Tasks that an episode of this life was begun for."""
+        self._begun_tasks: set[int] = set()
+        """Tasks for which this process has begun an episode."""
         self._stopped: set[int] = set()
-        """Rollouts of this life whose episode was cancelled because their group was given up."""
-        self._made_of: dict[int, tuple[Trained, ...]] = {}
-        """Version -> what its publisher had trained."""
-        self._served: dict[int, tuple[Trained, ...]] = {}
-        """The same of those that an engine has served."""
-        self._had: dict[int, BatchRows] = {}
-        """What the trainer had last by each batch number."""
-        self._given_up: set[int] = set()
-        """Groups of which a rollout was discarded, in any life."""
-        self._refused: set[int] = set()
-        """Rollouts with a turn that was refused for the engines lost with it, deadly or not."""
+        """Rollouts of this process whose episode was cancelled because their group was dropped."""
+        self._trained_by_version: dict[int, tuple[Trained, ...]] = {}
+        """Version -> the tasks that its publisher had trained on."""
+        self._served_trained: dict[int, tuple[Trained, ...]] = {}
+        """:attr:`_trained_by_version` for the versions that an engine has served."""
+        self._received_rows: dict[int, BatchRows] = {}
+        """Batch number -> the rows that the trainer received last under that number."""
+        self._discarded_groups: set[int] = set()
+        """Groups of which any process has discarded a rollout."""
+        self._refused_rollouts: set[int] = set()
+        """Root rollouts of which a turn was refused, in scenarios with deadly turns."""
         self._refused_tasks: set[int] = set()
-        """Tasks of such rollouts, which need not be trained."""
-        self._is_selecting_anew = False
-        """Whether an undone batch of this life had lost a group, so that later ones may differ."""
+        """Tasks of refused rollouts, which need not be trained."""
+        self._may_reselect = False
+        """Whether a repeated batch of this process has lost a group, so later batches may differ
+        from the earlier process's."""
         self._last_groups: dict[int, int] = {}
-        """Batch -> its last group."""
+        """Batch -> the id of its last group."""
         waits = self._scenario.chance("how the trainer waits")
-        self._patience_s: float | None = waits.choice((None, None, 0.03, 0.3))
-        self._looks_after_s: float = waits.choice((0.0, 0.0, 0.01, 0.1))
-        self._chance_of_looks = waits
-        self._now_offer = 0
-        """Which of its iterators the trainer takes tasks from now: 0 or 1."""
+        self._batch_timeout_s: float | None = waits.choice((None, None, 0.03, 0.3))
+        self._batch_poll_delay_s: float = waits.choice((0.0, 0.0, 0.01, 0.1))
+        self._batch_poll_chance = waits
+        self._offer_index = 0
+        """Index of the task iterator in use: 0 or 1."""
         self._taken_before: frozenset[int] = frozenset()
-        """As :attr:`Checkpoint.taken_before`."""
+        """Value of :attr:`Checkpoint.taken_before` for the next checkpoint."""
         self._trained: tuple[Trained, ...] = ()
-        """By the trainer that lives now, and before its checkpoint."""
+        """Tasks trained by the current process, and before its checkpoint."""
         self._sent: dict[int, tuple[str, int]] = {}
-        """Handle -> the engine and the session of the turn that was last sent under it."""
+        """Handle -> (engine, session) of the turn that was last sent under the handle."""
         self._done = False
         self.report = CrashRestartReport(scenario, is_drawn)
 
     def run(self) -> CrashRestartReport:
-        """Run it to its end or its first broken promise."""
+        """Run the scenario to its end or its first failure."""
         try:
             with silent_log():
                 run_in_virtual_time(self._main())
         except TimeoutError:
-            said = f"no end after {self._scenario.longest_run_s:.0f} s of virtual time"
-            self.report.failure = Failure(kind="stuck", message=said)
-        except Exception as error:  # noqa: BLE001 - whatever it is, a promise is broken
+            message = f"no end after {self._scenario.longest_run_s:.0f} s of virtual time"
+            self.report.failure = Failure(kind="stuck", message=message)
+        except Exception as error:  # noqa: BLE001 - any error is a failure of the run
             self.report.failure = failure_of(error)
-        self.report.digest = self._tape.hexdigest()
+        self.report.digest = self._frame_log.hexdigest()
         if self.report.failure is not None:
             planned = [f"planned: {fault}" for fault in self._scenario.faults]
-            frames = map(str, self._tape.last)
+            frames = map(str, self._frame_log.last)
             self.report.story = (f"scenario: {self._scenario.to_json()}", *planned, *frames)
         return self.report
 
     async def _main(self) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        broken: asyncio.Future[None] = loop.create_future()
+        failed: asyncio.Future[None] = loop.create_future()
 
-        def on_broken(error: BaseException) -> None:
-            if not broken.done():
-                broken.set_exception(error)
+        def on_failure(error: BaseException) -> None:
+            if not failed.done():
+                failed.set_exception(error)
 
         loop.set_exception_handler(
-            lambda _, context: on_broken(context.get("exception", AssertionError(str(context))))
+            lambda _, context: on_failure(context.get("exception", AssertionError(str(context))))
         )
-        world = SimulationContext(loop, self._tape, buffer=self._buffer)
+        context = SimulationContext(loop, self._frame_log, buffer=self._buffer)
         self._episodes = SimulatedEpisodes(
-            self._scenario, world, stopped=self._stopped, is_patient=True
+            self._scenario, context, stopped=self._stopped, is_patient=True
         )
-        router = world.router
+        router = context.router
         store = SimulatedStore(
             commit_s=self._chance.choice((0.0001, 0.002, 0.02)), chance=self._chance
         )
-        self._hosts = engine_hosts(self._scenario, world, self._engine_ended)
+        self._hosts = engine_hosts(self._scenario, context, self._engine_ended)
         for host in self._hosts:
             host.start()
         async with asyncio.timeout(self._scenario.longest_run_s):
             while not self._done:
-                self.report.lives += 1
-                await self._live(router, store, broken, on_broken)
+                self.report.processes += 1
+                await self._run_process(router, store, failed, on_failure)
                 if not self._done:
-                    await self._be_dead(router)
+                    await self._stay_down(router)
         self._check_end()
 
     def _engine_ended(self, name: str, why: str) -> None:
         if self._scheduler is not None:
             self._scheduler.engines.ended(name, why)
 
-    # ------------------------------------------------------------ one life
+    # ------------------------------------------------------------ one process
 
-    async def _live(
+    async def _run_process(
         self,
         router: SimulatedRouter,
         store: SimulatedStore,
-        broken: "asyncio.Future[None]",
-        on_broken: Callable[[BaseException], None],
+        failed: "asyncio.Future[None]",
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         loop = asyncio.get_running_loop()
         self._stopped.clear()
         resume = None
-        if self.report.lives > 1:
+        if self.report.processes > 1:
             resume = ev.Resumed(self._checkpoint.batches, offer=self._checkpoint.offer)
-        core = self._core(store, on_broken, resume)
+        core = self._core(store, on_failure, resume)
         journal = RunJournal(store, core, HEADER, is_threaded=False)
         journal.restore_position(store)
         if resume is not None:
             self._count_resume(core, resume)
         scheduler = Scheduler(
             self._scenario.settings,
-            model_of_no_words(),
+            empty_model_files(),
             router,
             InitWeights(channel="shm"),
             recorder=None,
@@ -378,13 +365,13 @@ class CrashRestartRun:
         self._scheduler = scheduler
         serving = loop.create_task(scheduler.run(), name="scheduler")
         trainer = loop.create_task(self._train(scheduler), name="trainer")
-        dies_after_s = None
-        if self.report.lives < self._scenario.lives:
-            dies_after_s = self._chance.choice((0.1, 0.5, 2.0)) * self._chance.expovariate(1.0)
+        crash_after_s = None
+        if self.report.processes < self._scenario.processes_max:
+            crash_after_s = self._chance.choice((0.1, 0.5, 2.0)) * self._chance.expovariate(1.0)
         try:
             await asyncio.wait(
-                (serving, trainer, broken),
-                timeout=dies_after_s,
+                (serving, trainer, failed),
+                timeout=crash_after_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
@@ -392,56 +379,67 @@ class CrashRestartRun:
             store.crash()
             router.detach()
             self._done = trainer.done()
-            await _end(serving, trainer)
-        for future in (broken, serving, trainer):
+            await _cancel_all(serving, trainer)
+        for future in (failed, serving, trainer):
             if future.done() and not future.cancelled():
                 await future
 
     def _core(
         self,
         store: SimulatedStore,
-        on_broken: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException], None],
         resume: ev.Resumed | None,
     ) -> Core:
-        """Made again from what has survived, by two ways that must agree and must go on alike."""
-        lived = self._lived_again(store, on_broken)
-        saved = save(lived)
-        loaded = self._loaded(saved, on_broken)
-        replayed, again = (digest(each, is_replayed=True) for each in (lived, loaded))
-        assert again == replayed, "a saved core is loaded in another state than replaying gives"
+        """Restore the core by replay and from a saved state; both must agree, also after a resume.
+
+        Return one of the two cores at random.
+        """
+        replayed_core = self._replayed_core(store, on_failure)
+        saved = save(replayed_core)
+        loaded_core = self._loaded_core(saved, on_failure)
+        replayed_digest, loaded_digest = (
+            digest(each, is_replayed=True) for each in (replayed_core, loaded_core)
+        )
+        assert loaded_digest == replayed_digest, (
+            "a core loaded from its saved state differs from the replayed core"
+        )
         if resume is not None:
-            for core in (lived, loaded):
+            for core in (replayed_core, loaded_core):
                 core.handle(resume)
-            replayed, again = (digest(each, is_replayed=True) for each in (lived, loaded))
-            assert again == replayed, "a saved core is resumed as another one"
+            replayed_digest, loaded_digest = (
+                digest(each, is_replayed=True) for each in (replayed_core, loaded_core)
+            )
+            assert loaded_digest == replayed_digest, (
+                "after the resume, a core loaded from its saved state differs from the replayed one"
+            )
         is_loaded = self._chance.random() < 0.5
         if resume is not None:
-            # Both have gone on by now, so the one to go on with is made once more.
+            # Both cores have handled the resume, so the returned core is restored once more.
             if is_loaded:
-                loaded = self._loaded(saved, on_broken)
+                loaded_core = self._loaded_core(saved, on_failure)
             else:
-                lived = self._lived_again(store, on_broken)
-        chosen = loaded if is_loaded else lived
-        chosen.on_event = self._saw
-        return chosen
+                replayed_core = self._replayed_core(store, on_failure)
+        restored = loaded_core if is_loaded else replayed_core
+        restored.on_event = self._check_event
+        return restored
 
-    def _lived_again(
-        self, store: SimulatedStore, on_broken: Callable[[BaseException], None]
-    ) -> CrashRestartCore:
-        """The last snapshot, and the events after it."""
+    def _replayed_core(
+        self, store: SimulatedStore, on_failure: Callable[[BaseException], None]
+    ) -> CheckedCore:
+        """Return a core made from the last snapshot and the events after the snapshot."""
         snapshot = store.snapshot()
-        core = self._loaded(None if snapshot is None else snapshot.body, on_broken)
+        core = self._loaded_core(None if snapshot is None else snapshot.body, on_failure)
         for _, record in store.read():
             for command in replay(record, core)[1]:
                 if isinstance(command, ev.Submit):
                     self._check_sent_again(command)
         return core
 
-    def _loaded(
-        self, saved: bytes | None, on_broken: Callable[[BaseException], None]
-    ) -> CrashRestartCore:
-        core = CrashRestartCore(self._scenario.settings.rules(), survives_crashes=True)
-        core.on_event, core.on_broken = lambda *_: None, on_broken
+    def _loaded_core(
+        self, saved: bytes | None, on_failure: Callable[[BaseException], None]
+    ) -> CheckedCore:
+        core = CheckedCore(self._scenario.settings.rules(), survives_crashes=True)
+        core.on_event, core.on_failure = lambda *_: None, on_failure
         if saved is not None:
             load(saved, core)
         return core
@@ -449,30 +447,31 @@ class CrashRestartRun:
     def _check_sent_again(self, submit: ev.Submit) -> None:
         sent, turn = self._sent[submit.message.turn], submit.message
         assert sent == (submit.engine, turn.session), (
-            f"turn {turn.turn} was sent to {sent[0]} for session {sent[1]}; by the journal, to "
-            f"{submit.engine} for session {turn.session}"
+            f"turn {turn.turn} was sent to {sent[0]} for session {sent[1]}, but the journal says "
+            f"{submit.engine} and session {turn.session}"
         )
 
     def _count_resume(self, core: Core, resume: ev.Resumed) -> None:
-        self.report.batches_again += core.handed.count - resume.batches
+        self.report.batches_repeated += core.handed.count - resume.batches
         self.report.rollbacks += core.handed.first_lost_version(resume.batches) is not None
 
-    async def _be_dead(self, router: SimulatedRouter) -> None:
-        """No process for a while: the engines' connections are broken."""
-        dead_s = 0.05 + 0.3 * self._chance.expovariate(1.0)
+    async def _stay_down(self, router: SimulatedRouter) -> None:
+        """Break the engines' connections and wait, without an orchestrator."""
+        down_s = 0.05 + 0.3 * self._chance.expovariate(1.0)
         router.forget()
         for host in self._hosts:
-            host.link.cut(dead_s)
-        await asyncio.sleep(dead_s * self._chance.random())
+            host.link.cut(down_s)
+        await asyncio.sleep(down_s * self._chance.random())
 
-    # ------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------ checks
 
-    def _saw(self, event: ev.Event, commands: list[ev.Command]) -> None:
+    def _check_event(self, event: ev.Event, commands: list[ev.Command]) -> None:
         match event:
             case ev.EngineSwapped(version=version) | ev.EngineJoined(weight_version=version):
-                made_of = self._made_of.get(version, ())
-                assert self._served.setdefault(version, made_of) == made_of, (
-                    f"v{version} was served made of {self._served[version]} and of {made_of}"
+                trained = self._trained_by_version.get(version, ())
+                served = self._served_trained.setdefault(version, trained)
+                assert served == trained, (
+                    f"v{version} was served twice, trained on {served} and on {trained}"
                 )
             case ev.BatchReturned():
                 self.report.batches_returned += 1
@@ -486,18 +485,18 @@ class CrashRestartRun:
                     self._check_batch(command)
                     self.report.batches_handed += 1
                 case ev.FailTurn(turn=turn) if self._scenario.deadly_turns:
-                    self._refused.add(turn.rollout.root.rollout_id)
+                    self._refused_rollouts.add(turn.rollout.root.rollout_id)
                 case ev.Record(rollout=rollout, task=task):
-                    if rollout.root.rollout_id in self._refused and isinstance(task, int):
+                    if rollout.root.rollout_id in self._refused_rollouts and isinstance(task, int):
                         self._refused_tasks.add(task)
                     self.report.discarded[rollout.discard_reason or "evaluated"] += 1
-                    self._given_up.add(rollout.group_id)
+                    self._discarded_groups.add(rollout.group_id)
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         last = self._last_groups.get(batch.number - 1, -1)
         for group in batch.groups:
             is_next = group.group_id > last or not self._scenario.is_in_order
-            assert is_next, "batches come in another order than before"
+            assert is_next, f"group {group.group_id} is handed over after group {last}"
             last = group.group_id
         self._last_groups[batch.number] = last
         for rollout in (rollout for group in batch.groups for rollout in group.kept):
@@ -506,160 +505,184 @@ class CrashRestartRun:
                 for span in turn.spans():
                     self._check_lineage(span.version)
             oldest, bound = rollout.oldest_trained_version, self._scenario.staleness_bound
-            if oldest is not None and bound is not None:  # else all of it is masked
+            if oldest is not None and bound is not None:  # oldest is None if all tokens are masked
                 assert 0 <= batch.trainer_version - oldest <= bound
 
     def _check_handed_again(self, batch: ev.HandOver) -> None:
-        """A batch that was undone by a resume comes again, the same rollouts in the same order."""
+        """Check that a batch undone by a resume is repeated with the same rows, in order."""
         rows = tuple(
             (group.group_id, tuple(row.rollout_id for row in group.kept)) for group in batch.groups
         )
-        before = self._had.get(batch.number, rows)
-        if any(group_id in self._given_up for group_id, _ in before):
-            self._is_selecting_anew = True
-        assert rows == before or self._is_selecting_anew, (
-            f"batch {batch.number} was {before}, and is {rows} after a resume"
+        earlier_rows = self._received_rows.get(batch.number, rows)
+        if any(group_id in self._discarded_groups for group_id, _ in earlier_rows):
+            self._may_reselect = True
+        assert rows == earlier_rows or self._may_reselect, (
+            f"batch {batch.number} was {earlier_rows}, and is {rows} after a resume"
         )
-        if rows != before:  # those after it were undone for good
-            self._had = {n: had for n, had in self._had.items() if n < batch.number}
-        self._had[batch.number] = rows
+        if rows != earlier_rows:  # later batches of the earlier process are not repeated
+            earlier = self._received_rows.items()
+            self._received_rows = {number: had for number, had in earlier if number < batch.number}
+        self._received_rows[batch.number] = rows
 
     def _check_age(self, batch: ev.HandOver, trainer_version: int) -> None:
-        """The train step begins under this version."""
+        """Check the age of a batch's tokens when its train step begins."""
         bound = self._scenario.staleness_bound
         for rollout in (rollout for group in batch.groups for rollout in group.kept):
             oldest = rollout.oldest_trained_version
             if oldest is not None and bound is not None:
                 staleness = trainer_version - oldest
-                assert staleness <= bound, f"trained at staleness {staleness}, not {bound}"
+                assert staleness <= bound, (
+                    f"rollout {rollout.rollout_id} is trained at staleness {staleness} > {bound}"
+                )
 
     def _check_lineage(self, version: int) -> None:
-        """What is trained must have been sampled by weights that became the present ones."""
-        made_of = self._served.get(version, ())
-        now = self._trained[: len(made_of)]
-        assert made_of == now, f"v{version} was made of {made_of}, but the trainer had {now}"
+        """Check that a version that sampled a token is an ancestor of the trainer's weights."""
+        sampled_by = self._served_trained.get(version, ())
+        trained = self._trained[: len(sampled_by)]
+        assert sampled_by == trained, (
+            f"v{version} was trained on {sampled_by}, but the trainer's weights on {trained}"
+        )
 
     def _check_end(self) -> None:
         trained = Counter(each.task for each in self._checkpoint.trained)
         for task in range(self._scenario.tasks):
-            is_left = task < self._first_tasks and self._checkpoint.offer == 1
-            is_left = is_left and task not in self._checkpoint.taken_before
+            is_of_first = task < self._first_tasks and self._checkpoint.offer == 1
+            may_be_skipped = is_of_first and task not in self._checkpoint.taken_before
             scripts = [
                 self._scenario.script(task, index)
                 for index in range(self._scenario.settings.staleness.group_size)
             ]
-            must = all(script.failure is None for script in scripts)
-            must = must and task not in self._refused_tasks
-            must = must and not self._scenario.filters_groups and not is_left
+            may_be_dropped = any(script.failure is not None for script in scripts)
+            may_be_dropped |= task in self._refused_tasks or self._scenario.filters_groups
             assert trained[task] <= 1, f"task {task} was trained {trained[task]} times"
-            assert trained[task] == 1 or not must, f"task {task} was lost"
+            assert trained[task] == 1 or may_be_dropped or may_be_skipped, f"task {task} was lost"
 
     # ------------------------------------------------------------ the trainer
 
     async def _train(self, scheduler: Scheduler) -> None:
         self._trained, batches = self._checkpoint.trained, self._checkpoint.batches
-        left_out = self._checkpoint.left_out_tokens
+        discarded_tokens = self._checkpoint.discarded_tokens
         self._last_groups[batches] = self._checkpoint.last_group
-        self._is_selecting_anew = False
+        self._may_reselect = False
         await scheduler.wait_for_engines(1)
-        if self.report.lives > 1:
-            await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.5)))  # it reads its checkpoint
+        if self.report.processes > 1:
+            await asyncio.sleep(self._chance.choice((0.0, 0.0, 0.5)))  # loads its checkpoint
             await self._publish(scheduler)
-        self._now_offer, self._taken_before = self._checkpoint.offer, self._checkpoint.taken_before
-        self._begun.clear()
-        self._offer(scheduler, self._now_offer)
-        async with asyncio.TaskGroup() as beside:
-            batches, left_out = await self._train_on_all(scheduler, beside, batches, left_out)
-        self._checkpoint = self._checkpoint_of(batches, left_out)
-        self.report.left_out_tokens = left_out
-        told = scheduler.core.ledger.discarded[LEFT_OUT]
-        assert told == left_out, f"{told} tokens are left out, the trainer left {left_out}"
+        self._offer_index = self._checkpoint.offer
+        self._taken_before = self._checkpoint.taken_before
+        self._begun_tasks.clear()
+        self._offer(scheduler, self._offer_index)
+        async with asyncio.TaskGroup() as background:
+            batches, discarded_tokens = await self._train_on_all(
+                scheduler, background, batches, discarded_tokens
+            )
+        self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
+        self.report.discarded_tokens = discarded_tokens
+        counted = scheduler.core.ledger.discarded[DISCARD_REASON]
+        assert counted == discarded_tokens, (
+            f"{counted} tokens are counted as discarded, but the trainer discarded "
+            f"{discarded_tokens}"
+        )
 
-    def _checkpoint_of(self, batches: int, left_out: int) -> Checkpoint:
-        last, offer = self._last_groups[batches], self._now_offer
-        return Checkpoint(self._trained, batches, last, offer, self._taken_before, left_out)
+    def _checkpoint_of(self, batches: int, discarded_tokens: int) -> Checkpoint:
+        last, offer = self._last_groups[batches], self._offer_index
+        return Checkpoint(self._trained, batches, last, offer, self._taken_before, discarded_tokens)
 
-    def _break_out(self, scheduler: Scheduler) -> None:
-        """Leave the first iterator for the second."""
-        self._now_offer, self._taken_before = 1, self._taken_of_first(scheduler)
+    def _start_second_iterator(self, scheduler: Scheduler) -> None:
+        """Stop the first iterator of tasks, and offer the second."""
+        self._offer_index, self._taken_before = 1, self._taken_of_first(scheduler)
         self._offer(scheduler, 1)
 
     async def _train_on_all(
-        self, scheduler: Scheduler, beside: asyncio.TaskGroup, batches: int, left_out: int
+        self,
+        scheduler: Scheduler,
+        background: asyncio.TaskGroup,
+        batches: int,
+        discarded_tokens: int,
     ) -> tuple[int, int]:
-        """Until the tasks are used up; batches trained and tokens left out by then."""
+        """Train until no tasks are left; return the numbers of trained batches and of discarded
+        tokens."""
         scenario = self._scenario
-        has_two = self._first_tasks < scenario.tasks
-        ahead: asyncio.Task[ev.HandOver | PublishNeeded | None] | None = None
+        has_two_iterators = self._first_tasks < scenario.tasks
+        requested: asyncio.Task[ev.HandOver | PublishNeeded | None] | None = None
         while True:
-            if has_two and self._now_offer == 0 and batches >= self._breaks_after and ahead is None:
-                self._break_out(scheduler)
-            batch = await (self._asked(scheduler) if ahead is None else ahead)
+            if (
+                has_two_iterators
+                and self._offer_index == 0
+                and batches >= self._first_iterator_batches
+                and requested is None
+            ):
+                self._start_second_iterator(scheduler)
+            batch = await (self._request_batch(scheduler) if requested is None else requested)
             if isinstance(batch, PublishNeeded):
-                if ahead is None:
+                if requested is None:
                     await self._publish(scheduler)
-                ahead = None  # it was asked for before the newest publish
+                requested = None  # the request was made before the newest publish
                 continue
-            if batch is None and has_two and self._now_offer == 0:
-                ahead = None
-                self._break_out(scheduler)
+            if batch is None and has_two_iterators and self._offer_index == 0:
+                requested = None
+                self._start_second_iterator(scheduler)
                 continue
             if batch is None:
-                return batches, left_out
+                return batches, discarded_tokens
             assert batch.number == batches + 1
             self._check_handed_again(batch)
             if scenario.look_ahead:
-                ahead = beside.create_task(self._asked(scheduler), name="look-ahead")
+                requested = background.create_task(
+                    self._request_batch(scheduler), name="look-ahead"
+                )
             self._check_age(batch, scheduler.core.trainer_version)
             await asyncio.sleep(scenario.train_s)
             batches = batch.number
             whole = [group.task for group in batch.groups if not group.is_rest]
             taken = [task for task in whole if isinstance(task, int)]
-            self._trained += tuple(Trained(task, self.report.lives) for task in taken)
-            left_out += await self._leave_rows_out(scheduler, batch)
+            self._trained += tuple(Trained(task, self.report.processes) for task in taken)
+            discarded_tokens += await self._discard_rows(scheduler, batch)
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:
-                self._checkpoint = self._checkpoint_of(batches, left_out)
+                self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
             await self._publish(scheduler)
             if is_saved and self._chance.random() < 0.5:
-                await scheduler.make_safe(batches, self._now_offer)
+                await scheduler.make_safe(batches, self._offer_index)
 
     def _offer(self, scheduler: Scheduler, offer: int) -> None:
-        """Give one of the trainer's iterators, from its beginning."""
+        """Offer one of the trainer's two iterators of tasks, from its beginning."""
         first = range(self._first_tasks)
         tasks = first if offer == 0 else range(self._first_tasks, self._scenario.tasks)
         scheduler.offer(
-            SlowTasks(tasks) if self._scenario.are_tasks_async else tasks, self._episode
+            AsyncTasks(tasks) if self._scenario.are_tasks_async else tasks, self._episode
         )
 
     def _taken_of_first(self, scheduler: Scheduler) -> frozenset[int]:
-        """Tasks of the first iterator that the run has taken: breaking out must not lose them.
+        """Return the tasks that the run has taken from the first iterator, so none may be lost.
 
-        Those that this life has begun are among them, whatever the run counts.
+        Tasks for which this process has begun an episode are included, whatever the run counts.
         """
-        taken = {*range(scheduler.core.tasks.counts[0]), *self._begun}
+        taken = {*range(scheduler.core.tasks.counts[0]), *self._begun_tasks}
         return frozenset(task for task in taken if task < self._first_tasks)
 
-    async def _asked(self, scheduler: Scheduler) -> ev.HandOver | PublishNeeded | None:
+    async def _request_batch(self, scheduler: Scheduler) -> ev.HandOver | PublishNeeded | None:
         try:
             return await self._receive(scheduler)
         except PublishNeeded as error:
             return error
 
     async def _receive(self, scheduler: Scheduler) -> ev.HandOver | None:
-        """The next batch; the trainer may stop waiting for it, and ask again."""
+        """Return the next batch; ask again after a timeout."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._patience_s):
-                    return await receive(scheduler, self._looks_after_s, self._chance_of_looks)
+                async with asyncio.timeout(self._batch_timeout_s):
+                    return await receive(
+                        scheduler, self._batch_poll_delay_s, self._batch_poll_chance
+                    )
 
-    async def _leave_rows_out(self, scheduler: Scheduler, batch: ev.HandOver) -> int:
-        """Don't train on some rows; so many tokens are in them."""
+    async def _discard_rows(self, scheduler: Scheduler, batch: ev.HandOver) -> int:
+        """Discard some rows of a batch, and return the number of their unmasked tokens."""
         rows = [row for group in batch.groups for row in group.kept]
-        share = self._scenario.leaving_out
-        chosen = [place for place in range(len(rows)) if share and self._chance.random() < share]
-        await discarded_rows(batch.number, chosen, LEFT_OUT).report(scheduler)
-        return sum(rows[place].sampled_tokens - rows[place].masked_tokens for place in chosen)
+        share = self._scenario.discarded_rows
+        discarded = [row for row in range(len(rows)) if share and self._chance.random() < share]
+        await discarded_rows(batch.number, discarded, DISCARD_REASON).report(scheduler)
+        return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
 
     async def _publish(self, scheduler: Scheduler) -> None:
         reserved = await scheduler.control.reserve()
@@ -667,29 +690,34 @@ class CrashRestartRun:
         update = self._buffer.begin(version, keep=reserved.keep, content=version)
         await asyncio.sleep(self._scenario.write_s)
         self._buffer.end(update)
-        self._made_of[version] = self._trained
+        self._trained_by_version[version] = self._trained
         await scheduler.control.publish(version, [update])
 
     async def _episode(self, episode: Episode, task: int) -> float:
-        self._begun.add(task)
-        mood = self._scenario.chance("mood", task, episode.index, self.report.lives)
-        return await self._episodes.play(episode, task, mood)
+        self._begun_tasks.add(task)
+        variation = self._scenario.chance("mood", task, episode.index, self.report.processes)
+        return await self._episodes.play(episode, task, variation)
 
 
-async def _end(*tasks: "asyncio.Task[Any]") -> None:
-    """The process is gone: what its tasks still do reaches nobody."""
+async def _cancel_all(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel the tasks that are not done, and wait until they have ended."""
     for task in tasks:
         if not task.done():
             task.cancel()
     await asyncio.wait(tasks)
 
 
-def simulate_lives(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> CrashRestartReport:
+def simulate_crash_restarts(
+    seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS
+) -> CrashRestartReport:
     """Run one seed, and say whether every promise was kept."""
-    drawn = draw_scenario(seed, kinds - TRAINERS_FAULTS)
-    return CrashRestartRun(msgspec.structs.replace(drawn, lives=LIVES_MAX), is_drawn=True).run()
+    drawn = draw_scenario(seed, kinds - TRAINER_FAULTS)
+    return CrashRestartRun(
+        msgspec.structs.replace(drawn, processes_max=PROCESSES_MAX), is_drawn=True
+    ).run()
 
 
-def run_lives(scenario: Scenario) -> CrashRestartReport:
-    """Run one scenario whose process dies, and say whether every promise was kept."""
+def run_crash_restarts(scenario: Scenario) -> CrashRestartReport:
+    """Run one scenario with crash-restarts and report the outcome."""
+
     return CrashRestartRun(scenario).run()

@@ -64,7 +64,7 @@ COMPLAINTS_MAX = 3
 
 
 @dataclass(slots=True)
-class _Answers:
+class _PendingReplies:
     """Answers that are due once the turns that ended before them have been reported."""
 
     due: list[Message] = field(default_factory=list)
@@ -94,45 +94,49 @@ class SimulatedEngine:
     def __init__(
         self,
         hello: Hello,
-        traits: SimulatedEngineSpec,
+        spec: SimulatedEngineSpec,
         *,
-        world: SimulationContext,
+        context: SimulationContext,
         link: SimulatedLink,
         chance: random.Random,
         owner: EngineOwner,
     ) -> None:
         self._hello = hello
         self._link = link
-        self._loop = world.loop
-        self._traits = traits
+        self._loop = context.loop
+        self._spec = spec
         self.staging = SimulatedStaging(
-            world.loop, world.buffer, world.truth, copy_s=traits.staging_s, on_copied=self._go_on
+            context.loop,
+            context.buffer,
+            context.ground_truth,
+            copy_s=spec.staging_s,
+            on_copied=self._advance,
         )
-        self._truth = world.truth
-        self._hardships = world.hardships
+        self._ground_truth = context.ground_truth
+        self._coverage = context.coverage
         self._owner = owner
         self.turns = SimulatedTurns(
-            hello.engine, traits, world.model, chance=chance, hardships=world.hardships
+            hello.engine, spec, context.model, chance=chance, coverage=context.coverage
         )
         self._scores = SimulatedScores(
-            self.turns, traits, world.model, loop=world.loop, on_computed=self._go_on
+            self.turns, spec, context.model, loop=context.loop, on_computed=self._advance
         )
         self.sleep = SimulatedSleep(self.turns, self.staging)
         self.is_alive = True
         self.slowness = 1.0
         """Factor by which steps take longer; 1.0 is normal speed."""
         self._is_hung = False
-        self._hung_by_a_turn_until_s = 0.0
+        self._hung_by_turn_until_s = 0.0
         self._inbox: deque[bytes] = deque()
         self._welcome: Welcome | None = None
         self._window = SendWindow(1)
-        self._answers = _Answers()
+        self._replies = _PendingReplies()
         self._work: StepWork | None = None
         """Work of the step being computed; None between steps."""
         self._is_step_over = False
         """Whether the step's time is over but the step is unfinished because the engine hangs."""
         self._started_s = self._heard_at_s = self._heartbeat_due_s = 0.0
-        self._greeted_at_s: float | None = None
+        self._hello_repeated_at_s: float | None = None
         """Loop time of the last repeated hello, in seconds; None once that hello is answered."""
         self._hello_due = False
         """Whether a hello is sent with the next heartbeat: after a reconnect, complaint or
@@ -144,7 +148,7 @@ class SimulatedEngine:
 
     def start(self) -> None:
         """Connect and send the hello."""
-        self._truth.started(self._hello.engine)
+        self._ground_truth.started(self._hello.engine)
         self._link.open(self._on_frame)
         self._send(self._hello)
         self._loop.call_later(WELCOME_TIMEOUT_S, self._end_unless_welcome)
@@ -165,18 +169,18 @@ class SimulatedEngine:
     def hang(self) -> None:
         """Do nothing until :meth:`wake`."""
         if self.turns.running:
-            self._hardships.note(CoverageMark.HUNG)
+            self._coverage.note(CoverageMark.HUNG)
         self._is_hung = True
 
     def wake(self) -> None:
         """Resume after a hang, unless a turn keeps the engine hung for longer."""
-        if self._loop.time() < self._hung_by_a_turn_until_s:
+        if self._loop.time() < self._hung_by_turn_until_s:
             return
         self._is_hung = False
         if self._is_step_over:
             self._end_step()
         else:
-            self._go_on()
+            self._advance()
 
     def __str__(self) -> str:
         turns = self.turns
@@ -184,7 +188,7 @@ class SimulatedEngine:
             f"{self._hello.engine}: {'hung' if self._is_hung else 'alive'}, "
             f"{'welcome' if self._welcome else 'not welcomed'}, weights v{turns.version}, "
             f"{len(turns.running)} turns running, {len(turns.waiting)} waiting, awaiting swap "
-            f"{turns.awaited_swap}, beside them {self.staging}, credit {self._window.is_open}"
+            f"{turns.pending_swap}, beside them {self.staging}, credit {self._window.is_open}"
         )
 
     def _end_unless_welcome(self) -> None:
@@ -202,26 +206,26 @@ class SimulatedEngine:
 
     def _on_frame(self, frame: bytes) -> None:
         self._inbox.append(frame)
-        self._go_on()
+        self._advance()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Run one round of the engine loop: messages, timeouts, answers, weight swap, next step."""
         if not self.is_alive or self._is_hung or self._work is not None:
             return
-        is_heard = bool(self._inbox)
+        has_heard = bool(self._inbox)
         while self._inbox and self.is_alive and not self._is_hung:
             self._handle(decode_from_orchestrator(self._inbox.popleft()))
         if self._is_hung:
             return
         if self._welcome is not None and self.is_alive:
-            self._keep_time(self._welcome, is_heard=is_heard)
+            self._check_timeouts(self._welcome, has_heard=has_heard)
         if self._welcome is not None and self.is_alive:
-            self._settle()
+            self._send_replies_and_swap()
             self._begin_step()
 
-    def _keep_time(self, welcome: Welcome, *, is_heard: bool) -> None:
+    def _check_timeouts(self, welcome: Welcome, *, has_heard: bool) -> None:
         now_s = self._loop.time()
-        if is_heard and self._greeted_at_s is None:
+        if has_heard and self._hello_repeated_at_s is None:
             self._heard_at_s = now_s
         elif now_s - self._heard_at_s > welcome.orchestrator_timeout_s:
             self.end(f"heard nothing for {now_s - self._heard_at_s:.1f} s")
@@ -229,13 +233,13 @@ class SimulatedEngine:
         if now_s < self._heartbeat_due_s:
             return
         self._heartbeat_due_s = now_s + welcome.heartbeat_interval_s
-        self._loop.call_at(self._heartbeat_due_s, self._go_on)
+        self._loop.call_at(self._heartbeat_due_s, self._advance)
         self._hello_due |= self._link.take_reconnected()
-        if self._greeted_at_s is not None:
-            self._hello_due |= now_s - self._greeted_at_s > HELLO_INTERVAL_S
+        if self._hello_repeated_at_s is not None:
+            self._hello_due |= now_s - self._hello_repeated_at_s > HELLO_INTERVAL_S
         if self._hello_due:
-            self._introduce_again()
-        if self._greeted_at_s is not None:
+            self._repeat_hello()
+        if self._hello_repeated_at_s is not None:
             return
         heartbeat = EngineHeartbeat(
             weight_version=self.turns.version,
@@ -246,15 +250,15 @@ class SimulatedEngine:
         )
         self._send(heartbeat)
 
-    def _introduce_again(self) -> None:
+    def _repeat_hello(self) -> None:
         """Send the hello again, and drop all pending requests except turns."""
         self._hello_due = False
-        self._greeted_at_s = self._loop.time()
-        self.turns.awaited_swap = self.turns.pause_mode = None
-        self._answers = _Answers()
+        self._hello_repeated_at_s = self._loop.time()
+        self.turns.pending_swap = self.turns.pause_mode = None
+        self._replies = _PendingReplies()
         self._scores.clear()
         self.staging.abandon()
-        self.sleep.asked = None
+        self.sleep.pending = None
         self._send(
             msgspec.structs.replace(
                 self._hello,
@@ -267,47 +271,47 @@ class SimulatedEngine:
             )
         )
 
-    def _begin_again(self, welcome: Welcome) -> None:
+    def _handle_repeated_welcome(self, welcome: Welcome) -> None:
         """Handle the answer to a repeated hello: resend all unacknowledged steps."""
-        self._greeted_at_s = None
+        self._hello_repeated_at_s = None
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
         for frame in self._window.unacknowledged():
-            self._hardships.note(CoverageMark.REPLAYED)
+            self._coverage.note(CoverageMark.REPLAYED)
             self._link.send(frame)
 
-    def _take_complaint(self, why: str) -> None:
+    def _handle_complaint(self, why: str) -> None:
         self._complained.append(self._window.first_seq)
         if self._complained.count(self._window.first_seq) == COMPLAINTS_MAX:
             self.end(f"complained of {COMPLAINTS_MAX} times: {why}")
         self._hello_due = True
 
-    def _settle(self) -> None:
+    def _send_replies_and_swap(self) -> None:
         """Send the due answers, ended turns first, and swap weights if a swap is due."""
         if self.turns.has_ended and not self._window.is_open:
             return
         if (ended := self.turns.take_ended()) is not None:
             self._send_step(ended, self._loop.time())
-        self._answer_pauses()
-        self._answers.due += self.sleep.settle()
-        self._answers.due += self.staging.take_answers()
-        self._answers.due += self._scores.take_answers()
-        if self._greeted_at_s is None:
-            for answer in self._answers.due:
+        self._reply_to_pauses()
+        self._replies.due += self.sleep.sleep_if_possible()
+        self._replies.due += self.staging.take_replies()
+        self._replies.due += self._scores.take_replies()
+        if self._hello_repeated_at_s is None:
+            for answer in self._replies.due:
                 self._send(answer)
-        self._answers.due.clear()
+        self._replies.due.clear()
         update = self.turns.swap_due
         if update is not None and not self.staging.is_busy:
             self._swap(update)
 
-    def _answer_pauses(self) -> None:
+    def _reply_to_pauses(self) -> None:
         if self.turns.pause_mode != "wait" or not self.turns.running:
-            self._answers.due += self._answers.pauses
-            self._answers.pauses.clear()
+            self._replies.due += self._replies.pauses
+            self._replies.pauses.clear()
 
     def _swap(self, update: FinishWeightUpdate) -> None:
         content = self.staging.take()
-        self._truth.swapped(self._hello.engine, update.version, content)
+        self._ground_truth.swapped(self._hello.engine, update.version, content)
         self.sleep.swapped()
         self.turns.swap(update, content)
         self._send(WeightsLive(version=update.version, swapped_us=round(self._loop.time() * 1e6)))
@@ -318,12 +322,12 @@ class SimulatedEngine:
     def _begin_step(self) -> None:
         if not self._window.is_open:
             if self.turns.running:
-                self._hardships.note(CoverageMark.NO_CREDIT)
+                self._coverage.note(CoverageMark.NO_CREDIT)
             return
         work = self.turns.plan()
         if not work.chunks:
             return
-        busy_s = self._traits.busy_s(len(work.chunks), work.prefilled_tokens)
+        busy_s = self._spec.busy_s(len(work.chunks), work.prefilled_tokens)
         self._work, self._started_s = work, self._loop.time()
         self._loop.call_later(busy_s * self.slowness, self._end_step)
 
@@ -336,15 +340,15 @@ class SimulatedEngine:
         self._work, self._is_step_over = None, False
         if rows is not None:
             self._send_step(rows, self._started_s)
-        self._go_on()
+        self._advance()
 
     def _send_step(self, rows: StepRows, started_s: float) -> None:
         seq = self._window.next_seq()
         started_us, ended_us = round(started_s * 1e6), round(self._loop.time() * 1e6)
         step = rows.message(seq, self.turns.version, started_us, ended_us - started_us)
-        self._truth.sent(self._hello.engine, step)
-        is_kept_back = self._greeted_at_s is not None
-        self._window.sent(seq, encode(step) if is_kept_back else self._send(step))
+        self._ground_truth.sent(self._hello.engine, step)
+        is_held = self._hello_repeated_at_s is not None
+        self._window.sent(seq, encode(step) if is_held else self._send(step))
         self._owner.stepped(len(rows.token_ids))
 
     # ------------------------------------------------------------ messages
@@ -360,12 +364,12 @@ class SimulatedEngine:
                 self.end(f"refused: {why}")
             case Shutdown():
                 self.end("asked to shut down")
-            case Welcome() if self._greeted_at_s is not None:
-                self._begin_again(message)
-            case _ if self._welcome is None or self._greeted_at_s is not None:
+            case Welcome() if self._hello_repeated_at_s is not None:
+                self._handle_repeated_welcome(message)
+            case _ if self._welcome is None or self._hello_repeated_at_s is not None:
                 pass  # the sender had not received the hello yet
             case MessageRejected(message=why):
-                self._take_complaint(why)
+                self._handle_complaint(why)
             case Ack(seq=seq):
                 self._window.acknowledge(seq)
             case SubmitTurn():
@@ -380,37 +384,37 @@ class SimulatedEngine:
             case Pause() | Resume():
                 self._pause_or_resume(message)
             case Sleep():
-                self.sleep.asked = message
+                self.sleep.pending = message
             case Wake():
-                self._answers.due.append(self.sleep.wake(message))
+                self._replies.due.append(self.sleep.wake(message))
             case StartWeightUpdate() | UpdateWeights() | FinishWeightUpdate():
                 self._handle_weights(message)
 
     def _submit(self, message: SubmitTurn) -> None:
         if DEADLY_TOKEN in array("i", message.token_ids):
-            self._die_of(message.turn)
+            self._end_by_deadly_turn(message.turn)
         if not self.is_alive:
             return
         if (refusal := self.turns.submit(message)) is not None:
             self._send(TurnFailed(turn=message.turn, message=refusal))
 
-    def _die_of(self, handle: int) -> None:
+    def _end_by_deadly_turn(self, handle: int) -> None:
         """Crash, or hang until the orchestrator gives the engine up, by the turn's handle."""
         if handle % 2:
             self._owner.crash(0.0, is_noticed=handle % 4 == 1)
         elif not self._is_hung:
             self.hang()
-            self._hung_by_a_turn_until_s = self._loop.time() + LONGEST_FAULT_S
-            self._loop.call_at(self._hung_by_a_turn_until_s, self.wake)
+            self._hung_by_turn_until_s = self._loop.time() + LONGEST_FAULT_S
+            self._loop.call_at(self._hung_by_turn_until_s, self.wake)
 
     def _pause_or_resume(self, message: Pause | Resume) -> None:
         if isinstance(message, Resume):
             self.turns.pause_mode = None
-            self._answers.pauses.clear()
-            self._answers.due.append(TurnsResumed())
+            self._replies.pauses.clear()
+            self._replies.due.append(TurnsResumed())
             return
         self.turns.pause_mode = message.mode
-        self._answers.pauses.append(TurnsPaused(mode=message.mode))
+        self._replies.pauses.append(TurnsPaused(mode=message.mode))
         if message.mode == "abort":
             self.turns.abort_running()
 
@@ -419,12 +423,12 @@ class SimulatedEngine:
     ) -> None:
         match message:
             case StartWeightUpdate(version=version):
-                self.turns.awaited_swap = None  # the new version needs its place
+                self.turns.pending_swap = None  # the new version needs its place
                 self.staging.start(version)
             case UpdateWeights():
                 self.staging.copy(message)
             case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
-                self.turns.awaited_swap = message
+                self.turns.pending_swap = message
                 if message.pause_mode == "abort":
                     self.turns.abort_running()
             case FinishWeightUpdate(version=version):

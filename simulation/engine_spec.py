@@ -50,7 +50,7 @@ class SimulatedEngineSpec:
         return -(-tokens // self.block_tokens)
 
 
-def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
+def hello_of(engine: str, epoch: int, spec: SimulatedEngineSpec) -> Hello:
     """Build the hello of an engine process with these capabilities."""
     return Hello(
         protocol=PROTOCOL,
@@ -60,15 +60,15 @@ def hello_of(engine: str, epoch: int, traits: SimulatedEngineSpec) -> Hello:
         architecture="Hash",
         vocab_size=VOCAB_SIZE,
         context_tokens_max=CONTEXT_TOKENS_MAX,
-        max_running_turns=traits.max_running_turns,
-        num_kv_blocks=traits.blocks or CONTEXT_TOKENS_MAX,
-        block_tokens=traits.block_tokens,
+        max_running_turns=spec.max_running_turns,
+        num_kv_blocks=spec.blocks or CONTEXT_TOKENS_MAX,
+        block_tokens=spec.block_tokens,
         pause_modes=["abort", "keep", "wait"],
         kv_policies=["keep", "recompute"],
         weight_channels=["shm"],
-        sleep_levels=list(traits.sleep_levels),
+        sleep_levels=list(spec.sleep_levels),
         supports_submit_turns=True,
-        media=list(traits.media),
+        media=list(spec.media),
         score_kinds=["logprobs"],
         is_deterministic=True,  # each token is a hash of the tokens before it
     )

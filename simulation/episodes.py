@@ -20,7 +20,7 @@ from tidegate.simulation.script import ScriptedTurn
 from tidegate.simulation.turns import DEADLY_TOKEN
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 
-OTHER_ANSWERS = 0.15
+DEVIATION_SHARE = 0.15
 """Share of turns at which an episode of a crash-restart run deviates from its earlier lives.
 
 The episode appends a token before or after the scripted tokens, or asks for one token fewer.
@@ -37,7 +37,7 @@ class SimulatedEpisodes:
     def __init__(
         self,
         scenario: Scenario,
-        world: SimulationContext,
+        context: SimulationContext,
         *,
         stopped: Set[int],
         live_version: Callable[[], int] = lambda: 0,
@@ -52,22 +52,24 @@ class SimulatedEpisodes:
         self._stopped = stopped
         self._is_patient = is_patient
         self._scenario = scenario
-        self._world = world
-        self._hardships = world.hardships
+        self._context = context
+        self._coverage = context.coverage
         self._live_version = live_version
-        self._contexts: WeakKeyDictionary[Episode, list[int]] = WeakKeyDictionary()
+        self._expected_tokens: WeakKeyDictionary[Episode, list[int]] = WeakKeyDictionary()
         """Row -> its expected context: the tokens that its episode appended or was given."""
 
-    async def play(self, episode: Episode, task: int, mood: random.Random | None = None) -> float:
-        """Play one episode and return its reward; ``mood`` draws deviations from earlier lives."""
+    async def play(
+        self, episode: Episode, task: int, variation: random.Random | None = None
+    ) -> float:
+        """Play one episode and return its reward; ``variation`` draws its deviations."""
         script = self._scenario.script(task, episode.index)
         branch: asyncio.Task[None] | None = None
         try:
             for number, turn in enumerate(script.turns):
                 if number == script.forks_before:
-                    branch = self._fork(episode, script.branch, mood)
-                await self._take(episode, turn, mood)
-            await self._meet_its_fate(episode, script.fate)
+                    branch = self._fork(episode, script.branch, variation)
+                await self._take_turn(episode, turn, variation)
+            await self._end_as_scripted(episode, script.fate)
             if branch is not None:
                 await branch
         finally:
@@ -79,49 +81,53 @@ class SimulatedEpisodes:
         return script.reward
 
     def _fork(
-        self, episode: Episode, turns: list[ScriptedTurn], mood: random.Random | None
+        self, episode: Episode, turns: list[ScriptedTurn], variation: random.Random | None
     ) -> "asyncio.Task[None]":
         """Fork the episode here, and start a task that plays the branch's turns."""
-        self._hardships.note(CoverageMark.FORKED)
+        self._coverage.note(CoverageMark.FORKED)
         row = episode.fork()
-        self._contexts[row] = episode.token_ids
+        self._expected_tokens[row] = episode.token_ids
 
-        async def go() -> None:
+        async def play_branch() -> None:
             with contextlib.suppress(RunClosed):  # the rollout was given up, or is over
                 for turn in turns:
                     if episode.rollout_id in self._stopped:
                         return  # its context was cut back; it is cancelled in the loop's next turn
-                    await self._take(row, turn, mood)
+                    await self._take_turn(row, turn, variation)
 
-        return asyncio.get_running_loop().create_task(go(), name=f"branch {row.rollout_id}")
+        return asyncio.get_running_loop().create_task(
+            play_branch(), name=f"branch {row.rollout_id}"
+        )
 
-    async def _take(self, row: Episode, turn: ScriptedTurn, mood: random.Random | None) -> None:
-        way = ""
-        if mood is not None and mood.random() < OTHER_ANSWERS:
-            way = mood.choice(("before", "after", "fewer"))
-        given = [[2], turn.given] if way == "before" else [turn.given]
-        given += [[2]] if way == "after" else []
+    async def _take_turn(
+        self, row: Episode, turn: ScriptedTurn, variation: random.Random | None
+    ) -> None:
+        deviation = ""
+        if variation is not None and variation.random() < DEVIATION_SHARE:
+            deviation = variation.choice(("before", "after", "fewer"))
+        given = [[2], turn.given] if deviation == "before" else [turn.given]
+        given += [[2]] if deviation == "after" else []
         for tokens in given:
             self._append(row, tokens)
         self._check_context(row)
-        max_tokens = max(1, turn.max_tokens - (way == "fewer"))
-        patience_s = None if self._is_patient else turn.patience_s
+        max_tokens = max(1, turn.max_tokens - (deviation == "fewer"))
+        timeout_s = None if self._is_patient else turn.timeout_s
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 generated = await row.generate(max_tokens=max_tokens)
-            self._contexts[row] += generated.token_ids
+            self._expected_tokens[row] += generated.token_ids
         except TimeoutError:
-            self._hardships.note(CoverageMark.TURN_GIVEN_UP)
-            self._contexts[row] = row.token_ids  # whatever was sampled until then stays
+            self._coverage.note(CoverageMark.TURN_GIVEN_UP)
+            self._expected_tokens[row] = row.token_ids  # whatever was sampled until then stays
         if turn.is_scored:
-            await self._have_it_scored(row, patience_s)
+            await self._score_context(row, timeout_s)
         await asyncio.sleep(turn.tool_s)
         if turn.parks:
             await self._park(row)
 
     def _append(self, row: Episode, tokens: list[int]) -> None:
         row.append(tokens)
-        self._contexts.setdefault(row, []).extend(tokens)
+        self._expected_tokens.setdefault(row, []).extend(tokens)
 
     def _check_context(self, row: Episode) -> None:
         """End the simulation if a row's context differs from its expected context.
@@ -130,33 +136,33 @@ class SimulatedEpisodes:
             AssertionError: the context differs. The event loop's exception handler is called as
                 well, because an exception alone would only fail this episode.
         """
-        is_right = row.token_ids == self._contexts[row]
-        if not is_right:
+        is_expected = row.token_ids == self._expected_tokens[row]
+        if not is_expected:
             error = AssertionError(
                 f"row {row.rollout_id} has the context {row.token_ids}, but its episode appended "
-                f"and was given {self._contexts[row]}"
+                f"and was given {self._expected_tokens[row]}"
             )
             loop = asyncio.get_running_loop()
             loop.call_exception_handler({"message": str(error), "exception": error})
             raise error
 
-    async def _have_it_scored(self, row: Episode, patience_s: float | None) -> None:
+    async def _score_context(self, row: Episode, timeout_s: float | None) -> None:
         """Request a score of the row's context, and check its log-probs and its version."""
-        context, live = row.token_ids, self._live_version()
-        if len(context) < 2:
+        tokens, live = row.token_ids, self._live_version()
+        if len(tokens) < 2:
             return
         try:
-            async with asyncio.timeout(patience_s):
-                (told,) = await row.score([context], start=len(context) // 2)
+            async with asyncio.timeout(timeout_s):
+                (score,) = await row.score([tokens], start=len(tokens) // 2)
         except (TimeoutError, EngineLost):
-            self._hardships.note(CoverageMark.SCORE_MISSED)
+            self._coverage.note(CoverageMark.SCORE_MISSED)
             return
-        self._hardships.note(CoverageMark.SCORED)
-        assert told.version >= live, f"scored by v{told.version} when v{live} was live everywhere"
-        content = self._world.truth.content_of(told.version)
-        right = self._world.model.logprobs(array("i", context), told.start, content=content)
-        assert told.logprobs.tolist() == right, f"v{told.version} scores otherwise"
-        if told.logprobs[-1] < -1.0:
+        self._coverage.note(CoverageMark.SCORED)
+        assert score.version >= live, f"scored by v{score.version} when v{live} was live everywhere"
+        content = self._context.ground_truth.content_of(score.version)
+        expected = self._context.model.logprobs(array("i", tokens), score.start, content=content)
+        assert score.logprobs.tolist() == expected, f"v{score.version} scores otherwise"
+        if score.logprobs[-1] < -1.0:
             self._append(row, [3])  # the episode continues differently because of the score
 
     async def _park(self, row: Episode) -> None:
@@ -164,15 +170,15 @@ class SimulatedEpisodes:
         began_s = loop.time()
         await row.park()
         if loop.time() > began_s:
-            self._hardships.note(CoverageMark.PARKED)
+            self._coverage.note(CoverageMark.PARKED)
 
-    async def _meet_its_fate(self, episode: Episode, fate: str) -> None:
+    async def _end_as_scripted(self, episode: Episode, fate: str) -> None:
         match fate:
             case "hangs":
-                self._hardships.note(CoverageMark.HUNG_EPISODE)
+                self._coverage.note(CoverageMark.HUNG_EPISODE)
                 await asyncio.get_running_loop().create_future()
             case "asks too much":
-                self._hardships.note(CoverageMark.TURN_REFUSED)
+                self._coverage.note(CoverageMark.TURN_REFUSED)
                 with contextlib.suppress(TurnRefused):
                     episode.append(TOO_LONG)
                 await episode.generate(max_tokens=1 << 30)
@@ -180,5 +186,5 @@ class SimulatedEpisodes:
                 episode.append([DEADLY_TOKEN])
                 await episode.generate(max_tokens=4)
             case "raises":
-                self._hardships.note(CoverageMark.RAISED)
+                self._coverage.note(CoverageMark.RAISED)
                 raise ValueError("meant to fail")

@@ -1,4 +1,7 @@
-"""Record of the simulated engines' true steps and weights, compared with the run's own records."""
+"""Ground truth of a simulated run: the steps and weights of its engines, as the engines did them.
+
+Engines record here; :class:`~tidegate.simulation.invariants.InvariantChecker` compares.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -40,8 +43,8 @@ class GroundTruth:
         """
         known = self._contents.setdefault(version, content)
         assert content == known >= 0, (
-            f"{engine} serves the weights written as no. {content} (-1: torn) and calls them "
-            f"v{version}, but v{version} is no. {known}"
+            f"{engine} serves content {content} (-1: torn) as v{version}, but v{version} has "
+            f"content {known}"
         )
 
     def is_served(self, content: int) -> bool:
@@ -64,14 +67,14 @@ class GroundTruth:
         Raises:
             AssertionError: a step was left out, or handled twice.
         """
-        told = SentStep(event.version, bytes(event.turns), bytes(event.token_ids))
+        reported = SentStep(event.version, bytes(event.turns), bytes(event.token_ids))
         processes = self._processes[event.engine]
-        if not processes[0] or processes[0][0] != told:
-            while len(processes) > 1 and not (processes[0] and processes[0][0] == told):
+        if not processes[0] or processes[0][0] != reported:
+            while len(processes) > 1 and not (processes[0] and processes[0][0] == reported):
                 processes.popleft()
             first = processes[0][0] if processes[0] else None
-            assert first == told, (
-                f"{event.engine}: a step by v{told.version} was taken in that is not the next one "
-                f"it made: one was left out, or one was taken in twice"
+            assert first == reported, (
+                f"{event.engine}: the handled step of v{reported.version} is not the next step "
+                f"that the engine sent: a step was skipped or handled twice"
             )
         processes[0].popleft()

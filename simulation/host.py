@@ -29,25 +29,25 @@ class EngineHost:
     def __init__(
         self,
         name: str,
-        traits: SimulatedEngineSpec,
+        spec: SimulatedEngineSpec,
         *,
-        world: SimulationContext,
+        context: SimulationContext,
         latency_s: float,
         chance: random.Random,
         on_exit: Callable[[str, str], None],
     ) -> None:
         """Create the host; ``on_exit`` is called with a crashed engine's name and the reason."""
         self.name = name
-        self._traits = traits
-        self._world = world
-        self._loop = world.loop
+        self._spec = spec
+        self._context = context
+        self._loop = context.loop
         self._on_exit = on_exit
         self._chance = chance
         self._epoch = 0
         self._swaps = 0
         self._is_stopped = False
         self._faults: list[Fault] = []
-        self.link = world.router.link(name, latency_s=latency_s, chance=chance)
+        self.link = context.router.link(name, latency_s=latency_s, chance=chance)
         self.engine: SimulatedEngine | None = None
         """Newest engine process; None before the first one is started."""
 
@@ -63,7 +63,7 @@ class EngineHost:
         """Schedule a fault for its time or weight swap. Call this before :meth:`start`."""
         self._faults.append(fault)
         if not fault.after_swap:
-            self._loop.call_at(fault.at_s, self._suffer, fault)
+            self._loop.call_at(fault.at_s, self._inject, fault)
 
     # ------------------------------------------------------------ reports of the engine process
 
@@ -72,7 +72,7 @@ class EngineHost:
         self._swaps += 1
         for fault in self._faults:
             if fault.after_swap == self._swaps:
-                self._loop.call_soon(self._suffer, fault)
+                self._loop.call_soon(self._inject, fault)
 
     def stepped(self, tokens: int) -> None:
         """Ignore the tokens of a step; :class:`EngineOwner` requires the method."""
@@ -83,18 +83,18 @@ class EngineHost:
 
     # ------------------------------------------------------------ fault injection
 
-    def _suffer(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         """Inject one fault now, if the engine is in a state that the fault applies to."""
         if self.engine is None:
             if fault.kind is FaultKind.LATE:
-                self._world.hardships.note(CoverageMark.LATE)
+                self._context.coverage.note(CoverageMark.LATE)
                 self._restart()
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.GARBLE):
-            self._suffer_on_the_wire(fault)
+            self._inject_wire_fault(fault)
         elif self.engine.is_alive:
-            self._suffer_alive(self.engine, fault)
+            self._inject_engine_fault(self.engine, fault)
 
-    def _suffer_on_the_wire(self, fault: Fault) -> None:
+    def _inject_wire_fault(self, fault: Fault) -> None:
         match fault.kind:
             case FaultKind.CUT:
                 self.link.cut(fault.lasts_s)
@@ -103,7 +103,7 @@ class EngineHost:
             case FaultKind.GARBLE:
                 self.link.garble(1 + int(fault.lasts_s))
 
-    def _suffer_alive(self, engine: SimulatedEngine, fault: Fault) -> None:
+    def _inject_engine_fault(self, engine: SimulatedEngine, fault: Fault) -> None:
         match fault.kind:
             case FaultKind.CRASH:
                 self.crash(fault.lasts_s, is_noticed=self._chance.random() < 0.5)
@@ -111,11 +111,11 @@ class EngineHost:
                 engine.hang()
                 self._loop.call_later(fault.lasts_s, engine.wake)
             case FaultKind.SLOW:
-                self._world.hardships.note(CoverageMark.SLOWED)
+                self._context.coverage.note(CoverageMark.SLOWED)
                 engine.slowness = SLOWNESS
                 self._loop.call_later(fault.lasts_s, setattr, engine, "slowness", 1.0)
             case FaultKind.LEAVE:
-                self._world.hardships.note(CoverageMark.LEFT)
+                self._context.coverage.note(CoverageMark.LEFT)
                 engine.end("asked to leave")
             case FaultKind.REFUSE:
                 engine.staging.refusals_due += 1
@@ -132,7 +132,7 @@ class EngineHost:
         """
         if self.engine is None or not self.engine.is_alive:
             return
-        self._world.hardships.note(CoverageMark.CRASHED)
+        self._context.coverage.note(CoverageMark.CRASHED)
         self.engine.kill(is_clean=is_clean)
         if is_noticed:
             self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")
@@ -150,9 +150,9 @@ class EngineHost:
             return
         self._epoch += 1
         self.engine = SimulatedEngine(
-            hello_of(self.name, self._epoch, self._traits),
-            self._traits,
-            world=self._world,
+            hello_of(self.name, self._epoch, self._spec),
+            self._spec,
+            context=self._context,
             link=self.link,
             chance=self._chance,
             owner=self,

@@ -1,6 +1,7 @@
-"""Oracle of a simulated run: checks its promises after every event, by book-keeping of its own.
+"""Oracle of a simulated run: checks the run's promises after every event of the core.
 
-Sees every event and command, and what each token must be; shares no code with what it checks.
+:class:`InvariantChecker` keeps its own books from the events and commands, and recomputes every
+token from the simulated model. The oracle shares no code with the core that it checks.
 """
 
 from collections import Counter
@@ -10,7 +11,6 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
-from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.turns import LOSSES_IN_ALL_MAX, LOSSES_MAX
 from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
 from tidegate.simulation.ground_truth import GroundTruth
@@ -20,178 +20,182 @@ from tidegate.simulation.script import Script, ScriptedTurn
 
 
 class TrainedRows:
-    """Book-keeping of the rows that the trainer of one run has had and left out."""
+    """Rows that the trainer of one run has received, and those that it has discarded."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[tuple[int, int]]] = {}
-        """Batch -> of each of its rows, the rollout and the tokens young enough to train on."""
-        self._left_out: dict[int, dict[int, str]] = {}
-        """Batch -> places in it of rows that the trainer left out, and why."""
+        """Batch -> (rollout, number of trainable tokens) of each row."""
+        self._discarded_rows: dict[int, dict[int, str]] = {}
+        """Batch -> row index -> reason, of the rows that the trainer has discarded."""
 
     @property
     def tokens(self) -> int:
-        """Trained, for all that the trainer said."""
-        left_out = sum(self._left_out_tokens().values())
-        return sum(tokens for rows in self._rows.values() for _, tokens in rows) - left_out
+        """Number of trained tokens, without those of discarded rows."""
+        discarded = sum(self._discarded_tokens().values())
+        return sum(tokens for rows in self._rows.values() for _, tokens in rows) - discarded
 
     def handed(self, batch: ev.HandOver) -> None:
-        """The trainer gets this batch."""
-        rows = [row for group in batch.groups for row in group.kept]
-        floor = batch.oldest_trainable
-        self._rows[batch.number] = [(row.root.rollout_id, _tokens_from(row, floor)) for row in rows]
+        """Add a batch that the trainer has received."""
+        rows = [rollout for group in batch.groups for rollout in group.kept]
+        oldest_trainable = batch.oldest_trainable
+        self._rows[batch.number] = [
+            (rollout.root.rollout_id, _tokens_from(rollout, oldest_trainable)) for rollout in rows
+        ]
 
     def returned(self, batch: int) -> None:
-        """This batch did not reach the trainer."""
+        """Remove a batch that did not reach the trainer."""
         del self._rows[batch]
 
-    def left_out(self, event: ev.RowsDiscarded) -> None:
-        """The trainer has said so."""
-        reasons = self._left_out.setdefault(event.batch, {})
+    def discarded(self, event: ev.RowsDiscarded) -> None:
+        """Note the rows that the trainer has discarded; the first reason given for a row counts."""
+        reasons = self._discarded_rows.setdefault(event.batch, {})
         reasons.update({row: event.reason for row in event.rows if row not in reasons})
 
     def check(self, core: Core) -> None:
-        """What was left out is discarded for its reason, and nothing of it is trained.
+        """Check that the core counts discarded rows under their reasons, and not as trained.
 
         Raises:
-            AssertionError: the core counts otherwise.
+            AssertionError: a count of the core differs.
         """
-        tokens = self._left_out_tokens()
-        told = {reason: core.ledger.discarded[reason] for reason in tokens}
-        assert told == tokens, f"{dict(tokens)} tokens were left out, {told} are counted"
+        tokens = self._discarded_tokens()
+        counted = {reason: core.ledger.discarded[reason] for reason in tokens}
+        assert counted == tokens, f"{dict(tokens)} tokens were discarded, {counted} are counted"
         assert core.ledger.trained == self.tokens, f"{core.ledger.trained} != {self.tokens} tokens"
         trained = {
             rollout
             for batch, rows in self._rows.items()
-            for place, (rollout, _) in enumerate(rows)
-            if place not in self._left_out.get(batch, {})
+            for row, (rollout, _) in enumerate(rows)
+            if row not in self._discarded_rows.get(batch, {})
         }
         assert core.trained.rollouts == len(trained), f"{core.trained.rollouts} != {len(trained)}"
 
-    def _left_out_tokens(self) -> Counter[str]:
+    def _discarded_tokens(self) -> Counter[str]:
         tokens: Counter[str] = Counter()
-        for batch, reasons in self._left_out.items():
-            for place, reason in reasons.items():
-                tokens[reason] += self._rows[batch][place][1]
+        for batch, reasons in self._discarded_rows.items():
+            for row, reason in reasons.items():
+                tokens[reason] += self._rows[batch][row][1]
         return tokens
 
 
-def _tokens_from(row: Rollout, floor: int) -> int:
-    """Those that no version before this one sampled."""
-    spans = [span for turn in row.turns for span in turn.spans()]
-    return sum(span.end - span.start for span in spans if span.version >= floor)
+def _tokens_from(rollout: Rollout, oldest_trainable: int) -> int:
+    """Return the number of tokens that version ``oldest_trainable`` or a later one sampled."""
+    spans = [span for turn in rollout.turns for span in turn.spans()]
+    return sum(span.end - span.start for span in spans if span.version >= oldest_trainable)
 
 
-class WatchedCore(Core):
-    """A core that the oracle inspects after every event."""
+class CheckedCore(Core):
+    """Core whose invariants are checked after every event. Set both callbacks before use."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        *,
-        watch: "InvariantChecker",
-        on_broken: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(rules)
-        self._watch = watch
-        self._on_broken = on_broken
+    on_event: Callable[[ev.Event, list[ev.Command]], None]
+    """Called with each event and its commands; raises if a promise is broken."""
+    on_failure: Callable[[BaseException], None]
+    """Called with an error that :meth:`handle` raises, because callers may catch that error."""
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
-        """As :meth:`Core.handle`. What it raises ends the simulation, whoever might catch it."""
+        """Handle the event as :meth:`Core.handle` does, then check all invariants."""
         try:
             commands = super().handle(event)
-            self._watch.saw(self, event, commands)
+            self.check()
+            self.on_event(event, commands)
         except Exception as error:
-            self._on_broken(error)
+            self.on_failure(error)
             raise
         return commands
 
 
 MASKING = ("mask", "split")
-"""What a policy does at deadlines for which old tokens are masked."""
+"""Settings of ``deadline_policy`` with which tokens older than the bound are masked."""
 
 
 class InvariantChecker:
-    """Oracle of one run: checks what must hold after every event."""
+    """Oracle of one run: :meth:`check_event` is called after every event of the core."""
 
-    def __init__(self, scenario: Scenario, truth: GroundTruth, hardships: CoverageMarks) -> None:
+    def __init__(
+        self, scenario: Scenario, ground_truth: GroundTruth, coverage: CoverageMarks
+    ) -> None:
         self._scenario = scenario
-        self._truth = truth
-        self._hardships = hardships
+        self._ground_truth = ground_truth
+        self._coverage = coverage
         self._outstanding_max = scenario.outstanding_groups_max
-        self._faultless = _faultless(scenario)
-        """Engines that must not be given up."""
+        self._engines_without_faults = _engines_without_faults(scenario)
+        """Names of the engines that must not be given up, because nothing goes wrong with them."""
         self.progress = 0
-        """Counts what brings the run nearer to its end; it must not stand still for long."""
+        """Counter that rises with each token, batch, publish and ended episode; a run whose counter
+        does not change for long is stuck."""
         self._tokens_arrived = 0
         self._evaluation_tokens = 0
-        """Of those, the ones sampled for evaluations."""
+        """Number of arrived tokens that were sampled for evaluations."""
         self._evaluation_rollouts: set[int] = set()
         self._evaluation_turns: set[tuple[str, int]] = set()
-        """(engine, handle) of each turn of an evaluation."""
+        """(engine, handle) of each turn of an evaluation rollout."""
         self._serving: dict[str, int] = {}
-        """Engine -> the version it serves, as far as it was heard."""
+        """Engine -> the version that it serves, as reported to the orchestrator."""
         self._epochs: dict[str, int] = {}
-        """Engine -> which process of it was heard of last."""
+        """Engine -> the epoch of its newest process that has joined."""
         self._stepped: dict[str, int] = {}
         """Engine -> the version of its last step."""
         self.live_version = 0
-        """What every engine serves at least, as far as it was heard."""
+        """Newest version that every engine has served, or a later one, as reported."""
         self._published = 0
         self._batches_handed = 0
-        """Since the last publish."""
+        """Number of batches handed over since the last publish."""
         self._idle_publishes = 0
-        """Those without a batch before: they make what waits older than admission counts on."""
+        """Number of publishes without a batch before them. They age buffered groups by versions
+        that admission does not count on."""
         self._may_be_retried = False
-        """Whether a publish failed while the trainer held a batch that it had not begun. The core
-        takes the next publish for a second try, so the bound holds if it is one; if the trainer has
-        trained on that batch instead, groups that wait count as one version older than they are."""
+        """Whether a publish failed while the trainer held a batch that it had not begun to train
+        on. The core takes the next publish for a retry. If the trainer has trained on that batch
+        instead, the core counts buffered groups as one version older than they are."""
         self._admitted_groups = 0
         self._dropped_groups = 0
         self._discarded: Counter[int] = Counter()
-        """Group -> its rollouts that will never be trained."""
+        """Group -> number of its rollouts that were discarded."""
         self._training: dict[int, tuple[int | None, int]] = {}
-        """Batch -> the version published after it, and its groups, until that is live."""
-        self._going: dict[int, int] = {}
-        """Rollout that is going on -> its group."""
+        """Batch -> (version published after it, number of its groups). An entry is removed when
+        that version is live."""
+        self._running_rollouts: dict[int, int] = {}
+        """Running rollout -> its group."""
         self._handed: dict[int, ev.HandOver] = {}
         """Batches handed over and not returned, by number."""
-        self._fruitless_before: dict[int, int] = {}
-        """Batch -> the fruitless versions when it was handed over."""
+        self._versions_without_batch_before: dict[int, int] = {}
+        """Batch -> :attr:`_versions_without_batch` when the batch was handed over."""
         self._unpublished = 0
-        """Batches that the trainer has had and not published."""
+        """Number of batches that the trainer has received and not published."""
         self._begun = 0
-        """Of those, the ones that it has begun to train on."""
+        """Number of unpublished batches that the trainer has begun to train on."""
         self._holds_too_many = False
-        """Whether the trainer asked for more batches than it may hold. It is refused, but where
-        tasks have ended it is told that instead, and may have looked ahead too far unnoticed. The
-        bound is promised to trainers that hold no more than they may: docs/architecture.md."""
-        self._fruitless_versions = 0
-        """Versions beyond one for each batch trained: they age what the trainer holds."""
+        """Whether the trainer may have looked ahead too far: it requested a batch while it held as
+        many as it may hold, and got "no more tasks" instead of a refusal. The bound is promised
+        only to trainers within their limit: docs/architecture.md."""
+        self._versions_without_batch = 0
+        """Number of published versions beyond one per trained batch; they age the batches that the
+        trainer holds."""
         self._departed: set[str] = set()
-        """Engines that were given up, or took their leave."""
+        """Engines that were given up, or have sent a goodbye."""
         self.admitted: Counter[int] = Counter()
-        """Task -> how often it was taken in."""
+        """Task -> number of groups admitted for it."""
         self.trained: Counter[int] = Counter()
-        """Task -> how often it was trained."""
+        """Task -> number of groups of it that were trained."""
         self.dropped: Counter[int] = Counter()
-        """Task -> how often it was given up."""
+        """Task -> number of groups of it that were dropped for good."""
         self.oldest_staleness = 0
+        """Largest staleness of a trained token, in versions."""
         self.trained_rows = TrainedRows()
         self._placed: dict[str, dict[int, int]] = {}
-        """Engine -> handle -> rollout, of the turns that it has, as far as it was heard."""
+        """Engine -> handle -> rollout, of the turns that were submitted to the engine."""
         self._losses: Counter[int] = Counter()
-        """Rollout -> engines that were lost with its turn that is going on."""
+        """Rollout -> number of engines that crashed while they had its current turn."""
         self.stopped: set[int] = set()
         """Rollouts whose episode was cancelled because their group was given up."""
-        self._lost_out: set[int] = set()
-        """Rollouts with a turn, of them or of a branch, that was refused for its losses."""
-        self._excused: set[int] = set()
-        """Tasks of such rollouts that were meant to succeed."""
+        self._refused_rollouts: set[int] = set()
+        """Root rollouts of which a turn, or a turn of a branch, was refused for lost engines."""
+        self._excused_tasks: set[int] = set()
+        """Tasks of such rollouts whose script would have succeeded."""
 
     # ------------------------------------------------------------ every event
 
-    def saw(self, core: Core, event: ev.Event, commands: list[ev.Command]) -> None:
-        """Take in one event and what was decided.
+    def check_event(self, core: Core, event: ev.Event, commands: list[ev.Command]) -> None:
+        """Check one event and the core's commands for it.
 
         Raises:
             AssertionError: a promise is broken.
@@ -212,14 +216,14 @@ class InvariantChecker:
                 case ev.FailTurn(turn=turn):
                     self._check_refused(turn)
                 case ev.StartEpisode(rollout=rollout) if rollout.group_id >= 0:
-                    self._going[rollout.rollout_id] = rollout.group_id
+                    self._running_rollouts[rollout.rollout_id] = rollout.group_id
                 case ev.StartEpisode(rollout=rollout):
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StartBranch(rollout=rollout) if rollout.group_id < 0:
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StopEpisode(rollout=rollout):
                     self.stopped.add(rollout.rollout_id)
-                    self._hardships.note(CoverageMark.STOPPED)
+                    self._coverage.note(CoverageMark.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
                 case ev.EndBatches():
@@ -230,9 +234,8 @@ class InvariantChecker:
         if isinstance(event, ev.RowsDiscarded):
             self.trained_rows.check(core)
         if isinstance(event, ev.TurnAsked) and not commands:
-            self._hardships.note(CoverageMark.ALONE)
+            self._coverage.note(CoverageMark.ALONE)
         self._release()
-        core.check()
         generated = core.ledger.generated + core.evaluation_ledger.generated
         assert generated == self._tokens_arrived, f"{generated} != {self._tokens_arrived} tokens"
         evaluated = core.evaluation_ledger.generated
@@ -246,9 +249,9 @@ class InvariantChecker:
         )
         stale = core.discarded_rollouts["stale"]
         if stale:
-            self._hardships.note(CoverageMark.STALE)
-            is_meant = self._idle_publishes or self._may_be_retried
-            assert is_meant or self._scenario.deadline_policy == "drop", (
+            self._coverage.note(CoverageMark.STALE)
+            is_expected = self._idle_publishes or self._may_be_retried
+            assert is_expected or self._scenario.deadline_policy == "drop", (
                 f"admission let {stale} rollouts get too old"
             )
 
@@ -263,14 +266,16 @@ class InvariantChecker:
                 self._epochs[engine] = epoch
                 self._serve(engine, version)
                 if engine in self._departed:
-                    self._hardships.note(CoverageMark.CAME_BACK)
+                    self._coverage.note(CoverageMark.CAME_BACK)
             case ev.EngineSwapped(engine=engine, version=version):
                 assert version <= self._published, f"{engine} serves v{version}, not published"
-                if engine in self._serving:  # else it is its last word, and it is given up
+                if engine in self._serving:  # otherwise the engine was given up meanwhile
                     self._serve(engine, version)
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
                 self._lose(engine, is_crash=is_crash)
-                assert engine not in self._faultless, f"{engine} was given up for nothing"
+                assert engine not in self._engines_without_faults, (
+                    f"{engine} was given up without a fault"
+                )
                 self._departed.add(engine)
                 self._stepped.pop(engine, None)
                 self._leave(engine)
@@ -280,11 +285,11 @@ class InvariantChecker:
                 self.admitted[task] += 1
             case ev.VersionPublished(version=version):
                 assert version > self._published, f"v{version} after v{self._published}"
-                is_skipping = version > self._published + 1  # a publish between gave way to it
+                is_skipping = version > self._published + 1  # a publish in between was dropped
                 before, self._published = self._published, version
                 self._idle_publishes += is_skipping or not self._batches_handed
                 self._batches_handed = 0
-                self._fruitless_versions += max(0, version - before - self._begun)
+                self._versions_without_batch += max(0, version - before - self._begun)
                 self._unpublished -= self._begun
                 self._begun = 0
                 self._training = {
@@ -295,23 +300,29 @@ class InvariantChecker:
             case ev.PublishFailed():
                 self._may_be_retried |= self._unpublished > self._begun
             case ev.RowsDiscarded():
-                self.trained_rows.left_out(event)
+                self.trained_rows.discarded(event)
             case ev.BatchReturned(number=number):
-                self._hardships.note(CoverageMark.BATCH_RETURNED)
+                self._coverage.note(CoverageMark.BATCH_RETURNED)
                 self._take_back(number)
             case ev.EpisodeReturned() | ev.EpisodeFailed():
-                self._going.pop(event.rollout_id, None)
+                self._running_rollouts.pop(event.rollout_id, None)
                 self.progress += 1
 
     # ------------------------------------------------------------ turns that end engines
 
     def _place(self, engine: str, handle: int, rollout_id: int) -> None:
-        """A turn is sent; those that have lost too many engines may not be."""
+        """Note a submitted turn, and check that not too many engines were lost with it."""
         losses = self._losses[rollout_id]
-        assert losses < LOSSES_IN_ALL_MAX, f"{rollout_id} is sent on after {losses} lost engines"
-        for handles in self._placed.values():
-            for known in [known for known, its in handles.items() if its == rollout_id]:
-                del handles[known]
+        assert losses < LOSSES_IN_ALL_MAX, (
+            f"rollout {rollout_id} is sent to an engine after {losses} lost engines"
+        )
+        for turns_of_engine in self._placed.values():
+            for handle in [
+                handle
+                for handle, rollout_of_turn in turns_of_engine.items()
+                if rollout_of_turn == rollout_id
+            ]:
+                del turns_of_engine[handle]
         self._placed.setdefault(engine, {})[handle] = rollout_id
 
     def _lose(self, engine: str, *, is_crash: bool) -> None:
@@ -320,21 +331,21 @@ class InvariantChecker:
             self._losses.update(lost.values())
 
     def _check_refused(self, turn: Turn) -> None:
-        """A turn is refused that asks for too much, or with which enough engines were lost."""
+        """Note a refused turn, if the refusal is for engines that were lost with it."""
         losses = self._losses.pop(turn.rollout_id, 0)
         if losses < LOSSES_MAX:
             return
-        self._lost_out.add(turn.rollout.root.rollout_id)
-        self._hardships.note(CoverageMark.TURN_ENDED_ENGINES)
+        self._refused_rollouts.add(turn.rollout.root.rollout_id)
+        self._coverage.note(CoverageMark.TURN_ENDED_ENGINES)
 
     def _count_step(self, step: ev.StepArrived) -> None:
-        self._truth.arrived(step)
+        self._ground_truth.arrived(step)
         self._tokens_arrived += len(step.token_ids)
-        handles = step.turns.tolist()
-        counts = [1] * len(handles) if step.counts is None else step.counts.tolist()
+        turns_of_engine = step.turns.tolist()
+        counts = [1] * len(turns_of_engine) if step.counts is None else step.counts.tolist()
         self._evaluation_tokens += sum(
             tokens
-            for handle, tokens in zip(handles, counts, strict=True)
+            for handle, tokens in zip(turns_of_engine, counts, strict=True)
             if (step.engine, handle) in self._evaluation_turns
         )
         self.progress += len(step.token_ids)
@@ -358,7 +369,7 @@ class InvariantChecker:
                 del self._training[number]
 
     def _take_back(self, number: int) -> None:
-        """A batch did not reach the trainer: what it was made of waits again."""
+        """Undo the hand-over of a batch that did not reach the trainer."""
         batch = self._handed.pop(number)
         self._training.pop(number, None)
         self._batches_handed -= 1
@@ -383,100 +394,114 @@ class InvariantChecker:
         assert isinstance(task, int)
         reason = rollout.discard_reason
         expected = self._scenario.script(task, rollout.index).failure
-        is_lost_out = rollout.root.rollout_id in self._lost_out
-        if is_lost_out and expected is None:
-            self._hardships.note(CoverageMark.INNOCENT_REFUSED)
-            self._excused.add(task)
+        is_refused = rollout.root.rollout_id in self._refused_rollouts
+        if is_refused and expected is None:
+            self._coverage.note(CoverageMark.INNOCENT_REFUSED)
+            self._excused_tasks.add(task)
         elif reason in ("episode_error", "episode_timeout"):
-            # Refused for lost engines, it may not have come to its fate.
-            is_explained = reason == expected or (is_lost_out and reason == "episode_error")
+            # An episode whose turn was refused for lost engines may not reach its scripted end.
+            is_explained = reason == expected or (is_refused and reason == "episode_error")
             assert is_explained, f"task {task}: {reason}, but expected {expected}"
         if rollout.group_id < 0 or rollout.branch_of is not None:
             return
-        self._going.pop(rollout.rollout_id, None)
+        self._running_rollouts.pop(rollout.rollout_id, None)
         self._discarded[rollout.group_id] += 1
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
             is_filtered = reason == "zero_variance"
-            self._hardships.note(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
-            if reason not in ("stale", "tail"):  # their tasks are taken again
+            self._coverage.note(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
+            if reason not in ("stale", "tail"):  # the tasks of such groups are admitted again
                 self.dropped[task] += 1
 
     def _check_batch(self, batch: ev.HandOver) -> None:
         ahead = batch.trainer_version - self._published
         is_plain = not self._scenario.look_ahead and self._scenario.batches_per_publish == 1
         assert not is_plain or ahead == self._unpublished, (
-            f"batch {batch.number} counts as trained {ahead} versions on, and the trainer holds "
-            f"{self._unpublished}"
+            f"batch {batch.number} is counted as consumed {ahead} versions after the published "
+            f"one, but the trainer holds {self._unpublished} unpublished batches"
         )
-        places = sum(not group.is_rest for group in batch.groups)
+        slots = sum(not group.is_rest for group in batch.groups)
         assert batch.groups
-        assert places <= self._scenario.groups_per_batch
+        assert slots <= self._scenario.groups_per_batch
         self.progress += 1
         self._batches_handed += 1
         self._unpublished += 1
         self._handed[batch.number] = batch
-        self._fruitless_before[batch.number] = self._fruitless_versions
-        self._training[batch.number] = (None, places)
+        self._versions_without_batch_before[batch.number] = self._versions_without_batch
+        self._training[batch.number] = (None, slots)
         self._check_order(batch.groups)
-        masks = self._scenario.policy == "bounded" and self._scenario.deadline_policy in MASKING
-        floor = max(0, batch.trainer_version - self._scenario.max_staleness) if masks else 0
-        assert batch.oldest_trainable == floor, f"tokens are masked below v{batch.oldest_trainable}"
+        is_masking = (
+            self._scenario.policy == "bounded" and self._scenario.deadline_policy in MASKING
+        )
+        oldest_trainable = (
+            max(0, batch.trainer_version - self._scenario.max_staleness) if is_masking else 0
+        )
+        assert batch.oldest_trainable == oldest_trainable, (
+            f"tokens are masked below v{batch.oldest_trainable}"
+        )
         for group in batch.groups:
-            self._check_group(group, floor, batch.trainer_version)
+            self._check_group(group, oldest_trainable, batch.trainer_version)
         self.trained_rows.handed(batch)
 
-    def begins_training(self, batch: ev.HandOver) -> None:
-        """The trainer begins to train on a batch: its tokens must be young enough now.
+    def begin_training(self, batch: ev.HandOver) -> None:
+        """Check the age of a batch's tokens when the trainer begins to train on the batch.
 
         Raises:
-            AssertionError: one is older than the bound allows, though every version since the
+            AssertionError: a token is older than the bound allows, although every version since the
                 hand-over was made from a batch.
         """
         self._begun += 1
         bound = self._scenario.staleness_bound
-        trained = [span for row in _rows(batch) for turn in row.turns for span in turn.spans()]
+        trained = [
+            span for rollout in _rows(batch) for turn in rollout.turns for span in turn.spans()
+        ]
         versions = [s.version for s in trained if s.version >= batch.oldest_trainable]
         if bound is None or not versions or self._holds_too_many:
             return
         staleness = self._published - min(versions)
-        staleness -= self._fruitless_versions - self._fruitless_before[batch.number]
+        staleness -= (
+            self._versions_without_batch - self._versions_without_batch_before[batch.number]
+        )
         assert staleness <= bound, (
             f"batch {batch.number} is trained at v{self._published}, staleness {staleness}, "
             f"not {bound}"
         )
 
     def _check_order(self, groups: list[Group]) -> None:
-        """In the order of admission none is overtaken; in a window, by the next few at most."""
+        """Check that no batched group overtakes a running one by more than the order allows."""
         scenario, chosen = self._scenario, {group.group_id for group in groups}
         newest = max(chosen)
-        if any(group_id < newest for group_id in self._going.values()):
-            self._hardships.note(CoverageMark.OVERTAKEN)
+        if any(group_id < newest for group_id in self._running_rollouts.values()):
+            self._coverage.note(CoverageMark.OVERTAKEN)
         is_window = scenario.policy == "bounded" and scenario.order == "window"
         if not is_window and not scenario.is_in_order:
             return
         window = scenario.window_groups if is_window else 1
-        oldest = min(self._going.values(), default=None)
+        oldest = min(self._running_rollouts.values(), default=None)
         if oldest is not None:
-            assert newest < oldest + window, f"group {newest} has overtaken {oldest} by too much"
+            assert newest < oldest + window, (
+                f"group {newest} was trained before group {oldest}, outside a window of {window}"
+            )
 
-    def _check_group(self, group: Group, floor: int, version: int) -> None:
+    def _check_group(self, group: Group, oldest_trainable: int, version: int) -> None:
         task = group.task
         assert isinstance(task, int)
         needed = 1 if group.is_rest else min(2, self._scenario.group_size)
-        assert group.num_kept >= needed, f"{group.num_kept} are left"
+        assert group.num_kept >= needed, f"group of {group.num_kept} kept rollouts, not {needed}"
         roots = [rollout for rollout in group.rollouts if rollout.branch_of is None]
         is_whole = len(roots) == self._scenario.group_size
         if group.is_rest:
-            self._hardships.note(CoverageMark.SPLIT)
+            self._coverage.note(CoverageMark.SPLIT)
         if self._scenario.filters_groups and is_whole:
-            assert len({rollout.reward for rollout in group.kept}) > 1, "it teaches nothing"
+            assert len({rollout.reward for rollout in group.kept}) > 1, "all rewards are equal"
         self.trained[task] += not group.is_rest
         assert self.trained[task] == 1, f"task {task} is trained {self.trained[task]} times"
         for rollout in group.kept:
-            self._check_rollout(rollout, task, floor, version)
+            self._check_rollout(rollout, task, oldest_trainable, version)
 
-    def _check_rollout(self, rollout: Rollout, task: int, floor: int, version: int) -> None:
+    def _check_rollout(
+        self, rollout: Rollout, task: int, oldest_trainable: int, version: int
+    ) -> None:
         script = self._scenario.script(task, rollout.index)
         assert script.fate == "returns"
         assert rollout.reward == script.reward
@@ -485,32 +510,32 @@ class InvariantChecker:
             scripted = script.branch
             _check_beginning(rollout, forked, script)
         if rollout.oldest_version != rollout.newest_version:
-            self._hardships.note(CoverageMark.MIXED)
-        self._check_patience(rollout, scripted)
+            self._coverage.note(CoverageMark.MIXED)
+        self._check_finish_reasons(rollout, scripted)
         for turn in rollout.turns:
-            self._check_turn(turn, floor, version)
+            self._check_turn(turn, oldest_trainable, version)
 
-    def _check_patience(self, rollout: Rollout, scripted: list[ScriptedTurn]) -> None:
-        """Every turn was taken to its end, but for those that the episode gave up."""
-        is_impatient = [turn.patience_s is not None for turn in scripted]
-        if self._scenario.episode_park_after_s is not None and any(is_impatient):
-            # It may have been parked before a turn, and have stopped waiting for that.
+    def _check_finish_reasons(self, rollout: Rollout, scripted: list[ScriptedTurn]) -> None:
+        """Check that every turn reached its end, except turns that the episode gave up."""
+        may_give_up = [turn.timeout_s is not None for turn in scripted]
+        if self._scenario.episode_park_after_s is not None and any(may_give_up):
+            # The episode may have given up a turn while it was parked before the turn.
             assert len(rollout.turns) <= len(scripted)
             return
-        for turn, may_end_early in zip(rollout.turns, is_impatient, strict=True):
+        for turn, may_end_early in zip(rollout.turns, may_give_up, strict=True):
             is_whole = turn.finish_reason in ("stop", "length")
             assert is_whole or may_end_early, f"{rollout.rollout_id}: {turn.finish_reason}"
 
-    def _check_turn(self, turn: Turn, floor: int, version: int) -> None:
+    def _check_turn(self, turn: Turn, oldest_trainable: int, version: int) -> None:
         without_prefills = self._scenario.without_prefills
-        check_turn(turn, self._truth.content_of, without_prefills=without_prefills)
+        check_turn(turn, self._ground_truth.content_of, without_prefills=without_prefills)
         if any(span.kv is None for span in turn.spans()):
-            self._hardships.note(CoverageMark.KV_UNKNOWN)
-        spans = [span for span in turn.spans() if span.version >= floor]
+            self._coverage.note(CoverageMark.KV_UNKNOWN)
+        spans = [span for span in turn.spans() if span.version >= oldest_trainable]
         if len(spans) < len(turn.spans()):
-            self._hardships.note(CoverageMark.MASKED)
+            self._coverage.note(CoverageMark.MASKED)
         if not spans:
-            return  # given up before the first token, or all of it is masked
+            return  # the turn was given up before its first token, or all its tokens are masked
         staleness = version - min(span.version for span in spans)
         bound = self._scenario.staleness_bound
         assert bound is None or staleness <= bound, (
@@ -518,31 +543,32 @@ class InvariantChecker:
         )
         self.oldest_staleness = max(self.oldest_staleness, staleness)
         if bound and staleness == bound:
-            self._hardships.note(CoverageMark.OLDEST)
+            self._coverage.note(CoverageMark.OLDEST)
         if len({span.engine for span in spans}) > 1:
-            self._hardships.note(CoverageMark.MOVED)
+            self._coverage.note(CoverageMark.MOVED)
         if any(span.kv and span.kv.oldest != span.kv.newest for span in spans):
-            self._hardships.note(CoverageMark.MIXED_KV)
+            self._coverage.note(CoverageMark.MIXED_KV)
 
     # ------------------------------------------------------------ the end
 
     def _is_filtered(self, scripts: list[Script]) -> bool:
-        """Whether so many of their rewards are equal as make the filter drop the group."""
+        """Return whether the filter drops a group of these scripts for equal rewards."""
         scenario = self._scenario
         enough = scenario.decide_after or scenario.group_size
         counts = Counter(script.reward for script in scripts)
         return scenario.filters_groups and max(counts.values()) >= min(enough, len(scripts))
 
     def check_end(self, core: Core, taken_tasks: set[int], received_groups: list[int]) -> None:
-        """Every task was trained once, or given up for a reason; no token is left anywhere.
+        """Check that every task was trained once or dropped for a reason, and no token remains.
 
-        ``taken_tasks`` left the trainer, and ``received_groups`` came back to it.
+        ``taken_tasks``: tasks that the run has taken from the trainer's iterators.
+        ``received_groups``: groups that the trainer received, in order.
 
         Raises:
-            AssertionError: something was lost, or done twice.
+            AssertionError: a task, group or token was lost or counted twice.
         """
         lost = taken_tasks - self.admitted.keys()
-        assert not lost, f"tasks {sorted(lost)} were taken, and are nowhere"
+        assert not lost, f"tasks {sorted(lost)} were taken from the trainer and never admitted"
         handed = [g.group_id for batch in self._handed.values() for g in batch.groups]
         assert received_groups == handed, f"{handed} were handed over, {received_groups} came"
         for task in self.admitted:
@@ -550,9 +576,9 @@ class InvariantChecker:
             assert times == 1, f"task {task} was trained {self.trained[task]} times, {times} in all"
             scripts = [self._scenario.script(task, i) for i in range(self._scenario.group_size)]
             is_whole = all(script.fate == "returns" for script in scripts)
-            is_whole &= task not in self._excused
+            is_whole &= task not in self._excused_tasks
             if is_whole and not self._is_filtered(scripts):
-                assert self.trained[task] == 1, f"task {task} was given up for no reason"
+                assert self.trained[task] == 1, f"task {task} was dropped without a reason"
         ledger = core.ledger
         assert ledger.in_flight == ledger.buffered == 0, ledger.snapshot()
         self.trained_rows.check(core)
@@ -563,17 +589,18 @@ def _rows(batch: ev.HandOver) -> list[Rollout]:
 
 
 def _check_beginning(branch: Rollout, forked: Rollout, script: Script) -> None:
-    """A branch begins with what its episode had when it forked."""
+    """Check that a branch begins with the context that its episode had when it forked."""
     if len(forked.turns) < len(script.turns):
-        return  # it was parked and gave turns up: nobody knows which
+        return  # the episode gave up turns while it was parked; which ones is not recorded
     last = forked.turns[script.forks_before - 1] if script.forks_before else None
     shared = last.start + last.length if last else 0
     same = branch.token_ids[:shared] == forked.token_ids[:shared]
-    assert same, f"{branch.rollout_id} does not begin as what it was forked from"
+    assert same, f"branch {branch.rollout_id} differs from the context that it was forked from"
 
 
-def _faultless(scenario: Scenario) -> set[str]:
-    """Engines that nothing goes wrong with; none if weights may take longer than is waited for."""
+def _engines_without_faults(scenario: Scenario) -> set[str]:
+    """Return the engines without planned faults; none if engines may lag or turns are deadly."""
+
     if scenario.weight_update_timeout_s < WEIGHTS_TIMEOUT_S or scenario.deadly_turns:
         return set()
     faulty = {fault.engine for fault in scenario.faults}

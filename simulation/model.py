@@ -51,13 +51,13 @@ class Sampled:
 def sample(state: int, *, seed: int, index: int, content: int, engine: str) -> Sampled:
     """Sample output token ``index`` of a turn by the weights ``content`` after ``state``."""
     x = absorb(absorb(state, seed, content), index, content)
-    logprob = -((x >> 40) % 4096 + _mark(engine)) / 1024
+    logprob = -((x >> 40) % 4096 + _engine_offset(engine)) / 1024
     if index + 1 >= output_tokens(seed):
         return Sampled(STOP_TOKEN, logprob)
     return Sampled(2 + x % (VOCAB_SIZE - 2), logprob)
 
 
-def _mark(engine: str) -> int:
+def _engine_offset(engine: str) -> int:
     """Return an engine's offset in log-probs, because ``hash(str)`` differs between processes."""
     return sum(engine.encode()) * 4096
 
@@ -94,7 +94,7 @@ def check_turn(
         position = turn.start + index
         content = content_of(tag.version)
         if index in prefills:
-            state, kv = _prefilled(prefills[index], context[:position], content_of)
+            state, kv = _prefilled_state(prefills[index], context[:position], content_of)
             assert kv == KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version)), tag
         elif tag.engine in without_prefills:
             assert tag.kv is None, f"{tag.engine} does not say whose KV it was, but the tag: {tag}"
@@ -105,11 +105,13 @@ def check_turn(
             state = absorb(state, context[position - 1], content)
             kv = KvRange(min(kv.oldest, tag.version), max(kv.newest, tag.version))
         engine = tag.engine
-        told = sample(state, seed=turn.sampling.seed, index=index, content=content, engine=engine)
-        given = Sampled(context[position], logprobs[position])
-        where = f"rollout {turn.rollout_id}, output token {index}"
-        assert told == given, f"{where} tagged {tag} would be {told}, but it is {given}"
-        assert tag.kv == kv, f"{where} tagged {tag} attended to KV of {kv}"
+        expected = sample(
+            state, seed=turn.sampling.seed, index=index, content=content, engine=engine
+        )
+        actual = Sampled(context[position], logprobs[position])
+        token = f"rollout {turn.rollout_id}, output token {index}"
+        assert expected == actual, f"{token} tagged {tag} would be {expected}, but it is {actual}"
+        assert tag.kv == kv, f"{token} tagged {tag} attended to KV of {kv}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _tags(turn: Turn) -> Iterator[_Tag]:
     assert end == turn.length, f"spans end at {end} of {turn.length} tokens"
 
 
-def _prefilled(
+def _prefilled_state(
     prefill: TurnPrefill, context: "array[int]", content_of: Callable[[int], int]
 ) -> tuple[int, KvRange]:
     """Return the state and KV version range of a context prefilled as ``prefill`` says."""
@@ -187,11 +189,11 @@ class HashModel:
     def logprobs(self, tokens: "array[int]", start: int, *, content: int) -> list[float]:
         """Return log-probs hashed from each token's prefix and the weights, equal on all
         engines."""
-        state, told = 0, list[float]()
+        state, logprobs = 0, list[float]()
         for token in tokens:
             state = absorb(state, token, content)
-            told.append(-((state >> 40) % 4096) / 1024)
-        return told[start:]
+            logprobs.append(-((state >> 40) % 4096) / 1024)
+        return logprobs[start:]
 
 
 class HashedContext:

@@ -73,8 +73,8 @@ def run_plan(
 class SimulatedChannel:
     """Weight channel of a simulated run: writes versions and tensor specs, but no weight data."""
 
-    def __init__(self, world: SimulationContext) -> None:
-        self._buffer = world.buffer
+    def __init__(self, context: SimulationContext) -> None:
+        self._buffer = context.buffer
 
     def write(
         self, version: int, tensors: Sequence[NamedBuffer], *, keep: Collection[int] = ()
@@ -111,7 +111,7 @@ class SimulatedRun:
         self.owner_pid = os.getpid()
         self._plan = plan
         self._time = time
-        self._tape = FrameLog()
+        self._frame_log = FrameLog()
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Future that is done once all engines that join at the start have joined, or one engine if
         all join late. Holds the error if the run fails before."""
@@ -126,7 +126,7 @@ class SimulatedRun:
     @property
     def story(self) -> list[str]:
         """State of each engine, and the last frames carried, as lines of text."""
-        return [*map(str, self._hosts), *map(str, self._tape.last)]
+        return [*map(str, self._hosts), *map(str, self._frame_log.last)]
 
     # ------------------------------------------------------------ called by the client handles
 
@@ -220,15 +220,15 @@ class SimulatedRun:
         files = files_of(settings.model)
         names = {f"engine-{number}": engine for number, engine in enumerate(plan.engines)}
         model = ScriptedModel(plan.says, files, names, self._turn_of)
-        world = SimulationContext(self._time.loop, self._tape, model=model)
-        self.channel = SimulatedChannel(world)
+        context = SimulationContext(self._time.loop, self._frame_log, model=model)
+        self.channel = SimulatedChannel(context)
         init = InitWeights(channel="shm")
-        scheduler = Scheduler(settings, files, world.router, init, recorder=None)
+        scheduler = Scheduler(settings, files, context.router, init, recorder=None)
         self.scheduler = scheduler
         for number, engine in enumerate(plan.engines):
             chance = random.Random(f"{settings.sampling.seed}/{number}")
             on_exit = self._engine_ended
-            host = ScriptedHost(engine, number, world=world, chance=chance, on_exit=on_exit)
+            host = ScriptedHost(engine, number, context=context, chance=chance, on_exit=on_exit)
             self._hosts.append(host)
         self._time.loop.set_exception_handler(self._on_error)
         async with asyncio.TaskGroup() as group:

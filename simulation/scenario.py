@@ -306,16 +306,16 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of publishes that are followed by another publish, without a batch in between."""
     cancelled_publishes: float = 0.0
     """Share of publishes that the trainer cancels after a timeout."""
-    leaving_out: float = 0.0
+    discarded_rows: float = 0.0
     """Share of rows that the trainer discards."""
     look_ahead: int = 0
     """Number of batches that the trainer requests ahead, during its train step."""
-    looks_after_s: float = 0.0
+    batch_poll_delay_s: float = 0.0
     """Mean delay until the trainer's loop checks for an offered batch, in seconds."""
     tasks_per_offer: Count | None = None
     """Number of tasks after which an iterator ends and another follows; None: one iterator gives
     all tasks."""
-    patience_s: float | None = None
+    batch_timeout_s: float | None = None
     """Time that the trainer waits for a batch before it asks again, in seconds; None: no limit."""
     evaluation_tasks: int = 0
     """Number of tasks evaluated after each publish."""
@@ -323,9 +323,9 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Whether the trainer continues training during an evaluation."""
 
     # ---- what goes wrong
-    lives: Count = 1
+    processes_max: Count = 1
     """Most processes of the orchestrator and its trainer, one after another. With more than one,
-    the process dies at any instant and is resumed, at most ``lives - 1`` times."""
+    the process dies at any instant and is resumed, at most ``processes - 1`` times."""
     faults: list[Fault] = msgspec.field(default_factory=list)
 
     @cached_property
@@ -469,28 +469,28 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         evaluation_tasks=chance.choice((0, 0, 0, 1, 3)),
         evaluates_beside=chance.random() < 0.5,
         engines_without_prefills=random.Random(f"{seed}/prefills").choice((0, 0, 0, 1)),
-        leaving_out=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
+        discarded_rows=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
         look_ahead=random.Random(f"{seed}/look-ahead").choice((0, 0, 0, 0, 1, 2)),
         faults=plan_faults(
             kinds, engines=engines, until_s=FAULTS_UNTIL_S, chance=random.Random(f"{seed}/faults")
         ),
     )
-    return _with_hard_times(msgspec.structs.replace(plain, **draw_rules(plain)), kinds)
+    return _with_run_wide_faults(msgspec.structs.replace(plain, **draw_rules(plain)), kinds)
 
 
-def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
+def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
     """Add the settings of faults that apply to the whole run, not to one time."""
     chance = random.Random(f"{plain.seed}/times")
     times: dict[FaultKind, dict[str, object]] = {
-        FaultKind.PRESSURE: chance.choice(({}, _under_pressure(chance))),
+        FaultKind.PRESSURE: chance.choice(({}, _draw_memory_pressure(chance))),
         FaultKind.EPISODE: {"failing_episodes": chance.choice((0.0, FAILING_EPISODES))},
         FaultKind.GIVE_UP: {"giving_up_turns": chance.choice((0.0, 0.2))},
         FaultKind.TRAINER: {
             "batches_per_offer": chance.choice((None, None, 1, 2)),
             "publishing_twice": chance.choice((0.0, 0.0, 0.0, 0.3)),
             "cancelled_publishes": chance.choice((0.0, 0.0, 0.3)),
-            "patience_s": chance.choice((None, None, 0.03, 0.3)),
-            **_of_a_slow_loop(plain),
+            "batch_timeout_s": chance.choice((None, None, 0.03, 0.3)),
+            **_draw_slow_trainer_loop(plain),
         },
     }
     ours = [times[kind] for kind in sorted(kinds & times.keys())]
@@ -503,16 +503,16 @@ def _with_hard_times(plain: Scenario, kinds: frozenset[FaultKind]) -> Scenario:
     return msgspec.structs.replace(plain, **changes)
 
 
-def _of_a_slow_loop(plain: Scenario) -> dict[str, object]:
+def _draw_slow_trainer_loop(plain: Scenario) -> dict[str, object]:
     """Draw settings of a trainer with a slow event loop and several task iterators."""
     chance = random.Random(f"{plain.seed}/slow loop")
     return {
-        "looks_after_s": chance.choice((0.0, 0.0, 0.0, 0.01, 0.1)),
+        "batch_poll_delay_s": chance.choice((0.0, 0.0, 0.0, 0.01, 0.1)),
         "tasks_per_offer": chance.choice((None, None, None, plain.groups_per_batch + 1)),
     }
 
 
-def _under_pressure(chance: random.Random) -> dict[str, object]:
+def _draw_memory_pressure(chance: random.Random) -> dict[str, object]:
     """Draw settings of one engine with more turns than its KV memory holds."""
     return {
         "engines": 1,

@@ -19,7 +19,7 @@ class ScriptedTurn:
     given: list[int]
     """Tokens that the episode appends before the turn."""
     max_tokens: int
-    patience_s: float | None
+    timeout_s: float | None
     """Time that the episode waits for the turn, in seconds, before it continues with the tokens
     sampled so far; None: no limit."""
     tool_s: float
@@ -85,12 +85,12 @@ def draw_script(work: Work, chance: random.Random) -> Script:
 def _turn(work: Work, chance: random.Random) -> ScriptedTurn:
     given = [chance.randrange(2, 1000) for _ in range(chance.randint(1, 12))]
     tokens, tool_s = chance.choice((4, 16, 40)), chance.choice((0.0, 0.0, 0.01, 0.1))
-    patience_s = chance.choice((0.0, 0.02, 0.1, 0.5))
+    timeout_s = chance.choice((0.0, 0.02, 0.1, 0.5))
     is_patient = chance.random() >= work.giving_up_turns
     return ScriptedTurn(
         given=given,
         max_tokens=min(tokens, work.output_tokens_max),
-        patience_s=None if is_patient else patience_s,
+        timeout_s=None if is_patient else timeout_s,
         tool_s=tool_s,
     )
 

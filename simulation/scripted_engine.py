@@ -125,19 +125,19 @@ class ScriptedEngine:
 
     def leave(self) -> None:
         """Let the engine send a goodbye and end. Another process starts soon after."""
-        self._serving.suffer(FaultKind.LEAVE)
+        self._serving.inject(FaultKind.LEAVE)
 
     def hang(self, seconds: float) -> None:
         """Make the engine neither read, compute nor send for ``seconds`` of virtual time."""
-        self._serving.suffer(FaultKind.HANG, seconds)
+        self._serving.inject(FaultKind.HANG, seconds)
 
     def slow_down(self, seconds: float) -> None:
         """Make each step take twenty times as long, for ``seconds`` of virtual time."""
-        self._serving.suffer(FaultKind.SLOW, seconds)
+        self._serving.inject(FaultKind.SLOW, seconds)
 
     def cut(self, seconds: float) -> None:
         """Break the engine's connection, and reconnect after ``seconds`` of virtual time."""
-        self._serving.suffer(FaultKind.CUT, seconds)
+        self._serving.inject(FaultKind.CUT, seconds)
 
     def abort_turns(self) -> None:
         """Abort all running turns, to be continued elsewhere."""
@@ -168,7 +168,7 @@ class ScriptedHost(EngineHost):
         plan: ScriptedEngine,
         number: int,
         *,
-        world: SimulationContext,
+        context: SimulationContext,
         chance: random.Random,
         on_exit: Callable[[str, str], None],
     ) -> None:
@@ -176,7 +176,7 @@ class ScriptedHost(EngineHost):
 
         The other arguments are those of :class:`EngineHost`.
         """
-        traits = SimulatedEngineSpec(
+        spec = SimulatedEngineSpec(
             step_s=plan.step_s,
             running_turn_s=0.0,
             staging_s=plan.staging_s,
@@ -186,7 +186,7 @@ class ScriptedHost(EngineHost):
         )
         name = f"engine-{number}"
         super().__init__(
-            name, traits, world=world, latency_s=LATENCY_S, chance=chance, on_exit=on_exit
+            name, spec, context=context, latency_s=LATENCY_S, chance=chance, on_exit=on_exit
         )
         self._plan = plan
         self._is_over = False
@@ -199,9 +199,9 @@ class ScriptedHost(EngineHost):
         """Whether the engine crashed and never restarts."""
         return self._is_over
 
-    def suffer(self, kind: FaultKind, lasts_s: float = 0.0) -> None:
+    def inject(self, kind: FaultKind, lasts_s: float = 0.0) -> None:
         """Inject a fault now."""
-        self._suffer(Fault(kind=kind, lasts_s=lasts_s))
+        self._inject(Fault(kind=kind, lasts_s=lasts_s))
 
     def crash_now(self) -> None:
         """Kill the process now, and restart it after the engine's ``restart_s``."""

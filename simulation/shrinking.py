@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import ConfigError
-from tidegate.simulation.crash_restart import CrashRestartReport, run_lives
+from tidegate.simulation.crash_restart import CrashRestartReport, run_crash_restarts
 from tidegate.simulation.scenario import Scenario, read_scenario
 from tidegate.simulation.simulation import SimulationReport, run_scenario
 
@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 def run_any(scenario: Scenario) -> Report:
     """Run a scenario: a crash-restart run if it allows several lives, else a plain run."""
-    return run_lives(scenario) if scenario.lives > 1 else run_scenario(scenario)
+    return run_crash_restarts(scenario) if scenario.processes_max > 1 else run_scenario(scenario)
 
 
 def shrink(report: Report, *, runs_max: int = RUNS_MAX) -> Report:
@@ -37,7 +37,8 @@ def shrink(report: Report, *, runs_max: int = RUNS_MAX) -> Report:
         ValueError: the run did not fail.
     """
     if report.failure is None:
-        raise ValueError("only what fails can be shrunken, but this run kept every promise")
+        raise ValueError(f"shrinking needs a failed run, but seed {report.scenario.seed} passed")
+
     return _Shrinker(report, report.failure.kind, runs_max).run()
 
 

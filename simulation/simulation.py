@@ -26,7 +26,7 @@ from tidegate.simulation.engine_spec import SimulatedEngineSpec
 from tidegate.simulation.episodes import SimulatedEpisodes
 from tidegate.simulation.faults import ALL_FAULTS, FaultKind, name_faults
 from tidegate.simulation.host import EngineHost
-from tidegate.simulation.invariants import InvariantChecker, WatchedCore
+from tidegate.simulation.invariants import CheckedCore, InvariantChecker
 from tidegate.simulation.model import STOP_TOKEN
 from tidegate.simulation.scenario import (
     BLOCK_TOKENS,
@@ -74,7 +74,7 @@ class SimulationReport:
     trained_tasks: int
     trained_tokens: int
     oldest_staleness: int
-    hardships: frozenset[CoverageMark]
+    coverage: frozenset[CoverageMark]
     story: tuple[str, ...] = field(default=(), repr=False)
     """Planned faults, waiting tasks and last frames of a failed run; empty for other runs."""
 
@@ -113,17 +113,17 @@ def silent_log() -> Iterator[None]:
 
 
 @functools.cache
-def model_of_no_words() -> ModelFiles:
+def empty_model_files() -> ModelFiles:
     """Make model files with an empty vocabulary: simulated episodes read and write token ids."""
     tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     return ModelFiles(Path("simulated"), tokenizer, (STOP_TOKEN,))
 
 
 def engine_hosts(
-    scenario: Scenario, world: SimulationContext, on_exit: Callable[[str, str], None]
+    scenario: Scenario, context: SimulationContext, on_exit: Callable[[str, str], None]
 ) -> list[EngineHost]:
     """Make the scenario's engines with their planned faults, without starting them."""
-    traits = SimulatedEngineSpec(
+    spec = SimulatedEngineSpec(
         step_s=scenario.step_s,
         staging_s=scenario.staging_s,
         max_running_turns=scenario.max_running_turns,
@@ -133,12 +133,12 @@ def engine_hosts(
         block_tokens=BLOCK_TOKENS,
         hands_turns_back=scenario.hands_turns_back,
     )
-    without_prefills = replace(traits, tells_prefills=False)
+    without_prefills = replace(spec, tells_prefills=False)
     hosts = [
         EngineHost(
             name,
-            traits if name not in scenario.without_prefills else without_prefills,
-            world=world,
+            spec if name not in scenario.without_prefills else without_prefills,
+            context=context,
             latency_s=scenario.latency_s,
             chance=scenario.chance("engine", number),
             on_exit=on_exit,
@@ -162,23 +162,26 @@ class Simulation:
         self._scenario = scenario
         self._time = VirtualTime(tick_s=TICK_S)
         self._loop = self._time.loop
-        self._world = SimulationContext(self._loop, FrameLog())
-        self._watch = InvariantChecker(scenario, self._world.truth, self._world.hardships)
-        watch = self._watch
+        self._context = SimulationContext(self._loop, FrameLog())
+        self._checker = InvariantChecker(
+            scenario, self._context.ground_truth, self._context.coverage
+        )
+        checker = self._checker
         episodes = SimulatedEpisodes(
             scenario,
-            self._world,
-            stopped=watch.stopped,
-            live_version=lambda: watch.live_version,
+            self._context,
+            stopped=checker.stopped,
+            live_version=lambda: checker.live_version,
         )
         self._trainer = SimulatedTrainer(
-            scenario, self._world, episodes.play, self._watch.begins_training
+            scenario, self._context, episodes.play, self._checker.begin_training
         )
-        self._hosts = engine_hosts(scenario, self._world, self._engine_ended)
-        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._hosts = engine_hosts(scenario, self._context, self._engine_ended)
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        """Future that gets the first error of the run, wherever it was raised."""
         self._scheduler: Scheduler | None = None
         """Scheduler of the orchestrator that runs now."""
-        self._waiting: list[str] = []
+        self._pending: list[str] = []
 
     def _engine_ended(self, engine: str, why: str) -> None:
         if self._scheduler is not None:
@@ -199,7 +202,7 @@ class Simulation:
     async def _main(self) -> None:
         loop = self._loop
         loop.set_exception_handler(
-            lambda _, context: self._break(
+            lambda _, context: self._fail(
                 context.get("exception", AssertionError(context.get("message")))
             )
         )
@@ -209,78 +212,79 @@ class Simulation:
         tasks = {
             loop.create_task(scheduler.run(), name="scheduler"),
             loop.create_task(self._trainer.run(scheduler), name="trainer"),
-            loop.create_task(self._wait_for_standstill(), name="liveness"),
+            loop.create_task(self._watch_for_deadlock(), name="liveness"),
         }
-        futures = {self._broken, *tasks}
+        futures = {self._failed, *tasks}
         try:
             done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._waiting = [*map(str, self._hosts), *loop.waiting()]
-        for future in sorted(done, key=lambda future: future is not self._broken):
+            self._pending = [*map(str, self._hosts), *loop.waiting()]
+        for future in sorted(done, key=lambda future: future is not self._failed):
             await future
         trainer = self._trainer
-        self._watch.check_end(scheduler.core, trainer.taken_tasks, trainer.received_groups)
+        self._checker.check_end(scheduler.core, trainer.taken_tasks, trainer.received_groups)
 
-    def _break(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Fail the run with ``error``, even if the code that raised the error also catches it."""
-        if not self._broken.done():
-            self._broken.set_exception(error)
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
     def _new_scheduler(self) -> Scheduler:
         """Make the real scheduler with a core whose invariants are checked."""
         settings = self._scenario.settings
         init = InitWeights(channel="shm")
         scheduler = Scheduler(
-            settings, model_of_no_words(), self._world.router, init, recorder=None
+            settings, empty_model_files(), self._context.router, init, recorder=None
         )
-        scheduler.core = WatchedCore(
-            settings.rules(),
-            watch=self._watch,
-            on_broken=self._break,
-        )
+        core = scheduler.core = CheckedCore(settings.rules())
+        core.on_event = functools.partial(self._checker.check_event, core)
+        core.on_failure = self._fail
         return scheduler
 
-    async def _wait_for_standstill(self) -> None:
+    async def _watch_for_deadlock(self) -> None:
         """Raise when the run makes no progress for a long time or takes too long; never return."""
         quiet_max_s, progress = self._scenario.quiet_max_s, -1
-        while progress != self._watch.progress:
-            progress = self._watch.progress
+        while progress != self._checker.progress:
+            progress = self._checker.progress
             await asyncio.sleep(quiet_max_s)
             if self._loop.time() > self._scenario.longest_run_s:
                 break
         raise SimulationDeadlock(
-            f"no progress for {quiet_max_s:.0f} s: the trainer {self._trainer.doing}"
+            f"no progress for {quiet_max_s:.0f} s; trainer: {self._trainer.activity}"
         )
 
     # ------------------------------------------------------------ afterwards
 
     def report(self, failure: Failure | None, faults: str | None) -> SimulationReport:
         """Make the report of the run."""
-        watch, tape = self._watch, self._world.tape
+        checker, frame_log = self._checker, self._context.frame_log
         virtual_s, callbacks = self._loop.time(), self._loop.callbacks_run
         received = self._trainer.received_groups
-        tape.note_fact((str(failure), virtual_s, callbacks, watch.trained_rows.tokens, received))
+        frame_log.note_fact(
+            (str(failure), virtual_s, callbacks, checker.trained_rows.tokens, received)
+        )
         return SimulationReport(
             scenario=self._scenario,
             faults=faults,
             failure=failure,
-            digest=tape.hexdigest(),
+            digest=frame_log.hexdigest(),
             virtual_s=virtual_s,
             callbacks=callbacks,
-            frames=tape.frames,
-            trained_tasks=sum(watch.trained.values()),
-            trained_tokens=watch.trained_rows.tokens,
-            oldest_staleness=watch.oldest_staleness,
-            hardships=frozenset(self._world.hardships.seen),
+            frames=frame_log.frames,
+            trained_tasks=sum(checker.trained.values()),
+            trained_tokens=checker.trained_rows.tokens,
+            oldest_staleness=checker.oldest_staleness,
+            coverage=frozenset(self._context.coverage.seen),
             story=tuple(self._story()) if failure else (),
         )
 
     def _story(self) -> Iterator[str]:
         yield f"scenario: {self._scenario.to_json()}"
         yield from (f"planned: {fault}" for fault in self._scenario.faults)
-        yield f"waiting after {self._loop.time():.4f} s: the trainer {self._trainer.doing}"
-        yield from (f"waiting: {waiting}" for waiting in self._waiting)
-        yield from map(str, self._world.tape.last)
+        yield f"waiting after {self._loop.time():.4f} s; trainer: {self._trainer.activity}"
+
+        yield from (f"waiting: {task}" for task in self._pending)
+        yield from map(str, self._context.frame_log.last)
 
 
 class SimulationDeadlock(AssertionError):
@@ -293,7 +297,7 @@ def failure_of(error: Exception) -> Failure:
         return Failure(kind="stuck", message=str(error))
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    return Failure(kind=_kind(error), message=f"{type(error).__name__}: {_said(error)}")
+    return Failure(kind=_kind(error), message=f"{type(error).__name__}: {_first_line(error)}")
 
 
 def _kind(error: BaseException) -> str:
@@ -301,10 +305,10 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, SimulationDeadlock):
         return "stuck"
     frames = traceback.extract_tb(error.__traceback__)
-    words = re.sub(r"#(, #)+", "#", re.sub(r"-?\d+(\.\d+)?", "#", _said(error)))
-    return f"{type(error).__name__} in {frames[-1].name if frames else 'nothing'}: {words}"
+    kind = re.sub(r"#(, #)+", "#", re.sub(r"-?\d+(\.\d+)?", "#", _first_line(error)))
+    return f"{type(error).__name__} in {frames[-1].name if frames else 'nothing'}: {kind}"
 
 
-def _said(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the first line of the message, because pytest adds lines to that of an ``assert``."""
     return str(error).partition("\n")[0]

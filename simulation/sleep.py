@@ -28,10 +28,10 @@ class SimulatedSleep:
         self._staging = staging
         self._asleep: set[MemoryTag] = set()
         self._are_weights_gone = False
-        self._are_the_directorys = True
+        self._are_initial_weights = True
         self.needs_weights = False
         """Whether the weights are lost and only a weight update can restore them."""
-        self.asked: Sleep | None = None
+        self.pending: Sleep | None = None
         """Sleep request that is pending until the engine can sleep; None if there is none."""
         self.refusals_due = 0
         """Number of coming wake requests to refuse for lack of memory."""
@@ -41,27 +41,27 @@ class SimulatedSleep:
         """Kinds of memory that are asleep, in the order of ``MEMORY_TAGS``."""
         return [tag for tag in MEMORY_TAGS if tag in self._asleep]
 
-    def settle(self) -> list[Message]:
+    def sleep_if_possible(self) -> list[Message]:
         """Carry out the pending sleep request if that is possible now, and return its answer."""
-        asked, turns = self.asked, self._turns
-        if asked is None:
+        pending, turns = self.pending, self._turns
+        if pending is None:
             return []
         if turns.pause_mode is None:
-            self.asked = None
-            return [SleepRequestFailed(request_id=asked.request_id, message="no pause is on")]
-        drains = turns.pause_mode == "wait" and turns.running
-        if drains or turns.awaited_swap is not None or self._staging.is_busy:
+            self.pending = None
+            return [SleepRequestFailed(request_id=pending.request_id, message="no pause is on")]
+        is_draining = turns.pause_mode == "wait" and turns.running
+        if is_draining or turns.pending_swap is not None or self._staging.is_busy:
             return []
-        self.asked = None
-        if "kv_cache" in asked.tags:
+        self.pending = None
+        if "kv_cache" in pending.tags:
             turns.forget_kv()
-        if "weights" in asked.tags:
+        if "weights" in pending.tags:
             self._staging.abandon()
-            self._are_weights_gone |= asked.level == 2
-        returned = BYTES * len(set(asked.tags) - self._asleep)
-        self._asleep.update(asked.tags)
+            self._are_weights_gone |= pending.level == 2
+        returned = BYTES * len(set(pending.tags) - self._asleep)
+        self._asleep.update(pending.tags)
         self._hold()
-        return [Asleep(request_id=asked.request_id, tags=self.asleep, freed_bytes=returned)]
+        return [Asleep(request_id=pending.request_id, tags=self.asleep, freed_bytes=returned)]
 
     def wake(self, message: Wake) -> Message:
         """Wake the named kinds of memory, or refuse if a refusal is due; return the answer."""
@@ -70,7 +70,7 @@ class SimulatedSleep:
             why = "out of memory, as its author wants it"
             return SleepRequestFailed(request_id=message.request_id, message=why)
         if "weights" in message.tags and "weights" in self._asleep:
-            self.needs_weights = self._are_weights_gone and not self._are_the_directorys
+            self.needs_weights = self._are_weights_gone and not self._are_initial_weights
             self._are_weights_gone = False
         self._asleep.difference_update(message.tags)
         self._hold()
@@ -81,7 +81,7 @@ class SimulatedSleep:
     def swapped(self) -> None:
         """Record that other weights were swapped in, which wakes the weights' memory."""
         self._asleep.discard("weights")
-        self.needs_weights = self._are_weights_gone = self._are_the_directorys = False
+        self.needs_weights = self._are_weights_gone = self._are_initial_weights = False
         self._hold()
 
     def _hold(self) -> None:

@@ -1,6 +1,6 @@
 """Weight staging of a simulated engine: copies a version beside the live weights, in virtual time.
 
-A copy is torn if the trainer overwrites its place of the buffer meanwhile.
+A copy is torn if the trainer overwrites the version's slot of the buffer during the copy.
 """
 
 import asyncio
@@ -12,51 +12,53 @@ from tidegate.simulation.ground_truth import GroundTruth
 from tidegate.simulation.model import TORN_WEIGHTS
 from tidegate.transport.messages import Message, UpdateWeights, WeightsFailed, WeightsStaged
 
-GIVEN_UP = "given up, for"
-"""In the answer of an engine that began another version before it had staged this one."""
+SUPERSEDED = "given up, for"
+"""Text in an engine's answer for a version that a newer version has replaced before staging."""
 
 
 def check_refusal(why: str) -> None:
-    """Check that a refusal is no answer to a start that a newer start has replaced.
+    """Check that a reported refusal is a real one, not the answer for a superseded version.
 
     Raises:
-        AssertionError: the engine was told to begin another version, and never refused this one.
+        AssertionError: the engine has not refused the version; a newer one was started.
     """
-    assert GIVEN_UP not in why, f"counts as a refusal of weights: {why}"
+    assert SUPERSEDED not in why, f"a superseded version was reported as refused: {why}"
 
 
 @dataclass(slots=True)
 class WeightBuffer:
-    """Buffer that the trainer writes weights to and engines copy them from: a few places."""
+    """Buffer that the trainer writes weights to and engines copy from: a few slots."""
 
     contents: list[int] = field(default_factory=lambda: [0, 0])
-    """Which weights are in each, by the order of writing; ``TORN_WEIGHTS`` while they are written:
-    whoever copies them then gets neither the old ones nor the new."""
+    """Content of each slot, by the order of writing; ``TORN_WEIGHTS`` while the slot is written."""
     _written: int = 0
-    """What is being written, or was last."""
-    _places: dict[int, int] = field(default_factory=dict)
-    """Which version was written where last."""
+    """Content that is being written, or was written last."""
+    _slot_of_version: dict[int, int] = field(default_factory=dict)
+    """Version -> the slot that it was written to last."""
 
     def begin(
         self, version: int, *, keep: Collection[int], content: int | None = None
     ) -> UpdateWeights:
-        """Write over what is not to be kept; where that is. New weights, unless told which."""
-        kept = {self._places.get(version) for version in keep}
-        place = next(place for place in itertools.count() if place not in kept)
-        self.contents.extend([TORN_WEIGHTS] * (place + 1 - len(self.contents)))
-        self._places[version] = place
+        """Begin to write a version to a slot that holds none of the versions in ``keep``.
+
+        ``content``: the weights to write; None for new weights. Return the update message.
+        """
+        kept_slots = {self._slot_of_version.get(version) for version in keep}
+        slot = next(slot for slot in itertools.count() if slot not in kept_slots)
+        self.contents.extend([TORN_WEIGHTS] * (slot + 1 - len(self.contents)))
+        self._slot_of_version[version] = slot
         self._written = self._written + 1 if content is None else content
-        self.contents[place] = TORN_WEIGHTS
-        return UpdateWeights(version=version, location=str(place), tensors=[])
+        self.contents[slot] = TORN_WEIGHTS
+        return UpdateWeights(version=version, location=str(slot), tensors=[])
 
     def end(self, update: UpdateWeights) -> None:
-        """All of it is written."""
+        """Finish writing the version of ``update``."""
         self.contents[int(update.location)] = self._written
 
 
 @dataclass(slots=True)
-class _Update:
-    """One version beside the live weights."""
+class _StagedVersion:
+    """Version that an engine copies, or has copied, beside its live weights."""
 
     version: int
     state: str = "open"
@@ -65,31 +67,31 @@ class _Update:
 
 
 class SimulatedStaging:
-    """The version that an engine is staging, and the copies under way."""
+    """Weight staging of one engine: the newest started version, and the running copies."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         buffer: WeightBuffer,
-        truth: GroundTruth,
+        ground_truth: GroundTruth,
         *,
         copy_s: float,
         on_copied: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._buffer = buffer
-        self._truth = truth
+        self._ground_truth = ground_truth
         self._copy_s = copy_s
         self._on_copied = on_copied
-        self._update: _Update | None = None
+        self._update: _StagedVersion | None = None
         self._copies_running = 0
-        self._answers: list[Message] = []
+        self._replies: list[Message] = []
         self.refusals_due = 0
-        """So many of the next weights will be found not to fit, if no engine serves them yet."""
+        """Number of coming weights to refuse, among those that no engine has served yet."""
         self._refused: set[int] = set()
-        """Which weights don't fit."""
+        """Contents of the refused weights, which are refused again under any version."""
         self.delay_s = 0.0
-        """Copies that begin now take so much longer."""
+        """Additional time of copies that begin now, in seconds."""
 
     def __str__(self) -> str:
         update = self._update
@@ -97,32 +99,32 @@ class SimulatedStaging:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is copied now; then nothing is swapped."""
+        """Whether a copy is running; weights are not swapped meanwhile."""
         return self._copies_running > 0
 
     def is_staged(self, version: int) -> bool:
-        """Whether ``version`` is complete and still there."""
+        """Return whether ``version`` is completely staged."""
         update = self._update
         return update is not None and (update.version, update.state) == (version, "staged")
 
     def start(self, version: int) -> None:
-        """Begin a version, and give up the one in hand, complete or not."""
-        old = self._update
-        if old is not None and old.state == "open":
-            old.state = "failed"
-            if old.version != version:
-                self.fail(old.version, f"{GIVEN_UP} v{version} was started")
-        self._update = _Update(version)
+        """Begin a version, and discard the previous one, even if it is staged."""
+        previous = self._update
+        if previous is not None and previous.state == "open":
+            previous.state = "failed"
+            if previous.version != version:
+                self.fail(previous.version, f"{SUPERSEDED} v{version} was started")
+        self._update = _StagedVersion(version)
 
     def abandon(self) -> None:
-        """Forget the version in hand, and what was to be said of any."""
+        """Discard the version and all pending replies."""
         if self._update is not None:
             self._update.state = "failed"
             self._update = None
-        self._answers.clear()
+        self._replies.clear()
 
     def copy(self, message: UpdateWeights) -> None:
-        """Copy all of a version; it is answered when that is done."""
+        """Copy a version; the reply follows when the copy is done."""
         update, version = self._update, message.version
         if update is None or update.version != version:
             self.fail(version, "was not started")
@@ -131,36 +133,37 @@ class SimulatedStaging:
             self.fail(version, "comes without tensors, which no simulated engine can take")
         elif update.state == "open" and message.is_last:
             self._copies_running += 1
-            place = int(message.location)
-            found = self._buffer.contents[place]
+            slot = int(message.location)
+            content = self._buffer.contents[slot]
             seconds = self._copy_s + self.delay_s
-            self._loop.call_later(seconds, self._copied, update, place, found)
+            self._loop.call_later(seconds, self._copied, update, slot, content)
 
-    def _copied(self, update: _Update, place: int, found: int) -> None:
+    def _copied(self, update: _StagedVersion, slot: int, content: int) -> None:
         self._copies_running -= 1
-        if self.refusals_due and not self._truth.is_served(found):
+        if self.refusals_due and not self._ground_truth.is_served(content):
             self.refusals_due -= 1
-            self._refused.add(found)
-        if update.state == "open" and found in self._refused:
+            self._refused.add(content)
+        if update.state == "open" and content in self._refused:
             update.state = "failed"
             self.fail(update.version, "does not fit: it was meant to be refused")
         elif update.state == "open":
             update.state = "staged"
-            update.content = found if found == self._buffer.contents[place] else TORN_WEIGHTS
-            self._answers.append(WeightsStaged(version=update.version))
+            update.content = content if content == self._buffer.contents[slot] else TORN_WEIGHTS
+            self._replies.append(WeightsStaged(version=update.version))
         self._on_copied()
 
     def take(self) -> int:
-        """Hand out the staged weights: what they really are."""
+        """Remove the staged version, and return its content."""
         assert self._update is not None
         content, self._update = self._update.content, None
         return content
 
     def fail(self, version: int, why: str) -> None:
-        """Refuse something asked of ``version``."""
-        self._answers.append(WeightsFailed(version=version, message=f"v{version} {why}"))
+        """Add a reply that a request for ``version`` has failed."""
+        self._replies.append(WeightsFailed(version=version, message=f"v{version} {why}"))
 
-    def take_answers(self) -> list[Message]:
-        """What is due to be said."""
-        answers, self._answers = self._answers, []
+    def take_replies(self) -> list[Message]:
+        """Remove and return the replies that are due."""
+
+        answers, self._replies = self._replies, []
         return answers

@@ -1,6 +1,7 @@
-"""Sweeps of thousands of simulated seeds over all cores, and the text that reports them.
+"""Sweeps of simulated seeds over all CPU cores, and the text that reports them.
 
-The reports come in the order of the seeds and do not depend on which core ran a seed.
+``tidegate simulate`` calls these functions. Reports come in the order of the seeds and do not
+depend on which process ran a seed.
 """
 
 import multiprocessing
@@ -15,33 +16,32 @@ from itertools import chain
 from typing import TypeVar
 
 from tidegate.simulation.coverage_marks import CoverageMark
-from tidegate.simulation.crash_restart import CrashRestartReport, simulate_lives
+from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
 from tidegate.simulation.faults import FaultKind
 from tidegate.simulation.shrinking import Report, shrink
 from tidegate.simulation.simulation import SimulationReport, simulate
 
 CHUNK_SEEDS = 20
-"""A second of work: little enough that no core is left alone with much at the end."""
+"""Seeds per task of a worker process: about a second of work, so all processes end together."""
 
-REACHED_SEEDS = 1000
-"""So many runs with all faults go through everything there is to go through, or some of it is not
-simulated any more."""
+COVERAGE_SEEDS_MIN = 1000
+"""Number of runs with all faults that reach every coverage mark; a mark that they miss means that
+its situation is not simulated any more."""
 
-SHRUNKEN_MAX = 3
-"""Kinds of failure that are shrunken; whoever has more begins with these."""
-
+SHRUNK_KINDS_MAX = 3
+"""Number of kinds of failure that are shrunk, because shrinking takes about twenty seconds."""
 
 AnyReport = TypeVar("AnyReport")
 
 
 def sweep(seeds: range, kinds: frozenset[FaultKind], *, workers: int) -> Iterator[SimulationReport]:
-    """Run all seeds, on so many processes; the reports, in order."""
+    """Run all seeds on ``workers`` processes, and yield their reports in order."""
     return _sweep(seeds, partial(simulate, faults=kinds), workers)
 
 
-def sweep_lives(seeds: range, *, workers: int) -> Iterator[CrashRestartReport]:
-    """The same of runs whose trainer and orchestrator die, and go on."""
-    return _sweep(seeds, simulate_lives, workers)
+def sweep_crash_restarts(seeds: range, *, workers: int) -> Iterator[CrashRestartReport]:
+    """Run all seeds as crash-restart runs on ``workers`` processes, and yield their reports."""
+    return _sweep(seeds, simulate_crash_restarts, workers)
 
 
 def _sweep(seeds: range, run: Callable[[int], AnyReport], workers: int) -> Iterator[AnyReport]:
@@ -50,7 +50,7 @@ def _sweep(seeds: range, run: Callable[[int], AnyReport], workers: int) -> Itera
         return
     chunks = [seeds[at : at + CHUNK_SEEDS] for at in range(0, len(seeds), CHUNK_SEEDS)]
     context = multiprocessing.get_context("spawn")  # a fork would copy the terminal's threads
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_be_a_worker) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_init_worker) as pool:
         try:
             done = pool.map(partial(_run_chunk, run), chunks)
             yield from chain.from_iterable(done)
@@ -58,18 +58,18 @@ def _sweep(seeds: range, run: Callable[[int], AnyReport], workers: int) -> Itera
             pool.shutdown(cancel_futures=True)
 
 
-def cores() -> int:
-    """How many this process may use."""
+def core_count() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def _be_a_worker() -> None:
-    """Ctrl-C is for the process that has started this one; however that ends, this one does."""
+def _init_worker() -> None:
+    """Ignore Ctrl-C, which the parent process handles, and exit when the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -81,23 +81,23 @@ def _run_chunk(run: Callable[[int], AnyReport], seeds: range) -> list[AnyReport]
 
 
 class FailureLines:
-    """The lines printed for failed runs. The first run of each kind of failure is shrunken."""
+    """Formatter of failed runs, which shrinks the first run of each kind of failure."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
-        """The kinds of failure that were shrunken."""
+        """Kinds of failure of which a run was shrunk."""
 
-    def of(self, report: Report) -> list[str]:
-        """What to print for a run; nothing if it kept every promise."""
+    def lines_of(self, report: Report) -> list[str]:
+        """Return the lines to print for a run; none if the run passed."""
         if report.failure is None:
             return []
-        dies = ", with deaths" if report.scenario.lives > 1 else ""
+        crash_note = ", with crash-restarts" if report.scenario.processes_max > 1 else ""
         lines = [
-            f"seed {report.scenario.seed}{dies}: {report.failure}",
+            f"seed {report.scenario.seed}{crash_note}: {report.failure}",
             f"  replay: {report.replay_command}",
         ]
         kind = report.failure.kind
-        if kind in self._kinds or len(self._kinds) == SHRUNKEN_MAX:
+        if kind in self._kinds or len(self._kinds) == SHRUNK_KINDS_MAX:
             return lines
         self._kinds.add(kind)
         smallest = shrink(report)
@@ -111,33 +111,33 @@ class SweepSummary:
         self.runs = 0
         self.failures = 0
         self.trained_tokens = 0
-        self.hardships: Counter[CoverageMark] = Counter()
-        """Runs that went through each."""
+        self.coverage: Counter[CoverageMark] = Counter()
+        """Mark -> number of runs that reached it."""
         self._failed = FailureLines()
 
     def add(self, report: SimulationReport) -> list[str]:
-        """Take in a run; return what to say of it, if it failed."""
+        """Count a run; return the lines to print for it, none if it passed."""
         self.runs += 1
         self.trained_tokens += report.trained_tokens
-        self.hardships.update(report.hardships)
+        self.coverage.update(report.coverage)
         self.failures += report.failure is not None
-        return self._failed.of(report)
+        return self._failed.lines_of(report)
 
     @property
-    def unreached(self) -> list[CoverageMark]:
-        """What no run went through, although there were enough."""
-        if self.runs < REACHED_SEEDS:
+    def uncovered(self) -> list[CoverageMark]:
+        """Marks that no run reached; empty if there were too few runs to tell."""
+        if self.runs < COVERAGE_SEEDS_MIN:
             return []
-        return [hardship for hardship in CoverageMark if not self.hardships[hardship]]
+        return [mark for mark in CoverageMark if not self.coverage[mark]]
 
     def lines(self) -> list[str]:
-        """What to say of all."""
-        kept = self.runs - self.failures
-        said = [
-            f"{kept} of {self.runs} seeds kept every promise; {self.trained_tokens} tokens trained"
-        ]
+        """Return the summary of the sweep as lines of text."""
+        passed = self.runs - self.failures
+        lines = [f"{passed} of {self.runs} seeds passed; {self.trained_tokens} tokens trained"]
         if self.runs > CHUNK_SEEDS:
-            said.append("of 1,000 seeds, so many went through this:")
-            said += [f"{1000 * self.hardships[h] / self.runs:6.0f}  {h}" for h in CoverageMark]
-        said += [f"never reached, so nothing is proven of it: {h}" for h in self.unreached]
-        return said
+            lines.append("coverage, in runs per 1,000 seeds:")
+            counts = self.coverage
+            lines += [f"{1000 * counts[mark] / self.runs:6.0f}  {mark}" for mark in CoverageMark]
+        lines += [f"never reached, so not tested: {mark}" for mark in self.uncovered]
+
+        return lines

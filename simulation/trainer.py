@@ -1,8 +1,8 @@
-"""Simulated trainer: trains on batches, publishes, and now and then does the unusual.
+"""Simulated trainer: trains on batches and publishes, with the unusual calls of its scenario.
 
-It uses the scheduler as :mod:`serve` does, and nothing else of a run. With a look-ahead it asks for
-batches during its step, in a task of its own. Its loop may be slow to look whether a batch is on
-offer, and it may stop waiting meanwhile.
+The trainer calls the scheduler as the handles of :mod:`serve` do, and uses no other part of a run.
+With a look-ahead, another task requests batches during the train step. The trainer's loop may be
+slow to check for an offered batch, and may stop waiting before the check.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from tidegate.simulation.staging import check_refusal
 from tidegate.transport.messages import PauseMode
 from tidegate.transport.sleep_messages import MEMORY_TAGS
 
-PATIENCE_MAX_S = 0.3
-"""A publish that is cancelled gets so long at most."""
+PUBLISH_TIMEOUT_MAX_S = 0.3
+"""Longest time after which the trainer cancels a publish, in seconds."""
 
-REASONS = ("too_long", "too_stale")
-"""For rows that it leaves out."""
+DISCARD_REASONS = ("too_long", "too_stale")
+"""Reasons that the trainer reports for rows that it discards."""
 
 SLEEP_SHARE = 0.5
-"""Of pauses, engines sleep in."""
+"""Share of pauses for which engines are put to sleep."""
 
 PARTIAL_WAKE_SHARE = 0.5
-"""Of sleeps, the weights are woken for a publish, and the rest after it."""
+"""Share of sleeps after which only the weights are woken before a publish, the rest after it."""
 
 
-class _Next(Enum):
-    """Outcome of asking for a batch."""
+class _BatchOutcome(Enum):
+    """Outcome of a request for a batch."""
 
     BATCH = auto()
     PUBLISH_FIRST = auto()
@@ -53,15 +53,18 @@ class _Next(Enum):
 
 
 async def receive(
-    scheduler: Scheduler, looks_after_s: float, chance: random.Random
+    scheduler: Scheduler, batch_poll_delay_s: float, chance: random.Random
 ) -> ev.HandOver | None:
-    """As :meth:`Scheduler.next_batch`, on a loop that looks at offers late: so long on average."""
-    if not looks_after_s:
+    """Return the next batch as :meth:`Scheduler.next_batch` does, on a loop that is slow to check.
+
+    ``batch_poll_delay_s``: mean delay until the loop checks for an offered batch.
+    """
+    if not batch_poll_delay_s:
         return await scheduler.next_batch()
     request = BatchRequest()
     try:
         while await scheduler.wait_for_batch(request):
-            await asyncio.sleep(chance.expovariate(1 / looks_after_s))
+            await asyncio.sleep(chance.expovariate(1 / batch_poll_delay_s))
             batch = request.batch
             if batch is not None and request.take(batch):
                 scheduler.acknowledge_batch(request)
@@ -78,285 +81,296 @@ class SimulatedTrainer:
     def __init__(
         self,
         scenario: Scenario,
-        world: SimulationContext,
+        context: SimulationContext,
         episode: Callable[[Episode, int], Awaitable[float]],
-        begins_training: Callable[[ev.HandOver], None],
+        begin_training: Callable[[ev.HandOver], None],
     ) -> None:
-        """``begins_training`` is told of each batch just before its train step."""
+        """Create the trainer; ``begin_training`` is called with each batch before its step."""
         self._scenario = scenario
-        self._world = world
+        self._context = context
         self._episode = episode
         self._chance = scenario.chance("trainer")
-        self._begins_training = begins_training
-        self._chance_of_rows = scenario.chance("left out")
-        self._chance_of_looks = scenario.chance("looks")
-        self.doing = "starts"
-        """What it waits for, in words."""
+        self._begin_training = begin_training
+        self._discard_chance = scenario.chance("left out")
+        self._batch_poll_chance = scenario.chance("looks")
+        self.activity = "starting"
+        """Current activity of the trainer, as text for reports of failures."""
         self.taken_tasks: set[int] = set()
-        """Those that the run has taken from it."""
+        """Tasks that the run has taken from the trainer's iterators."""
         self.received_groups: list[int] = []
-        """In the order in which they came."""
+        """Ids of the received groups, in the order of arrival."""
         self._batches = 0
-        """Since tasks were offered."""
+        """Number of batches trained since the last offer of tasks."""
         self._unpublished = 0
-        self._at_once = iter(self._left())
-        self._sleeps = False
-        """Whether engines were put to sleep, and not all of it was woken."""
-        self._batch: ev.HandOver | None = None
-        """The batch come to last."""
-        self._received: ev.HandOver | None = None
-        """The batch received last."""
-        self._ahead: asyncio.Queue[tuple[_Next, ev.HandOver | None]] = asyncio.Queue()
-        """What came of asking ahead, and is not come to yet."""
-        self._may_hold = asyncio.Semaphore(scenario.look_ahead)
-        """Counts the batches that may still be asked for ahead."""
-        self._may_ask = asyncio.Event()
-        """Whether it makes sense to ask ahead: not before a publish, or new tasks."""
+        """Number of batches trained since the last publish."""
+        self._sync_tasks = iter(self._remaining_tasks())
+        self._is_asleep = False
+        """Whether engines were put to sleep and are not completely awake again."""
+        self._current_batch: ev.HandOver | None = None
+        """Batch that the trainer trains on next, or has trained on last."""
+        self._received_batch: ev.HandOver | None = None
+        """Batch received last, possibly ahead of training."""
+        self._requested: asyncio.Queue[tuple[_BatchOutcome, ev.HandOver | None]] = asyncio.Queue()
+        """Outcomes of requests made ahead, in order."""
+        self._lookahead_slots = asyncio.Semaphore(scenario.look_ahead)
+        """Number of batches that may still be requested ahead."""
+        self._may_request = asyncio.Event()
+        """Set unless a request ahead was refused; set again by a publish or an offer of tasks."""
         self._offers = 0
-        """Iterators given so far."""
-        self._ended_offer = 0
-        """The one that was the newest when there was no batch any more."""
-        self._is_told_again = False
-        """Whether it was told to publish first, had, and asked again."""
-        self._slow: list[AsyncIterator[int]] = []
-        """Kept until the end: the garbage collector has no place in virtual time."""
+        """Number of iterators offered so far."""
+        self._exhausted_offer = 0
+        """Value of :attr:`_offers` when the run had no more batches."""
+        self._is_repeated_refusal = False
+        """Whether a request was refused before a publish, and has been made once more since."""
+        self._async_tasks: list[AsyncIterator[int]] = []
+        """All async iterators, kept so that their garbage collection can't change the run."""
 
     async def run(self, scheduler: Scheduler) -> None:
         """Train until there are no more tasks."""
         scenario = self._scenario
-        self.doing = "waits for engines"
+        self.activity = "waiting for engines"
         await scheduler.wait_for_engines(1)
-        async with asyncio.TaskGroup() as beside:
+        async with asyncio.TaskGroup() as background:
             self._offer(scheduler)
-            looks_ahead = None
+            lookahead = None
             if scenario.look_ahead:
-                self._world.hardships.note(CoverageMark.LOOKED_AHEAD)
-                looks_ahead = beside.create_task(self._look_ahead(scheduler), name="look-ahead")
-            while await self._goes_on(came := await self._come_to_next(scheduler), scheduler):
-                if came is _Next.BATCH:
-                    assert self._batch is not None
-                    self._begins_training(self._batch)
-                    self.doing = "trains"
+                self._context.coverage.note(CoverageMark.LOOKED_AHEAD)
+                lookahead = background.create_task(self._look_ahead(scheduler), name="look-ahead")
+            while await self._has_more(outcome := await self._next_outcome(scheduler), scheduler):
+                if outcome is _BatchOutcome.BATCH:
+                    assert self._current_batch is not None
+                    self._begin_training(self._current_batch)
+                    self.activity = "training"
                     self._batches += 1
                     self._unpublished += 1
                     await self._pause_and_train(scheduler)
-                if self._must_publish(came):
+                if self._must_publish(outcome):
                     self._unpublished = 0
-                    await self._publish_and_evaluate(scheduler, beside)
-                self._may_ask.set()
+                    await self._publish_and_evaluate(scheduler, background)
+                self._may_request.set()
                 if self._batches == scenario.batches_per_offer:
-                    self._world.hardships.note(CoverageMark.OFFERED_AGAIN)
+                    self._context.coverage.note(CoverageMark.OFFERED_AGAIN)
                     self._batches = 0
                     self._offer(scheduler)
-            if looks_ahead is not None:
-                looks_ahead.cancel()
+            if lookahead is not None:
+                lookahead.cancel()
 
-    async def _goes_on(self, came: _Next, scheduler: Scheduler) -> bool:
-        """Whether there is more to do: if tasks are left, another iterator gives them."""
-        if came is not _Next.NO_MORE:
+    async def _has_more(self, outcome: _BatchOutcome, scheduler: Scheduler) -> bool:
+        """Return whether batches may follow; offer another iterator if tasks are left."""
+        if outcome is not _BatchOutcome.NO_MORE:
             return True
-        if self._ended_offer < self._offers:
-            return True  # asked ahead, before others were given
+        if self._exhausted_offer < self._offers:
+            return True  # the request was made before the newest offer
         if len(self.taken_tasks) == self._scenario.tasks:
             return False
-        self._world.hardships.note(CoverageMark.SHORT_BATCH)
-        self._at_once = iter(self._left())
+        self._context.coverage.note(CoverageMark.SHORT_BATCH)
+        self._sync_tasks = iter(self._remaining_tasks())
         self._offer(scheduler)
         return True
 
     def _offer(self, scheduler: Scheduler) -> None:
         self._offers += 1
-        scheduler.offer(self._tasks(), self._episode)
+        scheduler.offer(self._task_iterator(), self._episode)
 
-    def _must_publish(self, came: _Next) -> bool:
-        """What was asked for ahead may have been refused before the newest publish: ask again."""
-        if came is _Next.PUBLISH_FIRST and self._scenario.look_ahead and not self._unpublished:
-            self._is_told_again = not self._is_told_again
-            return not self._is_told_again
-        if came is _Next.BATCH:
-            self._is_told_again = False
+    def _must_publish(self, outcome: _BatchOutcome) -> bool:
+        """Return whether to publish now.
+
+        A request made ahead may have been refused before the newest publish, so it is made again.
+        """
+        if (
+            outcome is _BatchOutcome.PUBLISH_FIRST
+            and self._scenario.look_ahead
+            and not self._unpublished
+        ):
+            self._is_repeated_refusal = not self._is_repeated_refusal
+            return not self._is_repeated_refusal
+        if outcome is _BatchOutcome.BATCH:
+            self._is_repeated_refusal = False
         is_due = self._unpublished >= self._scenario.batches_per_publish
-        return came is _Next.PUBLISH_FIRST or is_due
+        return outcome is _BatchOutcome.PUBLISH_FIRST or is_due
 
-    async def _come_to_next(self, scheduler: Scheduler) -> _Next:
+    async def _next_outcome(self, scheduler: Scheduler) -> _BatchOutcome:
         if not self._scenario.look_ahead:
             return await self._next_batch(scheduler)
-        self.doing = "waits for what it asked for ahead"
-        self._may_ask.set()
-        came, self._batch = await self._ahead.get()
-        if came is _Next.BATCH:
-            self._may_hold.release()
-        return came
+        self.activity = "waiting for a batch requested ahead"
+        self._may_request.set()
+        outcome, self._current_batch = await self._requested.get()
+        if outcome is _BatchOutcome.BATCH:
+            self._lookahead_slots.release()
+        return outcome
 
     async def _look_ahead(self, scheduler: Scheduler) -> None:
-        """Ask for batches for ever, as long as fewer than the look-ahead wait to be trained on."""
+        """Request batches endlessly, at most the scenario's look-ahead before the train step."""
         while True:
-            await self._may_hold.acquire()
-            while (came := await self._next_batch(scheduler)) is not _Next.BATCH:
-                self._may_ask.clear()
-                self._ahead.put_nowait((came, None))
-                await self._may_ask.wait()
-            self._ahead.put_nowait((came, self._received))
+            await self._lookahead_slots.acquire()
+            while (outcome := await self._next_batch(scheduler)) is not _BatchOutcome.BATCH:
+                self._may_request.clear()
+                self._requested.put_nowait((outcome, None))
+                await self._may_request.wait()
+            self._requested.put_nowait((outcome, self._received_batch))
 
     async def _pause_and_train(self, scheduler: Scheduler) -> None:
-        """As trainers do that share their devices with engines, or not."""
+        """Train, with engines paused or asleep for a share of the steps."""
         pauses = self._chance.random() < self._scenario.pausing
         if pauses:
             mode: PauseMode = self._chance.choice(("abort", "keep", "wait"))
-            self._sleeps = self._chance.random() < SLEEP_SHARE
-            self.doing = "pauses engines, or puts them to sleep"
-            if self._sleeps:
-                self._world.hardships.note(CoverageMark.SLEPT)
+            self._is_asleep = self._chance.random() < SLEEP_SHARE
+            self.activity = "pausing engines or putting them to sleep"
+            if self._is_asleep:
+                self._context.coverage.note(CoverageMark.SLEPT)
                 tags = self._chance.choice((MEMORY_TAGS, MEMORY_TAGS, MEMORY_TAGS[:1]))
                 await scheduler.control.sleep(self._chance.choice((1, 2)), tags, mode)
             else:
-                self._world.hardships.note(CoverageMark.PAUSED)
+                self._context.coverage.note(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
-        self.doing = "trains"
+        self.activity = "training"
         await asyncio.sleep(self._scenario.train_s)
-        if self._sleeps:
+        if self._is_asleep:
             await self._wake_or_publish_first(scheduler)
         elif pauses:
-            self.doing = "resumes engines"
+            self.activity = "resuming engines"
             await scheduler.control.pause(None)
 
     async def _wake_or_publish_first(self, scheduler: Scheduler) -> None:
-        """All at once; or the weights, and the rest when they are published."""
+        """Wake the engines, or only their weights before the next publish."""
         if self._chance.random() < PARTIAL_WAKE_SHARE:
-            self.doing = "wakes engines' weights"
+            self.activity = "waking the engines' weights"
             await scheduler.control.wake(["weights"])
             self._unpublished = self._scenario.batches_per_publish
         else:
             await self._wake(scheduler)
 
     async def _wake(self, scheduler: Scheduler) -> None:
-        """Those that forgot their weights may get them by a publish only."""
-        while self._sleeps:
-            self.doing = "wakes engines"
+        """Wake the engines; publish first if an engine has discarded its weights."""
+        while self._is_asleep:
+            self.activity = "waking engines"
             try:
                 await scheduler.control.wake(None)
-                self._sleeps = False
+                self._is_asleep = False
             except SleepFailed:
                 await self._publish(scheduler)
 
-    async def _next_batch(self, scheduler: Scheduler) -> _Next:
+    async def _next_batch(self, scheduler: Scheduler) -> _BatchOutcome:
         if not self._scenario.look_ahead:
-            self.doing = "waits for a batch"
+            self.activity = "waiting for a batch"
         while True:
             try:
-                async with asyncio.timeout(self._scenario.patience_s):
+                async with asyncio.timeout(self._scenario.batch_timeout_s):
                     batch = await receive(
-                        scheduler, self._scenario.looks_after_s, self._chance_of_looks
+                        scheduler, self._scenario.batch_poll_delay_s, self._batch_poll_chance
                     )
             except PublishNeeded:
-                self._world.hardships.note(CoverageMark.PUBLISH_NEEDED)
-                return _Next.PUBLISH_FIRST
+                self._context.coverage.note(CoverageMark.PUBLISH_NEEDED)
+                return _BatchOutcome.PUBLISH_FIRST
             except TimeoutError:
-                self._world.hardships.note(CoverageMark.STOPPED_WAITING)
+                self._context.coverage.note(CoverageMark.STOPPED_WAITING)
                 continue
             except (EngineLagging, WeightsRefused, PublishDropped) as error:
                 check_refusal(str(error))
-                self._world.hardships.note(CoverageMark.TOLD_LATER)
+                self._context.coverage.note(CoverageMark.FAILED_LATER)
                 continue
             if batch is None:
-                self._ended_offer = self._offers
-                return _Next.NO_MORE
-            self._received = batch
+                self._exhausted_offer = self._offers
+                return _BatchOutcome.NO_MORE
+            self._received_batch = batch
             if not self._scenario.look_ahead:
-                self._batch = batch
+                self._current_batch = batch
             self.received_groups += [group.group_id for group in batch.groups]
-            await self._leave_rows_out(scheduler, batch)
-            return _Next.BATCH
+            await self._discard_rows(scheduler, batch)
+            return _BatchOutcome.BATCH
 
-    async def _leave_rows_out(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
-        """As a trainer does that has limits of its own."""
+    async def _discard_rows(self, scheduler: Scheduler, batch: ev.HandOver) -> None:
+        """Discard some rows of a batch, as a trainer with its own limits does."""
         rows = range(sum(len(group.kept) for group in batch.groups))
-        chance, share = self._chance_of_rows, self._scenario.leaving_out
-        if share and (left_out := [row for row in rows if chance.random() < share]):
-            self._world.hardships.note(CoverageMark.LEFT_OUT)
-            reason = chance.choice(REASONS)
-            await discarded_rows(batch.number, left_out, reason).report(scheduler)
+        chance, share = self._discard_chance, self._scenario.discarded_rows
+        if share and (discarded := [row for row in rows if chance.random() < share]):
+            self._context.coverage.note(CoverageMark.ROWS_DISCARDED)
+            reason = chance.choice(DISCARD_REASONS)
+            await discarded_rows(batch.number, discarded, reason).report(scheduler)
 
     # ------------------------------------------------------------ weights
 
-    async def _publish_and_evaluate(self, scheduler: Scheduler, beside: asyncio.TaskGroup) -> None:
+    async def _publish_and_evaluate(
+        self, scheduler: Scheduler, background: asyncio.TaskGroup
+    ) -> None:
         await self._publish(scheduler)
         is_twice = self._chance.random() < self._scenario.publishing_twice
-        if is_twice and not self._scenario.look_ahead:  # which the run allows to age what it holds
-            self._world.hardships.note(CoverageMark.PUBLISHED_TWICE)
+        if is_twice and not self._scenario.look_ahead:  # with look-ahead, held batches may age
+            self._context.coverage.note(CoverageMark.PUBLISHED_TWICE)
             await self._publish(scheduler)
         await self._wake(scheduler)
         if not self._scenario.evaluation_tasks:
             return
         if self._scenario.evaluates_beside:
-            self._world.hardships.note(CoverageMark.EVALUATED_BESIDE)
-            beside.create_task(self._evaluate(scheduler), name="evaluation")
+            self._context.coverage.note(CoverageMark.EVALUATED_BESIDE)
+            background.create_task(self._evaluate(scheduler), name="evaluation")
         else:
-            self.doing = "evaluates"
+            self.activity = "evaluating"
             await self._evaluate(scheduler)
 
     async def _publish(self, scheduler: Scheduler) -> None:
-        """Publish, as :meth:`Rollouts.publish` does; a failure is noted, and life goes on."""
+        """Publish as :meth:`Rollouts.publish` does; note a failure and continue."""
         is_cancelled = self._chance.random() < self._scenario.cancelled_publishes
-        patience_s = PATIENCE_MAX_S * self._chance.random() ** 2 if is_cancelled else None
-        hardships = self._world.hardships
+        timeout_s = PUBLISH_TIMEOUT_MAX_S * self._chance.random() ** 2 if is_cancelled else None
+        coverage = self._context.coverage
         try:
-            async with asyncio.timeout(patience_s):
-                await self._bring_weights(scheduler)
+            async with asyncio.timeout(timeout_s):
+                await self._write_and_publish(scheduler)
         except EngineLagging:
-            hardships.note(CoverageMark.LAGGED)
+            coverage.note(CoverageMark.LAGGED)
         except WeightsRefused as error:
             check_refusal(str(error))
-            hardships.note(CoverageMark.REFUSED)
+            coverage.note(CoverageMark.REFUSED)
         except PublishDropped:
-            hardships.note(CoverageMark.TOLD_LATER)
+            coverage.note(CoverageMark.FAILED_LATER)
         except TimeoutError:
-            hardships.note(CoverageMark.CANCELLED_PUBLISH)
+            coverage.note(CoverageMark.CANCELLED_PUBLISH)
 
-    async def _bring_weights(self, scheduler: Scheduler) -> None:
-        self.doing = "waits until weights can be written"
+    async def _write_and_publish(self, scheduler: Scheduler) -> None:
+        self.activity = "waiting until weights can be written"
         reserved = await scheduler.control.reserve()
         version = reserved.version
-        update = self._world.buffer.begin(version, keep=reserved.keep)
+        update = self._context.buffer.begin(version, keep=reserved.keep)
         try:
             await asyncio.sleep(self._scenario.write_s)
         except BaseException:
             scheduler.control.release()
             raise
-        self._world.buffer.end(update)
-        self.doing = f"publishes v{version}"
+        self._context.buffer.end(update)
+        self.activity = f"publishing v{version}"
+
         await scheduler.control.publish(version, [update], self._scenario.publish_wait)
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]
         for rollout in await scheduler.evaluate(tasks, self._episode):
-            self._world.tape.note_fact((rollout.reward, rollout.token_ids.tobytes()))
+            self._context.frame_log.note_fact((rollout.reward, rollout.token_ids.tobytes()))
 
     # ------------------------------------------------------------ tasks
 
-    def _tasks(self) -> Tasks:
-        """Those left. A sync iterator is gone on with; an async one doesn't survive it."""
+    def _task_iterator(self) -> Tasks:
+        """Return an iterator of remaining tasks: the same sync iterator, or a new async one."""
         if not self._scenario.are_tasks_async:
-            return self._at_once
-        self._slow.append(self._left_slowly())
-        return self._slow[-1]
+            return self._sync_tasks
+        self._async_tasks.append(self._remaining_tasks_slowly())
+        return self._async_tasks[-1]
 
-    def _left(self) -> Iterator[int]:
-        until = self._until()
-        while len(self.taken_tasks) < until:
+    def _remaining_tasks(self) -> Iterator[int]:
+        end = self._iterator_end()
+        while len(self.taken_tasks) < end:
             task = len(self.taken_tasks)
             self.taken_tasks.add(task)
             yield task
 
-    def _until(self) -> int:
-        """How many tasks are taken when an iterator that begins now has ended."""
-        each = self._scenario.tasks_per_offer
+    def _iterator_end(self) -> int:
+        """Return the number of taken tasks at which an iterator that begins now ends."""
+        tasks_max = self._scenario.tasks_per_offer
         tasks = self._scenario.tasks
-        return tasks if each is None else min(tasks, len(self.taken_tasks) + each)
+        return tasks if tasks_max is None else min(tasks, len(self.taken_tasks) + tasks_max)
 
-    async def _left_slowly(self) -> AsyncIterator[int]:
-        until = self._until()
-        while len(self.taken_tasks) < until:
+    async def _remaining_tasks_slowly(self) -> AsyncIterator[int]:
+        end = self._iterator_end()
+        while len(self.taken_tasks) < end:
             await asyncio.sleep(0.01)
-            for task in itertools.islice(self._left(), 1):
+            for task in itertools.islice(self._remaining_tasks(), 1):
                 yield task

@@ -1,8 +1,8 @@
-"""Turns of a simulated engine: which of them run in a step, and what they sample.
+"""Turns of a simulated engine: which of them run in a step, and the tokens they sample.
 
-The same rules as a real engine's: decodes before prefills, a prefill in chunks, the lowest-ranked
-turn is preempted for a higher one, and pauses and weight swaps change running turns. No clock and
-no wire.
+:class:`SimulatedTurns` follows the rules of a real engine's scheduler: decodes before prefills,
+chunked prefill, preemption of the lowest-ranked turn, and the effects of pauses and weight swaps on
+running turns. Time and messages are left to :mod:`engine`.
 """
 
 import math
@@ -27,48 +27,48 @@ from tidegate.transport.messages import (
     SubmitTurn,
 )
 
-PREEMPTION_CHANCE = 0.01
-"""Per step, that one turn's KV is thrown out although there is room."""
+PREEMPTION_PROBABILITY = 0.01
+"""Probability per step that one turn's KV is evicted although blocks are free."""
 
 
 DEADLY_TOKEN = 2**30
-"""In a context, ends every engine that is sent it. No model of a simulation says it."""
+"""Token that ends every engine that gets it in a context; no simulated model samples it."""
 
 
 @dataclass(slots=True)
 class SimulatedTurn:
-    """A turn in an engine, running or waiting."""
+    """Running or waiting turn of one engine."""
 
     message: SubmitTurn
     rank: tuple[int, int]
-    """Priority and arrival: orders turns, best first."""
+    """(priority, order of arrival): the lowest rank runs first."""
     context: HashedContext
     prompt_tokens: int
     is_prefilling: bool = True
-    """Whether the next token it samples begins a new history of its KV."""
+    """Whether the context's KV is being computed, so the next token is reported with a prefill."""
 
     @property
     def output_tokens(self) -> int:
-        """Sampled in this submission."""
+        """Number of tokens sampled since the turn was submitted to this engine."""
         return len(self.context.tokens) - self.prompt_tokens
 
 
 @dataclass(slots=True)
 class StepWork:
-    """A step that is being computed."""
+    """Work of one step."""
 
     chunks: list[tuple[SimulatedTurn, int]]
-    """Turns, and the positions computed of each."""
+    """(turn, number of its positions to compute), for each turn of the step."""
 
     @property
     def prefilled_tokens(self) -> int:
-        """Positions computed beyond one for each turn that decodes."""
+        """Number of positions to compute for turns in prefill."""
         return sum(tokens for turn, tokens in self.chunks if turn.is_prefilling)
 
 
 @dataclass(slots=True)
 class StepRows:
-    """Rows of a step message in the making."""
+    """Columns of a step message that is being built."""
 
     turns: "array[int]" = field(default_factory=lambda: array("I"))
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -78,7 +78,7 @@ class StepRows:
     prefills: list[Prefill] = field(default_factory=list)
 
     def message(self, seq: int, version: int, started_us: int, busy_us: int) -> Step:
-        """These rows as they travel."""
+        """Encode the columns as a step message."""
         return Step(
             seq=seq,
             version=version,
@@ -99,55 +99,55 @@ class SimulatedTurns:
     def __init__(
         self,
         engine: str,
-        traits: SimulatedEngineSpec,
+        spec: SimulatedEngineSpec,
         model: TurnModel,
         *,
         chance: random.Random,
-        hardships: CoverageMarks,
+        coverage: CoverageMarks,
     ) -> None:
         self.version = 0
-        """What the live weights are called."""
+        """Version number of the live weights."""
         self.content = 0
-        """What they really are."""
+        """Content of the live weights, by the order of writing."""
         self._engine = engine
-        self._traits = traits
+        self._spec = spec
         self._model = model
         self._chance = chance
-        self._hardships = hardships
+        self._coverage = coverage
         self.running: list[SimulatedTurn] = []
-        """Best rank first; they hold KV."""
+        """Turns that hold KV, in order of rank."""
         self.waiting: list[SimulatedTurn] = []
-        """Best rank first."""
+        """Turns without KV, in order of rank."""
         self._arrivals = 0
         self._handles: set[int] = set()
         self._ended: list[tuple[int, int]] = []
         """(handle, finish code) of turns that ended without a token."""
         self.pause_mode: PauseMode | None = None
-        self.awaited_swap: FinishWeightUpdate | None = None
+        self.pending_swap: FinishWeightUpdate | None = None
         self.is_held = False
-        """Whether no turn may run whatever pauses say, for want of memory."""
+        """Whether no turn may run because the engine's memory is asleep."""
 
     @property
     def handles(self) -> list[int]:
-        """The turns it holds, and those whose end is not told yet."""
-        held = [turn.message.turn for turn in (*self.running, *self.waiting)]
-        return held + [handle for handle, _ in self._ended]
+        """Handles of all turns whose end is not reported yet."""
+        active = [turn.message.turn for turn in (*self.running, *self.waiting)]
+        return active + [handle for handle, _ in self._ended]
 
-    # ------------------------------------------------------------ what others ask for
+    # ------------------------------------------------------------ requests
 
     def submit(self, message: SubmitTurn) -> str | None:
-        """Queue a turn; or say why it can never be served."""
+        """Queue a turn; return why the turn can never be served, or None if it is queued."""
         assert message.turn not in self._handles, f"handle {message.turn} was used before"
         self._handles.add(message.turn)
         tokens = array("i", message.token_ids)
         tokens_max = len(tokens) + message.sampling.max_tokens
-        traits = self._traits
-        if lacking := sorted({each.kind for each in message.media} - {*traits.media}):
-            return f"it was sent media that it doesn't read: {', '.join(lacking)}"
+        spec = self._spec
+        if unsupported := sorted({each.kind for each in message.media} - {*spec.media}):
+            return f"it was sent media that it doesn't read: {', '.join(unsupported)}"
         if tokens_max > CONTEXT_TOKENS_MAX:
             return f"{tokens_max} tokens are more than the context's {CONTEXT_TOKENS_MAX}"
-        if traits.blocks is not None and traits.blocks_for(tokens_max) > traits.blocks:
-            return f"{tokens_max} tokens never fit {traits.blocks} blocks of {traits.block_tokens}"
+        if spec.blocks is not None and spec.blocks_for(tokens_max) > spec.blocks:
+            return f"{tokens_max} tokens never fit {spec.blocks} blocks of {spec.block_tokens}"
         self._arrivals += 1
         rank = (message.priority, self._arrivals)
         turn = SimulatedTurn(message, rank, HashedContext(tokens), len(tokens))
@@ -155,7 +155,7 @@ class SimulatedTurns:
         return None
 
     def cancel(self, handle: int) -> None:
-        """End a turn; unknown handles are ignored."""
+        """End a turn; ignore unknown handles."""
         for turns in (self.running, self.waiting):
             for turn in turns:
                 if turn.message.turn == handle:
@@ -164,9 +164,9 @@ class SimulatedTurns:
                     return
 
     def abort_running(self) -> None:
-        """End every running turn, to be continued elsewhere."""
+        """End every running turn with ``abort``, to be continued on any engine."""
         if self.running:
-            self._hardships.note(CoverageMark.ABORTED)
+            self._coverage.note(CoverageMark.ABORTED)
         self._ended += [(turn.message.turn, ABORT) for turn in self.running]
         self.running.clear()
 
@@ -174,17 +174,17 @@ class SimulatedTurns:
 
     @property
     def swap_due(self) -> FinishWeightUpdate | None:
-        """The swap that can be done now. Frozen turns never finish, so none waits for them."""
-        swap = self.awaited_swap
+        """Weight swap that can be done now, or None. A swap does not wait for paused turns."""
+        swap = self.pending_swap
         if swap is not None and swap.pause_mode == "wait":
             are_frozen = self.is_held or self.pause_mode == "keep"
             return None if self.running and not are_frozen else swap
         return swap
 
     def swap(self, update: FinishWeightUpdate, content: int) -> None:
-        """Compute with other weights from now on."""
+        """Compute with the weights ``content`` from now on; discard KV if the update says so."""
         self.version, self.content = update.version, content
-        self.awaited_swap = None
+        self.pending_swap = None
         if update.kv_policy == "recompute":
             for turn in self.running:
                 turn.context.drop_kv()
@@ -193,7 +193,7 @@ class SimulatedTurns:
     # ------------------------------------------------------------ steps
 
     def take_ended(self) -> StepRows | None:
-        """Turns that ended between steps: rows without tokens."""
+        """Return rows without tokens for turns that ended between steps; None if there are none."""
         if not self._ended:
             return None
         rows = StepRows()
@@ -210,26 +210,26 @@ class SimulatedTurns:
         return bool(self._ended)
 
     def plan(self) -> StepWork:
-        """Choose what the next step computes; no chunks if nothing may run."""
+        """Choose the chunks that the next step computes; none if no turn may run."""
         if self.pause_mode == "keep" or self.is_held:
             return StepWork([])
         self._preempt_by_chance()
-        self._make_room()
-        drains = self.awaited_swap is not None and self.awaited_swap.pause_mode == "wait"
-        if self.pause_mode is None and not drains:
+        self._preempt_for_memory()
+        is_draining = self.pending_swap is not None and self.pending_swap.pause_mode == "wait"
+        if self.pause_mode is None and not is_draining:
             self._start_waiting()
-        left = self._traits.chunk_tokens
+        budget_tokens = self._spec.chunk_tokens
         chunks: list[tuple[SimulatedTurn, int]] = []
         for turn in self.running:
-            missing = len(turn.context.tokens) - turn.context.computed
-            tokens = min(missing, left) if turn.is_prefilling else missing
-            left -= tokens if turn.is_prefilling else 0
+            uncomputed = len(turn.context.tokens) - turn.context.computed
+            tokens = min(uncomputed, budget_tokens) if turn.is_prefilling else uncomputed
+            budget_tokens -= tokens if turn.is_prefilling else 0
             if tokens:
                 chunks.append((turn, tokens))
         return StepWork(chunks)
 
     def complete(self, work: StepWork) -> StepRows | None:
-        """What the planned rows sampled; None if it was all prefill, with no end yet."""
+        """Compute a step; return its sampled rows, or None if all prefills are unfinished."""
         rows = StepRows()
         for turn, tokens in work.chunks:
             turn.context.compute(tokens, content=self.content, version=self.version)
@@ -241,24 +241,24 @@ class SimulatedTurns:
         message, context = turn.message, turn.context
         if turn.is_prefilling:
             turn.is_prefilling = False
-            if self._traits.tells_prefills:
+            if self._spec.tells_prefills:
                 rows.prefills.append(Prefill(message.turn, turn.output_tokens, context.spans))
         code, count = RUNNING, 0
-        while code == RUNNING and count < self._traits.tokens_per_step:
+        while code == RUNNING and count < self._spec.tokens_per_step:
             if count:
                 context.compute(1, content=self.content, version=self.version)
-            said = self._model.next_token(
+            sampled = self._model.next_token(
                 context,
                 message,
                 content=self.content,
                 version=self.version,
                 engine=self._engine,
             )
-            context.tokens.append(said.token)
-            rows.token_ids.append(said.token)
-            rows.logprobs.append(said.logprob)
+            context.tokens.append(sampled.token)
+            rows.token_ids.append(sampled.token)
+            rows.logprobs.append(sampled.logprob)
             count += 1
-            if said.token in message.sampling.stop_token_ids:
+            if sampled.token in message.sampling.stop_token_ids:
                 code = STOP
             elif turn.output_tokens == message.sampling.max_tokens:
                 code = LENGTH
@@ -271,47 +271,48 @@ class SimulatedTurns:
     # ------------------------------------------------------------ memory
 
     def forget_kv(self) -> None:
-        """The memory of all KV is gone; turns that have any wait to be computed again."""
+        """Discard all KV; running turns wait for their KV to be recomputed."""
         for turn in self.running:
             turn.context.drop_kv()
             turn.is_prefilling = True
             insort(self.waiting, turn, key=_rank)
         self.running.clear()
 
-    def _blocks_wanted(self, turn: SimulatedTurn) -> int:
-        """By the end of its next step."""
-        return self._traits.blocks_for(len(turn.context.tokens) + self._traits.tokens_per_step - 1)
+    def _blocks_needed(self, turn: SimulatedTurn) -> int:
+        """Return the number of blocks that the turn needs until the end of its next step."""
+        return self._spec.blocks_for(len(turn.context.tokens) + self._spec.tokens_per_step - 1)
 
-    def _make_room(self) -> None:
-        """The worst turns give way until all that run can go on."""
-        if self._traits.blocks is None:
+    def _preempt_for_memory(self) -> None:
+        """Preempt the lowest-ranked turns, or end them, until the others' next step fits."""
+        if self._spec.blocks is None:
             return
-        wanted = sum(self._blocks_wanted(turn) for turn in self.running)
-        while wanted > self._traits.blocks and len(self.running) > 1:
+        needed = sum(self._blocks_needed(turn) for turn in self.running)
+        while needed > self._spec.blocks and len(self.running) > 1:
             turn = self.running.pop()
-            wanted -= self._blocks_wanted(turn)
-            if self._traits.hands_turns_back:
-                self._hardships.note(CoverageMark.HANDED_BACK)
+            needed -= self._blocks_needed(turn)
+            if self._spec.hands_turns_back:
+                self._coverage.note(CoverageMark.HANDED_BACK)
                 self._ended.append((turn.message.turn, ABORT))
                 continue
-            self._hardships.note(CoverageMark.PREEMPTED)
+            self._coverage.note(CoverageMark.PREEMPTED)
             turn.context.drop_kv()
             turn.is_prefilling = True
             insort(self.waiting, turn, key=_rank)
 
     def _start_waiting(self) -> None:
-        """Start waiting turns, best first, while there is room for them and one block to spare."""
-        traits = self._traits
-        free = math.inf if traits.blocks is None else traits.blocks
-        free -= sum(self._blocks_wanted(turn) for turn in self.running)
-        while self.waiting and len(self.running) < traits.max_running_turns:
-            free -= self._blocks_wanted(self.waiting[0])
+        """Start waiting turns in order of rank, while a free block per running turn remains."""
+
+        spec = self._spec
+        free = math.inf if spec.blocks is None else spec.blocks
+        free -= sum(self._blocks_needed(turn) for turn in self.running)
+        while self.waiting and len(self.running) < spec.max_running_turns:
+            free -= self._blocks_needed(self.waiting[0])
             if self.running and free < len(self.running):
                 return
             insort(self.running, self.waiting.pop(0), key=_rank)
 
     def _preempt_by_chance(self) -> None:
-        if self.running and self._chance.random() < PREEMPTION_CHANCE:
+        if self.running and self._chance.random() < PREEMPTION_PROBABILITY:
             turn = self._chance.choice(self.running)
             turn.context.drop_kv()
             turn.is_prefilling = True

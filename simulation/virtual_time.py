@@ -1,7 +1,8 @@
-"""Event loop in virtual time: its clock jumps to whatever is scheduled next.
+"""Event loop in virtual time: its clock jumps to the next scheduled timer.
 
-It has no sockets, threads or processes: all that ever happens on it was scheduled on it. So the
-same program does the same things in the same order, and one that waits for ever is found out.
+The loop has no sockets, threads or processes, so a program runs the same callbacks in the same
+order each time, and a program that waits forever is detected. The simulation and the pytest plugin
+run on this loop.
 """
 
 import asyncio
@@ -22,32 +23,35 @@ Ts = TypeVarTuple("Ts")
 
 
 FRAMES_SHOWN = 3
-"""Of each task that waits: the last is usually asyncio's, and those before it are telling."""
+"""Number of innermost frames shown of a waiting task. The last is usually asyncio's own."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop with neither selector nor clock; :meth:`time` starts at 0.
+    """Event loop without a selector and without a real clock; :meth:`time` starts at 0.
 
     Callbacks due at the same instant run in the order in which they were scheduled.
     """
 
     def __init__(self, *, limit_s: float = math.inf, tick_s: float | None = None) -> None:
-        """``tick_s``: the clock stands only at multiples of it, so that much happens at once."""
+        """Create the loop; timers are rounded up to multiples of ``tick_s``, so that many coincide.
+
+        ``limit_s``: :class:`VirtualTimeUp` is raised instead of advancing the clock beyond it.
+        """
         super().__init__()
         self.limit_s = limit_s
-        """The clock goes no further."""
+        """Latest virtual time, in seconds."""
         self._tick_s = tick_s
         self._thread = threading.get_ident()
         self._now_s = 0.0
-        self._soon: deque[asyncio.Handle] = deque()
+        self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        """A heap of (when, order of scheduling, handle)."""
+        """Heap of (due time, order of scheduling, handle)."""
         self._timers_made = 0
         self.callbacks_run = 0
         self.set_task_factory(contained_task)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._now_s
 
     def call_soon(
@@ -56,9 +60,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """Run ``callback`` before the clock moves on."""
+        """Run ``callback`` before the clock advances."""
         handle = asyncio.Handle(callback, args, self, context)
-        self._soon.append(handle)
+        self._ready.append(handle)
         return handle
 
     def call_at(
@@ -68,7 +72,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Run ``callback`` when the clock says ``when``."""
+        """Run ``callback`` at the virtual time ``when``."""
         if self._tick_s is not None:
             when = self._tick_s * math.ceil(when / self._tick_s)
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -92,47 +96,50 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """As :meth:`call_soon`, for code that doesn't know where it runs.
+        """Run ``callback`` as :meth:`call_soon` does; only the loop's own thread may call.
 
         Raises:
-            RuntimeError: another thread calls, but virtual time waits for no thread.
+            RuntimeError: another thread calls, whose real time can't be ordered in virtual time.
         """
         if threading.get_ident() != self._thread:
-            raise RuntimeError("virtual time waits for no thread; run this without one in a test")
+            raise RuntimeError(
+                "another thread called the event loop, but virtual time can't wait for threads; "
+                "run this code without a thread in the test"
+            )
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(
         self, executor: object, func: Callable[[*Ts], Result], *args: *Ts
     ) -> asyncio.Future[Result]:
-        """Call ``func`` here and now: it takes no virtual time. So works ``asyncio.to_thread``."""
+        """Call ``func`` now on this thread, in no virtual time, so ``asyncio.to_thread`` works."""
         future: asyncio.Future[Result] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - it belongs to who awaits the future
+        except Exception as error:  # noqa: BLE001 - the future hands the error to its waiter
             future.set_exception(error)
         return future
 
     def _run_once(self) -> None:
-        """One round of ``run_forever``: all that is ready, after a jump if nothing is."""
-        timers, soon = self._timers, self._soon
+        """Run all ready callbacks; advance the clock to the next timer first if there are none."""
+        timers, ready = self._timers, self._ready
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
-        if not soon:
+        if not ready:
             if not timers:
                 raise NothingLeftToHappen(waiting=self.waiting())
             if timers[0][0] > self.limit_s:
                 raise VirtualTimeUp(limit_s=self.limit_s, waiting=self.waiting())
             self._now_s = max(self._now_s, timers[0][0])
         while timers and timers[0][0] <= self._now_s:
-            soon.append(heapq.heappop(timers)[2])
-        for _ in range(len(soon)):
-            handle = soon.popleft()
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
             if not handle.cancelled():
                 self.callbacks_run += 1
                 handle._run()
 
     def waiting(self) -> list[str]:
-        """Which tasks are not done, and where each waits."""
+        """Return a line for each task that is not done, with the frames in which the task waits."""
         return sorted(_whereabouts(task) for task in asyncio.all_tasks(self))
 
 
@@ -147,35 +154,36 @@ def _whereabouts(task: "asyncio.Task[Any]") -> str:
 
 
 class VirtualTime:
-    """An event loop's time, and who lets it pass: as :class:`asyncio.Runner`, but it costs nothing.
+    """Runner of a :class:`VirtualLoop`, like :class:`asyncio.Runner`, for sync and async code.
 
-    The loop stays from one call to the next, and what runs on it stands still in between.
+    The loop is kept from one call to the next. Tasks on the loop run only during a call.
     """
 
     def __init__(self, *, limit_s: float = math.inf, tick_s: float | None = None) -> None:
-        """``limit_s``: no more virtual seconds than these, for heartbeats alone go on for ever."""
+        """Create the loop; ``limit_s`` ends a run in which only heartbeats continue."""
         self.loop = VirtualLoop(limit_s=limit_s, tick_s=tick_s)
 
     @property
     def now_s(self) -> float:
-        """Virtual seconds since the start."""
+        """Virtual time since the start, in seconds."""
         return self.loop.time()
 
     def run(self, main: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine to its end.
 
         Raises:
-            NothingLeftToHappen: it waits for what can't come; the message names who waits, where.
-            VirtualTimeUp: it took longer than the limit.
+            NothingLeftToHappen: the coroutine waits, and nothing is scheduled that could wake any
+                task; the message names the waiting tasks.
+            VirtualTimeUp: the limit of virtual time was reached.
         """
         return self.loop.run_until_complete(self.loop.create_task(main, name="main"))
 
     def sleep(self, seconds: float) -> None:
-        """Let so much time pass, from code that isn't async."""
+        """Advance virtual time by ``seconds``, from sync code."""
         self.run(asyncio.sleep(seconds))
 
     def close(self) -> None:
-        """Cancel whatever is left. Harmless if repeated."""
+        """Cancel all tasks and close the loop. Harmless if repeated."""
         if self.loop.is_closed():
             return
         self.loop.limit_s = math.inf
@@ -190,11 +198,13 @@ class VirtualTime:
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run a program; as :func:`asyncio.run`, but time costs nothing.
+    """Run a coroutine in virtual time, as :func:`asyncio.run` does in real time.
 
     Raises:
-        NothingLeftToHappen: it waits for what can't come; the message names who waits, and where.
+        NothingLeftToHappen: the coroutine waits, and nothing is scheduled that could wake any task;
+            the message names the waiting tasks.
     """
+
     time = VirtualTime()
     try:
         return time.run(main)

@@ -1,8 +1,8 @@
-"""Simulated wire: carries real frames, and delays, stalls, cuts and garbles them.
+"""Simulated wire in place of the ZeroMQ sockets: delays, stalls, cuts and damages real frames.
 
-It stands where the sockets are, so the real codec runs on both ends. As on the real wire, order is
-kept in each direction, nothing is lost while a connection lasts, and when one breaks an unknown
-number of the last frames of each direction is lost.
+The real codec encodes and decodes every frame on both ends. As with ZeroMQ over TCP, each direction
+keeps its order, no frame is lost while a connection lasts, and a broken connection loses an unknown
+number of the last frames of each direction.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.zeromq import sendable
 
-STORY_FRAMES_MAX = 40
-"""The last so many frames are told when something is wrong: a screenful."""
+LAST_FRAMES_MAX = 40
+"""Number of frames shown in the report of a failure: a screenful."""
 
-
-FRAME_LETTERS_MAX = 200
+DESCRIPTION_CHARS_MAX = 200
+"""Characters after which a shown frame is cut off."""
 
 COLUMNS = {"turns": "I", "counts": "I", "token_ids": "i", "logprobs": "f"}
-"""What columns hold, as :mod:`array` calls it; others hold bytes."""
+"""Type codes of :mod:`array` for the columns of a step message; other columns hold bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedFrame:
-    """One frame, as it arrived."""
+    """One frame that has arrived."""
 
     at_s: float
     engine: str
@@ -50,53 +50,53 @@ class CarriedFrame:
     def __str__(self) -> str:
         decode = decode_from_engine if self.is_from_engine else decode_from_orchestrator
         try:
-            said = _in_words(decode(self.frame))
+            description = _describe(decode(self.frame))
         except BadFrame as error:
-            said = str(error)
+            description = str(error)
         arrow = "->" if self.is_from_engine else "<-"
-        return f"{self.at_s:9.4f} s  {self.engine} {arrow} {said[:FRAME_LETTERS_MAX]}"
+        return f"{self.at_s:9.4f} s  {self.engine} {arrow} {description[:DESCRIPTION_CHARS_MAX]}"
 
 
-def _in_words(message: Message) -> str:
-    """A message as a person reads it: columns as lists, and nothing that goes without saying."""
-    words = []
+def _describe(message: Message) -> str:
+    """Format a message for a reader: columns as lists, and without fields equal to defaults."""
+    parts = []
     for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
         if value == field.default or (not value and field.default_factory is not msgspec.NODEFAULT):
             continue
         if isinstance(value, bytes):
             value = array(COLUMNS.get(field.name, "B"), value).tolist()
-        words.append(f"{field.name}={value}")
-    return f"{type(message).__name__}({', '.join(words)})"
+        parts.append(f"{field.name}={value}")
+    return f"{type(message).__name__}({', '.join(parts)})"
 
 
 class FrameLog:
-    """Record of all frames carried: a digest of them, and the last ones in full."""
+    """Log of all frames of a run: their digest, and the last frames in full."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
         self.frames = 0
-        self.last: deque[CarriedFrame] = deque(maxlen=STORY_FRAMES_MAX)
+        self.last: deque[CarriedFrame] = deque(maxlen=LAST_FRAMES_MAX)
 
     def note(self, carried: CarriedFrame) -> None:
-        """Take in one arrival."""
+        """Add one frame that has arrived; heartbeats count only in the digest."""
         self.frames += 1
-        if b"heartbeat" not in carried.frame[:32]:  # they tell no story
+        if b"heartbeat" not in carried.frame[:32]:
             self.last.append(carried)
-        about = struct.pack("<d?", carried.at_s, carried.is_from_engine)
-        self._digest.update(about + carried.engine.encode() + carried.frame)
+        header = struct.pack("<d?", carried.at_s, carried.is_from_engine)
+        self._digest.update(header + carried.engine.encode() + carried.frame)
 
     def note_fact(self, fact: object) -> None:
-        """Take in something else that has to be the same in each run of a seed."""
+        """Add a result to the digest that must be equal in each run of a seed."""
         self._digest.update(repr(fact).encode())
 
     def hexdigest(self) -> str:
-        """What tells this run from any that went another way."""
+        """Return the digest of all frames and facts so far."""
         return self._digest.hexdigest()
 
 
 class _Direction:
-    """Frames on their way, in order."""
+    """One direction of a connection: its frames in flight, in order."""
 
     def __init__(
         self,
@@ -112,51 +112,51 @@ class _Direction:
         self._chance = chance
         self._deliver = deliver
         self._on_loss = on_loss
-        self._flying: deque[tuple[asyncio.TimerHandle, bytes]] = deque()
+        self._in_flight: deque[tuple[asyncio.TimerHandle, bytes]] = deque()
         self._last_due_s = 0.0
 
     def carry(self, frame: bytes) -> None:
-        """Deliver ``frame`` after a while, and after all before it."""
+        """Deliver ``frame`` after a random delay, and after all earlier frames."""
         delay_s = self._latency_s * self._chance.expovariate(1.0)
         self._last_due_s = max(self._last_due_s, self._loop.time() + delay_s)
-        self._fly(frame)
+        self._schedule(frame)
 
-    def _fly(self, frame: bytes) -> None:
+    def _schedule(self, frame: bytes) -> None:
         timer = self._loop.call_at(self._last_due_s, self._arrive, frame)
-        self._flying.append((timer, frame))
+        self._in_flight.append((timer, frame))
 
     def _arrive(self, frame: bytes) -> None:
-        self._flying.popleft()
+        self._in_flight.popleft()
         self._deliver(frame)
 
     def stall(self, lasts_s: float) -> None:
-        """Let nothing arrive for a while, and then everything."""
+        """Deliver no frame for ``lasts_s`` seconds, and then all of them."""
         self._last_due_s = max(self._last_due_s, self._loop.time() + lasts_s)
-        late, self._flying = self._flying, deque()
-        for timer, frame in late:
+        delayed, self._in_flight = self._in_flight, deque()
+        for timer, frame in delayed:
             timer.cancel()
-            self._fly(frame)
+            self._schedule(frame)
 
     def lose_tail(self) -> None:
-        """Lose an unknown number of the last frames."""
-        self._lose(self._chance.randint(0, len(self._flying)))
+        """Lose a random number of the last frames in flight."""
+        self._lose(self._chance.randint(0, len(self._in_flight)))
 
     def lose_all(self) -> None:
-        """Lose every frame that is on its way."""
-        self._lose(len(self._flying))
+        """Lose every frame in flight."""
+        self._lose(len(self._in_flight))
 
     def _lose(self, frames: int) -> None:
         for _ in range(frames):
-            self._flying.pop()[0].cancel()
+            self._in_flight.pop()[0].cancel()
         if frames:
             self._on_loss()
 
 
 class SimulatedLink:
-    """One engine's connection to the orchestrator: the engine's socket, one process after another.
+    """Connection of one engine name to the orchestrator, used by its processes one after another.
 
-    What an engine sends while there is no connection waits for the next; what the orchestrator
-    sends is refused meanwhile.
+    While the connection is broken, frames of the engine wait for the reconnect, and frames of the
+    orchestrator are refused, as ZeroMQ's DEALER and ROUTER sockets do.
     """
 
     def __init__(
@@ -170,23 +170,23 @@ class SimulatedLink:
         self._engine = engine
         self._loop = router.loop
         self._chance = chance
-        self._tape = router.tape
+        self._frame_log = router.frame_log
         self._router = router
-        self._hardships = router.hardships
+        self._coverage = router.coverage
         self._receive: Callable[[bytes], None] | None = None
         self._up = _Direction(
             router.loop,
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_router,
-            on_loss=partial(self._hardships.note, CoverageMark.LOST_TO_ORCHESTRATOR),
+            on_loss=partial(self._coverage.note, CoverageMark.LOST_TO_ORCHESTRATOR),
         )
         self._down = _Direction(
             router.loop,
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_engine,
-            on_loss=partial(self._hardships.note, CoverageMark.LOST_TO_ENGINE),
+            on_loss=partial(self._coverage.note, CoverageMark.LOST_TO_ENGINE),
         )
         self._unsent: list[bytes] = []
         self._cuts = 0
@@ -203,12 +203,12 @@ class SimulatedLink:
     # ------------------------------------------------------------ the engine's end
 
     def open(self, receive: Callable[[bytes], None]) -> None:
-        """A new process connects."""
+        """Connect a new engine process, which gets its frames through ``receive``."""
         self._receive = receive
         self._has_reconnected = self._was_open_when_cut = False
 
     def hang_up(self, *, is_clean: bool) -> None:
-        """The process ends. Cleanly: what it said still arrives."""
+        """Disconnect the engine process; if ``is_clean``, frames that it has sent still arrive."""
         self._receive = None
         self._unsent.clear()
         self._down.lose_all()
@@ -216,25 +216,25 @@ class SimulatedLink:
             self._up.lose_tail()
 
     def send(self, frame: bytes) -> None:
-        """Carry a frame to the orchestrator, now or after the next reconnect."""
+        """Send a frame to the orchestrator, now or after the next reconnect."""
         if self._is_cut:
             self._unsent.append(frame)
             return
         if self._frames_to_garble:
             self._frames_to_garble -= 1
-            self._hardships.note(CoverageMark.GARBLED)
+            self._coverage.note(CoverageMark.GARBLED)
             frame = _garbled(frame)
         self._up.carry(frame)
 
     def take_reconnected(self) -> bool:
-        """Whether the connection was made anew since the last call."""
-        has, self._has_reconnected = self._has_reconnected, False
-        return has
+        """Return whether the connection was restored since the last call."""
+        has_reconnected, self._has_reconnected = self._has_reconnected, False
+        return has_reconnected
 
     # ------------------------------------------------------------ the orchestrator's end
 
     def send_to_engine(self, frame: bytes) -> bool:
-        """Carry a frame to the engine; False if it isn't connected."""
+        """Send a frame to the engine; return False if the engine isn't connected."""
         if not self.is_up:
             return False
         self._down.carry(frame)
@@ -243,18 +243,18 @@ class SimulatedLink:
     # ------------------------------------------------------------ faults
 
     def cut(self, lasts_s: float) -> None:
-        """Break the connection; it is made anew after a while."""
+        """Break the connection, and restore it after ``lasts_s`` seconds."""
         if self._receive is not None:
-            self._hardships.note(CoverageMark.CUT)
+            self._coverage.note(CoverageMark.CUT)
         self._up.lose_tail()
         self._down.lose_tail()
         self._is_cut = True
         self._was_open_when_cut = self._receive is not None
         self._cuts += 1
-        self._loop.call_later(lasts_s, self._mend, self._cuts)
+        self._loop.call_later(lasts_s, self._reconnect, self._cuts)
 
-    def _mend(self, cut: int) -> None:
-        if cut != self._cuts:  # it was cut again meanwhile, for longer
+    def _reconnect(self, cut: int) -> None:
+        if cut != self._cuts:  # a later cut restores the connection
             return
         self._is_cut = False
         self._has_reconnected = self._was_open_when_cut
@@ -263,12 +263,12 @@ class SimulatedLink:
             self.send(frame)
 
     def stall(self, lasts_s: float) -> None:
-        """Let one direction's frames, or both's, arrive only after a while."""
+        """Delay the frames of one direction or of both by ``lasts_s`` seconds."""
         directions = self._chance.choice(((self._up,), (self._down,), (self._up, self._down)))
         for direction in directions:
             direction.stall(lasts_s)
         if self.is_up:
-            self._hardships.note(CoverageMark.STALLED)
+            self._coverage.note(CoverageMark.STALLED)
 
     def garble(self, frames: int) -> None:
         """Damage the next frames that the engine sends."""
@@ -277,17 +277,17 @@ class SimulatedLink:
     # ------------------------------------------------------------ arrivals
 
     def _at_router(self, frame: bytes) -> None:
-        self._tape.note(CarriedFrame(self._loop.time(), self._engine, True, frame))
+        self._frame_log.note(CarriedFrame(self._loop.time(), self._engine, True, frame))
         self._router.arrive(self._engine.encode(), frame)
 
     def _at_engine(self, frame: bytes) -> None:
         if self._receive is not None:
-            self._tape.note(CarriedFrame(self._loop.time(), self._engine, False, frame))
+            self._frame_log.note(CarriedFrame(self._loop.time(), self._engine, False, frame))
             self._receive(frame)
 
 
 def _garbled(frame: bytes) -> bytes:
-    """Damage that is found out only late where possible: a step whose columns disagree."""
+    """Damage a frame: drop a step's last token id, which decoding accepts, or half of the bytes."""
     message = decode_from_engine(frame)
     if isinstance(message, Step) and message.token_ids:
         return encode(msgspec.structs.replace(message, token_ids=message.token_ids[4:]))
@@ -295,28 +295,28 @@ def _garbled(frame: bytes) -> bytes:
 
 
 class SimulatedRouter:
-    """The orchestrator's socket, with links for wires; see :class:`wire.Wire`."""
+    """Stand-in for the orchestrator's ROUTER socket, with one :class:`SimulatedLink` per engine."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, tape: FrameLog, hardships: CoverageMarks
+        self, loop: asyncio.AbstractEventLoop, frame_log: FrameLog, coverage: CoverageMarks
     ) -> None:
         self.address = "simulated"
         self.loop = loop
-        self.tape = tape
-        self.hardships = hardships
+        self.frame_log = frame_log
+        self.coverage = coverage
         self._links: dict[bytes, SimulatedLink] = {}
         self._arrived: list[tuple[bytes, bytes]] = []
         self._on_frames: Callable[[list[tuple[bytes, bytes]]], None] | None = None
         self._drain_handle: asyncio.Handle | None = None
 
     def link(self, engine: str, *, latency_s: float, chance: random.Random) -> SimulatedLink:
-        """The wire to an engine of this name."""
+        """Make the connection of the engine named ``engine``."""
         link = SimulatedLink(engine, self, latency_s=latency_s, chance=chance)
         self._links[engine.encode()] = link
         return link
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Carry one message; False if the peer isn't connected."""
+        """Send one message; return False if the peer isn't connected."""
         link = self._links.get(peer)
         return link is not None and link.send_to_engine(sendable(message))
 
@@ -325,7 +325,7 @@ class SimulatedRouter:
         loop: asyncio.AbstractEventLoop,
         on_frames: Callable[[list[tuple[bytes, bytes]]], None],
     ) -> None:
-        """Have ``on_frames`` called with what arrives."""
+        """Call ``on_frames`` with the frames that arrive, in batches."""
         assert loop is self.loop
         self._on_frames = on_frames
         self._schedule_drain()
@@ -335,14 +335,15 @@ class SimulatedRouter:
         self._on_frames = None
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no socket to close."""
 
     def forget(self) -> None:
-        """The process is gone, with what had arrived and was not read."""
+        """Discard the frames that have arrived and were not read, as a crash does."""
         self._arrived.clear()
 
     def arrive(self, peer: bytes, frame: bytes) -> None:
-        """A link has carried a frame here."""
+        """Accept a frame from a link."""
+
         self._arrived.append((peer, frame))
         self._schedule_drain()
 

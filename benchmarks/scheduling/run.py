@@ -29,8 +29,8 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
 from tidegate.simulation.coverage_marks import CoverageMarks
-from tidegate.simulation.planning.simulated import FOR_EVER_S, WIRE_S, NullFrameLog
-from tidegate.simulation.simulation import model_of_no_words
+from tidegate.simulation.planning.simulated import NEVER_S, WIRE_S, NullFrameLog
+from tidegate.simulation.simulation import empty_model_files
 from tidegate.simulation.virtual_time import VirtualTime
 from tidegate.simulation.wire import SimulatedRouter
 from tidegate.transport.messages import InitWeights, UpdateWeights
@@ -216,12 +216,12 @@ def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> Run
         group_size=workload.group_size,
         pause_mode=mode,
         kv_policy="keep",
-        episode_timeout_s=FOR_EVER_S,
-        engine_timeout_s=FOR_EVER_S,
-        orchestrator_timeout_s=FOR_EVER_S,
-        stuck_after_s=FOR_EVER_S,
-        weight_update_timeout_s=FOR_EVER_S,
-        heartbeat_interval_s=FOR_EVER_S / 4,
+        episode_timeout_s=NEVER_S,
+        engine_timeout_s=NEVER_S,
+        orchestrator_timeout_s=NEVER_S,
+        stuck_after_s=NEVER_S,
+        weight_update_timeout_s=NEVER_S,
+        heartbeat_interval_s=NEVER_S / 4,
         staleness_policy=variant.staleness_policy(workload.groups_per_batch),
     )
 
@@ -236,7 +236,7 @@ async def _main(
     loop, stopwatch = virtual_time.loop, Stopwatch()
     router = SimulatedRouter(loop, NullFrameLog(), CoverageMarks())
     init = InitWeights(channel="shm")
-    scheduler = Scheduler(settings, model_of_no_words(), router, init, recorder=None)
+    scheduler = Scheduler(settings, empty_model_files(), router, init, recorder=None)
     # In a colocated run the weights are exchanged as part of the switch.
     costs = replace(workload.costs, swap_s=0.0) if variant.is_colocated else workload.costs
     engines = MACHINES if variant.is_colocated else ROLLOUT_MACHINES

@@ -13,7 +13,7 @@ from tidegate.orchestrator.telemetry.forecast import BUSY_TRAINER_IDLE_MAX
 from tidegate.policies.predictions import DecodeCost, fit_decode_cost
 from tidegate.simulation.engine_costs import EngineCosts
 from tidegate.simulation.planning.closed_forms import predict
-from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
+from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 
 NO_PREFILL = 1e12
 """Prefill speed in tokens/s: unlimited, because the measured step times include prefills."""
@@ -23,13 +23,13 @@ NO_PREFILL = 1e12
 class MeasuredRun:
     """Measured figures of a run that a plan needs."""
 
-    situation: PlanWorkload
-    choice: PlanCandidate
+    workload: PlanWorkload
+    candidate: PlanCandidate
     """Settings of the run."""
     measured: Prediction
     """Figures measured in the run."""
-    unaccounted_factor: float
-    """Ratio of a token's real time to its steps' time; ``situation.costs`` already includes it."""
+    unaccounted_slowdown: float
+    """Ratio of a token's real time to its steps' time; ``workload.costs`` already includes it."""
 
 
 def measured_run(directory: Path) -> MeasuredRun:
@@ -46,19 +46,19 @@ def measured_run(directory: Path) -> MeasuredRun:
     engines = [each for each in statistics["engines"] if each.get("steps")]
     if not engines or not groups or facts.wall_s <= 0 or facts.trainer_idle_share >= 1:
         raise ConfigError(
-            f"{directory / RUN_FILE} has too few figures to plan from; a run of some batches by "
-            f"this version of Tidegate has them"
+            f"{directory / RUN_FILE} has too few figures to plan from; record a run of several "
+            f"batches with this version of Tidegate"
         )
     is_trainer_bound = _idle_share_between_batches(directory, facts) <= BUSY_TRAINER_IDLE_MAX
     # If the trainer limits, its idle time is batch hand-over, so it counts as trainer time.
     trainer_s = facts.wall_s * (1.0 if is_trainer_bound else 1 - facts.trainer_idle_share)
-    bare = PlanWorkload(
+    measured_workload = PlanWorkload(
         groups=groups,
         costs=_costs(engines, statistics["engines"]),
         trainer_tokens_per_s=facts.tokens_trained / trainer_s,
         turns=turns,
     )
-    choice = PlanCandidate(
+    candidate = PlanCandidate(
         max_staleness=_setting(settings, "max_staleness", directory),
         groups_per_batch=_setting(settings, "groups_per_batch", directory),
         engines=len(engines),
@@ -67,8 +67,12 @@ def measured_run(directory: Path) -> MeasuredRun:
     )
     measured = _measured(facts)
     # If the trainer limits, batch times do not show how slow the engines are.
-    factor = 1.0 if is_trainer_bound else _unaccounted_factor(bare, choice, measured.batch_s)
-    return MeasuredRun(_slowed(bare, factor), choice, measured, factor)
+    slowdown = (
+        1.0
+        if is_trainer_bound
+        else _unaccounted_slowdown(measured_workload, candidate, measured.batch_s)
+    )
+    return MeasuredRun(_slowed(measured_workload, slowdown), candidate, measured, slowdown)
 
 
 def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
@@ -83,32 +87,37 @@ def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
     return (waited_s[1] - waited_s[0]) / between_s if between_s > 0 else facts.trainer_idle_share
 
 
-UNACCOUNTED_MAX = 64.0
+UNACCOUNTED_SLOWDOWN_MAX = 64.0
 """Largest unaccounted factor that is searched for; beyond it, tools take nearly all the time."""
 
 
-def _unaccounted_factor(situation: PlanWorkload, choice: PlanCandidate, batch_s: float) -> float:
+def _unaccounted_slowdown(
+    workload: PlanWorkload, candidate: PlanCandidate, batch_s: float
+) -> float:
     """Return the factor on step times at which the plan predicts the run's measured batch time.
 
     Tools, engines that wait for a processor, and the wire take time outside the steps. The factor
     spreads this time evenly over all tokens.
     """
     low, high = 1.0, 1.0
-    while predict(_slowed(situation, high), choice).batch_s < batch_s and high < UNACCOUNTED_MAX:
+    while (
+        predict(_slowed(workload, high), candidate).batch_s < batch_s
+        and high < UNACCOUNTED_SLOWDOWN_MAX
+    ):
         low, high = high, 2 * high
     for _ in range(12):
         middle = (low + high) / 2
-        is_quick = predict(_slowed(situation, middle), choice).batch_s < batch_s
+        is_quick = predict(_slowed(workload, middle), candidate).batch_s < batch_s
         low, high = (middle, high) if is_quick else (low, middle)
     return high
 
 
-def _slowed(situation: PlanWorkload, factor: float) -> PlanWorkload:
-    costs = situation.costs
+def _slowed(workload: PlanWorkload, slowdown: float) -> PlanWorkload:
+    costs = workload.costs
     slowed = replace(
-        costs, step_s=factor * costs.step_s, running_turn_s=factor * costs.running_turn_s
+        costs, step_s=slowdown * costs.step_s, running_turn_s=slowdown * costs.running_turn_s
     )
-    return replace(situation, costs=slowed)
+    return replace(workload, costs=slowed)
 
 
 def _measured(facts: Facts) -> Prediction:
@@ -124,8 +133,8 @@ def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
     value = settings.get(name)
     if not isinstance(value, int) or settings.get("staleness_policy") is not None:
         raise ConfigError(
-            f"{directory} ran under a policy of its own, {settings.get('policy')!r}; plans know "
-            f"bounded staleness only"
+            f"{directory} ran with the policy {settings.get('policy')!r}; only runs with bounded "
+            f"staleness can be planned from"
         )
     return value
 

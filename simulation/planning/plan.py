@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tidegate.simulation.planning.closed_forms import predict
-from tidegate.simulation.planning.situation import PlanCandidate, PlanWorkload, Prediction
+from tidegate.simulation.planning.workload import PlanCandidate, PlanWorkload, Prediction
 from tidegate.transport.messages import KvPolicy, PauseMode
 
 NEARLY_BEST = 0.98
@@ -15,12 +15,12 @@ NEARLY_BEST = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """One choice and its prediction."""
 
     varied: str
     """Varied setting: ``max_staleness``, ``pause``, ``split`` or ``batch``."""
-    choice: PlanCandidate
+    candidate: PlanCandidate
     closed: Prediction
     simulated: Prediction | None = None
 
@@ -31,54 +31,54 @@ class Row:
 
 
 def staleness_rows(
-    situation: PlanWorkload, base: PlanCandidate, bounds: Sequence[int]
-) -> list[Row]:
+    workload: PlanWorkload, base: PlanCandidate, bounds: Sequence[int]
+) -> list[PlanRow]:
     """Predict the run ``base`` for each staleness bound, in ascending order."""
     choices = [replace(base, max_staleness=bound) for bound in sorted(set(bounds))]
-    return [Row("max_staleness", each, predict(situation, each)) for each in choices]
+    return [PlanRow("max_staleness", each, predict(workload, each)) for each in choices]
 
 
-def recommended(rows: Sequence[Row]) -> Row:
+def recommended(rows: Sequence[PlanRow]) -> PlanRow:
     """Return the first row whose throughput is at least ``NEARLY_BEST`` of the best."""
-    most = max(row.best.tokens_per_s for row in rows)
-    return next(row for row in rows if row.best.tokens_per_s >= NEARLY_BEST * most)
+    best_tokens_per_s = max(row.best.tokens_per_s for row in rows)
+    return next(row for row in rows if row.best.tokens_per_s >= NEARLY_BEST * best_tokens_per_s)
 
 
 def other_rows(
-    situation: PlanWorkload,
+    workload: PlanWorkload,
     base: PlanCandidate,
     *,
     pauses: Sequence[PauseMode] = (),
-    splits: Sequence[tuple[int, int]] = (),
+    device_splits: Sequence[tuple[int, int]] = (),
     batches: Sequence[int] = (),
-) -> Iterator[Row]:
+) -> Iterator[PlanRow]:
     """Predict ``base`` with one setting changed: pause mode, engines and trainers, or batch
     size."""
     for mode in pauses:
         kv: tuple[KvPolicy, ...] = ("keep", "recompute") if mode == "keep" else ("keep",)
         for policy in kv:
-            yield _row(situation, "pause", replace(base, pause_mode=mode, kv_policy=policy))
-    for engines, trainers in splits:
-        yield _row(situation, "split", replace(base, engines=engines, trainers=trainers))
+            yield _plan_row(workload, "pause", replace(base, pause_mode=mode, kv_policy=policy))
+    for engines, trainers in device_splits:
+        yield _plan_row(workload, "split", replace(base, engines=engines, trainers=trainers))
     for groups in batches:
-        yield _row(situation, "batch", replace(base, groups_per_batch=groups))
+        yield _plan_row(workload, "batch", replace(base, groups_per_batch=groups))
 
 
-def _row(situation: PlanWorkload, varied: str, choice: PlanCandidate) -> Row:
-    return Row(varied, choice, predict(situation, choice))
+def _plan_row(workload: PlanWorkload, varied: str, candidate: PlanCandidate) -> PlanRow:
+    return PlanRow(varied, candidate, predict(workload, candidate))
 
 
-def advice(rows: Sequence[Row]) -> str:
+def advice(rows: Sequence[PlanRow]) -> str:
     """Return the recommendation as a sentence, from the rows of :func:`staleness_rows`."""
     row = recommended(rows)
-    eta, said = row.choice.max_staleness, row.best
+    eta, prediction = row.candidate.max_staleness, row.best
     text = (
-        f"max_staleness={eta}: {said.tokens_per_s:.0f} tokens/s, a batch every "
-        f"{said.batch_s:.2f} s, mean staleness {said.mean_staleness:.2f}"
+        f"max_staleness={eta}: {prediction.tokens_per_s:.0f} tokens/s, a batch every "
+        f"{prediction.batch_s:.2f} s, mean staleness {prediction.mean_staleness:.2f}"
     )
     limits = {
-        "trainer": "the trainer is what limits, so more staleness only ages samples",
-        "engines": "engines are what limits; faster or more of them would help, staleness won't",
-        "admission": "the bound itself still limits; try a larger one",
+        "trainer": "the trainer is the bottleneck, so a larger bound only makes samples older",
+        "engines": "the engines are the bottleneck; add engines, or faster ones",
+        "admission": "the staleness bound is the bottleneck; try a larger one",
     }
     return f"{text}; {limits[row.closed.limit]}"

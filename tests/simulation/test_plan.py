@@ -16,7 +16,7 @@ from tidegate.simulation.planning.closed_forms import predict
 from tidegate.simulation.planning.from_run import measured_run
 from tidegate.simulation.planning.plan import advice, other_rows, recommended, staleness_rows
 from tidegate.simulation.planning.simulated import simulate
-from tidegate.simulation.planning.situation import (
+from tidegate.simulation.planning.workload import (
     PlanCandidate,
     PlanWorkload,
     log_normal_groups,
@@ -29,57 +29,57 @@ GROUPS = log_normal_groups(mean_tokens=200, sigma=1.0, tokens_max=1600, group_si
 BALANCED = COSTS.peak_tokens_per_s * 4 / 0.9
 """The trainer of four engines: it needs a little less than they do."""
 
-SITUATION = PlanWorkload(groups=GROUPS, costs=COSTS, trainer_tokens_per_s=BALANCED)
-CHOICE = PlanCandidate(max_staleness=2, groups_per_batch=16, engines=4)
+WORKLOAD = PlanWorkload(groups=GROUPS, costs=COSTS, trainer_tokens_per_s=BALANCED)
+CANDIDATE = PlanCandidate(max_staleness=2, groups_per_batch=16, engines=4)
 
 
 def test_drawn_lengths_have_the_mean_that_was_asked_for_after_the_cut() -> None:
-    assert SITUATION.mean_tokens == pytest.approx(200, rel=0.01)
+    assert WORKLOAD.mean_tokens == pytest.approx(200, rel=0.01)
     assert max(map(max, GROUPS)) == 1600
-    assert SITUATION.group_size == 8
+    assert WORKLOAD.group_size == 8
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_the_closed_forms_come_within_a_quarter_of_the_simulator(max_staleness: int) -> None:
-    choice = replace(CHOICE, max_staleness=max_staleness)
-    said, seen = predict(SITUATION, choice), simulate(SITUATION, choice, versions=8)
-    assert said.batch_s == pytest.approx(seen.batch_s, rel=0.25)
-    assert said.mean_staleness == pytest.approx(seen.mean_staleness, abs=0.6)
-    assert said.trainer_idle_share == pytest.approx(seen.trainer_idle_share, abs=0.15)
+    candidate = replace(CANDIDATE, max_staleness=max_staleness)
+    prediction, simulated = predict(WORKLOAD, candidate), simulate(WORKLOAD, candidate, versions=8)
+    assert prediction.batch_s == pytest.approx(simulated.batch_s, rel=0.25)
+    assert prediction.mean_staleness == pytest.approx(simulated.mean_staleness, abs=0.6)
+    assert prediction.trainer_idle_share == pytest.approx(simulated.trainer_idle_share, abs=0.15)
 
 
-def test_a_trainer_that_limits_is_told_of_and_more_staleness_gains_nothing() -> None:
-    slow = replace(SITUATION, trainer_tokens_per_s=BALANCED / 4)
-    rows = staleness_rows(slow, CHOICE, [2, 4, 8])
-    seen = simulate(slow, CHOICE, versions=4)
+def test_a_trainer_that_limits_is_reported_and_more_staleness_gains_nothing() -> None:
+    slow = replace(WORKLOAD, trainer_tokens_per_s=BALANCED / 4)
+    rows = staleness_rows(slow, CANDIDATE, [2, 4, 8])
+    simulated = simulate(slow, CANDIDATE, versions=4)
     assert rows[1].closed.limit == "trainer"
-    assert rows[0].closed.batch_s == pytest.approx(seen.batch_s, rel=0.1)
+    assert rows[0].closed.batch_s == pytest.approx(simulated.batch_s, rel=0.1)
     assert rows[2].closed.tokens_per_s == pytest.approx(rows[1].closed.tokens_per_s)
-    assert recommended(rows).choice.max_staleness == 2
-    assert "the trainer is what limits" in advice(rows)
+    assert recommended(rows).candidate.max_staleness == 2
+    assert "the trainer is the bottleneck" in advice(rows)
 
 
 def test_pauses_are_ranked_as_the_simulator_ranks_them() -> None:
     choices = [
-        replace(CHOICE, pause_mode="keep", kv_policy="keep"),
-        replace(CHOICE, pause_mode="abort"),
-        replace(CHOICE, pause_mode="wait"),
+        replace(CANDIDATE, pause_mode="keep", kv_policy="keep"),
+        replace(CANDIDATE, pause_mode="abort"),
+        replace(CANDIDATE, pause_mode="wait"),
     ]
-    said = [predict(SITUATION, choice).batch_s for choice in choices]
-    seen = [simulate(SITUATION, choice, versions=4).batch_s for choice in choices]
-    assert said == sorted(said)
-    assert seen == sorted(seen)
-    assert said[1] == pytest.approx(seen[1], rel=0.2)
+    predicted_s = [predict(WORKLOAD, candidate).batch_s for candidate in choices]
+    simulated_s = [simulate(WORKLOAD, candidate, versions=4).batch_s for candidate in choices]
+    assert predicted_s == sorted(predicted_s)
+    assert simulated_s == sorted(simulated_s)
+    assert predicted_s[1] == pytest.approx(simulated_s[1], rel=0.2)
 
 
 def test_twice_the_engines_help_where_engines_limit_and_other_rows_change_one_thing_each() -> None:
-    base = replace(CHOICE, max_staleness=16)
-    quick = replace(SITUATION, trainer_tokens_per_s=100 * BALANCED)
-    split, batch = other_rows(quick, base, splits=[(8, 1)], batches=[32])
+    base = replace(CANDIDATE, max_staleness=16)
+    quick = replace(WORKLOAD, trainer_tokens_per_s=100 * BALANCED)
+    split, batch = other_rows(quick, base, device_splits=[(8, 1)], batches=[32])
     one = predict(quick, base)
     assert one.limit == "engines"
     assert split.closed.tokens_per_s == pytest.approx(2 * one.tokens_per_s, rel=0.15)
-    assert batch.choice == replace(base, groups_per_batch=32)
+    assert batch.candidate == replace(base, groups_per_batch=32)
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +89,15 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_a_run_recorded_is_read_as_speeds_and_lengths(recorded_run: Path) -> None:
     run = measured_run(recorded_run)
-    assert run.choice.max_staleness == 1
-    assert run.choice.groups_per_batch == 2
-    assert run.situation.group_size == 2
-    assert 1 <= run.situation.mean_tokens <= 8
-    assert run.situation.costs.slots == 4
-    assert run.situation.costs.token_s(4) > 0
+    assert run.candidate.max_staleness == 1
+    assert run.candidate.groups_per_batch == 2
+    assert run.workload.group_size == 2
+    assert 1 <= run.workload.mean_tokens <= 8
+    assert run.workload.costs.slots == 4
+    assert run.workload.costs.token_s(4) > 0
     # Whatever this machine's speed: a plan gives the time of the run that it is made from.
-    assert run.unaccounted_factor >= 1
-    predicted = predict(run.situation, run.choice)
+    assert run.unaccounted_slowdown >= 1
+    predicted = predict(run.workload, run.candidate)
     assert predicted.batch_s == pytest.approx(run.measured.batch_s, rel=0.05)
     assert predicted.mean_staleness <= 1
 
@@ -126,14 +126,14 @@ def test_a_run_whose_trainer_waited_for_its_first_batch_only_is_limited_by_the_t
         recorded_run, tmp_path / "busy", waited_s=[20.0, 20.3, 20.6, 20.9], ended_s=ended_s
     )
     run = measured_run(busy)
-    assert run.unaccounted_factor == 1  # nothing says that engines were any slower
-    predicted = predict(run.situation, run.choice)
+    assert run.unaccounted_slowdown == 1  # nothing says that engines were any slower
+    predicted = predict(run.workload, run.candidate)
     assert predicted.limit == "trainer"
     assert predicted.batch_s == pytest.approx(20.0)
     idle = with_figures(
         recorded_run, tmp_path / "idle", waited_s=[20.0, 22.0, 24.0, 26.0], ended_s=ended_s
     )
-    assert measured_run(idle).unaccounted_factor > 1
+    assert measured_run(idle).unaccounted_slowdown > 1
 
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -155,10 +155,10 @@ def test_the_command_prints_a_row_per_choice_and_one_recommendation_and_draws_it
     more = ["--max-staleness", "0,2", "--pause-mode", "abort", "--versions", "2"]
     more += ["--engine-trainer-split", "4:1"]
     assert run_command([*FEW, *more, *picture], monkeypatch) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.startswith("by ")] == ["by pause:", "by split:"]
-    assert sum(line.startswith("*") for line in said) == 2, "the row, and what it means"
-    assert said[-1].startswith("* max_staleness=")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("by ")] == ["by pause:", "by split:"]
+    assert sum(line.startswith("*") for line in lines) == 2, "the row, and what it means"
+    assert lines[-1].startswith("* max_staleness=")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -169,18 +169,18 @@ def test_json_has_a_row_a_line(
         run_command([*FEW, "--max-staleness", "0,4", "--json", "--no-simulate"], monkeypatch) == 0
     )
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["choice"]["max_staleness"] for row in rows] == [0, 4]
+    assert [row["candidate"]["max_staleness"] for row in rows] == [0, 4]
     assert [row["simulated"] for row in rows] == [None, None]
     assert sum(row["is_recommended"] for row in rows) == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "--engines is needed, or --from RUN"),
         ([*FEW, "--max-staleness", "two"], "--max-staleness 'two' can't be read"),
         ([*FEW, "--max-staleness", ","], "--max-staleness ',' names no bound"),
-        ([*FEW, "--pause-mode", "stop"], "a pause is abort, keep or wait, got 'stop'"),
+        ([*FEW, "--pause-mode", "stop"], "a pause mode is abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
         (["--from", "nowhere"], "is this the directory of a recorded run?"),
         (["nowhere"], "is this the directory of a recorded run?"),
@@ -189,7 +189,7 @@ def test_json_has_a_row_a_line(
 )
 def test_what_can_not_be_planned_is_one_line(
     arguments: list[str],
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -197,11 +197,11 @@ def test_what_can_not_be_planned_is_one_line(
     assert run_command(arguments, monkeypatch) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert said in line
+    assert message in line
 
 
 def test_a_group_without_a_token_and_a_trainer_without_speed_are_refused() -> None:
     with pytest.raises(ConfigError, match="lengths are needed"):
         PlanWorkload(groups=(), costs=COSTS, trainer_tokens_per_s=1.0)
     with pytest.raises(ConfigError, match="speed must be > 0"):
-        replace(SITUATION, trainer_tokens_per_s=0.0)
+        replace(WORKLOAD, trainer_tokens_per_s=0.0)

@@ -23,7 +23,7 @@ from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueu
 from tidegate.orchestrator.scheduler.engine_side import EngineSide
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.scheduler.task_feed import TaskFeed
-from tidegate.simulation.crash_restart import CrashRestartReport, simulate_lives
+from tidegate.simulation.crash_restart import CrashRestartReport, simulate_crash_restarts
 from tidegate.simulation.scenario import read_scenario
 from tidegate.simulation.shrinking import run_any
 from tidegate.transport.messages import Hello
@@ -220,24 +220,24 @@ def engines_are_restored_in_the_order_of_their_names(patch: pytest.MonkeyPatch) 
 
 
 def test_a_run_goes_on_whenever_its_process_dies() -> None:
-    reports = [simulate_lives(seed) for seed in range(SEEDS)]
+    reports = [simulate_crash_restarts(seed) for seed in range(SEEDS)]
     assert [(r.seed, r.failure) for r in reports if r.failure] == []
-    assert sum(report.lives for report in reports) > 2 * SEEDS
-    assert sum(report.batches_again for report in reports) > 0
+    assert sum(report.processes for report in reports) > 2 * SEEDS
+    assert sum(report.batches_repeated for report in reports) > 0
     assert sum(report.rollbacks for report in reports) > 0
-    assert sum(report.left_out_tokens for report in reports) > 0
+    assert sum(report.discarded_tokens for report in reports) > 0
     assert sum(report.batches_returned for report in reports) > 0
 
 
 def test_a_seed_goes_the_same_way_each_time() -> None:
-    assert simulate_lives(5).digest == simulate_lives(5).digest
+    assert simulate_crash_restarts(5).digest == simulate_crash_restarts(5).digest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_a_planted_fault_is_caught(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    assert any(simulate_lives(seed).failure for seed in range(SEEDS_TO_CATCH))
+    assert any(simulate_crash_restarts(seed).failure for seed in range(SEEDS_TO_CATCH))
 
 
 # ---------------------------------------------------------------- what is said of a failure
@@ -246,11 +246,11 @@ def test_a_planted_fault_is_caught(mutate: Mutation, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("seed", [900035, 913686, 914062, 917716, 918593, 919485])
 def test_turns_that_are_recalled_are_sent_in_the_same_order_by_whoever_resumes(seed: int) -> None:
     """The order in which engines joined decides it, so a saved core has to keep that order."""
-    assert simulate_lives(seed).failure is None
+    assert simulate_crash_restarts(seed).failure is None
 
 
 def test_a_scenario_that_dies_is_replayed_from_its_json_as_from_its_seed() -> None:
-    drawn = simulate_lives(5)
+    drawn = simulate_crash_restarts(5)
     again = run_any(read_scenario(drawn.scenario.to_json()))
     assert isinstance(again, CrashRestartReport)
     assert again.digest == drawn.digest
@@ -264,12 +264,12 @@ def test_a_run_that_dies_and_fails_is_printed_with_its_smallest_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     the_task_of_a_group_that_is_given_up_is_skipped(monkeypatch)
-    seed = next(seed for seed in range(SEEDS_TO_CATCH) if simulate_lives(seed).failure)
-    failed = simulate_lives(seed)
+    seed = next(seed for seed in range(SEEDS_TO_CATCH) if simulate_crash_restarts(seed).failure)
+    failed = simulate_crash_restarts(seed)
     one = ["simulate", "--seeds", "0", "--crash-restart-runs", "1", "--first-seed", str(seed)]
     assert status_of(one, monkeypatch) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"seed {seed}, with deaths: {failed.failure}"
+    assert said[0] == f"seed {seed}, with crash-restarts: {failed.failure}"
     assert said[1] == f"  replay: {failed.replay_command}"
     smallest = said[3].removeprefix("  replay: tidegate simulate --replay '").removesuffix("'")
     assert len(smallest) < len(failed.scenario.to_json()) / 2

@@ -314,5 +314,5 @@ def test_moved_tokens_are_those_that_the_tagged_weights_sample_whatever_goes_wro
     reports = [simulate_by(rules, seed) for seed in range(12)]
     assert [str(report.failure) for report in reports if report.failure] == []
     if rules.stragglers is not None:
-        assert any(CoverageMark.MOVED in report.hardships for report in reports)
+        assert any(CoverageMark.MOVED in report.coverage for report in reports)
     assert reports[3] == simulate_by(rules, 3)
