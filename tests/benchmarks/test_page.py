@@ -1,0 +1,11 @@
+"""Tests that the page of benchmarks holds what the results' files hold."""
+
+from benchmarks.page import PAGE, RESULTS, SOURCES, text
+
+
+def test_the_page_is_the_one_that_the_recorded_rows_give() -> None:
+    assert PAGE.read_text() == text(), "run `python -m benchmarks.page`"
+
+
+def test_every_file_of_results_is_on_the_page() -> None:
+    assert {source.file for source in SOURCES} == {path.name for path in RESULTS.glob("*.jsonl")}
