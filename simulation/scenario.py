@@ -94,9 +94,9 @@ class ScenarioRules(
         """Return the settings of routing, engine speeds and stragglers for the placement."""
         settings: dict[PlacementName, dict[str, object]] = {
             "plain": {},
-            "session": {"routing": SessionAffinity(margin_turns=2)},
-            "prefix": {"routing": PrefixAffinity(margin_turns=2)},
-            "two-choices": {"routing": PowerOfTwoChoices(seed=self.seed)},
+            "session": {"routing_policy": SessionAffinity(margin_turns=2)},
+            "prefix": {"routing_policy": PrefixAffinity(margin_turns=2)},
+            "two-choices": {"routing_policy": PowerOfTwoChoices(seed=self.seed)},
             "speeds": {"engine_speeds": MeasuredSpeeds()},
             "lane": {"stragglers": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)},
             "even": {"stragglers": EvenOut(gap_turns=2, check_steps=2)},

@@ -266,12 +266,12 @@ class AnyMovingRun(AnyRun):
         size=st.integers(1, 3),
         eta=st.integers(0, 3),
         batch=st.integers(1, 3),
-        order=st.sampled_from(ORDERS),
+        consumption_order=st.sampled_from(ORDERS),
         deadline_policy=st.sampled_from(("wait", "mask", "drop")),
     )
     def start(self, rules: PlacementRules, size: int, **policy: Any) -> None:
         eta, batch = policy.pop("eta"), policy.pop("batch")
-        if policy["order"] == "admission":
+        if policy["consumption_order"] == "admission":
             policy["deadline_policy"] = "wait"
         self.policy = BoundedStaleness(max_staleness=eta, groups_per_batch=batch, **policy)
         self.driver = PlacedDriver(rules, self.policy, group_size=size)
