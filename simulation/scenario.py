@@ -98,8 +98,10 @@ class ScenarioRules(
             "prefix": {"routing_policy": PrefixAffinity(margin_turns=2)},
             "two-choices": {"routing_policy": PowerOfTwoChoices(seed=self.seed)},
             "speeds": {"engine_speeds": MeasuredSpeeds()},
-            "lane": {"stragglers": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)},
-            "even": {"stragglers": EvenOut(gap_turns=2, check_steps=2)},
+            "lane": {
+                "migration_policy": LongTailLane(min_tokens=8, engines=1, slots=2, check_steps=2)
+            },
+            "even": {"migration_policy": EvenOut(gap_turns=2, check_steps=2)},
         }
         return settings[self.placement]
 
