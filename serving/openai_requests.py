@@ -7,6 +7,7 @@ Fields that mean nothing to an engine (``user``, ``store``, …) are ignored, as
 Fields that would change the output are refused by name if they are not honoured.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -29,6 +30,9 @@ of them cost 96 s and 8 GB for one request of 110 bytes."""
 
 STOP_STRINGS_MAX = 64
 """Stop strings of one request: an output's text is searched for each of them."""
+
+CACHE_SALT_CHARACTERS_MAX = 256
+"""Characters of a ``cache_salt``, 1,024 in vLLM; 43 characters are 256 random bits."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """JSON schema of ``json_object``."""
@@ -65,6 +69,15 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of vLLM's and OpenAI's APIs that change an output and are not honoured, each with the
 values beside null that leave the output as it is."""
+
+
+def refuse_fields(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ApiError if a field of ``refused`` is neither null nor one of its harmless values."""
+    for name, harmless in refused.items():
+        value = getattr(request, name)
+        if value is not None and value not in harmless:
+            why = f"{name} is not served: leave it out, got {value!r:.80}"
+            raise ApiError(400, why, param=name)
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -175,6 +188,9 @@ class Sampling(msgspec.Struct, kw_only=True):
         if outputs.get("json_object"):
             return ANY_OBJECT
         wanted = outputs.get("json")
+        if isinstance(wanted, str):  # vLLM takes the schema's text, too
+            with contextlib.suppress(msgspec.DecodeError):
+                wanted = msgspec.json.decode(wanted)
         return wanted if isinstance(wanted, dict) else None
 
     @property
@@ -216,16 +232,22 @@ class Sampling(msgspec.Struct, kw_only=True):
         return options
 
     def _refuse_unserved(self) -> None:
-        for name, harmless in self.REFUSED.items():
-            value = getattr(self, name)
-            if value is not None and value not in harmless:
-                why = f"{name} is not served: leave it out, got {value!r:.80}"
-                raise ApiError(400, why, param=name)
+        refuse_fields(self, self.REFUSED)
         if len(self.stop_strings) > STOP_STRINGS_MAX:
             why = f"stop has at most {STOP_STRINGS_MAX} strings, got {len(self.stop_strings)}"
             raise ApiError(400, why, param="stop")
-        if self.structured_outputs and self.schema is None and self.grammar is None:
-            why = "structured_outputs has one of json (an object), choice, regex, grammar"
+        self._refuse_unserved_outputs()
+
+    def _refuse_unserved_outputs(self) -> None:
+        if not self.structured_outputs:
+            return
+        given = self.structured_outputs.items()
+        outputs = [name for name, value in given if value is not None and value is not False]
+        if len(outputs) != 1 or (self.schema is None and self.grammar is None):
+            why = (
+                "structured_outputs has one of json (a schema), json_object, choice, regex and "
+                f"grammar, got {', '.join(outputs) or 'none'}"
+            )
             raise ApiError(400, why, param="structured_outputs")
 
     def _processors(self) -> list[Processor]:
@@ -277,6 +299,20 @@ class OpenAIRequest(Sampling, kw_only=True):
         return found
 
 
+def checked_cache_salt(salt: str | None) -> str:
+    """Return the salt that keeps a request's cached contexts apart; empty if there is none.
+
+    Raises:
+        ApiError: the salt is empty or too long.
+    """
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= CACHE_SALT_CHARACTERS_MAX:
+        why = f"cache_salt has 1 to {CACHE_SALT_CHARACTERS_MAX} characters, got {len(salt)}"
+        raise ApiError(400, why, param="cache_salt")
+    return salt
+
+
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
@@ -286,6 +322,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     """``true`` means 1, as in vLLM, whose models read it so; some clients send it."""
     echo: bool | None = None
     suffix: str | None = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, "suffix": ("",)}
 
     @property
     def is_prompt_only(self) -> bool:
@@ -339,9 +377,15 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    """An extension of vLLM's, as are all fields below."""
+    echo: bool | None = None
+    return_prompt_text: bool | None = None
 
     @property
     def tokens_max(self) -> int | None:
@@ -352,6 +396,17 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     def top_logprobs_asked(self) -> int | None:
         """Number of likeliest tokens reported beside each token; None unless ``logprobs``."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def shared_options(self) -> dict[str, Any]:
+        """Return the options of ``generate`` that both servers read alike.
+
+        Raises:
+            ApiError: a field can't be honoured.
+        """
+        if self.top_logprobs and not self.logprobs:
+            why = "when using `top_logprobs`, `logprobs` must be set to true."
+            raise ApiError(400, why, param="top_logprobs")
+        return super().shared_options()
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

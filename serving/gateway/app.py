@@ -4,6 +4,7 @@ Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers req
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
@@ -90,27 +91,33 @@ class _Handlers:
             )
             return choice_of(prepared.row, conversation.generate_from(prepared, options))
 
-        return await answer(http, begin(session, request, begin_choice))
+        beginnings = [begin_choice] * request.choices_per_prompt
+        return await answer(http, begin(session, request, beginnings))
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/completions``."""
         session = self._session(http)
         request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
-        prompt = request.prompt
-        ids: list[int]
-        if isinstance(prompt, str):
-            ids = await unless_gone(http, session.episode.encoded(prompt))
-        else:
-            ids = prompt
-        if not ids:
-            raise ApiError(400, "the prompt has no token")
+        prompts = [
+            await unless_gone(http, session.episode.encoded(each))
+            if isinstance(each, str)
+            else each
+            for each in request.prompts
+        ]
+        if not all(prompts):
+            raise ApiError(400, "the prompt has no token", param="prompt")
 
-        def begin_choice() -> GatewayChoice:
-            row = session.episode.row_from(ids)
+        def begin_choice(prompt: list[int]) -> GatewayChoice:
+            row = session.episode.row_from(prompt)
             return choice_of(row, row.generate(**options))
 
-        return await answer(http, begin(session, request, begin_choice))
+        beginnings = [
+            partial(begin_choice, prompt)
+            for prompt in prompts
+            for _ in range(request.choices_per_prompt)
+        ]
+        return await answer(http, begin(session, request, beginnings))
 
     async def tokenize(self, http: HttpRequest) -> Answer:
         """Answer ``POST /tokenize``."""

@@ -6,7 +6,7 @@ reports single tokens.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class GatewayChoice:
 
     row: "Episode"
     prompt_tokens: int
-    """Tokens of the row before the turn."""
+    """Number of tokens of the row before the turn."""
     turn: "asyncio.Task[GeneratedTurn]"
     sent: str = ""
     """Text that a stream has sent."""
@@ -83,8 +83,9 @@ class ActiveCompletion:
 
     @property
     def name(self) -> str:
-        """Id of the answer: row and turn of its first choice."""
-        return f"{self.choices[0].row.rollout_id}-{self.choices[0].prompt_tokens}"
+        """Id of the answer: the client's, or row and turn of its first choice."""
+        own = f"{self.choices[0].row.rollout_id}-{self.choices[0].prompt_tokens}"
+        return self.request.request_id or own
 
     async def wait(self) -> None:
         """Wait until every choice has its turn; at the first error, cancel the others."""
@@ -103,15 +104,30 @@ class ActiveCompletion:
     @property
     def finished(self) -> list[FinishedChoice]:
         """All choices, once their turns have ended."""
-        return [FinishedChoice(each.turn.result(), each.prompt_tokens) for each in self.choices]
+        return [self.finished_choice(choice) for choice in self.choices]
+
+    def finished_choice(self, choice: GatewayChoice) -> FinishedChoice:
+        """Return a choice whose turn has ended."""
+        ids = self.prompt_token_ids(choice)
+        return FinishedChoice(choice.turn.result(), choice.prompt_tokens, ids)
+
+    def prompt_token_ids(self, choice: GatewayChoice) -> list[int] | None:
+        """Return the prompt's tokens if the answer has them; contexts only grow."""
+        if not self.request.return_token_ids:
+            return None
+        return choice.row.token_ids[: choice.prompt_tokens]
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token."""
+        """Return the text of a single token, as log-probs name it."""
+        if self.request.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
         return self.session.episode.decode([token_id])
 
 
 def begin(
-    session: "Session", request: GatewayRequest, begin_choice: Callable[[], GatewayChoice]
+    session: "Session",
+    request: GatewayRequest,
+    beginnings: Iterable[Callable[[], GatewayChoice]],
 ) -> ActiveCompletion:
     """Begin all choices of a request; one that can't begin cancels the others.
 
@@ -121,7 +137,7 @@ def begin(
     session.refuse_if_busy()
     active = ActiveCompletion(session, request)
     try:
-        for _ in range(request.choices_per_prompt):
+        for begin_choice in beginnings:
             active.choices.append(begin_choice())
     except BaseException:
         active.cancel()
@@ -200,7 +216,7 @@ def _last_chunks(active: ActiveCompletion) -> list[dict[str, Any]]:
             last_chunk(
                 request,
                 index,
-                turn,
+                active.finished_choice(choice),
                 name=active.name,
                 created_s=active.created_s,
                 text_of=active.token_text,
@@ -230,4 +246,5 @@ def _text_chunk(
         name=active.name,
         created_s=active.created_s,
         is_first=is_first,
+        prompt_token_ids=active.prompt_token_ids(active.choices[index]) if is_first else None,
     )

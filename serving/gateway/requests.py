@@ -11,31 +11,37 @@ import msgspec
 from tidegate.orchestrator.episodes.forced_calls import is_free
 from tidegate.serving import openai_requests
 from tidegate.serving.api_errors import ApiError
-from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX, UNSERVED
+from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX, UNSERVED, checked_cache_salt
 
 CHOICES_MAX = 64
 """``n`` of one request: each is a row of the trainer's batch."""
 
-_UNSERVED = {
+_UNSERVED: Mapping[str, tuple[Any, ...]] = {
     **UNSERVED,
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
 }
 
 
 class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSERVED,
+        "reasoning_effort": (),
+        "add_generation_prompt": (True,),
+        "return_prompt_text": (False,),
+    }
 
 
 class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
     """Body of ``POST /v1/completions``; token ids continue the row that they begin with."""
 
-    prompt: str | list[int]
-
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSERVED, "suffix": ("",)}
 
 
 GatewayRequest = GatewayChatRequest | GatewayCompletionRequest
@@ -54,26 +60,36 @@ def generate_options(request: GatewayRequest) -> dict[str, Any]:
         ApiError: a field can't be honoured.
     """
     choices = request.choices_per_prompt
-    if not 1 <= choices <= CHOICES_MAX:
-        raise ApiError(400, f"n must be from 1 to {CHOICES_MAX}, got {choices}", param="n")
+    prompts = len(request.prompts) if isinstance(request, GatewayCompletionRequest) else 1
+    if not 1 <= choices * prompts <= CHOICES_MAX:
+        why = f"n must be from 1 to {CHOICES_MAX}, for all prompts together, got"
+        raise ApiError(400, f"{why} {choices * prompts}", param="n")
     if request.own_seed is not None and choices > 1:
         raise ApiError(400, "with a seed all n choices would be the same; leave one of them out")
     top = request.top_logprobs_asked
     if top is not None and not 0 <= top <= TOP_LOGPROBS_MAX:
         raise ApiError(400, f"log-probs of 0 to {TOP_LOGPROBS_MAX} tokens are told, got {top}")
-    if isinstance(request, GatewayCompletionRequest):
-        if request.echo or request.suffix:
-            raise ApiError(400, "echo and suffix are not served: leave them out")
-        if not request.prompt:
-            raise ApiError(400, "prompt must not be empty")
+    if (request.stream_options or {}).get("continuous_usage_stats"):
+        why = "stream_options.continuous_usage_stats is not served: leave it out"
+        raise ApiError(400, why, param="stream_options")
     options = request.shared_options()
     has_form = request.schema is not None or request.grammar is not None
     if has_form and isinstance(request, GatewayChatRequest) and not is_free(request.tool_choice):
         raise ApiError(400, "a forced call has its own form: leave out response_format")
+    if (
+        isinstance(request, GatewayChatRequest)
+        and request.parallel_tool_calls is False
+        and request.offered_tools
+        and is_free(request.tool_choice)
+    ):
+        why = "parallel_tool_calls=false is served with a forced call only: leave it out"
+        raise ApiError(400, why, param="parallel_tool_calls")
     if request.stop_token_ids is not None:
         options["stop_token_ids"] = request.stop_token_ids
     if request.own_seed is not None:
         options["seed"] = request.own_seed
     if request.tokens_max is not None:
         options["max_tokens"] = request.tokens_max
+    if salt := checked_cache_salt(request.cache_salt):
+        options["cache_salt"] = salt
     return options

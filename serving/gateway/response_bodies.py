@@ -16,10 +16,12 @@ TokenText = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """One choice of an answer: its turn, and the length of the prompt that the turn continued."""
+    """One choice of an answer: its turn, and the prompt that the turn continued."""
 
     turn: GeneratedTurn
     prompt_tokens: int
+    prompt_token_ids: list[int] | None
+    """None unless the answer has them."""
 
 
 def completion(
@@ -31,17 +33,25 @@ def completion(
     text_of: TokenText,
 ) -> dict[str, Any]:
     """Return the body of the whole answer."""
-    choices = [_choice(request, n, answer.turn, text_of) for n, answer in enumerate(answers)]
-    return {
+    choices = [_choice(request, n, answer, text_of) for n, answer in enumerate(answers)]
+    body = {
         **_head(request, name, created_s),
         "choices": choices,
-        "usage": usage(answers),
+        "usage": usage(request, answers),
     }
+    if not request.return_token_ids:
+        return body
+    if isinstance(request, GatewayChatRequest):  # there vLLM's answer has it but once
+        return {**body, "prompt_token_ids": answers[0].prompt_token_ids}
+    for choice, answer in zip(choices, answers, strict=True):
+        choice["prompt_token_ids"] = answer.prompt_token_ids
+    return body
 
 
-def usage(answers: Sequence[FinishedChoice]) -> dict[str, int]:
-    """Return ``usage``; a prompt is counted once, whatever the choices."""
-    prompt = max((answer.prompt_tokens for answer in answers), default=0)
+def usage(request: GatewayRequest, answers: Sequence[FinishedChoice]) -> dict[str, int]:
+    """Return ``usage``; each prompt is counted once, whatever its choices."""
+    prompts = answers[:: request.choices_per_prompt]
+    prompt = sum(answer.prompt_tokens for answer in prompts)
     output = sum(len(answer.turn.token_ids) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
@@ -61,8 +71,9 @@ def _head(
 
 
 def _choice(
-    request: GatewayRequest, index: int, turn: GeneratedTurn, text_of: TokenText
+    request: GatewayRequest, index: int, answer: FinishedChoice, text_of: TokenText
 ) -> dict[str, Any]:
+    turn = answer.turn
     choice: dict[str, Any] = {"index": index, "finish_reason": _finish_reason(turn)}
     if isinstance(request, GatewayChatRequest):
         message = dict(turn.message or {})
@@ -81,12 +92,15 @@ def _finish_reason(turn: GeneratedTurn) -> str:
 
 
 def _tokens(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any]:
-    if not request.return_token_ids:
-        return {}
-    versions = [
-        {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
-    ]
-    return {"token_ids": turn.token_ids, "weight_versions": versions}
+    told: dict[str, Any] = {}
+    if request.return_token_ids:
+        told["token_ids"] = turn.token_ids
+    if request.return_token_ids or request.return_weight_versions:
+        told["weight_versions"] = [
+            {"version": str(span.version), "start": span.start, "end": span.end}
+            for span in turn.spans
+        ]
+    return told
 
 
 def _chat_logprobs(
@@ -136,28 +150,33 @@ def text_chunk(
     name: str,
     created_s: int,
     is_first: bool = False,
+    prompt_token_ids: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Return the chunk with more of one choice's text."""
+    """Return the chunk with more of one choice's text, and the prompt's tokens if given."""
     choice: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
+    body = {**_head(request, name, created_s, is_chunk=True), "choices": [choice]}
     if isinstance(request, GatewayChatRequest):
         role = {"role": "assistant"} if is_first else {}
         choice["delta"] = {**role, "content": text}
     else:
         choice["text"] = text
-    return {**_head(request, name, created_s, is_chunk=True), "choices": [choice]}
+    if prompt_token_ids is not None:
+        holder = body if isinstance(request, GatewayChatRequest) else choice
+        holder["prompt_token_ids"] = prompt_token_ids
+    return body
 
 
 def last_chunk(
     request: GatewayRequest,
     index: int,
-    turn: GeneratedTurn,
+    answer: FinishedChoice,
     *,
     name: str,
     created_s: int,
     text_of: TokenText,
 ) -> dict[str, Any]:
     """Return the chunk that ends a choice: tool calls, log-probs and finish reason."""
-    whole = _choice(request, index, turn, text_of)
+    whole = _choice(request, index, answer, text_of)
     if isinstance(request, GatewayChatRequest):
         message = whole.pop("message")
         calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", []))]
@@ -172,4 +191,4 @@ def usage_chunk(
 ) -> dict[str, Any]:
     """Return the chunk of a stream that reports its usage."""
     head = _head(request, name, created_s, is_chunk=True)
-    return {**head, "choices": [], "usage": usage(answers)}
+    return {**head, "choices": [], "usage": usage(request, answers)}

@@ -263,16 +263,10 @@ async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
     await parts.weights.adapter_of(request.model)
     completer, tokenizer = parts.completer, parts.completer.tokenizer
     if request.messages is not None:
-        ids = await unless_gone(
-            http,
-            completer.chat_tokens(
-                request.messages,
-                request.tools,
-                begins=request.add_generation_prompt is not False,
-                options=request.chat_template_kwargs,
-                is_large=is_large(http),
-            ),
+        work = completer.chat_prompt(
+            request.messages, request.tools, request.rendering, is_large=is_large(http)
         )
+        ids = (await unless_gone(http, work)).token_ids
     else:
         adds = request.add_special_tokens is not False
         encoding = tokenizer.encode(request.prompt or "", adds_special_tokens=adds)

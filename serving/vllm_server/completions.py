@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import functools
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -23,7 +24,12 @@ from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import ApiError, VllmErrors
 from tidegate.serving.http_server import MESSAGES_MAX, OwnedStream, off_loop, unless_gone
-from tidegate.serving.openai_requests import CompletionRequest, Sampling
+from tidegate.serving.openai_requests import (
+    CompletionRequest,
+    Sampling,
+    checked_cache_salt,
+    refuse_fields,
+)
 from tidegate.serving.vllm_server.active_requests import ActiveRequest, ActiveRequests
 from tidegate.serving.vllm_server.metrics import RequestCounts
 from tidegate.serving.vllm_server.model_info import Limits, ModelInfo, VersionLabels, limits_of
@@ -36,10 +42,10 @@ from tidegate.serving.vllm_server.outputs import (
 from tidegate.serving.vllm_server.requests import (
     CHOICES_MAX,
     BatchChatRequest,
+    ChatRendering,
     GenerateRequest,
     Prompt,
     VllmChatRequest,
-    cache_salt_of,
     generate_options,
 )
 from tidegate.serving.vllm_server.response_bodies import (
@@ -147,8 +153,7 @@ class Completer:
         """Begin ``/inference/v1/generate``."""
         if request.output_mode not in ("tokens", "text"):
             raise ApiError(400, f"output_mode is tokens or text, got {request.output_mode}")
-        if request.features:
-            raise ApiError(400, "features are not served: leave it out", param="features")
+        refuse_fields(request, request.REFUSED)
         sampling = request.sampling_params
         prompts = [Prompt(request.token_ids)]
         begun = await self._begin(
@@ -158,7 +163,7 @@ class Completer:
                 prompts,
                 sampling,
                 sampling.max_tokens,
-                cache_salt_of(request),
+                checked_cache_salt(request.cache_salt),
             )
         )
         return begun, GenerateBodies(begun.facts, request)
@@ -167,8 +172,6 @@ class Completer:
         self, request: CompletionRequest, name: str
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/completions``."""
-        if request.suffix:
-            raise ApiError(400, "suffix is not currently supported", param="suffix")
         adds = request.add_special_tokens is not False
         given = request.prompts
         _refuse_many(len(given), request)
@@ -182,7 +185,7 @@ class Completer:
             for one in given
         ]
         name = f"cmpl-{request.request_id or name}"
-        salt = cache_salt_of(request)
+        salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
         begun = await self._begin(
             CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
@@ -196,14 +199,10 @@ class Completer:
         if request.tool_choice not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
         tools = None if request.tool_choice == "none" else request.tools
-        ids = await self.chat_tokens(
-            request.messages,
-            tools,
-            begins=request.add_generation_prompt is not False,
-            options=request.chat_template_kwargs,
-            is_large=is_large,
+        prompt = await self.chat_prompt(
+            request.messages, tools, request.rendering, is_large=is_large
         )
-        return await self._begin_chat(request, name, [Prompt(ids)])
+        return await self._begin_chat(request, name, [prompt])
 
     async def chat_batch(
         self, request: BatchChatRequest, name: str, *, is_large: bool
@@ -212,15 +211,7 @@ class Completer:
         request.refuse_unserved_in_batches()
         _refuse_many(len(request.messages), request)
         prompts = [
-            Prompt(
-                await self.chat_tokens(
-                    messages,
-                    None,
-                    begins=request.add_generation_prompt is not False,
-                    options=request.chat_template_kwargs,
-                    is_large=is_large,
-                )
-            )
+            await self.chat_prompt(messages, None, request.rendering, is_large=is_large)
             for messages in request.messages
         ]
         return await self._begin_chat(request, name, prompts)
@@ -229,27 +220,24 @@ class Completer:
         self, request: VllmChatRequest, name: str, prompts: list[Prompt]
     ) -> tuple[BegunRequest, ResponseBodies]:
         name = f"chatcmpl-{request.request_id or name}"
-        salt = cache_salt_of(request)
+        salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
         begun = await self._begin(
             CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
         )
         return begun, ChatBodies(begun.facts, request)
 
-    async def chat_tokens(
+    async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        rendering: ChatRendering,
         *,
-        begins: bool = True,
-        options: Mapping[str, Any] | None = None,
         is_large: bool = False,
-    ) -> list[int]:
-        """Return the tokens of a conversation's prompt, as the model's chat template renders it.
+    ) -> Prompt:
+        """Return a conversation's prompt, as the model's chat template renders it.
 
-        ``begins``: whether the prompt ends with the beginning of the model's message. ``options``
-        are further names for the template. A conversation that ``is_large`` is rendered in a
-        thread.
+        A conversation that ``is_large`` is rendered in a thread.
         """
         if not messages:
             raise ApiError(400, "messages must be a list of at least one message")
@@ -262,11 +250,18 @@ class Completer:
             raise ApiError(400, str(error)) from None
         plain = [_plain(message) for message in messages]
         render = functools.partial(
-            template.render, plain, tools, add_generation_prompt=begins, options=options
+            template.render,
+            plain,
+            tools,
+            add_generation_prompt=rendering.add_generation_prompt,
+            options=rendering.names,
         )
         text = await off_loop(render) if is_large else render()
+        if rendering.continue_final_message:
+            text = _continued(text, plain[-1].get("content"))
         self._refuse_long(text)
-        return await self.tokenizer.encode(text, adds_special_tokens=False)
+        adds = rendering.add_special_tokens
+        return Prompt(await self.tokenizer.encode(text, adds_special_tokens=adds), text)
 
     def _refuse_long(self, text: str) -> None:
         """Refuse a text that no context can hold, before it is tokenised."""
@@ -421,6 +416,23 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(text for text in texts if text is not None)}
 
 
+def _continued(text: str, content: object) -> str:
+    """Return a rendered conversation up to the end of its last message's ``content``.
+
+    Raises:
+        ApiError: the template does not show the message.
+    """
+    ending = content.strip() if isinstance(content, str) else ""
+    start = text.rfind(ending) if ending else -1
+    if start < 0:
+        why = "continue_final_message needs a last message with a text that the template shows"
+        raise ApiError(400, why, param="continue_final_message")
+    # Templates may trim a message: keep the spaces after it only if the template does.
+    whole = str(content).lstrip()
+    kept = whole if text.startswith(whole, start) else ending
+    return text[: start + len(kept)]
+
+
 def _refuse_many(prompts: int, sampling: Sampling) -> None:
     choices = prompts * sampling.choices_per_prompt
     if choices > CHOICES_MAX:
@@ -480,8 +492,15 @@ async def answer(
     """
     begun, bodies = await unless_gone(http, beginning)
     if request.stream:
-        wants_usage = bool((request.stream_options or {}).get("include_usage"))
-        events = _stream(counts, begun, bodies, wants_usage=wants_usage)
+        options = request.stream_options or {}
+        wants_usage = bool(options.get("include_usage"))
+        events = _stream(
+            counts,
+            begun,
+            bodies,
+            wants_usage=wants_usage,
+            wants_usage_of_chunks=wants_usage and bool(options.get("continuous_usage_stats")),
+        )
         return OwnedStream(events, begun.request.abort)
     try:
         await unless_gone(http, begun.request.wait())
@@ -502,17 +521,27 @@ async def answer(
 
 
 async def _stream(
-    counts: RequestCounts, begun: BegunRequest, bodies: ResponseBodies, *, wants_usage: bool
+    counts: RequestCounts,
+    begun: BegunRequest,
+    bodies: ResponseBodies,
+    *,
+    wants_usage: bool,
+    wants_usage_of_chunks: bool,
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is an event too, because the status is sent already."""
     outputs: list[Output] = []
+    sent: Counter[int] = Counter()
     try:
         for body in bodies.opening:
             yield stream_event(body)
         async for output in _outputs(begun):
             if output.finish_reason is not None:
                 outputs.append(output)
-            yield stream_event(bodies.chunk(output))
+            body = bodies.chunk(output)
+            if wants_usage_of_chunks:
+                sent[output.index] += len(output.token_ids)
+                body["usage"] = begun.facts.choice_usage(output.index, sent[output.index])
+            yield stream_event(body)
         await begun.request.wait()
         if wants_usage:
             tokens = sum(choice.num_tokens for choice in begun.request.choices)

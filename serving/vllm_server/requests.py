@@ -13,19 +13,19 @@ import msgspec
 
 from tidegate.serving import openai_requests
 from tidegate.serving.api_errors import ApiError
-from tidegate.serving.openai_requests import UNSERVED, OpenAIRequest, Sampling
+from tidegate.serving.openai_requests import UNSERVED, Sampling
 
 CHOICES_MAX = 1024
 """Choices of one request: ``n`` times its prompts."""
-
-CACHE_SALT_CHARACTERS_MAX = 256
-"""vLLM has no limit; 43 characters are 256 random bits."""
 
 
 class TokenSampling(Sampling, kw_only=True):
     """``sampling_params`` of ``/inference/v1/generate``."""
 
     logprobs: int | None = None
+    prompt_logprob_start: Any = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, "prompt_logprob_start": (0,)}
 
     @property
     def top_logprobs_asked(self) -> int | None:
@@ -37,7 +37,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /inference/v1/generate``: tokens in, tokens out."""
 
     features: Any = None
-    """Images and the like, which are refused."""
+    content_parts: Any = None
+    priority: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
     token_ids: list[int]
     sampling_params: TokenSampling
     model: str | None = None
@@ -48,19 +51,39 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     output_mode: str = "tokens"
     cache_salt: str | None = None
 
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "features": ({}, []),  # images and the like
+        "content_parts": ([],),
+        "priority": (0,),
+        "kv_transfer_params": ({},),
+        "ec_transfer_params": ({},),
+    }
+
+
+HONOURED_IN_CHATS = ("chat_template_kwargs", "continue_final_message")
+"""Fields of ``UNSERVED`` that conversations of this server honour."""
+
 
 class VllmChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names for the chat template, such as ``enable_thinking``."""
-    echo: bool | None = None
+    continue_final_message: bool | None = None
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{k: v for k, v in UNSERVED.items() if k != "chat_template_kwargs"},
+        **{k: v for k, v in UNSERVED.items() if k not in HONOURED_IN_CHATS},
         "echo": (False,),
     }
+
+    @property
+    def rendering(self) -> "ChatRendering":
+        """Options of the chat template.
+
+        Raises:
+            ApiError: the options contradict each other.
+        """
+        return _rendering(self, self.reasoning_effort)
 
 
 class BatchChatRequest(VllmChatRequest, kw_only=True):
@@ -88,8 +111,47 @@ class VllmTokenizeRequest(openai_requests.TokenizeRequest, kw_only=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def rendering(self) -> "ChatRendering":
+        """Options of the chat template.
+
+        Raises:
+            ApiError: the options contradict each other.
+        """
+        return _rendering(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRendering:
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool
+    """Whether the prompt ends with the beginning of the model's message."""
+    continue_final_message: bool
+    """Whether the prompt ends within the last message, which the model continues."""
+    add_special_tokens: bool
+    """Whether the tokenizer adds special tokens to those that the template writes."""
+    names: Mapping[str, Any]
+    """Further names for the template."""
+
+
+def _rendering(
+    request: VllmChatRequest | VllmTokenizeRequest, reasoning_effort: str | None = None
+) -> ChatRendering:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        why = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise ApiError(400, why, param="continue_final_message")
+    names = dict(request.chat_template_kwargs or {})
+    if reasoning_effort is not None:  # templates that know neither name ignore them, as in vLLM
+        names = {"enable_thinking": reasoning_effort != "none", **names}
+        names["reasoning_effort"] = reasoning_effort
+    begins = request.add_generation_prompt is not False and not continues
+    return ChatRendering(begins, continues, bool(request.add_special_tokens), names)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -191,25 +253,10 @@ def _refuse_out_of_range(sampling: Sampling) -> None:
         raise ApiError(400, why, param="max_tokens")
 
 
-def cache_salt_of(request: GenerateRequest | OpenAIRequest) -> str:
-    """Return the salt that keeps a request's cached contexts apart; empty if there is none.
-
-    Raises:
-        ApiError: the salt is empty or too long.
-    """
-    salt = request.cache_salt
-    if salt is None:
-        return ""
-    if not 1 <= len(salt) <= CACHE_SALT_CHARACTERS_MAX:
-        why = f"cache_salt has 1 to {CACHE_SALT_CHARACTERS_MAX} characters, got {len(salt)}"
-        raise ApiError(400, why, param="cache_salt")
-    return salt
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Prompt of one or more choices."""
 
     token_ids: list[int]
     text: str | None = None
-    """The client's text; None if it gave token ids."""
+    """The client's text, or the rendered conversation; None if it gave token ids."""

@@ -39,11 +39,19 @@ class RequestFacts:
 
     def usage(self, output_tokens: int) -> dict[str, Any]:
         """Return ``usage`` for this number of output tokens."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "total_tokens": self.prompt_tokens + output_tokens,
-            "completion_tokens": output_tokens,
-        }
+        return _usage(self.prompt_tokens, output_tokens)
+
+    def choice_usage(self, index: int, output_tokens: int) -> dict[str, Any]:
+        """Return ``usage`` of one choice for this number of its output tokens."""
+        return _usage(len(self.prompts[index].token_ids), output_tokens)
+
+
+def _usage(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "completion_tokens": output_tokens,
+    }
 
 
 WITHOUT_DETAILS = {"prompt_tokens_details": None, "completion_tokens_details": None}
@@ -311,9 +319,13 @@ class ChatBodies(ResponseBodies):
             "usage": facts.usage(tokens) | WITHOUT_DETAILS,
             "prompt_logprobs": facts.prompt_logprobs[0] if is_one else None,
             "prompt_token_ids": facts.prompts[0].token_ids if wants_ids else None,
-            "prompt_text": None,
+            "prompt_text": self._prompt_text if is_one else None,
             **WITHOUT_TRANSFERS,
         }
+
+    @property
+    def _prompt_text(self) -> str | None:
+        return self.facts.prompts[0].text if self._request.return_prompt_text else None
 
     @property
     def opening(self) -> list[dict[str, Any]]:
@@ -325,6 +337,7 @@ class ChatBodies(ResponseBodies):
                 **self._head("chat.completion.chunk"),
                 "choices": [self._about_choice(index) | {"delta": delta, "token_ids": None}],
                 "prompt_token_ids": ids,
+                "prompt_text": self._prompt_text,
             }
             for index in range(len(self.facts.prompts))
         ]

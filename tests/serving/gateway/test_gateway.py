@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.episodes.talking import CALL, TOOLS, tool, user
-from tests.serving.gateway.gateway_clients import CHAT, END, session_of
+from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.serving.gateway import app as app_module
 from tidegate.serving.gateway.gateway import Gateway
 from tidegate.serving.gateway.sessions import REQUESTS_PER_SESSION_MAX
@@ -133,6 +133,49 @@ async def test_choices_are_rows_of_their_own_with_one_prompt(
         assert {choice["text"] for choice in plain["choices"]} == {"3", "4", "5"}
         assert len(list(talk.rollout.rows)) == 6
         talk.check()
+
+
+async def test_a_list_of_prompts_gets_choices_for_each_in_order(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"{n}{END}" for n in range(4)]
+        first, second = (talk.model.tokenizer.encode(text).ids for text in ("go", "hello"))
+        body = {"prompt": [first, second], "n": 2, "return_token_ids": True}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        prompts = [choice["prompt_token_ids"] for choice in answer["choices"]]
+        assert prompts == [first, first, second, second]
+        assert answer["usage"]["prompt_tokens"] == len(first) + len(second)
+        for choice in answer["choices"]:
+            assert choice["text"] == talk.episode.decode(choice["token_ids"])
+        many = await client.post("/v1/completions", json={"prompt": [first] * 33, "n": 2})
+        assert many.json()["error"]["param"] == "n"
+        empty = await client.post("/v1/completions", json={"prompt": [first, []]})
+        assert "none empty" in empty.json()["error"]["message"]
+        talk.check()
+
+
+async def test_a_chat_reports_its_prompts_tokens_whole_and_as_a_stream(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a{END}", f"b{END}", f"c{END}"]
+        body = {"messages": [user("q")], "return_token_ids": True, "request_id": "mine"}
+        prompt = (await client.post("/tokenize", json={"messages": [user("q")]})).json()["tokens"]
+        whole = (await client.post(CHAT, json=body)).json()
+        assert (whole["prompt_token_ids"], whole["id"]) == (prompt, "chatcmpl-mine")
+        first, *others = events_of(await client.post(CHAT, json={**body, "stream": True}))
+        assert first["prompt_token_ids"] == prompt
+        assert not any("prompt_token_ids" in each for each in others)
+        told = {"messages": [user("q")], "return_weight_versions": True, "logprobs": True}
+        asked = {**told, "return_tokens_as_token_ids": True, "cache_salt": "s"}
+        (choice,) = (await client.post(CHAT, json=asked)).json()["choices"]
+        assert "token_ids" not in choice
+        assert choice["weight_versions"][0]["version"] == "0"
+        assert all(each["token"].startswith("token_id:") for each in choice["logprobs"]["content"])
+        salts = [turn.sampling.cache_salt for row in talk.rollout.rows for turn in row.turns]
+        assert sorted(salts) == ["", "", "s"]
 
 
 async def test_a_completion_goes_on_in_the_row_whose_tokens_it_begins_with(

@@ -12,6 +12,7 @@ from tests.serving.vllm_server.vllm_serving import PROMPT, Client
 from tidegate.errors import ModelError
 from tidegate.serving.openai_requests import UNSERVED
 from tidegate.serving.vllm_server.model_info import read_sampling_defaults
+from tidegate.serving.vllm_server.requests import HONOURED_IN_CHATS
 
 pytestmark = pytest.mark.wire
 
@@ -79,8 +80,8 @@ ASKED: dict[str, Any] = {
 def test_a_field_that_would_change_the_output_is_refused_by_name(client: Client, name: str) -> None:
     asked = ASKED.get(name, {"x": 1})
     for path, body in PATHS.items():
-        if name == "chat_template_kwargs" and "chat" in path:
-            continue  # honoured there
+        if name in HONOURED_IN_CHATS and "chat" in path:
+            continue
         told = client.refusal(path, {**body, "max_tokens": 1, name: asked})
         assert (told["code"], told["param"]) == (400, name)
         assert name in told["message"]
@@ -107,6 +108,38 @@ def test_further_names_for_the_chat_template_reach_it(client: Client, model: Pat
     told = client.refusal("/v1/chat/completions", body)
     assert "multiple values for keyword argument 'messages'" in told["message"]
     client.post("/v1/chat/completions", {**body, "max_tokens": 1, "chat_template_kwargs": {"a": 1}})
+
+
+def test_a_message_is_continued_where_it_ends(client: Client) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": " It is "}]
+    prefilled = {"messages": begun, "continue_final_message": True}
+    body = {**prefilled, "max_tokens": 1, "return_token_ids": True, "return_prompt_text": True}
+    answer = client.post("/v1/chat/completions", {**body, "add_generation_prompt": False})
+    assert answer["prompt_text"].endswith("It is ")
+    assert client.post("/tokenize", prefilled)["tokens"] == answer["prompt_token_ids"]
+    plain = {**body, "continue_final_message": False}
+    text = client.post("/v1/chat/completions", plain)["prompt_text"]
+    assert text.startswith(answer["prompt_text"])
+    assert text.endswith("assistant\n")
+    batch = {"messages": [begun, begun], "continue_final_message": True, "max_tokens": 1}
+    client.post("/v1/chat/completions/batch", batch)
+    refused = client.refusal("/v1/chat/completions", {**prefilled, "add_generation_prompt": True})
+    assert "Cannot set both" in refused["message"]
+    nothing = [*MESSAGES, {"role": "assistant", "content": ""}]
+    refused = client.refusal("/v1/chat/completions", {**prefilled, "messages": nothing})
+    assert refused["param"] == "continue_final_message"
+
+
+def test_usage_comes_with_each_chunk_of_a_stream_if_asked_for(client: Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 9, "ignore_eos": True, "stream": True}
+    answer = client.http.post("/v1/completions", json={**body, "stream_options": options})
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    usages = [json.loads(line.removeprefix("data: "))["usage"] for line in lines]
+    assert all(each["prompt_tokens"] == len(PROMPT) for each in usages)
+    counts = [each["completion_tokens"] for each in usages]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [9, 9]  # the last chunk of the choice, and the usage of all
 
 
 # ---------------------------------------------------------------- the model's own defaults

@@ -1,0 +1,197 @@
+"""Every field of vLLM's requests is honoured, refused by name, or documented to do nothing."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.gateway import requests as gateway_requests
+from tidegate.serving.openai_requests import UNSERVED, CompletionRequest, refuse_fields
+from tidegate.serving.vllm_server.requests import (
+    BatchChatRequest,
+    GenerateRequest,
+    TokenSampling,
+    VllmChatRequest,
+    generate_options,
+)
+
+FIELDS: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("vllm_request_fields.json").read_text()
+)
+COMPLETION, CHAT = FIELDS["CompletionRequest"], FIELDS["ChatCompletionRequest"]
+BATCH_CHAT = FIELDS["BatchChatCompletionRequest"]
+GENERATE, SAMPLING_PARAMS = FIELDS["GenerateRequest"], FIELDS["SamplingParams"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "vllm-server.md"
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+ASKED: dict[str, Any] = {
+    "prompt": [1, 2],
+    "messages": MESSAGES,
+    "token_ids": [1, 2],
+    "sampling_params": {},
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "n": 2,
+    "best_of": 2,
+    "stop": ["x"],
+    "stop_token_ids": [5],
+    "allowed_token_ids": [5],
+    "logit_bias": {"5": 1.0},
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a+"},
+    "stream_options": {"include_usage": True},
+    "model": "m",
+    "request_id": "r",
+    "cache_salt": "s",
+    "suffix": "s",
+    "output_mode": "text",
+    "reasoning_effort": "low",
+    "chat_template": "{{ x }}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "bad_words": ["x"],
+    "guided_json": {"type": "object"},
+    "truncate_prompt_tokens": 4,
+    "thinking_token_budget": 16,
+    "top_logprobs": 1,
+}
+"""A value that changes the output, if 2 and true do not."""
+
+BY_OTHER_DEFAULT = {"add_generation_prompt": False, "skip_special_tokens": False}
+TRUTH = {"ignore_eos", "include_stop_str_in_output", "echo", "add_special_tokens", "stream"}
+TRUTH |= {"continue_final_message", "return_prompt_text", "use_beam_search", "watermarking"}
+TRUTH |= {"return_token_ids", "return_tokens_as_token_ids"}
+
+
+def value_of(name: str, kind: type) -> Any:
+    if name in ASKED:
+        return ASKED[name]
+    if name in BY_OTHER_DEFAULT:
+        return BY_OTHER_DEFAULT[name]
+    if name in TRUTH or (name == "logprobs" and issubclass(kind, VllmChatRequest | GatewayChat)):
+        return True
+    return 2
+
+
+GatewayChat = gateway_requests.GatewayChatRequest
+
+SERVER: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]] = {
+    "completions": (CompletionRequest, COMPLETION, {"prompt": [1]}),
+    "chats": (VllmChatRequest, CHAT, {"messages": MESSAGES}),
+    "chats in batches": (BatchChatRequest, BATCH_CHAT, {"messages": [MESSAGES]}),
+    "tokens": (GenerateRequest, GENERATE, {"token_ids": [1], "sampling_params": {}}),
+    "sampling_params": (TokenSampling, SAMPLING_PARAMS, {}),
+}
+GATEWAY: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]] = {
+    "completions": (gateway_requests.GatewayCompletionRequest, COMPLETION, {"prompt": [1]}),
+    "chats": (GatewayChat, CHAT, {"messages": MESSAGES}),
+}
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """What the page's table says of each field: for the server, and for the gateway."""
+    section = PAGE.read_text().split("## Request fields")[1].split("\n## ")[0]
+    found: dict[str, tuple[str, str]] = {}
+    for row in re.findall(r"^\|(.+)\|(.+)\|(.+)\|$", section, re.MULTILINE)[2:]:
+        for name in re.findall(r"`(\w+)`", row[0]):
+            assert name not in found, f"{name} is in two rows"
+            found[name] = (row[1].strip(), row[2].strip())
+    return found
+
+
+def handling(cell: str, kind: str) -> str:
+    if kind.startswith("chats") and (of_chats := re.search(r"(\w+) in chats", cell)):
+        return of_chats[1]
+    return "no effect" if cell.startswith("no effect") else cell.partition(",")[0].split(";")[0]
+
+
+def refused_field(request: msgspec.Struct) -> str | None:
+    """The field that a request is refused for; None if it is served."""
+    try:
+        if isinstance(request, GenerateRequest):
+            refuse_fields(request, request.REFUSED)
+        elif isinstance(request, VllmChatRequest):
+            request.rendering  # noqa: B018 - it checks
+            generate_options(request, (0,))
+        elif isinstance(request, GatewayChat | gateway_requests.GatewayCompletionRequest):
+            gateway_requests.generate_options(request)
+        else:
+            assert isinstance(request, CompletionRequest | TokenSampling)
+            generate_options(request, (0,))
+    except ApiError as error:
+        return error.param
+    return None
+
+
+@pytest.mark.parametrize(("column", "kinds"), [(0, SERVER), (1, GATEWAY)], ids=["vllm", "gateway"])
+def test_every_field_of_vllms_requests_does_what_the_documentation_says(
+    column: int, kinds: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]]
+) -> None:
+    told = documented()
+    for kind, (model, fields, least) in kinds.items():
+        for name in fields:
+            said = handling(told[name][column], kind)
+            body = {**least, name: value_of(name, model)}
+            if name == "messages":
+                body = least
+            if name == "top_logprobs":
+                body["logprobs"] = True
+            request: msgspec.Struct = msgspec.convert(body, model)
+            if said == "refused":
+                assert refused_field(request) == name, (kind, name)
+            else:
+                assert refused_field(request) is None, (kind, name)
+            assert (name in model.__struct_fields__) == (said != "no effect") or name in (
+                "model",
+                "parallel_tool_calls",
+            ), (kind, name)
+
+
+def test_all_documented_fields_are_vllms_or_refused() -> None:
+    known = {*COMPLETION, *CHAT, *BATCH_CHAT, *GENERATE, *SAMPLING_PARAMS, *UNSERVED}
+    assert documented().keys() == known
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], param: str) -> None:
+    request = msgspec.convert({"messages": MESSAGES, **fields}, VllmChatRequest)
+    assert refused_field(request) == param
+
+
+def test_the_schema_of_structured_outputs_may_be_text_as_in_vllm() -> None:
+    asked = {"messages": MESSAGES, "structured_outputs": {"json": '{"type": "boolean"}'}}
+    assert msgspec.convert(asked, VllmChatRequest).schema == {"type": "boolean"}
+
+
+def test_a_reasoning_effort_switches_thinking_unless_the_request_says_so_itself() -> None:
+    def names(**fields: Any) -> Any:
+        return msgspec.convert({"messages": MESSAGES, **fields}, VllmChatRequest).rendering.names
+
+    assert names(reasoning_effort="none")["enable_thinking"] is False
+    assert names(reasoning_effort="low")["enable_thinking"] is True
+    own = {"enable_thinking": False}
+    assert names(reasoning_effort="low", chat_template_kwargs=own)["enable_thinking"] is False
+    assert names() == {}
+
+
+def test_parallel_tool_calls_are_refused_at_the_gateway_only_where_the_model_may_choose() -> None:
+    asked: dict[str, Any] = {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": False}
+    assert refused_field(msgspec.convert(asked, GatewayChat)) == "parallel_tool_calls"
+    asked["tool_choice"] = "required"
+    assert refused_field(msgspec.convert(asked, GatewayChat)) is None
