@@ -13,7 +13,9 @@ from benchmarks.scheduling.rows import Row
 
 MARKERS = "osD^vP*X<>hpd"
 
-PANEL_INCHES = (4.6, 4.2)
+PANEL_INCHES = (3.9, 3.0)
+COLUMNS = 2
+"""Two panels of this size fill the width of a page, so that text keeps its size there."""
 
 MODES: dict[str, FillStyleType] = {"keep": "full", "abort": "left", "wait": "none"}
 """Fill style of the markers, by pause mode."""
@@ -25,18 +27,22 @@ def draw(table: Sequence[Row], path: Path) -> None:
     policies = list(dict.fromkeys(row.policy for row in table))
     width, height = PANEL_INCHES
     with mpl.rc_context({"font.size": 9}):
-        figure = Figure((width * len(workloads), height), layout="constrained")
-        panels = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
-        for workload, axes in zip(workloads, panels, strict=True):
+        rows = len(workloads) // COLUMNS + 1  # the legend takes a cell
+        figure = Figure((width * COLUMNS, height * rows), layout="constrained")
+        cells = figure.subplots(rows, COLUMNS, sharey=True, squeeze=False).flatten()
+        for workload, axes in zip(workloads, cells, strict=False):
             _panel(axes, [row for row in table if row.workload == workload], policies)
             axes.set_title(workload)
-        panels[0].set_ylabel("efficiency (1: no machine ever idle)")
+        for axes in cells[::COLUMNS]:
+            axes.set_ylabel("efficiency (1: no machine ever idle)")
+        for axes in cells[len(workloads) :]:
+            axes.set_axis_off()
         handles = {
             label: handle
-            for axes in panels
+            for axes in cells
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=8, frameon=False)
+        cells[-1].legend(handles.values(), handles, loc="center", ncols=2, frameon=False)
         figure.savefig(path, dpi=110)
 
 
