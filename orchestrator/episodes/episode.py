@@ -357,6 +357,11 @@ class Episode(ScoringEpisode):
         return self._past.tokens if self._past else len(self._rollout.token_ids)
 
     @property
+    def turns(self) -> tuple[GeneratedTurn, ...]:
+        """Turns of this row that have ended, in order; not those of its branches."""
+        return tuple(self._turns)
+
+    @property
     def media(self) -> list[Media]:
         """Media of the context, in order."""
         turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns

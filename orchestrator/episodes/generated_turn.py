@@ -108,6 +108,11 @@ class GeneratedTurn:
         """Number of the turn in its row, from 0."""
         return self._turn.number
 
+    @property
+    def start(self) -> int:
+        """Index in its row's context of the turn's first token."""
+        return self._turn.start
+
     def __repr__(self) -> str:
         return f"GeneratedTurn({self.text!r}, finish_reason={self.finish_reason!r})"
 

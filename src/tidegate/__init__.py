@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tidegate.integrations.ray.ray_places import RayPlaces
     from tidegate.integrations.ray.ray_trainers import train_on_ray
     from tidegate.integrations.rollout_worker import RolloutWorker
+    from tidegate.integrations.trl_rollout_func import trl_rollout_func
     from tidegate.integrations.trl_rollouts import TRLRollouts
     from tidegate.observability.logs import log_as_json
     from tidegate.observability.tensorboard import TensorBoard
@@ -139,6 +140,7 @@ __all__ = [
     "serve",
     "serve_sync",
     "train_on_ray",
+    "trl_rollout_func",
     "vllm_server",
 ]
 
@@ -205,6 +207,7 @@ _HOMES = {
     "serve_sync": "runs",
     "vllm_server": "runs",
     "train_on_ray": "integrations.ray.ray_trainers",
+    "trl_rollout_func": "integrations.trl_rollout_func",
 }
 
 
