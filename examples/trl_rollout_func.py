@@ -132,6 +132,8 @@ def _config(options: argparse.Namespace, scratch: str, processes: int) -> GRPOCo
         per_device_eval_batch_size=max(1, options.held_out // processes),
         num_generations_eval=options.num_generations_eval,
         num_iterations=options.iterations,
+        gradient_accumulation_steps=options.accumulate,
+        steps_per_generation=1,
         learning_rate=options.learning_rate,
         adam_beta2=0.95,
         lr_scheduler_type="constant",
@@ -162,6 +164,7 @@ def _arguments() -> argparse.Namespace:
     add("--num-generations-eval", type=int, default=1)
     add("--prompts", type=int, default=16, help="prompts of one generation")
     add("--iterations", type=int, default=1, help="optimizer steps on each generation")
+    add("--accumulate", type=int, default=1, help="generations of one optimizer step")
     add("--tasks", type=int, default=1024, help="sums to train on")
     add("--held-out", type=int, default=256, help="sums to evaluate on")
     add("--no-evaluation", dest="evaluates", action="store_false")

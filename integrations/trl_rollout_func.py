@@ -317,7 +317,7 @@ def _check_trainer(trainer: Any, run: SyncRollouts) -> None:
             "a group is TRL's completions of one prompt, so give both the same number"
         )
     staleness = settings.staleness
-    if staleness.policy is not None or type(staleness.group_filter) is not GroupFilter:
+    if staleness.staleness_policy is not None or type(staleness.group_filter) is not GroupFilter:
         raise ConfigError(
             "TRL needs every completion that it asks for, and a staleness policy or group filter "
             "of the run may drop some: leave both out"

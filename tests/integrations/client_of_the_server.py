@@ -4,7 +4,7 @@ import json
 import sys
 
 import requests
-from accelerate import PartialState  # type: ignore[import-untyped]
+from accelerate import PartialState
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 TIMEOUT_S = 60

@@ -1,4 +1,4 @@
-"""TRL's trainers and client against the vLLM-compatible server and TRLRollouts, on a CPU.
+"""TRL's trainers and client against the server, TRLRollouts and trl_rollout_func, on a CPU.
 
 TRL has a Python of its own, which `make test-trl` creates; otherwise these tests are skipped.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 import tidegate
+from examples.tiny_model import make_model
 from tests.models import make_model_directory
 from tests.orchestrator.episodes.chat_templates import add_chat_template, chat_tokenizer
 
@@ -203,6 +205,79 @@ def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path)
     assert told["steps"] == 3
     assert told["updates"] >= 2  # none before the first step, one before each later one
     assert max(told["logprobs_differ"]) < 1e-3  # also after each update: the weights have arrived
+
+
+def test_trls_own_tests_of_rollout_func_pass_with_a_run_in_place_of_their_mock(model: Path) -> None:
+    told = run_in_trls_python("-m", "tests.integrations.trl_dispatch", str(model))
+    assert told == {
+        "prefers_rollout_func": True,
+        "rollout_func_syncs_vllm_weights_when_needed": True,
+        "rollout_func_raises_when_required_keys_are_missing": True,
+    }
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    make_model(path)
+    return path
+
+
+ROLLOUT_FUNC = ("-m", "examples.trl_rollout_func", "--engines", "1", "--model")
+QUICK = ("--prompts", "4", "--num-generations", "4", "--held-out", "16", "--tasks", "64")
+
+
+def test_trls_grpo_trainer_learns_from_episodes_of_several_turns_whose_tokens_audit(
+    warmed_up: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    script = (*ROLLOUT_FUNC, str(warmed_up), "--run-directory", str(run))
+    told = run_in_trls_python(*script, "--steps", "15")
+    assert told["steps"] == 15
+    assert told["version"] == 16  # before the first step, and after each
+    assert told["rollouts"] == 15 * 16 * 8
+    assert told["after"] > told["before"] + 0.25
+    assert told["staleness"] == 0
+    assert told["evaluation_tokens"] > 0
+    audited = subprocess.run(
+        [sys.executable, "-m", "tidegate.cli", "audit", str(run)], capture_output=True, text=True
+    )
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    assert f"{told['rollouts'] + 2 * 256} of" in audited.stdout
+
+
+MODES = {
+    # options, and the versions of 2 optimizer steps between two evaluations
+    "adapters": (["--lora", "--num-generations-eval", "4"], 3),
+    "several-steps-on-a-generation": (["--iterations", "2"], 2),
+    "several-generations-in-a-step": (["--accumulate", "2"], 5),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trls_grpo_trainer_runs_in_its_modes(warmed_up: Path, mode: str) -> None:
+    options, versions = MODES[mode]
+    told = run_in_trls_python(*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--steps", "2", *options)
+    assert (told["steps"], told["version"]) == (2, versions)
+    assert told["staleness"] == 0
+
+
+def test_two_processes_of_trls_grpo_trainer_share_the_run_of_the_first(warmed_up: Path) -> None:
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    port = ("--master-port", str(free_port()))
+    one = run_in_trls_python(*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--steps", "2")
+    two = run_in_trls_python(*ranks, *port, *ROLLOUT_FUNC, str(warmed_up), *QUICK, "--steps", "2")
+    assert two["rollouts"] == one["rollouts"] == 2 * 16
+    assert two["rewards"][0] == one["rewards"][0]  # the same prompts, seeds and weights
+    assert two["version"] == one["version"] == 3
+
+
+def test_trls_grpo_trainer_goes_on_from_its_checkpoint(warmed_up: Path, tmp_path: Path) -> None:
+    script = (*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--checkpoints", str(tmp_path))
+    assert run_in_trls_python(*script, "--no-evaluation", "--steps", "2")["steps"] == 2
+    checkpoint = str(tmp_path / "checkpoint-2")
+    told = run_in_trls_python(*script, "--no-evaluation", "--steps", "4", "--resume", checkpoint)
+    assert (told["steps"], told["version"]) == (4, 2)  # the checkpoint's weights, and one step's
 
 
 def free_port() -> int:

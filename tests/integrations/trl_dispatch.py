@@ -1,0 +1,118 @@
+"""TRL's own tests of rollout_func, restated with a run in place of its mock; run by TRL's Python.
+
+They are `TestGRPORolloutDispatch` of TRL's tests/test_grpo_trainer.py. Argument: a model directory.
+Prints whether each test passed, by its name, as one line of JSON.
+"""
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+import tidegate
+from tidegate.errors import ConfigError
+
+PROMPT = [{"role": "user", "content": "say something"}]
+
+
+async def solve(episode: tidegate.Episode, prompt: list[dict[str, str]]) -> float:
+    """Generate one answer."""
+    return float(len((await episode.generate(messages=prompt, max_tokens=4)).token_ids))
+
+
+def make_trainer(model: str, run: tidegate.SyncRollouts, scratch: str) -> Any:
+    """Make TRL's trainer, which trains nothing."""
+    trainer = GRPOTrainer(
+        model=model,
+        args=GRPOConfig(
+            output_dir=scratch,
+            num_generations=2,
+            per_device_train_batch_size=2,
+            model_init_kwargs={"dtype": "float32"},
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            report_to="none",
+        ),
+        reward_funcs=lambda reward, **_: reward,
+        train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 4),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        rollout_func=tidegate.trl_rollout_func(run, episode=solve),
+    )
+    trainer.model.train()
+    return trainer
+
+
+def prefers_rollout_func(trainer: Any, run: tidegate.SyncRollouts) -> bool:
+    """TRL takes the columns of the function as they are, and `env_mask` as its tool mask."""
+    prompt_ids, completion_ids, tool_mask, completions, logprobs, extra, *_ = trainer._generate(
+        [PROMPT, PROMPT]
+    )
+    rows = list(zip(completion_ids, tool_mask, logprobs, strict=True))
+    return (
+        len(prompt_ids) == len(completions) == len(rows) == 2
+        and all(len(ids) == len(mask) == len(values) for ids, mask, values in rows)
+        and all(mask == [1] * len(ids) for ids, mask, _ in rows)
+        and extra == {"reward": [float(len(ids)) for ids in completion_ids]}
+    )
+
+
+def syncs_weights_when_needed(trainer: Any, run: tidegate.SyncRollouts) -> bool:
+    """Weights are published once the step has moved. vLLM beside the run is refused."""
+    before = run.version
+    trainer.state.global_step += 1
+    trainer._generate([PROMPT, PROMPT])
+    if run.version != before + 1:
+        return False
+    other = tidegate.trl_rollout_func(run, episode=solve)
+    trainer.use_vllm = True
+    try:
+        other([PROMPT, PROMPT], trainer)
+    except ConfigError:
+        return True
+    finally:
+        trainer.use_vllm = False
+    return False
+
+
+def raises_when_keys_are_missing(trainer: Any, run: tidegate.SyncRollouts) -> bool:
+    """TRL misses no key of the function's, and names one that is left out of its answer."""
+    function = trainer.rollout_func
+    trainer.rollout_func = lambda *given: {
+        name: column for name, column in function(*given).items() if name != "logprobs"
+    }
+    try:
+        trainer._generate([PROMPT, PROMPT])
+    except ValueError as error:
+        return "rollout_func must return keys ['logprobs']" in str(error)
+    finally:
+        trainer.rollout_func = function
+    return False
+
+
+TESTS = {
+    "prefers_rollout_func": prefers_rollout_func,
+    "rollout_func_syncs_vllm_weights_when_needed": syncs_weights_when_needed,
+    "rollout_func_raises_when_required_keys_are_missing": raises_when_keys_are_missing,
+}
+"""Tests by TRL's name, without its ``test_generate_``."""
+
+
+def main(model: str) -> None:
+    """Run the tests."""
+    shape: dict[str, Any] = {"max_staleness": 0, "group_size": 2, "groups_per_batch": 1}
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tidegate.serve_sync(model=model, engines=1, **shape) as run,
+    ):
+        trainer = make_trainer(model, run, scratch)
+        passed = {name: test(trainer, run) for name, test in TESTS.items()}
+    sys.stdout.write(json.dumps(passed) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
