@@ -120,7 +120,7 @@ class FuzzedFleet:
         while self._events:
             for command in self.core.handle(self._events.popleft()):
                 self._act(command)
-            if not self._events and self.core.capacity_groups:
+            if not self._events and self.core.admissible_groups:
                 self._events.append(ev.TaskArrived(0))
 
     def _act(self, command: ev.Command) -> None:

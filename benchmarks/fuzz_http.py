@@ -451,7 +451,7 @@ class FuzzedServer:
         """Send this many requests; ``each`` is called with each number before."""
         with tidegate.vllm_server(model=self._model, engines=1) as server:
             asyncio.run(self._feed(server, bodies, each))
-            self.longest_block_s = server.statistics().loop_longest_block_s
+            self.longest_block_s = server.statistics().event_loop_longest_block_s
 
     async def _feed(
         self, server: tidegate.VLLMServer, bodies: int, each: Callable[[int], None]

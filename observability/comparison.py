@@ -59,12 +59,12 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("staleness bound", "staleness_bound", "d"),
     ("highest staleness", "max_staleness", "d"),
     ("mean staleness", "mean_staleness", ".2f"),
-    ("staleness from flight", "staleness_in_flight", ".2f"),
-    ("staleness from the queue", "staleness_in_queue", ".2f"),
+    ("staleness from generation", "staleness_from_generation", ".2f"),
+    ("staleness from the queue", "staleness_from_queue", ".2f"),
     ("over 2+ versions", "mixed_version_share", ".1%"),
-    ("group's wait for its last, s", "group_wait_s", ".3f"),
+    ("group's wait for its last, s", "straggler_wait_s", ".3f"),
     ("seconds per publish", "publish_s", ".3f"),
-    ("engine's standstill per swap, s", "standstill_s", ".4f"),
+    ("engine's stall per weight swap, s", "weight_swap_stall_s", ".4f"),
 )
 """Rows of the table: label, field of `Facts`, format specification."""
 

@@ -70,13 +70,13 @@ class Facts:
     """For each discard reason, counts, lengths and most affected tasks."""
     length_bias: Mapping[str, Any] | None
     """Mean lengths of recently trained and of recently generated rollouts, and their ratio."""
-    prefilled_tokens: int
+    context_tokens: int
     """Context tokens that turns started from; 0 if engines don't report them."""
-    cached_tokens: int
+    cached_context_tokens: int
     """Prefilled tokens whose KV the engines had in cache."""
-    drafted_tokens: int
+    draft_tokens: int
     """Draft tokens that engines verified."""
-    accepted_tokens: int
+    accepted_draft_tokens: int
     """Draft tokens that were accepted."""
     quantization: str | None
     """Format to which engines quantized the weights; None if they did not."""
@@ -88,17 +88,17 @@ class Facts:
     """Whether engines slept while the trainer trained."""
     memory_mb: Mapping[str, int] | None
     """Peak memory of trainer and engines together, by phase, as the owner recorded it."""
-    staleness_in_flight: float | None
+    staleness_from_generation: float | None
     """Mean staleness that arose in flight. None, like the next four, in older runs."""
-    staleness_in_queue: float | None
+    staleness_from_queue: float | None
     """Mean staleness that arose while groups waited for the trainer."""
-    group_wait_s: float | None
+    straggler_wait_s: float | None
     """Mean seconds from the end of a group's first rollout to the end of its last."""
-    standstill_s: float | None
+    weight_swap_stall_s: float | None
     """Mean seconds that a swap of weights stalls an engine's turns."""
     publish_s: float | None
     """Mean seconds from a publish to its weights being live, as the trainer waited for it."""
-    episode_s: Mapping[str, float]
+    episode_activity_s: Mapping[str, float]
     """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
 
 
@@ -162,25 +162,28 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         forecast=statistics.get("forecast"),
         discards=statistics.get("discards") or {},
         length_bias=statistics.get("length_bias"),
-        prefilled_tokens=statistics.get("prefilled_tokens", 0),
-        cached_tokens=statistics.get("cached_tokens", 0),
-        drafted_tokens=_over_engines(statistics, "drafted_tokens"),
-        accepted_tokens=_over_engines(statistics, "accepted_tokens"),
+        context_tokens=statistics.get("context_tokens", 0),
+        cached_context_tokens=statistics.get("cached_context_tokens", 0),
+        draft_tokens=_over_engines(statistics, "draft_tokens"),
+        accepted_draft_tokens=_over_engines(statistics, "accepted_draft_tokens"),
         quantization=said.get("quantization"),
         step_time_min_s=said.get("step_time_min_s") or 0.0,
         mismatch=said.get("mismatch"),
         colocated=bool(said.get("colocated")),
         memory_mb=said.get("memory_mb"),
-        staleness_in_flight=_mean_of(statistics.get("staleness_in_flight")),
-        staleness_in_queue=_mean_of(statistics.get("staleness_in_queue")),
-        group_wait_s=_per(statistics.get("group_wait_s"), statistics.get("waited_groups")),
-        standstill_s=_per(
-            _over_engines(statistics, "standstill_s"), _over_engines(statistics, "swaps")
+        staleness_from_generation=_mean_of(statistics.get("staleness_from_generation")),
+        staleness_from_queue=_mean_of(statistics.get("staleness_from_queue")),
+        straggler_wait_s=_per(
+            statistics.get("straggler_wait_s"), statistics.get("straggler_wait_groups")
+        ),
+        weight_swap_stall_s=_per(
+            _over_engines(statistics, "weight_swap_stall_s"),
+            _over_engines(statistics, "weight_swaps"),
         ),
         publish_s=_per(
-            (statistics.get("trainer_s") or {}).get("publish"), statistics.get("publishes")
+            (statistics.get("trainer_activity_s") or {}).get("publish"), statistics.get("publishes")
         ),
-        episode_s=statistics.get("episode_s") or {},
+        episode_activity_s=statistics.get("episode_activity_s") or {},
     )
 
 
@@ -216,16 +219,21 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 _ADDED = (
     "wall_s",
-    "prefilled_tokens",
-    "cached_tokens",
-    "waited_groups",
-    "group_wait_s",
+    "context_tokens",
+    "cached_context_tokens",
+    "straggler_wait_groups",
+    "straggler_wait_s",
     "publishes",
-    "batches_untold",
+    "batch_callback_errors",
 )
 """Statistics that begin at 0 in each process."""
 
-_ADDED_BY_KEY = ("staleness_in_flight", "staleness_in_queue", "episode_s", "trainer_s")
+_ADDED_BY_KEY = (
+    "staleness_from_generation",
+    "staleness_from_queue",
+    "episode_activity_s",
+    "trainer_activity_s",
+)
 """Mappings whose values begin at 0 in each process."""
 
 _OF_WALL_TIME = ("trainer_idle_share", "engine_idle_share", "tokens_per_s")

@@ -40,8 +40,8 @@ class Metric:
 def of_run(read: Callable[[RunStatistics], float | None]) -> Callable[[Observation], list[Sample]]:
     """Read one value of the whole run; None gives no sample."""
 
-    def samples(seen: Observation) -> list[Sample]:
-        value = read(seen.statistics)
+    def samples(observation: Observation) -> list[Sample]:
+        value = read(observation.statistics)
         return [] if value is None else [Sample(float(value))]
 
     return samples
@@ -51,7 +51,9 @@ def by_key(
     read: Callable[[Observation], Mapping[str, float]],
 ) -> Callable[[Observation], list[Sample]]:
     """Read one value for each value of the metric's only label."""
-    return lambda seen: [Sample(float(n), (key,)) for key, n in sorted(read(seen).items())]
+    return lambda observation: [
+        Sample(float(n), (key,)) for key, n in sorted(read(observation).items())
+    ]
 
 
 def per_engine(
@@ -59,8 +61,8 @@ def per_engine(
 ) -> Metric:
     """Return a metric with one sample for each engine, labelled by the engine's name."""
 
-    def samples(seen: Observation) -> list[Sample]:
-        return [Sample(float(read(each)), (each.name,)) for each in seen.statistics.engines]
+    def samples(observation: Observation) -> list[Sample]:
+        return [Sample(float(read(each)), (each.name,)) for each in observation.statistics.engines]
 
     return Metric(name, kind, help, samples, ("engine",))
 
@@ -68,8 +70,8 @@ def per_engine(
 def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
     """Read a figure of the last batch; no sample before the first batch."""
 
-    def samples(seen: Observation) -> list[Sample]:
-        batches = seen.noted.batches
+    def samples(observation: Observation) -> list[Sample]:
+        batches = observation.noted.batches
         value = batches[-1].get(name) if batches else None
         return [] if value is None else [Sample(value)]
 
@@ -80,7 +82,7 @@ def histogram(
     read: Callable[[Observation], Mapping[int, int]],
 ) -> Callable[[Observation], list[Sample]]:
     """Read a histogram over whole numbers."""
-    return lambda seen: [Sample(0.0, counts=read(seen))]
+    return lambda observation: [Sample(0.0, counts=read(observation))]
 
 
 def forecast(name: str, help: str, field_name: str) -> Metric:
@@ -92,20 +94,20 @@ def forecast(name: str, help: str, field_name: str) -> Metric:
     return Metric(name, "gauge", help, of_run(value))
 
 
-def _told(name: str) -> Callable[[Observation], list[Sample]]:
+def _reported(name: str) -> Callable[[Observation], list[Sample]]:
     """Read a field of what the trainer reported about its last batch."""
 
-    def samples(seen: Observation) -> list[Sample]:
-        value = getattr(seen.noted.off_policy, name)
+    def samples(observation: Observation) -> list[Sample]:
+        value = getattr(observation.noted.off_policy, name)
         return [] if value is None else [Sample(value)]
 
     return samples
 
 
-def _told_by_lag(name: str) -> Callable[[Observation], list[Sample]]:
-    def samples(seen: Observation) -> list[Sample]:
-        by_lag = sorted(seen.noted.off_policy.by_lag.items())
-        return [Sample(told[name], (str(lag),)) for lag, told in by_lag if name in told]
+def _reported_by_lag(name: str) -> Callable[[Observation], list[Sample]]:
+    def samples(observation: Observation) -> list[Sample]:
+        by_lag = sorted(observation.noted.off_policy.by_lag.items())
+        return [Sample(values[name], (str(lag),)) for lag, values in by_lag if name in values]
 
     return samples
 
@@ -114,20 +116,21 @@ STALENESS = (
     Metric(
         "tidegate_staleness_versions",
         "histogram",
-        "Trained rollouts by staleness at consumption, from their oldest trained token.",
-        histogram(lambda seen: seen.statistics.staleness_histogram),
+        "Trained rollouts by staleness in versions, of their oldest trained token at consumption.",
+        histogram(lambda observation: observation.statistics.staleness_histogram),
     ),
     Metric(
-        "tidegate_staleness_in_flight_versions",
+        "tidegate_staleness_from_generation_versions",
         "histogram",
-        "Part of tidegate_staleness_versions that arose before the rollout's group had ended.",
-        histogram(lambda seen: seen.statistics.staleness_in_flight),
+        "Trained rollouts by versions published from their oldest trained token to their group's "
+        "end.",
+        histogram(lambda observation: observation.statistics.staleness_from_generation),
     ),
     Metric(
-        "tidegate_staleness_in_queue_versions",
+        "tidegate_staleness_from_queue_versions",
         "histogram",
-        "Part of tidegate_staleness_versions that arose while the group waited for the trainer.",
-        histogram(lambda seen: seen.statistics.staleness_in_queue),
+        "Trained rollouts by versions published while their ended group waited for the trainer.",
+        histogram(lambda observation: observation.statistics.staleness_from_queue),
     ),
     Metric(
         "tidegate_version_span_max_versions",
@@ -138,91 +141,91 @@ STALENESS = (
     Metric(
         "tidegate_token_lag_versions",
         "histogram",
-        "Trained tokens by lag at consumption.",
-        histogram(lambda seen: seen.noted.token_lags),
+        "Trained tokens by lag in versions at consumption.",
+        histogram(lambda observation: observation.noted.token_lags),
     ),
     Metric(
         "tidegate_staleness_bound_versions",
         "gauge",
-        "Staleness bound that the policy guarantees; absent if it guarantees none.",
+        "Staleness in versions that the policy guarantees; absent if it guarantees none.",
         of_run(lambda s: s.staleness_bound),
     ),
     forecast(
         "tidegate_staleness_predicted_versions",
-        "Mean staleness that the forecast predicts.",
+        "Mean staleness in versions that the forecast predicts.",
         "predicted_staleness",
     ),
     forecast(
-        "tidegate_staleness_saturating_versions",
-        "The max_staleness above which throughput no longer grows.",
-        "saturating_staleness",
+        "tidegate_staleness_max_useful_versions",
+        "The max_staleness in versions above which throughput no longer grows.",
+        "max_useful_staleness",
     ),
     Metric(
         "tidegate_effective_sample_size_ratio",
         "gauge",
         "Effective sample size of the last batch over its size, as the trainer reported it.",
-        _told("effective_sample_size"),
+        _reported("effective_sample_size"),
     ),
     Metric(
         "tidegate_mismatch_kl_nats",
         "gauge",
         "KL of the sampling policy from the trained one per token, as the trainer reported it.",
-        _told("mismatch_kl"),
+        _reported("mismatch_kl"),
     ),
     Metric(
         "tidegate_mismatch_k3_nats",
         "gauge",
         "KL by the k3 estimator, which is never negative: mean(w - 1 - log w).",
-        _told("k3"),
+        _reported("k3"),
     ),
     Metric(
         "tidegate_mismatch_chi2_ratio",
         "gauge",
         "Chi-squared divergence per token: mean squared importance weight minus 1.",
-        _told("chi2"),
+        _reported("chi2"),
     ),
     Metric(
         "tidegate_mismatch_kl_by_lag_nats",
         "gauge",
         "KL by token lag (a bucket's smallest lag): mean(-log w), which may be negative.",
-        _told_by_lag("kl"),
+        _reported_by_lag("kl"),
         ("lag",),
     ),
     Metric(
         "tidegate_mismatch_k3_by_lag_nats",
         "gauge",
         "k3 by token lag.",
-        _told_by_lag("k3"),
+        _reported_by_lag("k3"),
         ("lag",),
     ),
     Metric(
         "tidegate_mismatch_chi2_by_lag_ratio",
         "gauge",
         "Chi-squared by token lag.",
-        _told_by_lag("chi2"),
+        _reported_by_lag("chi2"),
         ("lag",),
     ),
     Metric(
         "tidegate_effective_sample_size_by_lag_ratio",
         "gauge",
         "Effective sample size by token lag.",
-        _told_by_lag("ess"),
+        _reported_by_lag("ess"),
         ("lag",),
     ),
     Metric(
         "tidegate_mismatch_perplexity_by_lag_ratio",
         "gauge",
         "Perplexity under the trained policy over that under the sampling one, by token lag.",
-        _told_by_lag("ppl_ratio"),
+        _reported_by_lag("ppl_ratio"),
         ("lag",),
     ),
 )
 
 
-def _stuck(seen: Observation) -> dict[str, float]:
+def _stuck(observation: Observation) -> dict[str, float]:
     counts: dict[str, float] = {}
-    for each in seen.statistics.stuck:
-        counts[each.what] = counts.get(each.what, 0) + 1
+    for each in observation.statistics.stuck:
+        counts[each.kind] = counts.get(each.kind, 0) + 1
     return counts
 
 
@@ -242,14 +245,14 @@ TIMES = (
     Metric(
         "tidegate_run_seconds",
         "gauge",
-        "Time from the first batch request to the trainer's last activity.",
+        "Seconds from the first batch request to the trainer's last activity.",
         of_run(lambda s: s.wall_s),
     ),
     Metric(
         "tidegate_trainer_seconds_total",
         "counter",
-        "Time that the trainer spent in each activity: train, wait (for a batch), publish.",
-        by_key(lambda seen: seen.noted.trainer_s),
+        "Seconds that the trainer spent in each activity: train, wait (for a batch), publish.",
+        by_key(lambda observation: observation.noted.trainer_activity_s),
         ("activity",),
     ),
     Metric(
@@ -261,22 +264,22 @@ TIMES = (
     Metric(
         "tidegate_episode_seconds_total",
         "counter",
-        "Time of all episodes by activity: environment, score, tools, "
+        "Seconds of all episodes by activity: environment, score, tools, "
         "and the names given to episode.doing().",
-        by_key(lambda seen: seen.statistics.episode_s),
-        ("doing",),
+        by_key(lambda observation: observation.statistics.episode_activity_s),
+        ("activity",),
     ),
     Metric(
-        "tidegate_group_wait_seconds_total",
+        "tidegate_straggler_wait_seconds_total",
         "counter",
-        "Time between the ends of a trained group's first and last rollout, summed.",
-        of_run(lambda s: s.group_wait_s),
+        "Seconds between the ends of a group's first and last rollout, summed over trained groups.",
+        of_run(lambda s: s.straggler_wait_s),
     ),
     Metric(
-        "tidegate_groups_waited_total",
+        "tidegate_straggler_wait_groups_total",
         "counter",
-        "Groups summed in tidegate_group_wait_seconds_total.",
-        of_run(lambda s: s.waited_groups),
+        "Trained groups counted in tidegate_straggler_wait_seconds_total.",
+        of_run(lambda s: s.straggler_wait_groups),
     ),
     Metric(
         "tidegate_trainer_idle_ratio",
@@ -291,15 +294,19 @@ TIMES = (
         of_run(lambda s: s.engine_idle_share),
     ),
     forecast(
-        "tidegate_rho_ratio",
+        "tidegate_rollout_trainer_throughput_ratio",
         "Rollout throughput over trainer throughput; above 1 the trainer is the bottleneck.",
-        "rho",
+        "throughput_ratio",
     ),
-    forecast("tidegate_batch_seconds", "Mean time from one batch to the next.", "batch_s"),
     forecast(
-        "tidegate_batch_attainable_seconds",
-        "Mean time per batch that would be attainable without avoidable waiting.",
-        "attainable_batch_s",
+        "tidegate_batch_interval_seconds",
+        "Mean seconds from one batch to the next.",
+        "batch_interval_s",
+    ),
+    forecast(
+        "tidegate_batch_interval_attainable_seconds",
+        "Mean seconds from one batch to the next that are attainable without avoidable waiting.",
+        "attainable_batch_interval_s",
     ),
     Metric(
         "tidegate_paused",
@@ -308,17 +315,18 @@ TIMES = (
         of_run(lambda s: float(s.pause_mode is not None)),
     ),
     Metric(
-        "tidegate_loop_longest_block_seconds",
+        "tidegate_event_loop_longest_block_seconds",
         "gauge",
-        "Longest time for which the run's event loop was blocked.",
-        of_run(lambda s: s.loop_longest_block_s),
+        "Longest time in seconds for which user code blocked the run's event loop.",
+        of_run(lambda s: s.event_loop_longest_block_s),
     ),
     Metric(
         "tidegate_stuck",
         "gauge",
-        "Engines, turns, episodes and others without progress for stuck_after_s or longer.",
+        "Engines, turns, episodes and others without progress for stuck_after_s or longer, by "
+        "kind.",
         by_key(_stuck),
-        ("what",),
+        ("kind",),
     ),
 )
 
@@ -342,7 +350,7 @@ ENGINES = (
         lambda e: e.waiting_turns,
     ),
     per_engine(
-        "tidegate_engine_slots",
+        "tidegate_engine_max_running_turns",
         "gauge",
         "Largest number of turns that the engine decodes at once.",
         lambda e: e.max_running_turns,
@@ -359,17 +367,20 @@ ENGINES = (
     per_engine(
         "tidegate_engine_busy_seconds_total",
         "counter",
-        "Time that the engine spent in steps.",
+        "Seconds that the engine spent in steps.",
         lambda e: e.busy_s,
     ),
     per_engine(
-        "tidegate_engine_swaps_total", "counter", "Weight swaps of the engine.", lambda e: e.swaps
+        "tidegate_engine_weight_swaps_total",
+        "counter",
+        "Weight swaps of the engine: updates to another version.",
+        lambda e: e.weight_swaps,
     ),
     per_engine(
-        "tidegate_engine_standstill_seconds_total",
+        "tidegate_engine_weight_swap_stall_seconds_total",
         "counter",
-        "Time in which the engine's turns stood still for swaps of weights.",
-        lambda e: e.standstill_s,
+        "Seconds in which the engine decoded nothing because it swapped weights.",
+        lambda e: e.weight_swap_stall_s,
     ),
     per_engine(
         "tidegate_engine_out_of_memory_steps_total",
@@ -378,16 +389,16 @@ ENGINES = (
         lambda e: e.out_of_memory_steps,
     ),
     per_engine(
-        "tidegate_engine_drafted_tokens_total",
+        "tidegate_engine_draft_tokens_total",
         "counter",
         "Draft tokens that the engine verified.",
-        lambda e: e.drafted_tokens,
+        lambda e: e.draft_tokens,
     ),
     per_engine(
-        "tidegate_engine_accepted_tokens_total",
+        "tidegate_engine_accepted_draft_tokens_total",
         "counter",
-        "Draft tokens that were accepted.",
-        lambda e: e.accepted_tokens,
+        "Draft tokens that the engine accepted.",
+        lambda e: e.accepted_draft_tokens,
     ),
 )
 
@@ -409,7 +420,7 @@ TOKENS = (
         "tidegate_tokens_discarded_total",
         "counter",
         "Tokens that will never be trained.",
-        by_key(lambda seen: dict(seen.statistics.ledger.discarded)),
+        by_key(lambda observation: dict(observation.statistics.ledger.discarded)),
         ("reason",),
     ),
     Metric(
@@ -437,16 +448,16 @@ TOKENS = (
         of_run(lambda s: s.evaluation_ledger.generated),
     ),
     Metric(
-        "tidegate_tokens_prefilled_total",
+        "tidegate_tokens_context_total",
         "counter",
-        "Context tokens that turns started from, or that were prefilled again.",
-        of_run(lambda s: s.prefilled_tokens),
+        "Context tokens that turns started from, recomputed ones included.",
+        of_run(lambda s: s.context_tokens),
     ),
     Metric(
-        "tidegate_tokens_cached_total",
+        "tidegate_tokens_context_cached_total",
         "counter",
-        "Prefilled tokens whose KV the engines had in cache.",
-        of_run(lambda s: s.cached_tokens),
+        "Context tokens whose KV the engines had in cache.",
+        of_run(lambda s: s.cached_context_tokens),
     ),
     Metric(
         "tidegate_tokens_per_second",
@@ -464,10 +475,10 @@ ROLLOUTS = (
         of_run(lambda s: s.batches),
     ),
     Metric(
-        "tidegate_batches_untold_total",
+        "tidegate_batch_callback_errors_total",
         "counter",
-        "Batches for which the on_batch callback raised.",
-        of_run(lambda s: s.batches_untold),
+        "Batches for which the on_batch callback raised an exception.",
+        of_run(lambda s: s.batch_callback_errors),
     ),
     Metric(
         "tidegate_rollouts_trained_total",
@@ -485,7 +496,7 @@ ROLLOUTS = (
         "tidegate_rollouts_discarded_total",
         "counter",
         "Rollouts that will never be trained.",
-        by_key(lambda seen: dict(seen.statistics.discarded_rollouts)),
+        by_key(lambda observation: dict(observation.statistics.discarded_rollouts)),
         ("reason",),
     ),
     Metric(
@@ -507,10 +518,10 @@ ROLLOUTS = (
         of_run(lambda s: s.training_groups),
     ),
     Metric(
-        "tidegate_groups_capacity",
+        "tidegate_groups_admissible",
         "gauge",
         "Groups that may be admitted now.",
-        of_run(lambda s: s.capacity_groups),
+        of_run(lambda s: s.admissible_groups),
     ),
     Metric(
         "tidegate_reward_mean",

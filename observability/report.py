@@ -16,16 +16,18 @@ from tidegate.transport.printable import printable
 
 
 def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
-    """Return predicted and measured staleness, and the advice; empty without a forecast."""
-    if forecast is None:
+    """Return predicted and measured staleness, and the advice; empty without a forecast, and for
+    runs recorded before its fields had these names."""
+    if forecast is None or "throughput_ratio" not in forecast:
         return []
     return [
         f"Predicted mean {forecast['predicted_staleness']:.2f}, measured "
         f"{forecast['measured_staleness']:.2f}. Throughput of the rollout over the trainer's (rho) "
-        f"{forecast['rho']:.2f}; the longest rollout of a group is {forecast['tail_factor']:.2f} "
-        f"times the mean; past max_staleness={forecast['saturating_staleness']} nothing is gained. "
-        f"A batch every {forecast['batch_s']:.2f} s, where {forecast['attainable_batch_s']:.2f} s "
-        f"is attainable.",
+        f"{forecast['throughput_ratio']:.2f}; the longest rollout of a group is "
+        f"{forecast['tail_factor']:.2f} times the mean; past "
+        f"max_staleness={forecast['max_useful_staleness']} nothing is gained. A batch every "
+        f"{forecast['batch_interval_s']:.2f} s, where "
+        f"{forecast['attainable_batch_interval_s']:.2f} s is attainable.",
         "",
         f"**{forecast['advice'][:1].upper()}{forecast['advice'][1:]}.**",
         "",
@@ -33,7 +35,7 @@ def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
 
 
 def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
-    """Return the split of the mean staleness into in flight and in queue; empty if unknown."""
+    """Return the split of the mean staleness by where it came from; empty if unknown."""
     if in_flight is None or in_queue is None:
         return []
     return [
@@ -185,8 +187,8 @@ def _results(facts: Facts) -> list[str]:
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
-        ("a group's wait for its last rollout", seconds_cell(facts.group_wait_s)),
-        ("episodes' time by activity", spent_cell(facts.episode_s)),
+        ("a group's wait for its last rollout", seconds_cell(facts.straggler_wait_s)),
+        ("episodes' time by activity", spent_cell(facts.episode_activity_s)),
         ("mean publish; mean stall of an engine per swap", _publishing(facts)),
         ("context found in engines' caches", _cached(facts)),
         ("draft tokens verified", _guessed(facts)),
@@ -206,14 +208,14 @@ def _how(facts: Facts) -> str:
 
 
 def _publishing(facts: Facts) -> str:
-    return f"{seconds_cell(facts.publish_s)}; {seconds_cell(facts.standstill_s)}"
+    return f"{seconds_cell(facts.publish_s)}; {seconds_cell(facts.weight_swap_stall_s)}"
 
 
 def _guessed(facts: Facts) -> str:
-    if not facts.drafted_tokens:
+    if not facts.draft_tokens:
         return "-"
-    share = facts.accepted_tokens / facts.drafted_tokens
-    return f"{facts.drafted_tokens}, {share:.1%} accepted"
+    share = facts.accepted_draft_tokens / facts.draft_tokens
+    return f"{facts.draft_tokens}, {share:.1%} accepted"
 
 
 def _paced(facts: Facts) -> str:
@@ -223,11 +225,11 @@ def _paced(facts: Facts) -> str:
 
 
 def _cached(facts: Facts) -> str:
-    if not facts.prefilled_tokens:
+    if not facts.context_tokens:
         return "-"
-    share = facts.cached_tokens / facts.prefilled_tokens
+    share = facts.cached_context_tokens / facts.context_tokens
     sampled = facts.ledger["generated"] + facts.evaluation_ledger["generated"]
-    computed = (facts.prefilled_tokens - facts.cached_tokens) / max(1, sampled)
+    computed = (facts.context_tokens - facts.cached_context_tokens) / max(1, sampled)
     return f"{share:.1%}; {computed:.2f} tokens computed for each one sampled"
 
 
@@ -249,7 +251,7 @@ def _staleness(facts: Facts) -> list[str]:
         f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
         f"{_bound(bound)}: {'kept' if kept else '**BROKEN**'}.",
         "",
-        *parted_lines(facts.staleness_in_flight, facts.staleness_in_queue),
+        *parted_lines(facts.staleness_from_generation, facts.staleness_from_queue),
         *forecast_lines(facts.forecast),
         "| staleness | rollouts |",
         "|---|---|",

@@ -142,7 +142,7 @@ def tail_factor(groups: Sequence[Sequence[float]]) -> float:
     return (sum(longest) / len(longest)) / (total / len(lengths))
 
 
-def staleness_in_flight(
+def staleness_from_generation(
     *, slots: float, tail_factor: float, rollouts_per_batch: float, rho: float
 ) -> float:
     """Return PQS, ``C M_tail / (B_s max(1, rho))``: versions made while a group is generated.
@@ -155,7 +155,7 @@ def staleness_in_flight(
     return slots * tail_factor / (rollouts_per_batch * max(1.0, rho))
 
 
-def staleness_in_queue(*, rho: float, queue_batches: float = 1.0) -> float:
+def staleness_from_queue(*, rho: float, queue_batches: float = 1.0) -> float:
     """Return IQS, ``rho`` if rho < 1 else ``(2q + rho - 1) / 2rho``: versions while a group waits.
 
     q is how many batches the queue holds before the oldest is dropped. The batch in training is
@@ -177,7 +177,7 @@ def staleness_in_order(
     Group k is released once it has ended and no group W or more places before it still runs, so ``D
     = max(X_k, max over i >= W of (X_{k-i} - i / B))`` with X the versions a group takes, and B
     groups start per version: ``E[D] = ∫ 1 - F(d) prod_{i >= W} F(d + i / B) dd``. It replaces PQS
-    (:func:`staleness_in_flight`) where groups are not consumed in completion order.
+    (:func:`staleness_from_generation`) where groups are not consumed in completion order.
 
     Args:
         share_done: F, the share of groups that take at most this many versions.
@@ -206,7 +206,7 @@ def staleness_in_order(
     return step * sum(-math.expm1(log + others) for log, others in zip(logs, skipped, strict=False))
 
 
-def saturating_staleness(in_flight: float, in_queue: float) -> int:
+def max_useful_staleness(in_flight: float, in_queue: float) -> int:
     """Return ``ceil(PQS + IQS)``: the η above which the bound is never reached.
 
     Source: as :func:`mean_staleness`.

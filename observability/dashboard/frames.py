@@ -31,7 +31,7 @@ SCALARS = (
     "wall_s",
     "trainer_version",
     "live_version",
-    "capacity_groups",
+    "admissible_groups",
     "running_groups",
     "buffered_groups",
     "training_groups",
@@ -48,14 +48,14 @@ SCALARS = (
     "asleep",
     "staging_version",
     "publish_failure",
-    "prefilled_tokens",
-    "cached_tokens",
-    "mean_staleness_in_flight",
-    "mean_staleness_in_queue",
-    "mean_group_wait_s",
-    "waited_groups",
-    "standstill_s",
-    "batches_untold",
+    "context_tokens",
+    "cached_context_tokens",
+    "mean_staleness_from_generation",
+    "mean_staleness_from_queue",
+    "mean_straggler_wait_s",
+    "straggler_wait_groups",
+    "mean_weight_swap_stall_s",
+    "batch_callback_errors",
 )
 """Fields of `RunStatistics` that the page shows as single values."""
 
@@ -70,8 +70,8 @@ def frame(seen: Observation) -> dict[str, Any]:
         "ledger": _ledger(s.ledger),
         "evaluation_ledger": _ledger(s.evaluation_ledger),
         "staleness": _pairs(s.staleness_histogram),
-        "in_flight": _pairs(s.staleness_in_flight),
-        "in_queue": _pairs(s.staleness_in_queue),
+        "in_flight": _pairs(s.staleness_from_generation),
+        "in_queue": _pairs(s.staleness_from_queue),
         "lags": _pairs(noted.token_lags),
         "discards": [
             [reason, d.rollouts, d.tokens, _plain(d.mean_tokens), _plain(d.share_of_generated)]
@@ -89,8 +89,12 @@ def frame(seen: Observation) -> dict[str, Any]:
                 for lag, told in sorted(noted.off_policy.by_lag.items())
             ],
         },
-        "trainer_s": {kind: _plain(seconds) for kind, seconds in noted.trainer_s.items()},
-        "episode_s": {name: _plain(seconds) for name, seconds in s.episode_s.items()},
+        "trainer_activity_s": {
+            kind: _plain(seconds) for kind, seconds in noted.trainer_activity_s.items()
+        },
+        "episode_activity_s": {
+            name: _plain(seconds) for name, seconds in s.episode_activity_s.items()
+        },
         "stuck": [str(each) for each in s.stuck],
         "engines": _engines(s),
         "groups": [[g.group_id, g.rollouts, g.running, g.version_floor] for g in seen.groups],

@@ -77,7 +77,7 @@ class Noted:
     trainer: Sequence[Activity] = ()
     token_lags: Mapping[int, int] = field(default_factory=dict)
     """Number of trained tokens by lag in versions."""
-    trainer_s: Mapping[str, float] = field(default_factory=dict)
+    trainer_activity_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the trainer spent, by activity."""
     off_policy: OffPolicy = field(default_factory=OffPolicy)
     """What the trainer reported about its last batch."""
@@ -217,6 +217,6 @@ class LiveNotes(Recorder):
             marks=timeline.marks_since(since_us),
             trainer=timeline.trainer_since(since_us),
             token_lags=dict(sorted(token_lags.items())),
-            trainer_s={kind: us / 1e6 for kind, us in sorted(trainer_us.items())},
+            trainer_activity_s={kind: us / 1e6 for kind, us in sorted(trainer_us.items())},
             off_policy=off_policy,
         )

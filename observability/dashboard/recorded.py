@@ -135,7 +135,7 @@ def _noted(directory: Path, lags: Mapping[int, int]) -> Noted:
         slice_us=timeline.slice_us,
         marks=list(timeline.marks),
         trainer=list(timeline.trainer),
-        trainer_s={kind: us / 1e6 for kind, us in sorted(seconds.items())},
+        trainer_activity_s={kind: us / 1e6 for kind, us in sorted(seconds.items())},
     )
 
 
@@ -185,7 +185,7 @@ def _no_statistics() -> RunStatistics:
         wall_s=0.0,
         trainer_version=0,
         live_version=0,
-        capacity_groups=0,
+        admissible_groups=0,
         running_groups=0,
         buffered_groups=0,
         training_groups=0,

@@ -119,9 +119,9 @@ def _figures(shown: Mapping[str, Any]) -> Table:
         ("reward", "-" if reward is None else f"{reward:.3f}"),
         ("tokens/s", f"{run['tokens_per_s']:.0f}"),
         ("groups", f"{run['running_groups']} running, {run['buffered_groups']} buffered"),
-        ("admissible", f"{run['capacity_groups']} groups"),
+        ("admissible", f"{run['admissible_groups']} groups"),
         ("staleness", f"mean {run['mean_staleness']:.2f}, bound {'-' if bound is None else bound}"),
-        ("rho", "-" if forecast is None else f"{forecast['rho']:.2f}"),
+        ("rho", "-" if forecast is None else f"{forecast['throughput_ratio']:.2f}"),
         ("trainer idle", f"{run['trainer_idle_share']:.0%}"),
         ("engines idle", f"{run['engine_idle_share']:.0%}"),
     ]

@@ -57,7 +57,7 @@ class BatchAges:
     """Trained rollouts by versions published from that end to their hand-over."""
     groups: int = 0
     """Number of groups whose end is known."""
-    group_wait_s: float = 0.0
+    straggler_wait_s: float = 0.0
     """Seconds from the first end of an episode in a group to the last, summed over these groups."""
 
     def note(
@@ -74,10 +74,10 @@ class BatchAges:
         if not len(waits_s):
             return {}
         self.groups += len(waits_s)
-        self.group_wait_s += float(waits_s.sum())
+        self.straggler_wait_s += float(waits_s.sum())
         figures = {
-            "group_wait_s_mean": float(waits_s.mean()),
-            "group_wait_s_max": float(waits_s.max()),
+            "straggler_wait_s_mean": float(waits_s.mean()),
+            "straggler_wait_s_max": float(waits_s.max()),
         }
         sizes = np.diff(starts, append=len(rows))
         last_s = np.repeat(last_s, sizes)
@@ -94,8 +94,8 @@ class BatchAges:
         _count(self.in_flight, staleness - queued)
         mean_queued = float(queued.mean())
         return figures | {
-            "staleness_in_flight_mean": float(staleness.mean()) - mean_queued,
-            "staleness_in_queue_mean": mean_queued,
+            "staleness_from_generation_mean": float(staleness.mean()) - mean_queued,
+            "staleness_from_queue_mean": mean_queued,
         }
 
 

@@ -149,7 +149,7 @@ class Core:
         return self.groups.places + self.handed.num_groups
 
     @property
-    def capacity_groups(self) -> int:
+    def admissible_groups(self) -> int:
         """Number of tasks that may arrive now."""
         if self.are_tasks_exhausted:
             return 0
@@ -303,10 +303,10 @@ class Core:
         return commands + self._hand_over() if was_awaited else commands
 
     def _admit(self, event: ev.TaskArrived) -> list[ev.Command]:
-        if not self.capacity_groups:
+        if not self.admissible_groups:
             raise TidegateError(
                 f"a task arrived with {self.outstanding_groups} groups outstanding of "
-                f"{self.policy.outstanding_groups_max} allowed; ask capacity_groups first"
+                f"{self.policy.outstanding_groups_max} allowed; ask admissible_groups first"
             )
         key = self.tasks.take(event.key)
         if self.prompts.histories and self.prompts.pass_over(event.digest):

@@ -24,14 +24,14 @@ class Engine:
     rows_squared: int = 0
     rows_busy_us: int = 0
     """Sum over steps of rows times time, in microseconds."""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     running_turns: int = 0
     waiting_turns: int = 0
     out_of_memory_steps: int = 0
-    swaps: int = 0
-    stall_us: int = 0
-    """Time without decoding in all swaps, in microseconds."""
+    weight_swaps: int = 0
+    weight_swap_stall_us: int = 0
+    """Time without decoding in all weight swaps, in microseconds."""
     stuck_since_s: float | None = None
     """Since when its next step is missing, or is refused each time it arrives; None if neither."""
     may_return: bool = False
@@ -49,14 +49,14 @@ class Engine:
 
     def count_drafts(self, step: Step) -> None:
         """Add a step's draft tokens, which are not in the event because no decision needs them."""
-        self.drafted_tokens += step.drafted_tokens
-        self.accepted_tokens += step.accepted_tokens
+        self.draft_tokens += step.drafted_tokens
+        self.accepted_draft_tokens += step.accepted_tokens
 
     def count_swap(self, live: WeightsLive) -> None:
         """Count a swap to other weights."""
         self.weight_version = live.version
-        self.swaps += 1
-        self.stall_us += live.stall_us
+        self.weight_swaps += 1
+        self.weight_swap_stall_us += live.stall_us
 
     def statistics(self, name: str) -> EngineStatistics:
         """Return a snapshot."""
@@ -78,10 +78,10 @@ class Engine:
             block_tokens=self.hello.block_tokens,
             speculation=self.hello.speculative_method,
             is_deterministic=self.hello.is_deterministic,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            draft_tokens=self.draft_tokens,
+            accepted_draft_tokens=self.accepted_draft_tokens,
             ranks=self.hello.tensor_parallel_size,
             quantization=self.hello.quantization,
-            swaps=self.swaps,
-            standstill_s=self.stall_us / 1e6,
+            weight_swaps=self.weight_swaps,
+            weight_swap_stall_s=self.weight_swap_stall_us / 1e6,
         )

@@ -213,9 +213,9 @@ class Fleet:
         self._send = send
         self.engines: dict[str, Engine] = {}
         self.malformed_frames = 0
-        self.prefilled_tokens = 0
+        self.context_tokens = 0
         """Context positions of all prefills so far, including engines that left."""
-        self.cached_tokens = 0
+        self.cached_context_tokens = 0
         """Number of these positions that engines had cached."""
         self.refused_engines: dict[str, str] = {}
         """Name -> why it could not join."""
@@ -390,8 +390,8 @@ class Fleet:
             engine.count_drafts(step)
             engine.stuck_since_s = None
             for prefill in event.prefills:
-                self.prefilled_tokens += prefill.spans[-1].end
-                self.cached_tokens += prefill.cached_tokens
+                self.context_tokens += prefill.spans[-1].end
+                self.cached_context_tokens += prefill.cached_tokens
             heard.append(event)
         elif verdict is StepAcceptance.GAP:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s

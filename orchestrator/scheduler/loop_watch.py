@@ -18,15 +18,17 @@ from types import FrameType
 from tidegate.errors import RunBlocked
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 
-PATIENCE_S = 2.0
-"""Delay of a blocked loop. A healthy one answers in milliseconds; heartbeats are 1 s apart."""
+REPORT_AFTER_S = 2.0
+"""Shortest block that is reported. A healthy loop answers in milliseconds; heartbeats are 1 s
+apart."""
 
 LIMIT_MIN_S = 30.0
 """Shortest block that ends a run, however short its episode timeout: the machine may be busy."""
 
-LOOK_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 0.5
+"""Time between two checks of the loop."""
 
-PLACES_TOLD_MAX = 100
+PLACES_LOGGED_MAX = 100
 """Places in code that are logged, each once."""
 
 log = logging.getLogger("tidegate")
@@ -35,21 +37,21 @@ log = logging.getLogger("tidegate")
 class LoopWatch:
     """Thread that watches one event loop between :meth:`start` and :meth:`stop`."""
 
-    def __init__(self, *, limit_s: float, on_dead: Callable[[RunBlocked], None]) -> None:
-        """``on_dead`` is called, on the watching thread, after a block of ``limit_s``."""
+    def __init__(self, *, limit_s: float, on_blocked: Callable[[RunBlocked], None]) -> None:
+        """``on_blocked`` is called, on the watching thread, after a block of ``limit_s``."""
         self._limit_s = max(LIMIT_MIN_S, limit_s)
-        self._on_dead = on_dead
-        self._is_over = threading.Event()
-        self._is_alive = False
+        self._on_blocked = on_blocked
+        self._is_stopped = threading.Event()
+        self._has_answered = False
         """Whether the last scheduled callback has run."""
-        self._is_asked = False
-        self._asked_s = 0.0
-        """When it was scheduled, by ``time.monotonic()``."""
-        self._looks = 0
-        """Number of times that the watching thread has woken up since then."""
+        self._is_scheduled = False
+        self._scheduled_s = 0.0
+        """When the callback was last scheduled, by ``time.monotonic()``."""
+        self._checks = 0
+        """Number of checks since then."""
         self._longest_block_s = 0.0
         self._blocked: Stuck | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def start(self) -> None:
         """Watch the running loop; called on its thread."""
@@ -61,7 +63,7 @@ class LoopWatch:
 
     def stop(self) -> None:
         """Stop watching. Harmless if repeated, or never started."""
-        self._is_over.set()
+        self._is_stopped.set()
         self._blocked = None
 
     @property
@@ -73,61 +75,66 @@ class LoopWatch:
     def longest_block_s(self) -> float:
         """Longest time in seconds for which the loop ran nothing else.
 
-        The loop is checked every ``LOOK_INTERVAL_S``, so a block counts from the next check on, and
-        shorter ones may be missed.
+        The loop is checked every ``CHECK_INTERVAL_S``, so a block counts from the next check on,
+        and shorter ones may be missed.
         """
-        waiting = self._is_asked and not self._is_alive and not self._is_over.is_set()
+        waiting = self._is_scheduled and not self._has_answered and not self._is_stopped.is_set()
         return max(self._longest_block_s, self._waited_s()) if waiting else self._longest_block_s
 
     def _waited_s(self) -> float:
         """Return the time since the callback was scheduled, without pauses of the whole process."""
-        return min(time.monotonic() - self._asked_s, (self._looks + 1) * LOOK_INTERVAL_S)
+        return min(time.monotonic() - self._scheduled_s, (self._checks + 1) * CHECK_INTERVAL_S)
 
-    def _sign_of_life(self) -> None:
+    def _answer(self) -> None:
         self._longest_block_s = max(self._longest_block_s, self._waited_s())
-        self._is_alive = True
+        self._has_answered = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
         blocked_s = 0.0  # counted, not timed: a stopped process is no block
-        while not self._is_over.wait(LOOK_INTERVAL_S):
-            self._looks += 1
-            is_late = self._is_asked and not self._is_alive
-            blocked_s = blocked_s + LOOK_INTERVAL_S if is_late else 0.0
-            blocked = _name(loop, thread_id, blocked_s) if blocked_s > PATIENCE_S else None
+        while not self._is_stopped.wait(CHECK_INTERVAL_S):
+            self._checks += 1
+            is_late = self._is_scheduled and not self._has_answered
+            blocked_s = blocked_s + CHECK_INTERVAL_S if is_late else 0.0
+            blocked = (
+                _running_code(loop, thread_id, blocked_s) if blocked_s > REPORT_AFTER_S else None
+            )
             self._blocked = blocked
             if blocked is not None:
-                self._tell(blocked)
+                self._log(blocked)
             if blocked is not None and blocked_s > self._limit_s:
-                self._is_over.set()
+                self._is_stopped.set()
                 limit_s = self._limit_s
-                self._on_dead(RunBlocked(who=blocked.who, where=blocked.where, limit_s=limit_s))
-            if self._is_alive or not self._is_asked:
-                self._is_alive, self._is_asked = False, True
-                self._asked_s, self._looks = time.monotonic(), 0
+                self._on_blocked(
+                    RunBlocked(task_name=blocked.name, where=blocked.where, limit_s=limit_s)
+                )
+            if self._has_answered or not self._is_scheduled:
+                self._has_answered, self._is_scheduled = False, True
+                self._scheduled_s, self._checks = time.monotonic(), 0
                 try:
-                    loop.call_soon_threadsafe(self._sign_of_life)
+                    loop.call_soon_threadsafe(self._answer)
                 except RuntimeError:  # the loop is closed
                     return
 
-    def _tell(self, blocked: Stuck) -> None:
-        if blocked.where in self._told or len(self._told) >= PLACES_TOLD_MAX:
+    def _log(self, blocked: Stuck) -> None:
+        if blocked.where in self._logged or len(self._logged) >= PLACES_LOGGED_MAX:
             return
-        self._told.add(blocked.where)
+        self._logged.add(blocked.where)
         log.warning(
-            "stuck=loop who=%r waited_s=%.0f where=%r; await asyncio.to_thread for what takes long",
-            blocked.who,
+            "stuck=loop name=%r waited_s=%.0f where=%r; await asyncio.to_thread for what takes "
+            "long",
+            blocked.name,
             blocked.waited_s,
             blocked.where,
         )
 
 
-def _name(loop: asyncio.AbstractEventLoop, thread_id: int, blocked_s: float) -> Stuck:
+def _running_code(loop: asyncio.AbstractEventLoop, thread_id: int, blocked_s: float) -> Stuck:
     """Name the running task and its place in the code; a guess, as both may have just changed."""
     task = asyncio.current_task(loop)
-    who = task.get_name() if task is not None else "a callback"
+    name = task.get_name() if task is not None else "a callback"
     frame = sys._current_frames().get(thread_id)
     where = _place(frame) if frame is not None else "an unknown place"
-    return Stuck("loop", who, where, blocked_s)
+    return Stuck("loop", name, where, blocked_s)
 
 
 _NOT_THEIRS = (

@@ -20,17 +20,17 @@ from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.telemetry.watchdog import Stuck, Watchdog
 
-ROUNDS_PER_PATIENCE = 4
-"""Rounds per patience, so that anything stuck is named after 1 to 1.25 times the patience."""
+ROUNDS_PER_STUCK_AFTER = 4
+"""Rounds per ``stuck_after_s``, so that anything stuck is reported after 1 to 1.25 times it."""
 
-LOOKED_AT_AT_ONCE = 500
+ROLLOUTS_PER_SLICE = 500
 """Rollouts checked before the loop serves its sockets again: about half a millisecond."""
 
 LOGGED_AT_ONCE_MAX = 10
 """Findings logged in one round; the others are only counted."""
 
-TRAINER_PATIENCE = 5.0
-"""Factor of the trainer's patience: a train step may take minutes with all other work done."""
+TRAINER_TIME_FACTOR = 5.0
+"""Factor of ``stuck_after_s`` for the trainer, because a train step may take minutes."""
 
 KEPT_SHARE = 0.75
 """Share of ended episodes that may still be referenced: some are until the next collection."""
@@ -54,43 +54,43 @@ class RunWatch:
         *,
         parked: Container[int] = (),
         is_paused: Callable[[], bool] = lambda: False,
-        patience_s: float,
+        stuck_after_s: float,
     ) -> None:
         """``parked``: rollouts whose episodes wait for newer weights, which is no fault.
-        ``patience_s``: how long a thing may stay without progress."""
+        ``stuck_after_s``: seconds that a thing may stay without progress."""
         self._core = core
         self._fleet = fleet
         self._weights = weights
         self._is_paused = is_paused
         self._left = left
         self._parked = parked
-        self._round_s = patience_s / ROUNDS_PER_PATIENCE
-        self._dog = Watchdog(patience_s)
+        self._round_s = stuck_after_s / ROUNDS_PER_STUCK_AFTER
+        self._watchdog = Watchdog(stuck_after_s)
 
     async def run(self) -> None:
         """Check everything, round after round, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._round_s)
-            self._dog.begin(loop.time())
-            self._look_at_trainer()
-            self._look_at_weights()
-            self._look_at_what_is_left()
-            await self._look_at_rollouts(self._look_at_engines())
-            _log(self._dog.end())
+            self._watchdog.begin(loop.time())
+            self._check_trainer()
+            self._check_weights()
+            self._check_left_behind()
+            await self._check_rollouts(self._check_engines())
+            _log(self._watchdog.end())
 
     @property
     def stuck(self) -> tuple[Stuck, ...]:
         """Everything without progress, as of the last round."""
-        return self._dog.stuck
+        return self._watchdog.stuck
 
     # ------------------------------------------------------------ rollouts
 
-    async def _look_at_rollouts(self, engines: set[str]) -> None:
+    async def _check_rollouts(self, engines: set[str]) -> None:
         """Check rollouts in the user's code, and those with a turn on one of these engines."""
-        is_stuck, awaited = self._dog.is_stuck, self._core.awaited
+        is_stuck, awaited = self._watchdog.is_stuck, self._core.awaited
         for number, (rollout, group) in enumerate(list(self._core.groups.running.values()), 1):
-            if number % LOOKED_AT_AT_ONCE == 0:
+            if number % ROLLOUTS_PER_SLICE == 0:
                 await asyncio.sleep(0)
             turns = rollout.turns
             turn = turns[-1] if turns else None
@@ -98,7 +98,7 @@ class RunWatch:
                 if turn.place is None or turn.place[0] not in engines:
                     continue
                 if is_stuck("turn", rollout.rollout_id, (len(turns), turn.length)):
-                    self._dog.name("turn", rollout.rollout_id, _say_turn(turn))
+                    self._watchdog.report("turn", rollout.rollout_id, _say_turn(turn))
             elif awaited and group.key in awaited:
                 continue  # its episode is yet to begin again
             elif rollout.branch_of is not None:
@@ -106,9 +106,9 @@ class RunWatch:
             elif rollout.rollout_id in self._parked:
                 continue  # newer weights wake it
             elif is_stuck("episode", rollout.rollout_id, _progress(rollout)):
-                self._dog.name("episode", rollout.rollout_id, _say_episode(rollout, group))
+                self._watchdog.report("episode", rollout.rollout_id, _say_episode(rollout, group))
 
-    def _look_at_engines(self) -> set[str]:
+    def _check_engines(self) -> set[str]:
         """Check engines; return those that make steps for all of their turns."""
         at_work: set[str] = set()
         if self._is_paused():
@@ -118,12 +118,12 @@ class RunWatch:
             if engine is None or not turns.submissions:
                 continue
             progress = (engine.hello.epoch, engine.tokens, engine.busy_us)
-            if self._dog.is_stuck("engine", name, progress):
-                self._dog.name("engine", name, _say_engine(engine, turns))
+            if self._watchdog.is_stuck("engine", name, progress):
+                self._watchdog.report("engine", name, _say_engine(engine, turns))
             elif not engine.waiting_turns:  # else it is unknown which of its turns wait
                 at_work.add(name)
-        if self._core.turns.waiting and self._dog.is_stuck("engine", "no engine", None):
-            self._dog.name("engine", "no engine", self._say_no_engine())
+        if self._core.turns.waiting and self._watchdog.is_stuck("engine", "no engine", None):
+            self._watchdog.report("engine", "no engine", self._say_no_engine())
         return at_work
 
     def _say_no_engine(self) -> str:
@@ -134,49 +134,51 @@ class RunWatch:
             f"there are {there or 'none'}"
         )
 
-    def _look_at_what_is_left(self) -> None:
+    def _check_left_behind(self) -> None:
         for rollout_id in self._left.stubborn:
-            if self._dog.is_stuck("episode", rollout_id, None):
+            if self._watchdog.is_stuck("episode", rollout_id, None):
                 why = "it was given up at its timeout, but swallows CancelledError and goes on"
-                self._dog.name("episode", rollout_id, why)
+                self._watchdog.report("episode", rollout_id, why)
         ended = self._left.ended
         alive = sum(episode() is not None for episode in ended)
         are_kept = len(ended) == ended.maxlen and alive > KEPT_SHARE * len(ended)
         who = "episodes that have ended"
-        if are_kept and self._dog.is_stuck("memory", who, None):
-            self._dog.name("memory", who, _say_kept(alive, len(ended)))
+        if are_kept and self._watchdog.is_stuck("memory", who, None):
+            self._watchdog.report("memory", who, _say_kept(alive, len(ended)))
 
     # ------------------------------------------------------------ the trainer
 
-    def _look_at_trainer(self) -> None:
-        core, dog = self._core, self._dog
+    def _check_trainer(self) -> None:
+        core, watchdog = self._core, self._watchdog
         if core.are_tasks_exhausted or core.running_groups:
             return
         who = "the iterator of tasks"
-        is_waiting = bool(core.batches_asked and core.capacity_groups)
-        if is_waiting and dog.is_stuck("tasks", who, core.groups.next_group_id):
-            dog.name("tasks", who, f"{core.capacity_groups} groups may start, but it gives no task")
+        is_waiting = bool(core.batches_asked and core.admissible_groups)
+        if is_waiting and watchdog.is_stuck("tasks", who, core.groups.next_group_id):
+            watchdog.report(
+                "tasks", who, f"{core.admissible_groups} groups may start, but it gives no task"
+            )
         unpublished = core.handed.unpublished_groups
         progress = (core.handed.count, core.trainer_version)
-        holds_all = bool(unpublished and not core.capacity_groups)
-        if holds_all and dog.is_stuck("trainer", "the trainer", progress, TRAINER_PATIENCE):
+        holds_all = bool(unpublished and not core.admissible_groups)
+        if holds_all and watchdog.is_stuck("trainer", "the trainer", progress, TRAINER_TIME_FACTOR):
             where = (
                 f"it holds {unpublished} groups and has published nothing made of them; "
                 f"{core.buffered_groups} are buffered, and no other may start before"
             )
-            dog.name("trainer", "the trainer", where)
+            watchdog.report("trainer", "the trainer", where)
 
-    def _look_at_weights(self) -> None:
-        weights, dog = self._weights, self._dog
+    def _check_weights(self) -> None:
+        weights, watchdog = self._weights, self._watchdog
         for late in weights.laggards:
             who = f"v{late.version} {late.phase}"
-            if dog.is_stuck("publish", who, late.engines):
-                dog.name("publish", who, str(late))
+            if watchdog.is_stuck("publish", who, late.engines):
+                watchdog.report("publish", who, str(late))
         if weights.is_reserved and weights.is_writable:
             newest = weights.update.version if weights.update is not None else None
-            if dog.is_stuck("publish", "the next version", newest):
+            if watchdog.is_stuck("publish", "the next version", newest):
                 where = "it is still being written where engines copy it from"
-                dog.name("publish", "the next version", where)
+                watchdog.report("publish", "the next version", where)
 
 
 def _say_engine(engine: Engine, turns: EngineTurns) -> str:
@@ -220,9 +222,9 @@ def _say_kept(alive: int, ended: int) -> str:
 def _log(news: list[Stuck]) -> None:
     for stuck in news[:LOGGED_AT_ONCE_MAX]:
         log.warning(
-            "stuck=%s who=%r waited_s=%.0f where=%r",
-            stuck.what,
-            stuck.who,
+            "stuck=%s name=%r waited_s=%.0f where=%r",
+            stuck.kind,
+            stuck.name,
             stuck.waited_s,
             stuck.where,
         )

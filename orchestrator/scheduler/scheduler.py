@@ -94,8 +94,9 @@ class Commands:
 
 
 FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
-"""Events that never increase ``capacity_groups`` and for which the shell itself has nothing to do;
-most events are of these types. Admission after ``TaskArrived`` is checked by :class:`TaskFeed`."""
+"""Events that never increase ``admissible_groups`` and for which the shell itself has nothing to
+do; most events are of these types. Admission after ``TaskArrived`` is checked by
+:class:`TaskFeed`."""
 
 log = logging.getLogger("tidegate")
 
@@ -224,7 +225,7 @@ class Scheduler:
             self._episodes.left,
             parked=self._parking.rows,
             is_paused=lambda: self.control.state.pause_mode is not None,
-            patience_s=self._settings.records.stuck_after_s,
+            stuck_after_s=self._settings.records.stuck_after_s,
         )
         return self._watch
 
@@ -320,7 +321,7 @@ class Scheduler:
             may_free_places
             and groups.revision != revision
             and not self._wants_tasks.is_set()
-            and self.core.capacity_groups
+            and self.core.admissible_groups
         ):
             self._wants_tasks.set()
         if self._parking.parked:

@@ -160,11 +160,13 @@ class TaskFeed:
         places = 0
         core, source = self._core, self.source
         is_async, newest = source.is_async, self._episode_of(None)
-        while places or (places := core.capacity_groups):
+        while places or (places := core.admissible_groups):
             prefers_returned = core.policy.prefers_returned(core.groups)
             if is_async:
                 task = await source.next(prefers_returned=prefers_returned)
-                if task is not None and not core.capacity_groups:  # it was used up during the wait
+                if (
+                    task is not None and not core.admissible_groups
+                ):  # it was used up during the wait
                     source.give_back(task)
                     return
             else:

@@ -179,12 +179,12 @@ class Forecaster:
         if times is None:
             return None
         in_flight = self._in_flight(times.rho, window_groups)
-        in_queue = predictions.staleness_in_queue(rho=times.rho)
-        saturating = predictions.saturating_staleness(in_flight, in_queue)
+        in_queue = predictions.staleness_from_queue(rho=times.rho)
+        saturating = predictions.max_useful_staleness(in_flight, in_queue)
         allowed = self._allowed(outstanding_groups_max)
         first, last = self._versions
         return RunForecast(
-            rho=times.rho,
+            throughput_ratio=times.rho,
             tail_factor=self._lengths.tail_factor,
             predicted_staleness=predictions.mean_staleness_so_far(
                 allowed=allowed,
@@ -194,9 +194,9 @@ class Forecaster:
                 last_version=last,
             ),
             measured_staleness=self._staleness / max(1, self._trained),
-            saturating_staleness=saturating,
-            batch_s=times.between_s,
-            attainable_batch_s=times.attainable_s,
+            max_useful_staleness=saturating,
+            batch_interval_s=times.between_s,
+            attainable_batch_interval_s=times.attainable_s,
             advice=advise(times, allowed=allowed, saturating=saturating),
         )
 
@@ -223,7 +223,7 @@ class Forecaster:
         groups = self._groups_per_version
         rollouts_per_version = groups * lengths.rollouts / lengths.groups
         if window_groups is None:
-            return predictions.staleness_in_flight(
+            return predictions.staleness_from_generation(
                 slots=slots,
                 tail_factor=lengths.tail_factor,
                 rollouts_per_batch=rollouts_per_version,

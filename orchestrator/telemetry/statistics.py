@@ -13,7 +13,7 @@ from tidegate.orchestrator.telemetry.watchdog import Stuck
 
 
 class EngineWork(NamedTuple):
-    """Work of an engine so far. Cheap, because each batch reads it for up to a thousand engines."""
+    """Work of an engine so far. Small, because each batch reads it for up to a thousand engines."""
 
     busy_us: int
     """Time spent in steps, in microseconds."""
@@ -27,45 +27,46 @@ class EngineStatistics:
 
     name: str
     weight_version: int
+    """Version of the weights that the engine serves."""
     running_turns: int
     waiting_turns: int
     tokens: int
-    """Number of tokens received from it so far."""
+    """Number of tokens received from the engine so far."""
     busy_s: float
-    """Seconds that it spent in steps so far."""
+    """Seconds that the engine spent in steps so far."""
     is_alive: bool = True
     max_running_turns: int = 0
-    """Number of its decode slots."""
+    """Number of decode slots."""
     steps: int = 0
     rows: int = 0
-    """Sum over its steps of the turns in each."""
+    """Sum over the engine's steps of the turns in each."""
     rows_squared: int = 0
-    """Sum over its steps of rows squared, for a linear fit of step time over rows."""
+    """Sum over the engine's steps of rows squared, for a linear fit of step time over rows."""
     rows_busy_s: float = 0.0
-    """Sum over its steps of rows times seconds, for the same fit."""
+    """Sum over the engine's steps of rows times seconds, for the same fit."""
     model_code: str = ""
-    """Implementation of its model: ``tidegate``, or ``transformers``, which is far slower."""
+    """Implementation of the model: ``tidegate``, or ``transformers``, which is far slower."""
     dtype: str = ""
-    """Dtype that it computes in, as torch spells it; empty if it doesn't report it."""
+    """Dtype that the engine computes in, as torch spells it; empty if the engine reports none."""
     block_tokens: int = 0
-    """Tokens per block of its KV cache. The bits of a deterministic engine depend on it."""
+    """Tokens per block of the KV cache. The bits of a deterministic engine depend on it."""
     is_deterministic: bool = False
     """Whether a turn gets the same bits whatever other turns run beside it."""
     out_of_memory_steps: int = 0
     """Number of steps that ran out of memory and were repeated with less."""
     speculation: str = ""
     """Source of draft tokens: ``lookup``, ``rollouts`` or ``draft``; empty without speculation."""
-    drafted_tokens: int = 0
-    """Number of draft tokens verified in its steps."""
-    accepted_tokens: int = 0
+    draft_tokens: int = 0
+    """Number of draft tokens verified in the engine's steps."""
+    accepted_draft_tokens: int = 0
     """Number of draft tokens that were accepted: each saved a step."""
     ranks: int = 1
-    """Number of processes that share its model."""
+    """Number of processes that share the model, as ``tensor_parallel_size`` says."""
     quantization: str = ""
-    """Quantization of its weights: ``int8``; empty for none."""
-    swaps: int = 0
-    """Number of weight swaps since it joined."""
-    standstill_s: float = 0.0
+    """Type that the weights are rounded to: ``int8`` or ``fp8``; empty for none."""
+    weight_swaps: int = 0
+    """Number of weight swaps since the engine joined."""
+    weight_swap_stall_s: float = 0.0
     """Seconds without decoding in these swaps, as the engine reports them."""
 
 
@@ -76,44 +77,54 @@ class RunForecast:
     Staleness is a mean over trained rollouts, in versions. Formulas: tidegate.policies.predictions.
     """
 
-    rho: float
-    """Throughput of the rollout over that of the trainer; above 1 the trainer is the bottleneck."""
+    throughput_ratio: float
+    """Rollout throughput over trainer throughput; above 1 the trainer is the bottleneck."""
     tail_factor: float
     """Mean length of a group's longest rollout over the mean length of a rollout."""
     predicted_staleness: float
     """Mean staleness predicted for the run so far."""
     measured_staleness: float
     """Mean staleness measured so far."""
-    saturating_staleness: int
+    max_useful_staleness: int
     """The ``max_staleness`` above which throughput does not increase."""
-    batch_s: float
+    batch_interval_s: float
     """Mean seconds from one batch to the next."""
-    attainable_batch_s: float
-    """The same without avoidable waiting: the slower one of rollout and trainer."""
+    attainable_batch_interval_s: float
+    """Mean seconds from one batch to the next without avoidable waiting: what the slower one of
+    rollout and trainer takes."""
     advice: str
     """Advice on ``max_staleness``, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """A run at one instant. Shares are of wall time since the first batch was asked for."""
+    """A run at one instant. Shares are of ``wall_s``."""
 
     wall_s: float
+    """Seconds from the first batch request to the trainer's last activity."""
     trainer_version: int
+    """Newest published version."""
     live_version: int
     """Oldest version that a living engine serves."""
-    capacity_groups: int
+    admissible_groups: int
     """Number of groups that may be admitted now."""
     running_groups: int
+    """Number of groups with a running episode."""
     buffered_groups: int
+    """Number of groups that have ended and wait for the trainer."""
     training_groups: int
-    """Admission places of batches that were handed over and whose version is not live yet."""
+    """Number of groups in batches that were handed over and whose version is not live yet."""
     batches: int
+    """Number of batches handed to the trainer."""
     trained_rollouts: int
+    """Number of rollouts handed to the trainer, without those that it reported as not trained on.
+    """
     mixed_version_rollouts: int
     """Number of trained rollouts whose tokens came from two or more versions."""
     discarded_rollouts: Mapping[str, int]
+    """Number of rollouts that will never be trained, by reason."""
     max_staleness_seen: int
+    """Largest staleness of a trained rollout, in versions."""
     staleness_bound: int | None
     """Staleness that the policy guarantees; None if it guarantees none."""
     mean_staleness: float
@@ -121,15 +132,20 @@ class RunStatistics:
     staleness_histogram: Mapping[int, int]
     """Number of trained rollouts by staleness."""
     trainer_idle_share: float
+    """Share of time in which the trainer waited for batches."""
     engine_idle_share: float
+    """Share of time in which an engine was in no step; the mean over engines."""
     tokens_per_s: float
+    """Tokens sampled per second of ``wall_s``."""
     ledger: LedgerSnapshot
+    """Tokens sampled for training, by account."""
     evaluation_ledger: LedgerSnapshot
+    """Tokens sampled for evaluation, by account."""
     engines: tuple[EngineStatistics, ...] = ()
     pause_mode: str | None = None
     """Mode by which engines are paused; None while they run."""
     asleep: tuple[str, ...] = ()
-    """Memory of the engines that sleeps: ``weights``, ``kv_cache``."""
+    """Tags of the engine memory that is asleep: ``weights``, ``kv_cache``."""
     staging_version: int | None = None
     """Version that is published and not yet staged on every engine; None without one."""
     publish_failure: str | None = None
@@ -142,31 +158,34 @@ class RunStatistics:
     """Discarded rollouts by reason: how many, how long, and of which tasks."""
     length_bias: LengthBiasStatistics | None = None
     """Length of trained against generated rollouts; None before any was trained."""
-    prefilled_tokens: int = 0
-    """Context tokens that turns started from, recomputations included; since this process began."""
-    cached_tokens: int = 0
-    """Number of these whose KV was cached: another turn had computed it with the same weights."""
+    context_tokens: int = 0
+    """Number of context tokens that turns started from, recomputed ones included; since this
+    process began."""
+    cached_context_tokens: int = 0
+    """Number of ``context_tokens`` whose KV was cached: another turn had computed it with the same
+    weights."""
     parked_episodes: int = 0
     """Number of episodes parked until newer weights are live."""
-    staleness_in_flight: Mapping[int, int] = field(default_factory=dict)
+    staleness_from_generation: Mapping[int, int] = field(default_factory=dict)
     """Number of trained rollouts by versions published from their oldest trained token to their
-    group's end. This and the next six fields count since this process began."""
-    staleness_in_queue: Mapping[int, int] = field(default_factory=dict)
+    group's end. This field and the seven below count since this process began."""
+    staleness_from_queue: Mapping[int, int] = field(default_factory=dict)
     """Number of trained rollouts by versions published from their group's end to hand-over."""
-    waited_groups: int = 0
+    straggler_wait_groups: int = 0
     """Number of trained groups whose episodes' ends are known."""
-    group_wait_s: float = 0.0
-    """Seconds from the first end of an episode in a group to the last, summed over these groups."""
-    episode_s: Mapping[str, float] = field(default_factory=dict)
+    straggler_wait_s: float = 0.0
+    """Seconds from the first end of an episode in a group to the last, summed over
+    ``straggler_wait_groups``."""
+    episode_activity_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that all episodes spent in environments, tools, scoring and named activities."""
-    trainer_s: Mapping[str, float] = field(default_factory=dict)
+    trainer_activity_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the trainer spent on each activity: train, wait, publish."""
     publishes: int = 0
-    """Number of publishes in that time."""
-    loop_longest_block_s: float = 0.0
+    """Number of publishes that ``trainer_activity_s`` includes."""
+    event_loop_longest_block_s: float = 0.0
     """Longest time in seconds for which the run's event loop was blocked; since this process began.
     Blocks shorter than half a second may be missed."""
-    batches_untold: int = 0
+    batch_callback_errors: int = 0
     """Number of batches for which the user's ``on_batch`` raised an exception."""
 
     @property
@@ -175,30 +194,30 @@ class RunStatistics:
         return self.mixed_version_rollouts / max(1, self.trained_rollouts)
 
     @property
-    def mean_staleness_in_flight(self) -> float:
+    def mean_staleness_from_generation(self) -> float:
         """Mean staleness that arose before the group's end; 0 if unknown."""
-        return _mean(self.staleness_in_flight)
+        return _mean(self.staleness_from_generation)
 
     @property
-    def mean_staleness_in_queue(self) -> float:
+    def mean_staleness_from_queue(self) -> float:
         """Mean staleness that arose while the group waited for the trainer; 0 if unknown."""
-        return _mean(self.staleness_in_queue)
+        return _mean(self.staleness_from_queue)
 
     @property
-    def mean_group_wait_s(self) -> float:
+    def mean_straggler_wait_s(self) -> float:
         """Mean seconds from a group's first ended episode to its last."""
-        return self.group_wait_s / max(1, self.waited_groups)
+        return self.straggler_wait_s / max(1, self.straggler_wait_groups)
 
     @property
-    def standstill_s(self) -> float:
-        """Mean seconds that a living engine stood still for a weight swap."""
-        swaps = sum(engine.swaps for engine in self.engines)
-        return sum(engine.standstill_s for engine in self.engines) / max(1, swaps)
+    def mean_weight_swap_stall_s(self) -> float:
+        """Mean seconds without decoding per weight swap."""
+        swaps = sum(engine.weight_swaps for engine in self.engines)
+        return sum(engine.weight_swap_stall_s for engine in self.engines) / max(1, swaps)
 
     @property
-    def cached_share(self) -> float:
+    def cached_context_share(self) -> float:
         """Share of context tokens whose KV was cached."""
-        return self.cached_tokens / max(1, self.prefilled_tokens)
+        return self.cached_context_tokens / max(1, self.context_tokens)
 
 
 def _mean(counts: Mapping[int, int]) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
-What = Literal["engine", "turn", "episode", "publish", "trainer", "tasks", "loop", "memory"]
+StuckKind = Literal["engine", "turn", "episode", "publish", "trainer", "tasks", "loop", "memory"]
 
 STUCK_MAX = 100
 """Findings kept at a time, the longest first; further ones are alike."""
@@ -18,46 +18,49 @@ STUCK_MAX = 100
 class Stuck:
     """One thing that has made no progress for longer than it should take."""
 
-    what: What
-    """Kind. ``engine``: it makes no step. ``turn``: it gets no token. ``episode``: the user's code
-    neither asks for a turn nor returns. ``publish``: engines don't take new weights. ``trainer``:
-    everything waits for it to publish. ``tasks``: the user's iterator gives none. ``loop``: the
-    user's code blocks the run's event loop. ``memory``: ended episodes are still referenced."""
-    who: str
+    kind: StuckKind
+    """``engine``: makes no step. ``turn``: gets no token. ``episode``: the user's code neither asks
+    for a turn nor returns. ``publish``: engines don't take the new weights. ``trainer``: everything
+    waits for its publish. ``tasks``: the user's iterator gives none. ``loop``: the user's code
+    blocks the run's event loop. ``memory``: ended episodes are still referenced."""
+    name: str
+    """Name of the engine, rollout or task, such as ``rollout 7``; unique within its kind."""
     where: str
+    """What was last seen of it, such as the line of code that it waits in."""
     waited_s: float
+    """Seconds without progress."""
 
     def __str__(self) -> str:
-        return f"{self.who} ({self.what}) has not got on for {self.waited_s:.0f} s: {self.where}"
+        return f"{self.name} ({self.kind}): no progress for {self.waited_s:.0f} s: {self.where}"
 
 
-class _Seen:
+class _Progress:
     """Progress of a thing, and since when it has not changed."""
 
-    __slots__ = ("progress", "since_s")
+    __slots__ = ("since_s", "value")
 
-    def __init__(self, progress: Hashable, since_s: float) -> None:
-        self.progress = progress
+    def __init__(self, value: Hashable, since_s: float) -> None:
+        self.value = value
         self.since_s = since_s
 
 
-_Key = tuple[What, int | str]
+_Key = tuple[StuckKind, int | str]
 
 
 class Watchdog:
     """Checks things in rounds: :meth:`begin`, :meth:`is_stuck` for each, :meth:`end`."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, stuck_after_s: float) -> None:
+        self._stuck_after_s = stuck_after_s
         self._now_s = 0.0
-        """When this round began."""
-        self._before: dict[_Key, _Seen] = {}
-        """Progress as of the last round."""
-        self._seen: dict[_Key, _Seen] = {}
+        """Time at which this round began."""
+        self._previous: dict[_Key, _Progress] = {}
+        """Progress as of the previous round."""
+        self._current: dict[_Key, _Progress] = {}
         """Progress as of this round, so far."""
         self._found: dict[_Key, Stuck] = {}
         """Things found stuck in this round."""
-        self._named: set[_Key] = set()
+        self._reported: set[_Key] = set()
         """Things found stuck in the last complete round."""
         self.stuck: tuple[Stuck, ...] = ()
         """Findings of the last complete round, the longest first."""
@@ -65,35 +68,35 @@ class Watchdog:
     def begin(self, now_s: float) -> None:
         """Begin a round; things not checked in it are forgotten."""
         self._now_s = now_s
-        self._before, self._seen, self._found = self._seen, {}, {}
+        self._previous, self._current, self._found = self._current, {}, {}
 
     def is_stuck(
-        self, what: What, who: int | str, progress: Hashable, patience: float = 1.0
+        self, kind: StuckKind, name: int | str, progress: Hashable, time_factor: float = 1.0
     ) -> bool:
-        """Note one thing's progress; return whether it is stuck. If so, call :meth:`name`.
+        """Record one thing's progress; return whether it is stuck. If so, call :meth:`report`.
 
-        ``who`` is unique within its kind; a rollout's is its number. ``progress`` is a value that
-        differs whenever the thing has advanced. ``patience`` is a factor of the allowed time.
+        ``name`` is unique within its kind; a rollout's is its number. ``progress`` is a value that
+        differs whenever the thing has advanced. ``time_factor`` multiplies the allowed time.
 
         Called once per rollout and round, of which there may be a hundred thousand.
         """
-        key = (what, who)
-        seen = self._before.get(key)
-        if seen is None or seen.progress != progress:
-            seen = _Seen(progress, self._now_s)
-        self._seen[key] = seen
-        return self._now_s - seen.since_s >= self._patience_s * patience
+        key = (kind, name)
+        seen = self._previous.get(key)
+        if seen is None or seen.value != progress:
+            seen = _Progress(progress, self._now_s)
+        self._current[key] = seen
+        return self._now_s - seen.since_s >= self._stuck_after_s * time_factor
 
-    def name(self, what: What, who: int | str, where: str) -> None:
+    def report(self, kind: StuckKind, name: int | str, where: str) -> None:
         """Add a finding to this round."""
-        waited_s = self._now_s - self._seen[what, who].since_s
-        name = who if isinstance(who, str) else f"rollout {who}"
-        self._found[what, who] = Stuck(what, name, where, waited_s)
+        waited_s = self._now_s - self._current[kind, name].since_s
+        shown = name if isinstance(name, str) else f"rollout {name}"
+        self._found[kind, name] = Stuck(kind, shown, where, waited_s)
 
     def end(self) -> list[Stuck]:
         """End the round; return the findings that the round before did not have."""
-        news = [stuck for key, stuck in self._found.items() if key not in self._named]
-        self._named = set(self._found)
+        news = [stuck for key, stuck in self._found.items() if key not in self._reported]
+        self._reported = set(self._found)
         by_time = sorted(self._found.values(), key=lambda stuck: -stuck.waited_s)
         self.stuck = tuple(by_time[:STUCK_MAX])
         return news

@@ -156,7 +156,7 @@ class Scorer(RunHandle):
         self._keeper = Timekeeper(None)
         self._forecaster = Forecaster()
         self._ages = BatchAges()
-        self._batches_untold = 0
+        self._batch_callback_errors = 0
 
     async def __aenter__(self) -> Self:
         try:
@@ -297,7 +297,7 @@ class Scorer(RunHandle):
             wall_s=usage.wall_s,
             trainer_version=core.trainer_version,
             live_version=core.turns.live_version,
-            capacity_groups=core.capacity_groups,
+            admissible_groups=core.admissible_groups,
             running_groups=core.running_groups,
             buffered_groups=core.buffered_groups,
             training_groups=core.training_groups,
@@ -322,18 +322,18 @@ class Scorer(RunHandle):
             stuck=(*filter(None, [self._running.loop_watch.blocked]), *scheduler.stuck),
             discards=core.groups.discards.by_reason(generated_tokens=ledger.generated),
             length_bias=core.groups.discards.length_bias(),
-            prefilled_tokens=scheduler.fleet.prefilled_tokens,
-            cached_tokens=scheduler.fleet.cached_tokens,
+            context_tokens=scheduler.fleet.context_tokens,
+            cached_context_tokens=scheduler.fleet.cached_context_tokens,
             parked_episodes=scheduler.parked_episodes,
-            staleness_in_flight=dict(sorted(self._ages.in_flight.items())),
-            staleness_in_queue=dict(sorted(self._ages.in_queue.items())),
-            waited_groups=self._ages.groups,
-            group_wait_s=self._ages.group_wait_s,
-            episode_s=scheduler.episode_seconds(),
-            trainer_s=self._keeper.spent_s(),
+            staleness_from_generation=dict(sorted(self._ages.in_flight.items())),
+            staleness_from_queue=dict(sorted(self._ages.in_queue.items())),
+            straggler_wait_groups=self._ages.groups,
+            straggler_wait_s=self._ages.straggler_wait_s,
+            episode_activity_s=scheduler.episode_seconds(),
+            trainer_activity_s=self._keeper.spent_s(),
             publishes=self._keeper.publishes,
-            loop_longest_block_s=self._running.loop_watch.longest_block_s,
-            batches_untold=self._batches_untold,
+            event_loop_longest_block_s=self._running.loop_watch.longest_block_s,
+            batch_callback_errors=self._batch_callback_errors,
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,
@@ -754,7 +754,7 @@ class Rollouts(Scorer, TrainerHandle):
         try:
             on_batch(metrics)
         except Exception as error:
-            self._batches_untold += 1
+            self._batch_callback_errors += 1
             log.error("on_batch raised; the trainer gets its batch all the same", exc_info=error)
 
     def _forecast_from(self, batch: "Batch") -> None:

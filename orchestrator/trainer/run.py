@@ -105,7 +105,7 @@ class Run:
         self._is_ending = False
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self.loop_watch = LoopWatch(
-            limit_s=settings.episodes.episode_timeout_s, on_dead=self._abandon
+            limit_s=settings.episodes.episode_timeout_s, on_blocked=self._abandon
         )
         self._is_up = threading.Event()
         """Set once the thread can be stopped, or has ended."""

@@ -58,8 +58,8 @@ def metrics_text(
         *_metric("num_requests_running", "gauge", {about: running}),
         *_metric("num_requests_waiting", "gauge", {about: waiting}),
         *_metric("engine_sleep_state", "gauge", {f'{about},sleep_state="awake"': not is_sleeping}),
-        *_metric("prefix_cache_queries_total", "counter", {about: fleet.prefilled_tokens}),
-        *_metric("prefix_cache_hits_total", "counter", {about: fleet.cached_tokens}),
+        *_metric("prefix_cache_queries_total", "counter", {about: fleet.context_tokens}),
+        *_metric("prefix_cache_hits_total", "counter", {about: fleet.cached_context_tokens}),
         *_metric("prompt_tokens_total", "counter", {about: counts.prompt_tokens}),
         *_metric("generation_tokens_total", "counter", {about: generated}),
         *_metric(
@@ -68,8 +68,8 @@ def metrics_text(
             {f'{about},finished_reason="{r}"': counts.finished[r] for r in FINISH_REASONS},
         ),
         *_latency(counts, about),
-        "# TYPE tidegate_loop_longest_block_seconds gauge",
-        f"tidegate_loop_longest_block_seconds{{{about}}} {longest_block_s}",
+        "# TYPE tidegate_event_loop_longest_block_seconds gauge",
+        f"tidegate_event_loop_longest_block_seconds{{{about}}} {longest_block_s}",
     ]
     return "\n".join(lines) + "\n"
 

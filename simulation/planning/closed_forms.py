@@ -29,7 +29,7 @@ def predict(workload: PlanWorkload, candidate: PlanCandidate) -> Prediction:
     admission_s = forms.admission_s(slowest_s)
     batch_s = max(slowest_s, admission_s)
     rho = predictions.throughput_ratio(rollout_batch_s=engines_s, trainer_batch_s=trainer_s)
-    free = forms.in_order_versions(batch_s) + predictions.staleness_in_queue(rho=rho)
+    free = forms.in_order_versions(batch_s) + predictions.staleness_from_queue(rho=rho)
     allowed = float(candidate.max_staleness)
     is_held_back = rho > 1 or admission_s >= slowest_s
     return Prediction(

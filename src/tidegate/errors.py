@@ -298,13 +298,15 @@ class EpisodeError(TidegateError, RuntimeError):
 class RunBlocked(TidegateError, TimeoutError):
     """User code that never awaits has blocked the run's event loop for too long."""
 
-    def __init__(self, *, who: str, where: str, limit_s: float) -> None:
-        self.who = who
+    def __init__(self, *, task_name: str, where: str, limit_s: float) -> None:
+        self.task_name = task_name
+        """Name of the asyncio task, such as ``rollout 7``."""
         self.where = where
+        """Function and line of the code that blocks."""
         self.limit_s = limit_s
         super().__init__(
-            f"{who} has kept the run's event loop to itself for {limit_s:.0f} s, in {where}; an "
-            f"episode must await asyncio.to_thread(...) for what computes or blocks for long"
+            f"{task_name} has kept the run's event loop to itself for {limit_s:.0f} s, in {where}; "
+            f"an episode must await asyncio.to_thread(...) for what computes or blocks for long"
         )
 
 

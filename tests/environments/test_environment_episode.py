@@ -291,7 +291,7 @@ async def test_a_whole_run_plays_in_a_pool_and_loses_only_what_crashes(
             await rollouts.publish(load_file(model / "model.safetensors"))
         assert trained == [0, 1, 2, 4, 5, 6]
         assert play.counts.failed == 4
-        spent_s = rollouts.statistics().episode_s
+        spent_s = rollouts.statistics().episode_activity_s
         assert spent_s.keys() == {"environment", "tool add"}
         assert min(spent_s.values()) > 0
         await wait_until_closed(pool)

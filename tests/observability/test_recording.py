@@ -55,7 +55,7 @@ def some_statistics() -> RunStatistics:
         wall_s=2.5,
         trainer_version=4,
         live_version=4,
-        capacity_groups=0,
+        admissible_groups=0,
         running_groups=0,
         buffered_groups=0,
         training_groups=0,

@@ -121,7 +121,7 @@ def test_the_page_says_how_much_context_was_found_in_caches(tmp_path: Path, mode
     assert "| context found in engines' caches | - |" in page_of(tmp_path / "one", model, plain)
 
     sampled = plain.ledger.generated + plain.evaluation_ledger.generated
-    told = dataclasses.replace(plain, prefilled_tokens=8 * sampled, cached_tokens=6 * sampled)
+    told = dataclasses.replace(plain, context_tokens=8 * sampled, cached_context_tokens=6 * sampled)
     page = page_of(tmp_path / "two", model, told)
     assert "caches | 75.0%; 2.00 tokens computed for each one sampled |" in page
     assert "| unaccounted for | 0 |" in page
@@ -186,13 +186,13 @@ def test_a_run_that_has_not_ended_or_is_none_says_so(tmp_path: Path, model: Path
 
 def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, model: Path) -> None:
     forecast = RunForecast(
-        rho=0.85,
+        throughput_ratio=0.85,
         tail_factor=2.5,
         predicted_staleness=1.9,
         measured_staleness=1.875,
-        saturating_staleness=4,
-        batch_s=2.0,
-        attainable_batch_s=1.5,
+        max_useful_staleness=4,
+        batch_interval_s=2.0,
+        attainable_batch_interval_s=1.5,
         advice="rollout-bound: max_staleness=4 would gain about 33%",
     )
     tasks = (TaskDiscards(0, 17, 5, 5), TaskDiscards(0, 3, 4, 1))
@@ -212,7 +212,7 @@ def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, m
     assert "| stale | 9 | 900 | 100.0 | 12.5% | 0:17 (5), 0:3 (1 to 4) |" in page
     assert "trained 60.0 tokens on the mean, generated 80.0, ratio 0.75" in page
     report = report_of(run)
-    assert report["forecast"]["rho"] == 0.85
+    assert report["forecast"]["throughput_ratio"] == 0.85
     assert report["discards"]["stale"]["lengths"] == {"64": 9}
 
 
@@ -236,7 +236,7 @@ def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
     resumed = dataclasses.replace(
         some_statistics(),
         trainer_version=102,
-        trainer_s=keeper.spent_s(),
+        trainer_activity_s=keeper.spent_s(),
         publishes=keeper.publishes,
     )
     assert read_facts(a_run(tmp_path / "one", model, statistics=resumed)).publish_s == 0.5

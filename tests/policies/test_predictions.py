@@ -81,10 +81,10 @@ def test_staleness_without_a_bound_is_that_of_the_validation_table(
     total: float,
     simulated: float,
 ) -> None:
-    pqs = predictions.staleness_in_flight(
+    pqs = predictions.staleness_from_generation(
         slots=slots, tail_factor=tail, rollouts_per_batch=128, rho=rho
     )
-    iqs = predictions.staleness_in_queue(rho=rho, queue_batches=queue_batches)
+    iqs = predictions.staleness_from_queue(rho=rho, queue_batches=queue_batches)
 
     assert pqs == pytest.approx(in_flight, abs=0.0101)
     assert pqs + iqs == pytest.approx(total, abs=0.0051)
@@ -112,13 +112,13 @@ def test_staleness_without_a_bound_is_that_of_the_validation_table(
 def test_mean_staleness_is_within_three_tenths_of_what_was_simulated(
     slots_share: float, tail: float, rho: float, max_staleness: int, simulated: float
 ) -> None:
-    pqs = predictions.staleness_in_flight(
+    pqs = predictions.staleness_from_generation(
         slots=slots_share, tail_factor=tail, rollouts_per_batch=1, rho=rho
     )
     allowed = predictions.allowed_staleness(
         outstanding_groups_max=(max_staleness + 1) * 64, groups_per_version=64
     )
-    free = pqs + predictions.staleness_in_queue(rho=rho)
+    free = pqs + predictions.staleness_from_queue(rho=rho)
     mean = predictions.mean_staleness(allowed=allowed, free=free, rho=rho)
 
     assert mean == pytest.approx(simulated, abs=0.3)
@@ -148,7 +148,7 @@ def test_what_order_costs_in_age_is_what_was_simulated(
         window_groups=window_groups,
     )
 
-    assert pqs + predictions.staleness_in_queue(rho=0.9) == pytest.approx(simulated, abs=0.3)
+    assert pqs + predictions.staleness_from_queue(rho=0.9) == pytest.approx(simulated, abs=0.3)
 
 
 @pytest.mark.parametrize("window_groups", [None, 1, 3, 100])
@@ -314,9 +314,9 @@ def test_the_mean_so_far_is_that_of_each_version(
 
 
 def test_nothing_is_gained_past_the_ceiling_of_both_parts() -> None:
-    assert predictions.saturating_staleness(2.06, 0.9) == 3
-    assert predictions.saturating_staleness(1.5, 0.5) == 2
-    assert predictions.saturating_staleness(0.0, 0.0) == 0
+    assert predictions.max_useful_staleness(2.06, 0.9) == 3
+    assert predictions.max_useful_staleness(1.5, 0.5) == 2
+    assert predictions.max_useful_staleness(0.0, 0.0) == 0
 
 
 def test_staleness_from_latency_counts_steps_made_meanwhile() -> None:
@@ -333,4 +333,4 @@ def test_what_is_divided_by_must_be_there() -> None:
     with pytest.raises(ConfigError, match="rollout_devices must be > 0, got 0"):
         predictions.disaggregated_batch_s(1, 1, rollout_devices=0, trainer_devices=1)
     with pytest.raises(ConfigError, match="rho must be >= 0, got -1"):
-        predictions.staleness_in_queue(rho=-1)
+        predictions.staleness_from_queue(rho=-1)

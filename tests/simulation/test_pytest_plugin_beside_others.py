@@ -48,7 +48,7 @@ def test_it_stands_in_for_the_real_one(tidegate_serve, tidegate_virtual_time, mo
         async with tidegate.serve(
             model="my/model", engines=2, max_running_turns=4, run_directory="runs/x", resume=None
         ) as rollouts:
-            return rollouts.statistics().capacity_groups
+            return rollouts.statistics().admissible_groups
 
     assert tidegate_virtual_time.run(my_program()) > 0
 """

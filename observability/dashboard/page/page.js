@@ -60,7 +60,7 @@ function draw() {
   byId("bias-said").textContent = bias ? `length bias ${short(bias.ratio)}` : "";
   byId("staleness-said").textContent = `mean ${short(run.mean_staleness)}, highest `
     + `${run.max_staleness_seen}, bound ${run.staleness_bound ?? "none"}; of the mean `
-    + `${short(run.mean_staleness_in_flight)} in flight, ${short(run.mean_staleness_in_queue)} in the queue`;
+    + `${short(run.mean_staleness_from_generation)} from generation, ${short(run.mean_staleness_from_queue)} from the queue`;
   groups();
   tokens(ledger);
 }
@@ -77,16 +77,16 @@ function tiles(run, ledger, forecast) {
     "trainer idle": share(run.trainer_idle_share), "engines idle": share(run.engine_idle_share),
     "turns decoding of slots": `${decoding} / ${slots}`, "turns queued": queued,
     "groups running": run.running_groups, "groups buffered": run.buffered_groups,
-    "may be admitted": run.capacity_groups,
+    "may be admitted": run.admissible_groups,
     "over 2+ versions": share(run.mixed_version_rollouts / Math.max(1, run.trained_rollouts)),
-    "ρ, rollout over trainer": forecast ? short(forecast.rho) : "–",
+    "ρ, rollout over trainer": forecast ? short(forecast.throughput_ratio) : "–",
     "staleness predicted": forecast ? short(forecast.predicted_staleness) : "–",
     "mismatch KL": short(last.off_policy.kl),
-    "group's wait for its last": run.waited_groups ? seconds(run.mean_group_wait_s) : "–",
-    "standstill per swap": run.standstill_s ? seconds(run.standstill_s) : "–",
-    ...Object.fromEntries(Object.entries(last.episode_s).sort((a, b) => b[1] - a[1]).slice(0, 4)
+    "group's wait for its last": run.straggler_wait_groups ? seconds(run.mean_straggler_wait_s) : "–",
+    "stall per weight swap": run.mean_weight_swap_stall_s ? seconds(run.mean_weight_swap_stall_s) : "–",
+    ...Object.fromEntries(Object.entries(last.episode_activity_s).sort((a, b) => b[1] - a[1]).slice(0, 4)
       .map(([name, spent]) => [`episodes in ${name}`, seconds(spent)])),
-    "context from cache": share(run.cached_tokens / Math.max(1, run.prefilled_tokens)),
+    "context from cache": share(run.cached_context_tokens / Math.max(1, run.context_tokens)),
   };
   byId("tiles").replaceChildren(...Object.entries(shown).map(([name, value]) => {
     const tile = made("div", "");
@@ -102,7 +102,7 @@ function trouble(run) {
   const lines = [...last.stuck];
   if (run.publish_failure) lines.push(`a publish failed: ${run.publish_failure}`);
   if (run.pause_mode) lines.push(`engines are paused by ${run.pause_mode}`);
-  if (run.batches_untold) lines.push(`on_batch raised at ${run.batches_untold} batches; see the log`);
+  if (run.batch_callback_errors) lines.push(`on_batch raised at ${run.batch_callback_errors} batches; see the log`);
   if (run.asleep.length) lines.push(`asleep: ${run.asleep.join(", ")}`);
   if (last.ledger.error) lines.push(`${last.ledger.error} tokens are unaccounted for`);
   byId("trouble").hidden = !lines.length;

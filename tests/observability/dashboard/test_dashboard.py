@@ -72,7 +72,7 @@ def test_the_state_is_the_runs_own(watched: Watched) -> None:
     assert shown["off_policy"] == told
     (engine,) = shown["engines"]
     assert engine[:2] == ["engine-0", BATCHES - 1]
-    assert shown["trainer_s"].keys() == {"publish", "train", "wait"}
+    assert shown["trainer_activity_s"].keys() == {"publish", "train", "wait"}
 
 
 def test_the_timeline_has_the_engines_busy_time_and_its_swaps(watched: Watched) -> None:

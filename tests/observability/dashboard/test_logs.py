@@ -30,7 +30,7 @@ def lines(written: io.StringIO) -> list[dict[str, Any]]:
 def test_what_a_message_names_is_a_field_of_its_own_type(written: io.StringIO) -> None:
     log.warning("engine=%s lost: %s", "engine-3", "it was silent")
     log.info("rollout=%d forks into %d, %s", 7, 8, "resampled")
-    log.warning("stuck=%s who=%r waited_s=%.0f where=%r", "turn", 7, 61.25, "here")
+    log.warning("stuck=%s name=%r waited_s=%.0f where=%r", "turn", 7, 61.25, "here")
     told = lines(written)
     assert [each.pop("time")[-1] for each in told] == ["Z"] * 3
     assert told == [
@@ -50,19 +50,19 @@ def test_what_a_message_names_is_a_field_of_its_own_type(written: io.StringIO) -
             "level": "warning",
             "run": "demo",
             "stuck": "turn",
-            "who": 7,
+            "name": 7,
             "waited_s": 61.25,
             "where": "here",
-            "message": "stuck=turn who=7 waited_s=61 where='here'",
+            "message": "stuck=turn name=7 waited_s=61 where='here'",
         },
     ]
 
 
 def test_a_value_that_is_written_out_is_a_field_too(written: io.StringIO) -> None:
-    log.error("stuck=loop at 100%% done who=%r", "a callback")
+    log.error("stuck=loop at 100%% done name=%r", "a callback")
     (line,) = lines(written)
-    assert (line["stuck"], line["who"]) == ("loop", "a callback")
-    assert line["message"] == "stuck=loop at 100% done who='a callback'"
+    assert (line["stuck"], line["name"]) == ("loop", "a callback")
+    assert line["message"] == "stuck=loop at 100% done name='a callback'"
 
 
 def test_an_error_keeps_its_story_on_one_line(written: io.StringIO) -> None:

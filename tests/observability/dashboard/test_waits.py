@@ -44,12 +44,12 @@ async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: Serv
         async for _ in rollouts.batches([1, 2, 3], episode=solve):
             await rollouts.publish({})
         statistics = rollouts.statistics()
-    assert statistics.episode_s == pytest.approx({"reward": 3 * 7.0})
-    assert statistics.waited_groups == 3
-    assert statistics.mean_group_wait_s == pytest.approx(
+    assert statistics.episode_activity_s == pytest.approx({"reward": 3 * 7.0})
+    assert statistics.straggler_wait_groups == 3
+    assert statistics.mean_straggler_wait_s == pytest.approx(
         3.0, abs=0.2
     )  # up to two steps of difference
-    waits = [figures["group_wait_s_max"] for figures in told]
+    waits = [figures["straggler_wait_s_max"] for figures in told]
     assert waits == pytest.approx([3.0] * 3, abs=0.2)
 
 
@@ -75,12 +75,12 @@ async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made
             await asyncio.sleep(1.0)
         statistics = rollouts.statistics()
     for figures in told:
-        parts = figures["staleness_in_flight_mean"] + figures["staleness_in_queue_mean"]
+        parts = figures["staleness_from_generation_mean"] + figures["staleness_from_queue_mean"]
         assert parts == pytest.approx(figures["staleness_mean"])
-    assert [f["staleness_in_flight_mean"] for f in told] == [0, 1, 0]
-    assert [f["staleness_in_queue_mean"] for f in told][:2] == [0, 0]
-    assert told[2]["staleness_in_queue_mean"] == told[2]["staleness_mean"]
-    assert sum(statistics.staleness_in_flight.values()) == statistics.trained_rollouts == 6
+    assert [f["staleness_from_generation_mean"] for f in told] == [0, 1, 0]
+    assert [f["staleness_from_queue_mean"] for f in told][:2] == [0, 0]
+    assert told[2]["staleness_from_queue_mean"] == told[2]["staleness_mean"]
+    assert sum(statistics.staleness_from_generation.values()) == statistics.trained_rollouts == 6
 
 
 async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
@@ -104,13 +104,13 @@ async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
             await rollouts.publish({})
         statistics = rollouts.statistics()
     assert statistics.trained_rollouts == 6
-    for part in (statistics.staleness_in_flight, statistics.staleness_in_queue):
+    for part in (statistics.staleness_from_generation, statistics.staleness_from_queue):
         assert sum(part.values()) == 6
     ages = sum(s * n for s, n in statistics.staleness_histogram.items())
-    parts = statistics.mean_staleness_in_flight + statistics.mean_staleness_in_queue
+    parts = statistics.mean_staleness_from_generation + statistics.mean_staleness_from_queue
     assert parts == pytest.approx(ages / 6)
     for figures in told:
-        parts = figures["staleness_in_flight_mean"] + figures["staleness_in_queue_mean"]
+        parts = figures["staleness_from_generation_mean"] + figures["staleness_from_queue_mean"]
         assert parts == pytest.approx(figures["staleness_mean"])
         assert figures["rollouts"] == 2
 
@@ -130,7 +130,7 @@ async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
         async with tidegate_serve(**SMALL, on_batch=log_to_nowhere) as rollouts:
             async for _ in rollouts.batches([1, 2], episode=solve):
                 await rollouts.publish({})
-            assert rollouts.statistics().batches_untold == 2
+            assert rollouts.statistics().batch_callback_errors == 2
     said = [record for record in caplog.records if "on_batch raised" in record.message]
     assert len(said) == 2
     assert "the logger's server is gone" in caplog.text
@@ -162,7 +162,7 @@ async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
 
     async with tidegate_serve(**SMALL) as rollouts:
         async for _ in rollouts.batches([1], episode=solve):
-            assert rollouts.statistics().episode_s == pytest.approx({"reward": 1.0})
+            assert rollouts.statistics().episode_activity_s == pytest.approx({"reward": 1.0})
 
 
 # ---------------------------------------------------------------- parts
@@ -194,10 +194,10 @@ def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
     batch = build_batch(groups, trainer_version=5)
     rows = [row for group in groups for row in group.rollouts]
     figures = ages.note(rows, batch, times)
-    assert (ages.groups, ages.group_wait_s) == (2, 1.5)
+    assert (ages.groups, ages.straggler_wait_s) == (2, 1.5)
     assert ages.in_queue == {1: 2, 2: 1}
     assert ages.in_flight == {1: 1, 0: 2}
-    assert figures["group_wait_s_max"] == 1.0
+    assert figures["straggler_wait_s_max"] == 1.0
     assert BatchAges().note([], build_batch([], 5), times) == {}
 
 

@@ -156,7 +156,7 @@ class Driver:
     def fill(self) -> int:
         """Give tasks while there is capacity; return how many were admitted."""
         admitted = 0
-        while self.core.capacity_groups:
+        while self.core.admissible_groups:
             if self.requeued:
                 key = self.requeued.pop(0)
                 self.do(ev.TaskArrived(key.index, key))

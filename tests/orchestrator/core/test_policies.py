@@ -87,7 +87,7 @@ def test_groups_that_teach_nothing_make_room_for_others_and_their_stragglers_are
     assert driver.stopped == [third]
     assert driver.core.ledger.discarded == {"zero_variance": 10}
     assert driver.core.discarded_rollouts == {"zero_variance": 3}
-    assert driver.core.capacity_groups == 1
+    assert driver.core.admissible_groups == 1
 
 
 def test_a_prompt_that_is_solved_is_passed_over_after_a_crash_too() -> None:

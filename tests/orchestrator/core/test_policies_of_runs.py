@@ -49,7 +49,7 @@ async def test_what_the_trainer_measures_moves_eta(
             await rollouts.publish({})
             seen = rollouts.statistics()
             groups = seen.running_groups + seen.buffered_groups + seen.training_groups
-            assert groups + seen.capacity_groups == outstanding
+            assert groups + seen.admissible_groups == outstanding
         with pytest.raises(ConfigError, match=r"mismatch_kl is in nats per token, >= 0; got -1"):
             await rollouts.observe(mismatch_kl=-1.0)
 

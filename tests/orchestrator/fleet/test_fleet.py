@@ -180,7 +180,7 @@ def test_context_found_in_caches_is_counted_once_and_outlives_the_engine(wire: W
     step = msgspec.structs.replace(make_step(0, rows=2), prefills=[found])
     wire.hear(step, step, Goodbye(reason="done"))
 
-    assert (wire.fleet.prefilled_tokens, wire.fleet.cached_tokens) == (20, 16)
+    assert (wire.fleet.context_tokens, wire.fleet.cached_context_tokens) == (20, 16)
 
 
 def test_steps_are_acknowledged_by_the_quarter_of_the_credit(wire: Wire) -> None:

@@ -26,12 +26,12 @@ def test_a_swap_that_only_a_hello_tells_of_frees_the_places_of_its_batch() -> No
     driver.solve(driver.running[0])
     driver.do(ev.BatchAsked())
     driver.publish()
-    assert driver.core.capacity_groups == 0
+    assert driver.core.admissible_groups == 0
 
     driver.join("engine-0", version=1)  # its weights_live was lost with the connection
 
     assert driver.core.turns.live_version == 1
-    assert driver.core.capacity_groups == 1
+    assert driver.core.admissible_groups == 1
 
 
 def test_an_engine_that_was_given_up_and_says_hello_again_goes_on_in_its_stream() -> None:

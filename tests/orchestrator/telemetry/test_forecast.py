@@ -71,14 +71,16 @@ async def test_a_run_is_as_stale_as_was_predicted(
     match limited_by:
         case "admission":
             assert "gain about" in forecast.advice
-            assert forecast.saturating_staleness > max_staleness
+            assert forecast.max_useful_staleness > max_staleness
         case "the trainer":
-            assert forecast.rho > 1
+            assert forecast.throughput_ratio > 1
             assert forecast.advice.startswith("trainer-bound")
-            assert forecast.batch_s == pytest.approx(forecast.attainable_batch_s, rel=0.05)
+            assert forecast.batch_interval_s == pytest.approx(
+                forecast.attainable_batch_interval_s, rel=0.05
+            )
         case "slots":
-            assert forecast.rho < 1
-            assert forecast.saturating_staleness < max_staleness
+            assert forecast.throughput_ratio < 1
+            assert forecast.max_useful_staleness < max_staleness
             assert forecast.advice.startswith("rollout-bound: a larger max_staleness gains nothing")
 
 
@@ -148,13 +150,13 @@ def test_what_is_measured_is_set_beside_what_follows_from_it() -> None:
     forecast = forecast_of(batch_s=0.2, idle=0.75)
 
     assert forecast is not None
-    assert forecast.batch_s == pytest.approx(0.2)
-    assert forecast.rho == pytest.approx(0.5)
-    assert forecast.attainable_batch_s == pytest.approx(0.1)
+    assert forecast.batch_interval_s == pytest.approx(0.2)
+    assert forecast.throughput_ratio == pytest.approx(0.5)
+    assert forecast.attainable_batch_interval_s == pytest.approx(0.1)
     assert forecast.tail_factor == 1.0
     assert forecast.measured_staleness == pytest.approx((0 + 1 + 2 * 9) / 11)
     assert forecast.predicted_staleness == pytest.approx((0 + 1 + 2 * 9) / 11)
-    assert forecast.saturating_staleness == 5  # 8 slots hold 4 batches, and half a batch waits
+    assert forecast.max_useful_staleness == 5  # 8 slots hold 4 batches, and half a batch waits
 
 
 def test_tokens_that_were_thrown_away_cost_the_rollout_time_but_the_runs_end_does_not() -> None:
@@ -162,7 +164,9 @@ def test_tokens_that_were_thrown_away_cost_the_rollout_time_but_the_runs_end_doe
     forecast = forecast_of(batch_s=0.4, idle=0.5, ledger=thrown)
 
     assert forecast is not None
-    assert forecast.rho == pytest.approx(0.2 / 0.2)  # half of 160 tokens per batch are of no use
+    assert forecast.throughput_ratio == pytest.approx(
+        0.2 / 0.2
+    )  # half of 160 tokens per batch are of no use
 
 
 def test_one_batch_is_too_few_to_say_anything() -> None:

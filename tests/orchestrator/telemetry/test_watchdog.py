@@ -42,7 +42,7 @@ COSTS = SimulatedEngineSpec(
     chunk_tokens=1,
 )
 
-PATIENCE_S = 60.0
+STUCK_AFTER_S = 60.0
 
 WAIT_S = 60.0
 """Timeout far above any duration here: reaching it is a failure."""
@@ -53,11 +53,11 @@ def a_round(watchdog: Watchdog, now_s: float, **progress: int) -> list[Stuck]:
     watchdog.begin(now_s)
     for who, done in progress.items():
         if watchdog.is_stuck("engine", who, done):
-            watchdog.name("engine", who, f"as far as {done}")
+            watchdog.report("engine", who, f"as far as {done}")
     return watchdog.end()
 
 
-def test_what_has_not_got_on_for_the_patience_is_named_once_with_since_when() -> None:
+def test_a_thing_without_progress_for_the_time_allowed_is_reported_once_with_its_wait() -> None:
     watchdog = Watchdog(60.0)
     assert a_round(watchdog, 100.0, a=0) == []
     assert a_round(watchdog, 159.0, a=0) == []
@@ -70,11 +70,11 @@ def test_what_gets_on_or_is_gone_is_stuck_no_more_and_may_be_named_again() -> No
     watchdog = Watchdog(60.0)
     for now_s in (0.0, 60.0):
         a_round(watchdog, now_s, a=0, b=0)
-    assert [stuck.who for stuck in watchdog.stuck] == ["a", "b"]
+    assert [stuck.name for stuck in watchdog.stuck] == ["a", "b"]
     assert a_round(watchdog, 75.0, a=1) == []
     assert watchdog.stuck == ()
     assert a_round(watchdog, 134.0, a=1, b=0) == []
-    assert [stuck.who for stuck in a_round(watchdog, 135.0, a=1)] == ["a"]
+    assert [stuck.name for stuck in a_round(watchdog, 135.0, a=1)] == ["a"]
 
 
 def test_some_things_may_take_longer_than_others() -> None:
@@ -91,7 +91,7 @@ def test_of_very_many_the_longest_are_kept() -> None:
     watchdog = Watchdog(1.0)
     for now_s in range(2 * STUCK_MAX):
         a_round(watchdog, float(now_s), **{f"e{n}": 0 for n in range(now_s + 1)})
-    assert [stuck.who for stuck in watchdog.stuck] == [f"e{n}" for n in range(STUCK_MAX)]
+    assert [stuck.name for stuck in watchdog.stuck] == [f"e{n}" for n in range(STUCK_MAX)]
 
 
 # ---------------------------------------------------------------- a run
@@ -114,7 +114,7 @@ class Watched:
         self.weights = ControlDriver()
         self.left = EpisodeLeakTracker()
         self.watch = RunWatch(
-            self.driver.core, self.fleet, self.weights.state, self.left, patience_s=PATIENCE_S
+            self.driver.core, self.fleet, self.weights.state, self.left, stuck_after_s=STUCK_AFTER_S
         )
 
     def join(self, engine: str) -> None:
@@ -131,7 +131,7 @@ class Watched:
 
     @property
     def stuck(self) -> list[tuple[str, str]]:
-        return [(stuck.what, stuck.who) for stuck in self.watch.stuck]
+        return [(stuck.kind, stuck.name) for stuck in self.watch.stuck]
 
 
 def watched(story: "Callable[[Watched], object]") -> Watched:
@@ -153,7 +153,7 @@ def watched(story: "Callable[[Watched], object]") -> Watched:
 
 async def long() -> None:
     """Sleep longer than anything but the trainer may take."""
-    await asyncio.sleep(1.3 * PATIENCE_S)
+    await asyncio.sleep(1.3 * STUCK_AFTER_S)
 
 
 def test_an_engine_that_makes_no_step_is_named_and_not_each_of_its_turns() -> None:
@@ -166,9 +166,9 @@ def test_an_engine_that_makes_no_step_is_named_and_not_each_of_its_turns() -> No
 
     run = watched(story)
     (stuck,) = run.watch.stuck
-    assert (stuck.what, stuck.who) == ("engine", "engine-0")
+    assert (stuck.kind, stuck.name) == ("engine", "engine-0")
     assert stuck.where.startswith("no step of its 2 turns has come")
-    assert PATIENCE_S <= stuck.waited_s <= 1.3 * PATIENCE_S
+    assert STUCK_AFTER_S <= stuck.waited_s <= 1.3 * STUCK_AFTER_S
 
 
 def test_a_turn_without_tokens_on_an_engine_that_makes_steps_is_named_with_its_place() -> None:
@@ -179,11 +179,11 @@ def test_a_turn_without_tokens_on_an_engine_that_makes_steps_is_named_with_its_p
             run.driver.ask_turn(rollout, max_tokens=1000)
         for _ in range(20):
             run.sample("engine-0", 1)
-            await asyncio.sleep(PATIENCE_S / 10)
+            await asyncio.sleep(STUCK_AFTER_S / 10)
 
     run = watched(story)
     (stuck,) = run.watch.stuck
-    assert (stuck.what, stuck.who) == ("turn", "rollout 0")
+    assert (stuck.kind, stuck.name) == ("turn", "rollout 0")
     assert stuck.where.startswith("its turn 1 (handle 0) on engine-0 has 0 tokens")
 
 
@@ -199,7 +199,7 @@ def test_turns_that_an_engine_has_no_room_for_yet_are_not_stuck() -> None:
         run.hear("engine-0", beat)
         for _ in range(20):
             run.sample("engine-0", 1)
-            await asyncio.sleep(PATIENCE_S / 10)
+            await asyncio.sleep(STUCK_AFTER_S / 10)
 
     assert watched(story).stuck == []
 
@@ -213,7 +213,7 @@ def test_turns_for_which_there_is_no_engine_are_one_thing_that_is_stuck() -> Non
 
     run = watched(story)
     (stuck,) = run.watch.stuck
-    assert str(stuck).startswith("no engine (engine) has not got on for 6")
+    assert str(stuck).startswith("no engine (engine): no progress for 6")
     assert "2 turns wait for one that serves v0 or newer; there are none" in stuck.where
 
 
@@ -228,7 +228,7 @@ def test_an_episode_in_its_own_code_is_named_with_its_turn_and_the_beginning_of_
 
     run = watched(story)
     (stuck,) = run.watch.stuck
-    assert (stuck.what, stuck.who) == ("episode", "rollout 0")
+    assert (stuck.kind, stuck.name) == ("episode", "rollout 0")
     assert stuck.where.startswith("after turn 1 its episode neither asks for another nor returns")
     assert "task 'a question of many" in stuck.where
     assert len(stuck.where) < 200
@@ -244,7 +244,7 @@ def test_a_publish_is_named_with_its_phase_and_the_engines_it_waits_for() -> Non
         await long()
 
     run = watched(story)
-    assert {(stuck.what, stuck.who, stuck.where) for stuck in run.watch.stuck} == {
+    assert {(stuck.kind, stuck.name, stuck.where) for stuck in run.watch.stuck} == {
         ("publish", "v1 staging", "v1 is staging on engine-0, engine-2"),
         ("publish", "v1 staged", "v1 is staged on engine-1"),
     }
@@ -257,13 +257,13 @@ def test_a_trainer_that_holds_its_batches_while_all_else_is_done_is_named_after_
         for rollout in list(run.driver.running.values()):
             run.driver.return_reward(rollout)
         run.driver.do(ev.BatchAsked())
-        await asyncio.sleep(4 * PATIENCE_S)
+        await asyncio.sleep(4 * STUCK_AFTER_S)
         assert run.stuck == []
-        await asyncio.sleep(2 * PATIENCE_S)
+        await asyncio.sleep(2 * STUCK_AFTER_S)
 
     run = watched(story)
     (stuck,) = run.watch.stuck
-    assert stuck.what == "trainer"
+    assert stuck.kind == "trainer"
     assert "holds 1 groups and has published nothing made of them; 1 are buffered" in stuck.where
 
 
@@ -284,10 +284,10 @@ def test_a_run_in_which_everything_gets_on_is_left_alone() -> None:
             run.driver.fill()
             for rollout in list(run.driver.running.values()):
                 run.driver.ask_turn(rollout)
-                await asyncio.sleep(PATIENCE_S / 2)
+                await asyncio.sleep(STUCK_AFTER_S / 2)
                 run.sample("engine-0", handle, STOP)
                 handle += 1
-                await asyncio.sleep(PATIENCE_S / 2)
+                await asyncio.sleep(STUCK_AFTER_S / 2)
                 run.driver.return_reward(rollout)
             run.driver.do(ev.BatchAsked())
             run.driver.publish()
@@ -335,13 +335,13 @@ def an_episode(index: int) -> Episode:
 def test_what_is_stuck_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def story(run: Watched) -> None:
         run.driver.do(ev.BatchAsked())
-        await asyncio.sleep(10 * PATIENCE_S)
+        await asyncio.sleep(10 * STUCK_AFTER_S)
 
     with caplog.at_level(logging.WARNING, "tidegate"):
         watched(story)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "stuck=tasks who='the iterator of tasks' waited_s=60 "
+        "stuck=tasks name='the iterator of tasks' waited_s=60 "
         "where='2 groups may start, but it gives no task'"
     )
 
@@ -357,8 +357,8 @@ def keep_the_loop(over: threading.Event) -> None:
 async def test_the_longest_block_of_the_loop_is_measured_while_it_lasts_and_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop_watch, "LOOK_INTERVAL_S", 0.02)
-    watch = loop_watch.LoopWatch(limit_s=WAIT_S, on_dead=lambda error: None)
+    monkeypatch.setattr(loop_watch, "CHECK_INTERVAL_S", 0.02)
+    watch = loop_watch.LoopWatch(limit_s=WAIT_S, on_blocked=lambda error: None)
     seen: list[float] = []
     over = threading.Event()
 
@@ -382,12 +382,12 @@ async def test_the_longest_block_of_the_loop_is_measured_while_it_lasts_and_afte
 async def test_code_that_keeps_the_loop_is_named_by_its_task_and_line_and_ends_the_run_at_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop_watch, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(loop_watch, "REPORT_AFTER_S", 0.1)
     monkeypatch.setattr(loop_watch, "LIMIT_MIN_S", 0.3)
-    monkeypatch.setattr(loop_watch, "LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(loop_watch, "CHECK_INTERVAL_S", 0.02)
     over, errors = threading.Event(), list[RunBlocked]()
 
-    def on_dead(error: RunBlocked) -> None:
+    def on_blocked(error: RunBlocked) -> None:
         assert watch.blocked is not None
         errors.append(error)
         over.set()
@@ -395,16 +395,16 @@ async def test_code_that_keeps_the_loop_is_named_by_its_task_and_line_and_ends_t
     async def rude() -> None:
         keep_the_loop(over)
 
-    watch = loop_watch.LoopWatch(limit_s=0.2, on_dead=on_dead)
+    watch = loop_watch.LoopWatch(limit_s=0.2, on_blocked=on_blocked)
     with caplog.at_level(logging.WARNING, "tidegate"):
         watch.start()
         await asyncio.create_task(rude(), name="rollout 7")
     watch.stop()
     (error,) = errors
-    assert error.who == "rollout 7"
+    assert error.task_name == "rollout 7"
     assert error.where.startswith(f"keep_the_loop at {__file__}:")
     assert "asyncio.to_thread" in str(error)
-    told = [r.getMessage() for r in caplog.records if "who='rollout 7'" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "name='rollout 7'" in r.getMessage()]
     assert len(told) == 1
     assert "stuck=loop" in told[0]
     assert "keep_the_loop at" in told[0]

@@ -70,7 +70,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def whats_stuck(rollouts: tidegate.Rollouts) -> dict[str, str]:
     """What is stuck, and where, by kind."""
-    return {stuck.what: f"{stuck.who}: {stuck.where}" for stuck in rollouts.statistics().stuck}
+    return {stuck.kind: f"{stuck.name}: {stuck.where}" for stuck in rollouts.statistics().stuck}
 
 
 async def stuck(rollouts: tidegate.Rollouts, what: str) -> str:
@@ -183,10 +183,10 @@ async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollo
             evaluation = asyncio.create_task(rollouts.evaluate(tasks, episode=hangs))
             why = "after turn 1 its episode neither asks for another nor returns; task"
             hung = {f"rollout {n}": f"{why} {task!r}" for n, task in enumerate(tasks[:3])}
-            await until(lambda: {s.who: s.where for s in rollouts.statistics().stuck} == hung)
+            await until(lambda: {s.name: s.where for s in rollouts.statistics().stuck} == hung)
             assert (await evaluation).rewards == [None, None, None, 1.0]
             await until(lambda: "CancelledError" in whats_stuck(rollouts).get("episode", ""))
-            await until(lambda: [s.who for s in rollouts.statistics().stuck] == ["rollout 2"])
+            await until(lambda: [s.name for s in rollouts.statistics().stuck] == ["rollout 2"])
             over.set()
             await until(lambda: not rollouts.statistics().stuck)
             assert (await rollouts.evaluate(["healthy"], episode=hangs)).rewards == [1.0]

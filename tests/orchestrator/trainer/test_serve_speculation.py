@@ -41,12 +41,12 @@ async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path)
             assert batch.loss_mask.sum() == 4 * 60
         (engine,) = rollouts.statistics().engines
     assert engine.speculation == "draft"
-    assert 0 < engine.accepted_tokens == engine.drafted_tokens  # by a model as good as itself
+    assert 0 < engine.accepted_draft_tokens == engine.draft_tokens  # by a model as good as itself
     assert engine.tokens == 8 * 60
     report = audit_run(run)
     assert report.agrees, report.lines()
     page = write_report(run).read_text()
-    assert f"| draft tokens verified | {engine.drafted_tokens}, " in page
+    assert f"| draft tokens verified | {engine.draft_tokens}, " in page
 
 
 async def test_a_source_of_guesses_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
             await rollouts.publish(weights.step())
         [engine] = rollouts.statistics().engines
         assert engine.speculation == "draft"
-        assert engine.accepted_tokens > 0
+        assert engine.accepted_draft_tokens > 0
         assert await rollouts.sleep() > 0
         assert rollouts.statistics().asleep == ("weights", "kv_cache")
         await rollouts.wake()

@@ -281,5 +281,5 @@ def test_a_large_answer_is_that_of_a_small_one(
 
 def test_the_longest_block_of_the_loop_is_told(client: Client) -> None:
     lines = client.http.get("/metrics").text.splitlines()
-    (line,) = [one for one in lines if one.startswith("tidegate_loop_longest_block_seconds{")]
+    (line,) = [one for one in lines if one.startswith("tidegate_event_loop_longest_block_seconds{")]
     assert float(line.split()[-1]) >= 0

@@ -254,11 +254,11 @@ def test_contexts_are_shared_among_requests_of_one_salt_only(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     def positions_found(salt: str | None) -> int:
-        before = server.statistics().cached_tokens
+        before = server.statistics().cached_context_tokens
         sampling = {"max_tokens": 1, "ignore_eos": True}
         for _ in range(2):  # engines take turns
             client.generate(token_ids=prompt, sampling_params=sampling, cache_salt=salt)
-        return server.statistics().cached_tokens - before
+        return server.statistics().cached_context_tokens - before
 
     client.post("/reset_prefix_cache")
     prompt = [7] * 200
