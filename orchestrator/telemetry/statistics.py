@@ -54,14 +54,14 @@ class EngineStatistics:
     """Whether a turn gets the same bits whatever other turns run beside it."""
     out_of_memory_steps: int = 0
     """Number of steps that ran out of memory and were repeated with less."""
-    speculation: str = ""
+    speculative_method: str = ""
     """Source of draft tokens: ``lookup``, ``rollouts`` or ``draft``; empty without speculation."""
     draft_tokens: int = 0
     """Number of draft tokens verified in the engine's steps."""
     accepted_draft_tokens: int = 0
     """Number of draft tokens that were accepted: each saved a step."""
-    ranks: int = 1
-    """Number of processes that share the model, as ``tensor_parallel_size`` says."""
+    tensor_parallel_size: int = 1
+    """Number of processes that share the model."""
     quantization: str = ""
     """Type that the weights are rounded to: ``int8`` or ``fp8``; empty for none."""
     weight_swaps: int = 0

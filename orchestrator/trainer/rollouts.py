@@ -39,7 +39,7 @@ from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.journal.resuming import Resume, ResumeToken, resume_token
-from tidegate.orchestrator.scheduler.loop_watch import LOOK_INTERVAL_S
+from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, cores
 from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
@@ -287,7 +287,7 @@ class Scorer(RunHandle):
             if self._running.loop_watch.blocked is not None and scheduler is not None:
                 with contextlib.suppress(RuntimeError):  # it has just resumed, and changed things
                     return read(scheduler)
-            concurrent.futures.wait([future], LOOK_INTERVAL_S)
+            concurrent.futures.wait([future], CHECK_INTERVAL_S)
         return future.result()
 
     def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:

@@ -198,8 +198,8 @@ async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollo
 async def test_an_episode_that_blocks_the_loop_is_named_meanwhile(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_watch, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(loop_watch, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(loop_watch, "REPORT_AFTER_S", 0.2)
+    monkeypatch.setattr(loop_watch, "CHECK_INTERVAL_S", 0.05)
     over = threading.Event()
 
     async def rude(episode: tidegate.Episode, task: int) -> float:
@@ -221,9 +221,9 @@ async def test_an_episode_that_blocks_the_loop_is_named_meanwhile(
 async def test_an_episode_that_never_gives_the_loop_back_ends_the_run_and_is_blamed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_watch, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(loop_watch, "REPORT_AFTER_S", 0.2)
     monkeypatch.setattr(loop_watch, "LIMIT_MIN_S", 0.4)
-    monkeypatch.setattr(loop_watch, "LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(loop_watch, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(run_module, "EPISODES_END_TIMEOUT_S", 0.2)
     over = threading.Event()
 

@@ -69,7 +69,7 @@ async def test_tokens_of_two_ranks_that_round_are_audited_after_whole_sets_and_p
                 part = {name: tensor for name, tensor in state.items() if "_proj" in name}
                 await rollouts.publish(part, partial=True)
         [engine] = rollouts.statistics().engines
-        assert (engine.quantization, engine.ranks) == ("int8", 2)
+        assert (engine.quantization, engine.tensor_parallel_size) == ("int8", 2)
     report = audit_run(run)
     assert report.agrees, report.lines()
     assert report.versions > 1

@@ -40,7 +40,7 @@ async def test_accepted_guesses_are_audited_counted_and_reported(tmp_path: Path)
         async for batch in rollouts.batches(range(4), episode=solve):
             assert batch.loss_mask.sum() == 4 * 60
         (engine,) = rollouts.statistics().engines
-    assert engine.speculation == "draft"
+    assert engine.speculative_method == "draft"
     assert 0 < engine.accepted_draft_tokens == engine.draft_tokens  # by a model as good as itself
     assert engine.tokens == 8 * 60
     report = audit_run(run)

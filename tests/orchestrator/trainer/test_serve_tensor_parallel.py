@@ -59,14 +59,14 @@ async def test_tokens_of_two_ranks_are_audited_and_a_rank_that_is_killed_is_surv
             number += 1
             if number == 1:
                 [engine] = rollouts.statistics().engines
-                assert engine.ranks == 2
+                assert engine.tensor_parallel_size == 2
                 [other] = rank_processes()
                 rank_0 = psutil.Process(other.ppid())
                 other.kill()
                 await asyncio.to_thread(rank_0.wait, WAIT_S)  # another engine takes its place
             await rollouts.publish(weights.step())
         [engine] = rollouts.statistics().engines
-        assert engine.speculation == "draft"
+        assert engine.speculative_method == "draft"
         assert engine.accepted_draft_tokens > 0
         assert await rollouts.sleep() > 0
         assert rollouts.statistics().asleep == ("weights", "kv_cache")
