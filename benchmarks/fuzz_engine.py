@@ -162,17 +162,17 @@ class FuzzedEngine:
         return heard
 
     def _answer(self, message: FromEngine) -> None:
-        answer: Message | None = None
+        reply: Message | None = None
         if isinstance(message, Hello):
-            answer = Welcome(
+            reply = Welcome(
                 heartbeat_interval_s=0.5, orchestrator_timeout_s=PATIENCE_S, credit_steps=64
             )
         elif isinstance(message, Step):
             self.steps += 1
-            answer = Ack(seq=message.seq)
+            reply = Ack(seq=message.seq)
             self._state.seq = message.seq + 1
-        if answer is not None:
-            self._send(encode(answer))
+        if reply is not None:
+            self._send(encode(reply))
 
     # ------------------------------------------------------------ the engine
 
@@ -189,8 +189,8 @@ class FuzzedEngine:
             runner=runner,
             scheduler=scheduler,
             staging=self._staging,
-            sleeper=SleepController(
-                runner, self._staging, scheduler, reload=lambda weights, beat: None
+            sleep_controller=SleepController(
+                runner, self._staging, scheduler, reload=lambda weights, heartbeat: None
             ),
         )
         self._thread = threading.Thread(target=self._live, name=self._name.decode())

@@ -60,7 +60,7 @@ def ours(path: Path, sequences: Sequences) -> Callable[[], list[Any]]:
             scheduler.score(ScoreTokens(request_id=number, token_ids=column, start=start))
         while rows := scheduler.plan():
             scheduler.complete(runner.step(rows))
-        told = [a for a in scheduler.take_answers() if isinstance(a, ScoreResult)]
+        told = [a for a in scheduler.take_replies() if isinstance(a, ScoreResult)]
         ordered = sorted(told, key=lambda answer: answer.request_id)
         return [np.frombuffer(answer.logprobs, "<f4") for answer in ordered]
 

@@ -1,10 +1,10 @@
 """An engine's connection to the orchestrator: handshake, acknowledged step stream and heartbeats.
 
-Used by the engine loop and ``external/bridge.py``, over a DEALER socket; it survives a lost
-connection or a restarted orchestrator. A conversation begins with a hello, which says what the
-engine holds, and the welcome that answers it; then all unacknowledged step messages are sent again.
-A message between hello and welcome was sent before the hello was read, so it is dropped; it is
-repeated if still valid. Of turns the link knows only handles, and of weights only the version.
+Used by the engine loop and ``external/engine_loop.py``, over a DEALER socket. The link survives a
+lost connection and a restarted orchestrator. A session begins with the engine's hello, which lists
+its turns and weights, and the orchestrator's welcome; then all unacknowledged step messages are
+sent again. A message that arrives between hello and welcome was sent before the hello was read, so
+it is dropped; the orchestrator repeats it if it is still valid.
 """
 
 import time
@@ -35,8 +35,8 @@ from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
 
 WELCOME_TIMEOUT_S = 60.0
-"""Seconds without an answer to any hello after which the engine gives up. A welcome then says how
-long to wait for the orchestrator."""
+"""Seconds without an answer to any hello after which the engine gives up. After a welcome, its
+``orchestrator_timeout_s`` is the limit."""
 
 HELLO_INTERVAL_S = 5.0
 """Seconds after which an unanswered hello is repeated, in case it was damaged. Repeating is
@@ -44,7 +44,7 @@ harmless, but makes the orchestrator go through its turns each time."""
 
 REFUSALS_MAX = 3
 """Complaints about the same unacknowledged step before the engine gives up. The first two may be
-transient, and a replay repairs them; the third means that the bytes are wrong whenever sent."""
+transient, and a replay repairs them; the third means that the step itself is malformed."""
 
 
 class OrchestratorLink:
@@ -54,40 +54,40 @@ class OrchestratorLink:
         """``hello`` holds the fields that never change in this process."""
         self._socket = socket
         self._hello = hello
-        self._window = SendWindow(1)  # the welcome says how many
+        self._window = SendWindow(1)  # the welcome sets the credit
         self._welcome: Welcome | None = None
         """The newest welcome; None before the first."""
         self._connection: int | None = None
         """Connection number seen by the last ``receive``."""
-        self._greeted: int | None = None
-        """Connection on which the hello was sent; None if there was none, or it has
-        been invalidated."""
+        self._hello_connection: int | None = None
+        """Connection on which the hello was sent; None if no hello was sent, or it is no longer
+        valid."""
         self._is_welcome = False
-        """Whether the hello has been answered, so that a conversation is on."""
-        self._greeted_at_s = self._heard_at_s = self._heartbeat_due_s = time.monotonic()
-        self._listened_at_s = self._heard_at_s
-        """Time of the last ``receive``. Silence is counted up to it, because later
-        messages are unread."""
-        self._refused: deque[int] = deque(maxlen=REFUSALS_MAX)
-        """First unacknowledged step at each of the last complaints."""
+        """Whether the hello has been answered by a welcome."""
+        self._hello_sent_s = self._last_message_s = self._heartbeat_due_s = time.monotonic()
+        self._last_receive_s = self._last_message_s
+        """Time of the last ``receive``. The orchestrator's silence is counted up to this time,
+        because later messages are unread."""
+        self._complaints: deque[int] = deque(maxlen=REFUSALS_MAX)
+        """First unacknowledged step at each of the last ``REFUSALS_MAX`` complaints."""
 
     # ------------------------------------------------------------ hello
 
     @property
-    def is_on(self) -> bool:
-        """Whether a conversation is on, so that sent messages reach the orchestrator."""
+    def is_connected(self) -> bool:
+        """Whether a welcome has been received, so that sent messages reach the orchestrator."""
         return self._is_welcome
 
     @property
-    def hello_due(self) -> bool:
-        """Whether :meth:`say_hello` must be called next."""
+    def is_hello_due(self) -> bool:
+        """Whether :meth:`send_hello` must be called next."""
         if self._connection is None or self._is_welcome:
             return False
-        if self._greeted != self._connection:
+        if self._hello_connection != self._connection:
             return True
-        return time.monotonic() - self._greeted_at_s > HELLO_INTERVAL_S
+        return time.monotonic() - self._hello_sent_s > HELLO_INTERVAL_S
 
-    def say_hello(
+    def send_hello(
         self,
         *,
         weight_version: int,
@@ -95,8 +95,8 @@ class OrchestratorLink:
         asleep: Sequence[MemoryTag] = (),
         needs_weights: bool = False,
     ) -> None:
-        """Send a hello: identity, turns and weights, and the steps that will be repeated."""
-        self._greeted, self._greeted_at_s = self._connection, time.monotonic()
+        """Send a hello: identity, turns, weights, and the range of steps to replay."""
+        self._hello_connection, self._hello_sent_s = self._connection, time.monotonic()
         hello = msgspec.structs.replace(
             self._hello,
             weight_version=weight_version,
@@ -108,19 +108,18 @@ class OrchestratorLink:
         )
         self._socket.send(hello)
 
-    def _begin(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         self._is_welcome = True
         self._welcome = welcome
         self._window.set_credit(welcome.credit_steps)
-        self._heard_at_s = self._heartbeat_due_s = time.monotonic()
+        self._last_message_s = self._heartbeat_due_s = time.monotonic()
         for frame in self._window.unacknowledged():
             self._socket.send_again(frame)
 
-    def _break_off(self) -> None:
-        """End the conversation: messages in either direction are void until the next
-        hello is answered."""
+    def _disconnect(self) -> None:
+        """End the session: messages in either direction are dropped until the next welcome."""
         self._is_welcome = False
-        self._greeted = None
+        self._hello_connection = None
 
     # ------------------------------------------------------------ in
 
@@ -132,28 +131,30 @@ class OrchestratorLink:
         """
         # Read first, so that all messages of an earlier connection are read before the hello.
         self._connection = self._socket.connection()
-        if self._greeted != self._connection:
-            self._break_off()
-        messages = [one for one in self._socket.receive(timeout_s) if self._counts(one)]
-        self._listened_at_s = time.monotonic()
+        if self._hello_connection != self._connection:
+            self._disconnect()
+        messages = [
+            message for message in self._socket.receive(timeout_s) if self._is_for_engine(message)
+        ]
+        self._last_receive_s = time.monotonic()
         return messages
 
-    def _counts(self, message: FromOrchestrator) -> bool:
-        """Handle the link's own messages; return whether the message is for the engine loop."""
+    def _is_for_engine(self, message: FromOrchestrator) -> bool:
+        """Handle the link's own messages; return whether the engine loop must handle this one."""
         match message:
             case Shutdown() | HelloRejected():
                 return True
-            case Welcome() if self._greeted is not None and not self._is_welcome:
-                self._begin(message)
+            case Welcome() if self._hello_connection is not None and not self._is_welcome:
+                self._on_welcome(message)
                 return False
         if not self._is_welcome:
             return False
-        self._heard_at_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         match message:
             case Ack(seq=seq):
                 self._acknowledge(seq)
             case MessageRejected(message=why):
-                self._take_complaint(why)
+                self._on_complaint(why)
             case Welcome() | OrchestratorHeartbeat():
                 pass
             case _:
@@ -166,15 +167,15 @@ class OrchestratorLink:
         except BadFrame as error:
             self.send(MessageRejected(message=str(error)))
 
-    def _take_complaint(self, why: str) -> None:
+    def _on_complaint(self, why: str) -> None:
         """Reconnect with a hello and a replay, because the orchestrator drops steps
         after a bad one."""
         say(f"orchestrator complained: {why}")
         first_seq = self._window.first_seq
-        self._refused.append(first_seq)
-        if self._refused.count(first_seq) == REFUSALS_MAX:
+        self._complaints.append(first_seq)
+        if self._complaints.count(first_seq) == REFUSALS_MAX:
             raise NotUnderstood(times=REFUSALS_MAX, seq=first_seq, why=why)
-        self._break_off()
+        self._disconnect()
 
     def fileno(self) -> int:
         """Return a file descriptor to poll, see :meth:`DealerSocket.fileno`."""
@@ -183,13 +184,14 @@ class OrchestratorLink:
     # ------------------------------------------------------------ out
 
     def send(self, message: Message) -> None:
-        """Send a message that may be lost: the next hello repeats it, or it is asked for again."""
+        """Send a message that may be lost: the next hello contains it, or the orchestrator requests
+        it again."""
         if self._is_welcome:
             self._socket.send(message)
 
-    def leave(self, reason: str, *, has_failed: bool = False) -> None:
+    def send_goodbye(self, reason: str, *, has_failed: bool = False) -> None:
         """Send a goodbye, if a hello was sent."""
-        if self._greeted is not None:
+        if self._hello_connection is not None:
             self._socket.send(Goodbye(reason=reason, has_failed=has_failed))
 
     @property
@@ -210,7 +212,7 @@ class OrchestratorLink:
     # ------------------------------------------------------------ time
 
     def take_heartbeat_due(self) -> bool:
-        """Whether a heartbeat is due; asking counts as sending it."""
+        """Return whether a heartbeat is due, and restart the interval if it is."""
         now_s = time.monotonic()
         if self._welcome is None or not self._is_welcome or now_s < self._heartbeat_due_s:
             return False
@@ -221,13 +223,13 @@ class OrchestratorLink:
         """Return the seconds until the next heartbeat."""
         return max(0.0, self._heartbeat_due_s - time.monotonic())
 
-    def shut_out(self) -> str | None:
-        """Return why the orchestrator rejects this engine's keys; None if it does not."""
+    def key_refusal(self) -> str | None:
+        """Return why the orchestrator rejects this engine's keys; None if it accepts them."""
         return self._socket.refusal()
 
-    def given_up(self) -> str | None:
-        """Return why the orchestrator is considered gone for good; None while it may come back."""
-        silent_s = self._listened_at_s - self._heard_at_s
+    def timeout_reason(self) -> str | None:
+        """Return why the orchestrator is considered gone; None while it may still return."""
+        silent_s = self._last_receive_s - self._last_message_s
         if self._welcome is None:
             return "not welcomed" if silent_s > WELCOME_TIMEOUT_S else None
         if silent_s > self._welcome.orchestrator_timeout_s:

@@ -1,11 +1,11 @@
 """Main loop of an engine process: receives messages, stages and swaps weights, steps, and sends.
 
-Run by the worker, on one thread. The loop does the waiting and no deciding: the scheduler decides
-which turns run, the runner computes, staging knows when weights are complete, and the link
-delivers. Without an orchestrator it continues to decode until the link has no credit for steps.
+Run by the worker, on one thread. The loop waits and calls; it decides nothing. The scheduler
+decides which turns run, the runner computes, staging completes weights, and the link delivers
+messages. Without an orchestrator the engine decodes until the link has no credit for steps.
 
-Two orders matter. Turns that a pause ended are reported before the pause is. New weights are
-announced before the first step that used them.
+Two orders matter. Turns that a pause ended are reported before the pause. New weights are reported
+live before the first step that uses them.
 """
 
 import time
@@ -56,12 +56,12 @@ CONNECTION_POLL_S = 0.02
 SIGNAL_POLL_S = 0.1
 """Seconds after which an idle engine notices a signal; ten wake-ups a second cost nothing."""
 
-LESS_PER_STEP = "lower max_running_turns or num_kv_blocks, or leave the machine more"
-"""Advice in the error for a step that ran out of memory."""
+STEP_MEMORY_REMEDY = "lower max_running_turns or num_kv_blocks, or leave the machine more"
+"""Advice in the error of a step that ran out of memory."""
 
 
 class EngineLoop:
-    """The main loop of one engine, and its parts."""
+    """Main loop of one engine."""
 
     def __init__(
         self,
@@ -70,25 +70,25 @@ class EngineLoop:
         runner: Runner,
         scheduler: EngineScheduler,
         staging: Staging,
-        sleeper: SleepController,
+        sleep_controller: SleepController,
         step_time_min_s: float = 0.0,
     ) -> None:
         self._link = link
         self._step_time_min_s = step_time_min_s
-        """Shortest duration of a step, in seconds; 0 leaves steps as fast as they are."""
+        """Shortest duration of a step, in seconds; 0 means no minimum."""
         self._runner = runner
         self._scheduler = scheduler
         self._staging = staging
-        self._sleeper = sleeper
-        sleeper.beat = self._beat
-        self._answers: list[Message] = []
-        """Answers to send, in order, after the turns that ended before them have been reported."""
+        self._sleep_controller = sleep_controller
+        sleep_controller.heartbeat = self._send_due_heartbeat
+        self._replies: list[Message] = []
+        """Replies to send, in order, after the report of the turns that ended before them."""
         self._out_of_memory_steps = 0
         """Number of steps that ran out of memory and were retried smaller."""
         self.refusal: str | None = None
-        """Why the orchestrator refused this engine; None if it has not."""
-        self.ending: str | None = None
-        """Why the loop ends; None while it runs."""
+        """Reason that the orchestrator gave for refusing this engine; None if it has not."""
+        self.end_reason: str | None = None
+        """Reason for the end of the loop; None while it runs."""
 
     def run(self) -> str:
         """Serve until asked to end; return the reason.
@@ -96,38 +96,38 @@ class EngineLoop:
         Raises:
             NotUnderstood: the orchestrator refuses the same step repeatedly.
             OutOfMemory: there is no memory for the smallest step.
-            Exception: the model's code fails, whatever turns it computes.
+            Exception: the model's code fails for every turn.
         """
         stepped = False
-        while self.ending is None:
+        while self.end_reason is None:
             for message in self._link.receive(0.0 if stepped else self._idle_s()):
                 self._handle(message)
-            if self._link.hello_due:
-                self._introduce()
-            self._keep_time()
-            self._settle()
-            stepped = self.ending is None and self._step()
-        return self.ending
+            if self._link.is_hello_due:
+                self._send_hello()
+            self._check_timeouts()
+            self._process_control()
+            stepped = self.end_reason is None and self._step()
+        return self.end_reason
 
     def end(self, why: str) -> None:
         """Make ``run`` return soon; safe to call from a signal handler."""
-        self.ending = why
+        self.end_reason = why
 
-    def _introduce(self) -> None:
-        """Send a hello; only turns and live weights survive the previous conversation.
+    def _send_hello(self) -> None:
+        """Send a hello. Only turns and live weights outlive the previous connection.
 
         The next orchestrator may be another process, which knows neither pauses nor staged weights,
         and may reuse the numbers of those weights for others.
         """
-        self._scheduler.start_over()
+        self._scheduler.forget_orchestrator()
         self._staging.abandon()
-        self._sleeper.start_over()
-        self._answers.clear()
-        self._link.say_hello(
+        self._sleep_controller.forget_orchestrator()
+        self._replies.clear()
+        self._link.send_hello(
             weight_version=self._scheduler.version,
             turns=self._scheduler.handles,
-            asleep=self._sleeper.asleep,
-            needs_weights=self._sleeper.needs_weights,
+            asleep=self._sleep_controller.asleep,
+            needs_weights=self._sleep_controller.needs_weights,
         )
 
     # ------------------------------------------------------------ messages
@@ -152,15 +152,15 @@ class EngineLoop:
             case Resume():
                 self._scheduler.resume()
             case Sleep():
-                self._sleeper.ask(message)
+                self._sleep_controller.queue_request(message)
             case Wake():
-                self._answers.append(self._sleeper.wake(message))
+                self._replies.append(self._sleep_controller.wake(message))
             case InitWeights():
                 self._staging.init(message)
             case StartWeightUpdate():
-                self._scheduler.drop_swap()  # its staged weights are overwritten by these
+                self._scheduler.cancel_swap()  # the new weights overwrite the staged ones
                 live = Live(self._scheduler.version, self._runner.weights)
-                self._staging.start(message, live if self._sleeper.has_weights else None)
+                self._staging.start(message, live if self._sleep_controller.has_weights else None)
             case UpdateWeights():
                 self._staging.update(message)
             case FinishWeightUpdate():
@@ -185,44 +185,46 @@ class EngineLoop:
             self._link.send(scoring.ScoreFailed(request_id=message.request_id, message=why))
 
     def _finish_update(self, message: FinishWeightUpdate) -> None:
-        self._answers += self._staging.take_answers()  # the last copy may be done, but unreported
+        self._replies += self._staging.take_replies()  # the last copy may be done, but unreported
         if self._staging.is_staged(message.version):
-            self._scheduler.ask_swap(message)
+            self._scheduler.request_swap(message)
             return
         why = f"v{message.version} is not staged here; start, update, and await WeightsStaged first"
-        self._answers.append(WeightsFailed(version=message.version, message=why))
+        self._replies.append(WeightsFailed(version=message.version, message=why))
 
     # ------------------------------------------------------------ between steps
 
-    def _settle(self) -> None:
-        """Send due answers, and swap weights if a swap is due."""
-        self._answers += self._staging.take_answers()
-        self._answers += self._scheduler.take_answers()
-        if slept := self._sleeper.settle():  # which may have given up what was staged
-            self._answers += [*self._staging.take_answers(), *slept]
-        if not self._tell():
+    def _process_control(self) -> None:
+        """Send due replies, and swap weights if a swap is due."""
+        self._replies += self._staging.take_replies()
+        self._replies += self._scheduler.take_replies()
+        if (
+            sleep_replies := self._sleep_controller.run_pending()
+        ):  # may have cancelled the staged update
+            self._replies += [*self._staging.take_replies(), *sleep_replies]
+        if not self._send_replies():
             return
         update = self._scheduler.swap_due()
         if update is not None and not self._staging.is_busy:
             self._swap(update)
 
-    def _tell(self) -> bool:
-        """Send ended turns, then answers; False if there is no credit for the ended turns."""
+    def _send_replies(self) -> bool:
+        """Send ended turns, then replies; False if there is no credit for the ended turns."""
         if self._scheduler.has_ended:
             if not self._link.has_credit:
                 return False
             ended = self._scheduler.take_ended()
             if ended is not None:
                 self._send_step(ended, time.monotonic_ns(), 0)
-        for answer in self._answers:
-            self._link.send(answer)
-        self._answers.clear()
+        for reply in self._replies:
+            self._link.send(reply)
+        self._replies.clear()
         return True
 
     def _swap(self, update: FinishWeightUpdate) -> None:
         begun_ns = time.monotonic_ns()
-        self._runner.swap(self._staging.exchange(update.version, self._runner.weights))
-        self._sleeper.swapped()
+        self._runner.swap(self._staging.swap(update.version, self._runner.weights))
+        self._sleep_controller.swapped()
         recomputed_turns = self._scheduler.weights_swapped(
             update, adapters=self._runner.weights.adapters.keys()
         )
@@ -248,7 +250,7 @@ class EngineLoop:
             return False
         output = self._compute(rows)
         if output is None:
-            trim_heap()  # only here has the failed step's memory been freed
+            trim_heap()  # the failed step's memory is freed only by now
             return True
         self._pace(started_ns)
         columns = self._scheduler.complete(output)
@@ -262,19 +264,19 @@ class EngineLoop:
         The step is computed before, and its tokens are sent after. So the engine reports the time
         as busy, and reads messages and swaps weights between two steps, as a slower device would.
         """
-        rest_s = self._step_time_min_s - (time.monotonic_ns() - started_ns) / 1e9
-        if rest_s > 0 and self.ending is None:
-            time.sleep(rest_s)
+        remaining_s = self._step_time_min_s - (time.monotonic_ns() - started_ns) / 1e9
+        if remaining_s > 0 and self.end_reason is None:
+            time.sleep(remaining_s)
 
     def _compute(self, rows: list[Row]) -> StepOutput | None:
         """Return the rows' output; None if the step failed and another must be planned.
 
-        A failed step is not reported, so nothing is lost: its turns continue from the tokens that
-        were reported before.
+        A failed step is not reported, so no token is lost: its turns continue from the tokens
+        reported before.
 
         Raises:
             OutOfMemory: there is no memory for the smallest step.
-            Exception: the model's code fails, whatever turns it computes.
+            Exception: the model's code fails for every turn.
         """
         try:
             return self._runner.step(rows)
@@ -286,45 +288,45 @@ class EngineLoop:
                 self._refuse_failing(error, tokens)
                 return None
             doing = f"in a step of {len(rows)} turns and {tokens} tokens"
-            lack = out_of_memory(error, doing=doing, remedy=LESS_PER_STEP)
+            shortage = out_of_memory(error, doing=doing, remedy=STEP_MEMORY_REMEDY)
             if not self._scheduler.fail(tokens):
-                raise lack from error
-            self._survive(str(lack))
+                raise shortage from error
+            self._report_out_of_memory(str(shortage))
             return None
 
     def _refuse_failing(self, error: Exception | SystemExit, tokens: int) -> None:
-        """End the turns that the model's code raises an error for, and keep the others.
+        """Refuse the turns for which the model's code raises an error, and keep the rest.
 
-        Each turn of the step is computed alone, to find those that fail. If some do, one token is
-        computed for no turn; if that fails too, it is the engine that has failed. If none does,
-        only their combination failed, and smaller steps are tried.
+        Each turn of the step is computed alone, to find the failing ones. If some fail, a probe row
+        of one token is computed; if the probe fails too, the engine has failed. If no turn fails
+        alone, only the combination failed, and smaller steps are tried.
         """
         failed: dict[int, str] = {}
-        for place, rows in enumerate(self._scheduler.planned_rows()):
+        for index, rows in enumerate(self._scheduler.planned_rows()):
             try:
                 self._runner.step(rows)
             except TidegateError:
                 raise
-            except (Exception, SystemExit) as own:  # noqa: BLE001 - whatever a model raises
-                if isinstance(own, SystemExit) or not is_out_of_memory(own):
-                    failed[place] = f"the model's code failed: {type(own).__name__}: {own}"
-            self._beat()
+            except (Exception, SystemExit) as failure:  # noqa: BLE001 - whatever a model raises
+                if isinstance(failure, SystemExit) or not is_out_of_memory(failure):
+                    failed[index] = f"the model's code failed: {type(failure).__name__}: {failure}"
+            self._send_due_heartbeat()
         if not failed:
             if not self._scheduler.fail(tokens):
                 raise error
             return
         try:
             self._runner.step([self._scheduler.probe_row()])
-        except (Exception, SystemExit) as own:
-            raise error from own
+        except (Exception, SystemExit) as failure:
+            raise error from failure
         traceback.print_exception(error)
         self._scheduler.refuse_planned(failed)
 
-    def _survive(self, lack: str) -> None:
+    def _report_out_of_memory(self, shortage: str) -> None:
         self._out_of_memory_steps += 1
-        less = f"goes on with steps of {self._scheduler.step_tokens_max} tokens at most"
-        say(f"warning: {lack}; {less}")
-        self._link.send(MessageRejected(message=cut(f"{lack}; {less}")))
+        consequence = f"continues with steps of at most {self._scheduler.step_tokens_max} tokens"
+        say(f"warning: {shortage}; {consequence}")
+        self._link.send(MessageRejected(message=cut(f"{shortage}; {consequence}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
         step = Step(
@@ -349,24 +351,24 @@ class EngineLoop:
     # ------------------------------------------------------------ time
 
     def _idle_s(self) -> float:
-        """Return how long to wait for messages: 0 if a step can run."""
+        """Return the seconds to wait for messages: 0 if a step can run."""
         if self._scheduler.can_step and self._link.has_credit:
             return 0.0
         if self._staging.is_busy or self._scheduler.is_preparing:
             return STAGING_POLL_S
-        if not self._link.is_on:
+        if not self._link.is_connected:
             return CONNECTION_POLL_S
         return min(SIGNAL_POLL_S, self._link.heartbeat_due_in_s())
 
-    def _keep_time(self) -> None:
-        """Send a heartbeat if one is due; end if the orchestrator has been silent for too long."""
-        self.refusal = self.refusal or self._link.shut_out()
-        why = self.refusal or self._link.given_up()
+    def _check_timeouts(self) -> None:
+        """Send a due heartbeat; end the loop if the orchestrator has been silent for too long."""
+        self.refusal = self.refusal or self._link.key_refusal()
+        why = self.refusal or self._link.timeout_reason()
         if why is not None:
             self.end(why)
-        self._beat()
+        self._send_due_heartbeat()
 
-    def _beat(self) -> None:
+    def _send_due_heartbeat(self) -> None:
         if self._link.take_heartbeat_due():
             self._link.send(
                 EngineHeartbeat(

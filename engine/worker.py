@@ -55,7 +55,7 @@ KV_BYTES_DEFAULT = 256 * 1024 * 1024
 
 STEP_TIME_MIN_S_MAX = 1.0
 """Upper limit of --step-time-min. An engine reads no message and handles no signal during a step,
-and runs take engines for lost that have been silent for some seconds."""
+and a run treats an engine that is silent for some seconds as lost."""
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: sets the signal that the process gets when its parent dies."""
@@ -64,7 +64,7 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:
     """Run one engine until it ends; return the process's exit status.
 
-    ``keys`` are for callers that hold them in memory, not on disk.
+    ``keys`` are an alternative to --keys for callers that hold them in memory.
     """
     arguments = _parse(argv)
     if arguments.die_with_parent is not None:
@@ -103,13 +103,13 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     try:
         scheduler = EngineScheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
         memory = None if device is None else DeviceMemory(device)
-        sleeper = ranks.sleeper(runner, staging, scheduler, model.reload, memory)
+        sleep_controller = ranks.sleep_controller(runner, staging, scheduler, model.reload, memory)
         loop = EngineLoop(
             link,
             runner=runner,
             scheduler=scheduler,
             staging=staging,
-            sleeper=sleeper,
+            sleep_controller=sleep_controller,
             step_time_min_s=arguments.step_time_min,
         )
         return _serve(link, loop, staging)
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         socket.close()
         options.close()
         ranks.close()
-        remove_abandoned()  # if the run was killed, nobody else removes its files
+        remove_abandoned()  # a killed run leaves files that no other process removes
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -254,7 +254,7 @@ def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
 def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list[str]:
     given: dict[str, object] = {
         "rank-0": os.getpid(),
-        "home": arguments.connect,
+        "orchestrator": arguments.connect,
         "model": arguments.model,
         "dtype": arguments.dtype,
         "threads": arguments.threads,
@@ -310,7 +310,7 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
     except TidegateError as error:
         reason, status = str(error), DEFECT
         say(f"error: {reason}")
-    except Exception as error:  # noqa: BLE001  (the orchestrator must be told of any failure)
+    except Exception as error:  # noqa: BLE001  (any failure must reach the orchestrator)
         traceback.print_exc()
         reason, status = f"failed: {type(error).__name__}: {error}", DEFECT
     finally:
@@ -318,7 +318,7 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
     if loop.refusal is not None:  # a refused engine sends no goodbye
         say(f"error: the orchestrator refused this engine: {loop.refusal}")
         return REFUSED
-    link.leave(reason, has_failed=status == DEFECT)
+    link.send_goodbye(reason, has_failed=status == DEFECT)
     if status == ENDED:
         say(f"engine ends: {reason}")
     return status
@@ -360,7 +360,8 @@ def _end_on_signals(loop: EngineLoop) -> None:
     def end(number: int, frame: FrameType | None) -> None:
         loop.end(f"got {signal.Signals(number).name}")
 
-    if threading.current_thread() is threading.main_thread():  # else signals are the host's
+    # In other threads the embedding program handles signals.
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
 

@@ -61,7 +61,7 @@ def on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Synchronise with the current stream of ``device``."""
     if device.type != CPU:
         torch.cuda.current_stream(device).synchronize()

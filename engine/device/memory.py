@@ -14,9 +14,9 @@ from tidegate.engine.device.devices import CPU
 from tidegate.engine.memory import host_memory as host
 from tidegate.engine.memory.out_of_memory import blame_memory
 
-FREE_FIRST = "free what took its place, then wake it again"
+FREE_FIRST = "free memory that other processes took, then wake it again"
 
-SLEEP_DEEPER = "sleep at level 2, which keeps none, or leave the machine more"
+SLEEP_DEEPER = "sleep at level 2, which keeps no copy, or leave the machine more memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class DeviceRegion:
 
     def wake(self) -> bool:
         """Allocate the storage if it is released, uninitialised; return whether it was released."""
-        was_gone = self.storage.nbytes() != self.nbytes
-        if was_gone:
-            with blame_memory(doing="to wake what slept on a device", remedy=FREE_FIRST):
+        was_released = self.storage.nbytes() != self.nbytes
+        if was_released:
+            with blame_memory(doing="to wake memory of a device", remedy=FREE_FIRST):
                 self.storage.resize_(self.nbytes)
-        return was_gone
+        return was_released
 
     def contents(self) -> torch.Tensor:
         """Return the storage's bytes as a uint8 tensor."""
@@ -52,12 +52,12 @@ class DeviceMemory:
 
     def regions_of(self, tensors: Iterable[torch.Tensor]) -> list[DeviceRegion]:
         """Return the regions behind these tensors, each once, also while they are released."""
-        found: dict[int, DeviceRegion] = {}
+        adapters: dict[int, DeviceRegion] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             size = self._sizes.setdefault(storage._cdata, storage.nbytes())
-            found[storage._cdata] = DeviceRegion(storage, size)
-        return list(found.values())
+            adapters[storage._cdata] = DeviceRegion(storage, size)
+        return list(adapters.values())
 
     def release(self, regions: Iterable[DeviceRegion]) -> None:
         """Release the regions, and return the allocator's cached memory to the device."""
@@ -66,18 +66,18 @@ class DeviceMemory:
         if self._device.type != CPU:
             torch.cuda.empty_cache()
 
-    def reallocate(self, regions: Iterable[DeviceRegion], beat: Callable[[], None]) -> None:
+    def reallocate(self, regions: Iterable[DeviceRegion], heartbeat: Callable[[], None]) -> None:
         """Allocate released regions again, filled with zeros."""
         for region in regions:
             if region.wake():
                 region.contents().zero_()
-            beat()
+            heartbeat()
 
     def offload(
-        self, regions: Sequence[DeviceRegion], beat: Callable[[], None]
+        self, regions: Sequence[DeviceRegion], heartbeat: Callable[[], None]
     ) -> "OffloadedStorages":
         """Copy the regions' contents to the host."""
-        return OffloadedStorages(regions, beat)
+        return OffloadedStorages(regions, heartbeat)
 
     def trim(self) -> None:
         """Do nothing: :meth:`release` already empties the allocator's cache."""
@@ -106,26 +106,26 @@ class DeviceMemory:
 class OffloadedStorages:
     """Contents of some regions, copied to host memory."""
 
-    def __init__(self, regions: Sequence[DeviceRegion], beat: Callable[[], None]) -> None:
-        """Copy the regions, calling ``beat`` after each.
+    def __init__(self, regions: Sequence[DeviceRegion], heartbeat: Callable[[], None]) -> None:
+        """Copy the regions, calling ``heartbeat`` after each.
 
         Raises:
-            OutOfMemory: the host has no room for them; the regions are unchanged.
+            OutOfMemory: the host lacks memory for the copies; the regions are unchanged.
         """
-        self._held: list[tuple[DeviceRegion, torch.Tensor]] = []
+        self._copies: list[tuple[DeviceRegion, torch.Tensor]] = []
         for region in regions:
             with blame_memory(doing="to keep a device's weights on the host", remedy=SLEEP_DEEPER):
-                self._held.append((region, region.contents().to("cpu", copy=True)))
-            beat()
+                self._copies.append((region, region.contents().to("cpu", copy=True)))
+            heartbeat()
 
-    def restore(self, beat: Callable[[], None]) -> None:
+    def restore(self, heartbeat: Callable[[], None]) -> None:
         """Copy everything back, and discard the copy."""
-        for region, held in self._held:
+        for region, copy in self._copies:
             region.wake()
-            region.contents().copy_(held)
-            beat()
+            region.contents().copy_(copy)
+            heartbeat()
         self.close()
 
     def close(self) -> None:
         """Discard the copy. Harmless if repeated."""
-        self._held.clear()
+        self._copies.clear()

@@ -30,13 +30,13 @@ def open_on_device(path: Path, dtype: DtypeChoice, device: torch.device) -> "Dev
         config = ModelConfig.from_directory(path)
     except ModelNotComputed as error:
         raise ConfigError(
-            f"device={device}: {error}, and what transformers computes is computed on the CPU; "
+            f"device={device}: {error}, and transformers models run on the CPU only; "
             f"serve another model, or set device to cpu"
         ) from error
     if config.experts is not None:
         raise ConfigError(
-            f"device={device}: {config.architecture} is a mixture of experts, which no device "
-            f"computes yet; serve a dense model, or set device to cpu"
+            f"device={device}: {config.architecture} is a mixture of experts, which is not "
+            f"supported on devices yet; serve a dense model, or set device to cpu"
         )
     if config.hidden_size > WIDTH_MAX:
         raise ConfigError(
@@ -73,7 +73,8 @@ def refuse_on_device(
     for name, value in settings.items():
         if value is not None:
             raise ConfigError(
-                f"{name}={value!r} is not there yet on device={device}; leave {name} out, or set "
+                f"{name}={value!r} is not supported yet on device={device}; leave {name} out, or "
+                "set "
                 f"device to cpu"
             )
 

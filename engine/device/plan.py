@@ -48,7 +48,7 @@ class DevicePlan:
     """[T], int64, context position of each token."""
     slots: torch.Tensor
     """[T], int64, where keys and values are written: ``block * block_tokens + offset``."""
-    asked: torch.Tensor
+    output_tokens: torch.Tensor
     """[S], int64: the tokens to sample after, then those to score."""
     groups: Sequence[TokenGroup]
     """Attention groups, in the order of their tokens; together they cover all T."""
@@ -61,11 +61,16 @@ class HostPlan:
         """``rows`` and ``tables`` are in the layout's order; ``block`` is the number of
         tokens of a block."""
         starts = np.array([row.start for row in rows], np.int64)
-        positions = starts[layout.row_of_token] + layout.places
-        places, offsets = np.divmod(positions, block)
-        slots = tables[layout.row_of_token, places] * block + offsets
+        positions = starts[layout.row_of_token] + layout.token_indices
+        block_indices, offsets = np.divmod(positions, block)
+        slots = tables[layout.row_of_token, block_indices] * block + offsets
         token_ids = np.concatenate([row.token_ids for row in rows], dtype=np.int64)
-        self.arrays: list[npt.NDArray[Any]] = [token_ids, positions, slots, layout.asked.numpy()]
+        self.arrays: list[npt.NDArray[Any]] = [
+            token_ids,
+            positions,
+            slots,
+            layout.output_tokens.numpy(),
+        ]
         self._ranges = layout.ranges
         self._counts_max: list[int] = []
         for part in layout.ranges:
@@ -74,26 +79,26 @@ class HostPlan:
     def _add_group(
         self, part: Range, counts: Ints, starts: Ints, tables: Ints, block_tokens: int
     ) -> None:
-        its = slice(part.first_row, part.end_row)
-        ends = starts[its] + counts[its]
+        rows = slice(part.first_row, part.end_row)
+        ends = starts[rows] + counts[rows]
         blocks = -(-int(ends.max()) // block_tokens)
         width = max(TABLE_BLOCKS_MIN, next_power_of_2(blocks))
         table = np.zeros((part.end_row - part.first_row, width), np.int32)
-        table[:, :blocks] = tables[its, :blocks]
-        offsets = np.concatenate([[0], np.cumsum(counts[its])])
-        self.arrays += [offsets.astype(np.int32), starts[its].astype(np.int32), table]
+        table[:, :blocks] = tables[rows, :blocks]
+        offsets = np.concatenate([[0], np.cumsum(counts[rows])])
+        self.arrays += [offsets.astype(np.int32), starts[rows].astype(np.int32), table]
         # A power of two, because the grid size is a specialisation too; surplus tiles exit at once.
-        self._counts_max.append(next_power_of_2(int(counts[its].max())))
+        self._counts_max.append(next_power_of_2(int(counts[rows].max())))
 
-    def on_device(self, sent: Sequence[torch.Tensor]) -> DevicePlan:
-        """Return the plan whose tensors are ``sent``, the uploaded ``arrays``."""
+    def on_device(self, uploaded: Sequence[torch.Tensor]) -> DevicePlan:
+        """Return the plan whose tensors are ``uploaded``, the uploaded ``arrays``."""
         groups = []
         for number, part in enumerate(self._ranges):
-            offsets, starts, tables = sent[4 + 3 * number : 7 + 3 * number]
+            offsets, starts, tables = uploaded[4 + 3 * number : 7 + 3 * number]
             rows = PagedRows(offsets, starts, tables, self._counts_max[number])
             groups.append(TokenGroup(part.first_token, part.end_token, rows))
-        token_ids, positions, slots, asked = sent[:4]
-        return DevicePlan(token_ids, positions, slots, asked, groups)
+        token_ids, positions, slots, output_tokens = uploaded[:4]
+        return DevicePlan(token_ids, positions, slots, output_tokens, groups)
 
 
 class HostPlanner:

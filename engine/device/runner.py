@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.device.devices import CPU, on, wait_for
+from tidegate.engine.device.devices import CPU, on, synchronize
 from tidegate.engine.device.plan import DevicePlan, HostPlanner
-from tidegate.engine.device.sampling import HostDraw, PendingDraw, coming
+from tidegate.engine.device.sampling import HostDraw, PendingDraw, copy_to_host
 from tidegate.engine.device.weights import DeviceWeights
 from tidegate.engine.execution.runner import Row
 from tidegate.engine.models.layer_weights import LayerWeights
@@ -59,22 +59,24 @@ class Upload:
         """Copy the arrays to the device; the returned tensors are valid until the next call."""
         sizes = [-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays]
         *starts, end = accumulate(sizes, initial=0)
-        if end > self._here.numel():
-            self._grow(max(end, 2 * self._here.numel()))
-        bytes_here = self._here.numpy()
+        if end > self._host_buffer.numel():
+            self._grow(max(end, 2 * self._host_buffer.numel()))
+        host_bytes = self._host_buffer.numpy()
         for start, array in zip(starts, arrays, strict=True):
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            bytes_here[start : start + array.nbytes] = raw
-        self._there[:end].copy_(self._here[:end], non_blocking=True)
+            host_bytes[start : start + array.nbytes] = raw
+        self._device_buffer[:end].copy_(self._host_buffer[:end], non_blocking=True)
         return [
-            self._there[start : start + array.nbytes].view(DTYPES[array.dtype]).view(array.shape)
+            self._device_buffer[start : start + array.nbytes]
+            .view(DTYPES[array.dtype])
+            .view(array.shape)
             for start, array in zip(starts, arrays, strict=True)
         ]
 
     def _grow(self, nbytes: int) -> None:
         is_pinned = self._device.type != CPU
-        self._here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._host_buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._device_buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 PendingScore = Callable[[], RowScore]
@@ -93,19 +95,19 @@ def _launch(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> PendingS
     if row.reads != "logprobs" or row.top_logprobs:
         (score,) = score_rows(weights, hidden, [row])
         return lambda: score
-    told = head_logprobs_triton(
+    scores = head_logprobs_triton(
         hidden.float(),
         weights.head.unpacked(),
         torch.from_numpy(row.token_ids).long().to(hidden.device),
         temperature=row.temperature,
         soft_cap=weights.config.logits_soft_cap,
     )
-    logprobs = coming(told.logprobs)
+    logprobs = copy_to_host(scores.logprobs)
     return lambda: RowScore(logprobs=logprobs.numpy())
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
+class LayerAttention:
     """A layer's KV cache and attention parameters, constant between steps."""
 
     cache: torch.Tensor
@@ -116,7 +118,7 @@ class LayerPlace:
 
 
 def device_forward(
-    weights: Weights, places: Sequence[LayerPlace], plan: DevicePlan
+    weights: Weights, attentions: Sequence[LayerAttention], plan: DevicePlan
 ) -> torch.Tensor:
     """Launch a forward pass; return the normed hidden states [S, H] of the tokens asked for."""
     config = weights.config
@@ -124,9 +126,9 @@ def device_forward(
     if config.embedding_scale != 1.0:  # rounded first, as transformers does
         total *= float(torch.tensor(config.embedding_scale, dtype=total.dtype))
     update: torch.Tensor | None = None
-    for layer, place in zip(weights.layers, places, strict=True):
+    for layer, attention in zip(weights.layers, attentions, strict=True):
         normed = _norm(total, update, layer.input_norm, config)
-        attended = _attention(layer, config, normed, place, plan)
+        attended = _attention(layer, config, normed, attention, plan)
         update = layer.output.linear(attended, layer.output_bias)
         if layer.attention_post_norm is not None:
             update = _norm(update, None, layer.attention_post_norm, config)
@@ -134,9 +136,9 @@ def device_forward(
         update = _mlp(layer, config, normed)
         if layer.mlp_post_norm is not None:
             update = _norm(update, None, layer.mlp_post_norm, config)
-    total = total.index_select(0, plan.asked)
+    total = total.index_select(0, plan.output_tokens)
     if update is not None:
-        update = update.index_select(0, plan.asked)
+        update = update.index_select(0, plan.output_tokens)
     return _norm(total, update, weights.final_norm, config)
 
 
@@ -150,21 +152,21 @@ def _attention(
     layer: LayerWeights,
     config: ModelConfig,
     normed: torch.Tensor,
-    place: LayerPlace,
+    attention: LayerAttention,
     plan: DevicePlan,
 ) -> torch.Tensor:
     """Write a layer's keys and values to the cache, and attend; return [T, A * D]."""
     qkv = layer.qkv.linear(normed, layer.qkv_bias)
     qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
     if layer.qk_norm is not None:
-        turned = qkv[:, : config.num_heads + config.num_kv_heads]
-        turned.copy_(_norm(turned, None, layer.qk_norm, config))
+        rotated = qkv[:, : config.num_heads + config.num_kv_heads]
+        rotated.copy_(_norm(rotated, None, layer.qk_norm, config))
     query = rope_write_triton(
-        qkv, place.cache, table=place.table, positions=plan.positions, slots=plan.slots
+        qkv, attention.cache, table=attention.table, positions=plan.positions, slots=plan.slots
     )
     outputs = [
         paged_attention_triton(
-            query[group.first_token : group.end_token], place.cache, group.rows, place.rule
+            query[group.first_token : group.end_token], attention.cache, group.rows, attention.rule
         )
         for group in plan.groups
     ]
@@ -199,7 +201,7 @@ class DeviceRunner:
         self.block_tokens = block_tokens
         self._device = weights.device
         with on(self._device):
-            self._places = self._make_places()
+            self._layer_attention = self._make_layer_attention()
             self._upload = Upload(self._device)
         self._planner = HostPlanner(block_tokens)
 
@@ -211,7 +213,7 @@ class DeviceRunner:
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """Return the KV cache, one tensor per layer."""
-        return [place.cache for place in self._places]
+        return [attention.cache for attention in self._layer_attention]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
@@ -228,7 +230,7 @@ class DeviceRunner:
                 pending, scores = self._launch(rows)
             finally:
                 # Also after a failed launch, because the next step overwrites the upload buffer.
-                wait_for(self._device)
+                synchronize(self._device)
         output = StepOutput(np.empty(0, np.int32), np.empty(0, np.float32))
         if pending is not None:
             output = pending.read()
@@ -238,18 +240,18 @@ class DeviceRunner:
         """Upload the plan, and launch the step's kernels and copies without waiting."""
         host = self._planner.plan(rows)
         draw = HostDraw([row.sampling for row in rows if row.sampling is not None])
-        sent = self._upload.send([*host.arrays, *draw.arrays])
-        plan = host.on_device(sent[: len(host.arrays)])
-        hidden = device_forward(self.weights, self._places, plan)
+        uploaded = self._upload.send([*host.arrays, *draw.arrays])
+        plan = host.on_device(uploaded[: len(host.arrays)])
+        hidden = device_forward(self.weights, self._layer_attention, plan)
         sampled = len(draw.sampling)
         pending = None
         if sampled:
             logits = head_logits(self.weights, hidden[:sampled])
-            pending = draw.launch(logits, sent[len(host.arrays) :])
+            pending = draw.launch(logits, uploaded[len(host.arrays) :])
         scoring = [row.scoring for row in rows if row.scoring is not None]
         return pending, launch_scores(self.weights, hidden[sampled:], scoring)
 
-    def _make_places(self) -> list[LayerPlace]:
+    def _make_layer_attention(self) -> list[LayerAttention]:
         config, dtype = self.config, self.weights.dtype
         size = (self.num_blocks, 2, config.num_kv_heads, self.block_tokens, config.head_dim)
         positions = min(config.context_tokens_max, self.num_blocks * self.block_tokens)
@@ -263,7 +265,7 @@ class DeviceRunner:
         tables = {kind: table(kind) for kind in {layer.attention for layer in config.layers}}
         return [
             # Zeros, because masked positions are multiplied by 0, and NaN * 0 is NaN.
-            LayerPlace(
+            LayerAttention(
                 torch.zeros(size, dtype=dtype, device=self._device),
                 tables[layer.attention],
                 rule_of(config, layer.attention.window_tokens),

@@ -31,23 +31,25 @@ class HostDraw:
 
     def __init__(self, sampling: Sequence[RowSampling]) -> None:
         self.sampling = sampling
-        self.apart = [row for row, one in enumerate(sampling) if is_drawn_on_host(one)]
+        self.host_rows = [row for row, params in enumerate(sampling) if is_sampled_on_host(params)]
         """Indices of the rows that are sampled on the host."""
         self.arrays: list[npt.NDArray[Any]] = [
-            np.array([one.temperature for one in sampling], np.float32),
-            np.array([one.top_k for one in sampling], np.int64),
-            np.array([one.top_p for one in sampling], np.float32),
-            np.array([one.options.min_p if one.options else 0.0 for one in sampling], np.float32),
+            np.array([params.temperature for params in sampling], np.float32),
+            np.array([params.top_k for params in sampling], np.int64),
+            np.array([params.top_p for params in sampling], np.float32),
+            np.array(
+                [params.options.min_p if params.options else 0.0 for params in sampling], np.float32
+            ),
             uniforms(*random_numbers(sampling)),
-            np.array(self.apart, np.int64),
+            np.array(self.host_rows, np.int64),
         ]
 
-    def launch(self, logits: torch.Tensor, sent: Sequence[torch.Tensor]) -> "PendingDraw":
-        """Launch sampling from ``logits`` [S, V]; ``sent`` are the uploaded ``arrays``."""
-        *columns, apart = sent
+    def launch(self, logits: torch.Tensor, uploaded: Sequence[torch.Tensor]) -> "PendingDraw":
+        """Launch sampling from ``logits`` [S, V]; ``uploaded`` are the uploaded ``arrays``."""
+        *columns, host_rows = uploaded
         token_ids, logprobs = fused_sample_triton(logits, SamplingColumns(*columns))
-        over = coming(logits.index_select(0, apart)) if self.apart else None
-        return PendingDraw(self, coming(token_ids), coming(logprobs), over)
+        host_logits = copy_to_host(logits.index_select(0, host_rows)) if self.host_rows else None
+        return PendingDraw(self, copy_to_host(token_ids), copy_to_host(logprobs), host_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +68,28 @@ class PendingDraw:
         logprobs = self.logprobs.numpy()
         if self.logits is None:
             return StepOutput(token_ids, logprobs)
-        apart = self.draw.apart
-        here = sample_rows(self.logits, [self.draw.sampling[row] for row in apart])
-        token_ids[apart], logprobs[apart] = here.token_ids, here.logprobs
-        details: dict[int, RowDetails] = {apart[n]: told for n, told in here.details.items()}
-        failures = {apart[n]: why for n, why in here.failures.items()}
+        host_rows = self.draw.host_rows
+        host_output = sample_rows(self.logits, [self.draw.sampling[row] for row in host_rows])
+        token_ids[host_rows], logprobs[host_rows] = host_output.token_ids, host_output.logprobs
+        details: dict[int, RowDetails] = {
+            host_rows[i]: row_details for i, row_details in host_output.details.items()
+        }
+        failures = {host_rows[i]: reason for i, reason in host_output.failures.items()}
         return StepOutput(token_ids, logprobs, details, failures)
 
 
-def coming(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Start copying ``tensor`` to the host, in pinned memory; valid after synchronisation."""
     return tensor.to("cpu", non_blocking=True)
 
 
-def is_drawn_on_host(one: RowSampling) -> bool:
+def is_sampled_on_host(params: RowSampling) -> bool:
     """Whether a row uses options that the kernel does not support."""
-    asked = one.options
-    return asked is not None and bool(
-        asked.edit_by_output
-        or len(asked.bias_ids)
-        or one.index < asked.min_tokens
-        or asked.top_logprobs
-        or asked.raw_logprobs
+    options = params.options
+    return options is not None and bool(
+        options.edit_by_output
+        or len(options.bias_ids)
+        or params.index < options.min_tokens
+        or options.top_logprobs
+        or options.raw_logprobs
     )

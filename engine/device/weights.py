@@ -49,7 +49,8 @@ class DeviceWeights(Weights):
         super().start()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor that Hugging Face calls ``name`` into its place; return once it is there.
+        """Copy the tensor that Hugging Face calls ``name`` to its targets; return once the copy is
+        complete.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.

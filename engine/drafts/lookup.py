@@ -19,50 +19,54 @@ Ngram = tuple[int, ...]
 
 
 class NgramIndex:
-    """Index of one turn's n-grams: where each ended last, excluding the end of the context."""
+    """Index of one sequence's n-grams: where each ended last, excluding the end of the context."""
 
-    __slots__ = ("_ends", "_indexed")
+    __slots__ = ("_ends", "_indexed_end")
 
     def __init__(self) -> None:
         self._ends: dict[Ngram, int] = {}
-        self._indexed = NGRAM_TOKENS - 1
+        self._indexed_end = NGRAM_TOKENS - 1
         """N-grams that end at or before this position are indexed."""
 
     def find(self, tokens: Tokens, length: int) -> int | None:
         """Index new tokens; return where the last n-gram of ``tokens[:length]`` ended before."""
-        start = self._indexed - NGRAM_TOKENS + 1
+        start = self._indexed_end - NGRAM_TOKENS + 1
         if length - start <= NGRAM_TOKENS:
             return None
-        known: list[int] = tokens[start:length].tolist()
-        columns = [known[first:] for first in range(NGRAM_TOKENS)]
-        runs = list(zip(*columns, strict=False))
-        last = runs.pop()
-        self._ends.update(zip(runs, range(self._indexed + 1, length), strict=True))
-        self._indexed = length - 1
+        token_ids: list[int] = tokens[start:length].tolist()
+        columns = [token_ids[first:] for first in range(NGRAM_TOKENS)]
+        ngrams = list(zip(*columns, strict=False))
+        last = ngrams.pop()
+        self._ends.update(zip(ngrams, range(self._indexed_end + 1, length), strict=True))
+        self._indexed_end = length - 1
         return self._ends.get(last)
 
 
 class LookupDrafts:
-    """Draft tokens from each turn's own context."""
+    """Draft tokens from each sequence's own context."""
 
     def __init__(self) -> None:
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, turns: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
-        """Return, for each turn, the tokens that followed the last n-gram's earlier occurrence."""
-        return [self._propose(turn, count) for turn, count in zip(turns, counts, strict=True)]
+    def propose(self, sequences: Sequence[EngineSequence], counts: Sequence[int]) -> list[Tokens]:
+        """Return, for each sequence, the tokens that followed the last n-gram's earlier
+        occurrence."""
+        return [
+            self._propose(sequence, count)
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
 
-    def ended(self, turn: EngineSequence, *, is_whole: bool) -> None:
-        """Drop the turn's index."""
-        self._indices.pop(turn.handle, None)
+    def ended(self, sequence: EngineSequence, *, is_whole: bool) -> None:
+        """Drop the sequence's index."""
+        self._indices.pop(sequence.handle, None)
 
-    def _propose(self, turn: EngineSequence, count: int) -> Tokens:
-        index = self._indices.get(turn.handle)
+    def _propose(self, sequence: EngineSequence, count: int) -> Tokens:
+        index = self._indices.get(sequence.handle)
         if index is None:
-            index = self._indices[turn.handle] = NgramIndex()
-        end = index.find(turn.tokens, turn.length)
+            index = self._indices[sequence.handle] = NgramIndex()
+        end = index.find(sequence.tokens, sequence.length)
         if end is None:
             return NO_TOKENS
         # Past the known tokens, repeat with the period between the two occurrences.
-        places = end + np.arange(count) % (turn.length - end)
-        return turn.tokens[places]
+        positions = end + np.arange(count) % (sequence.length - end)
+        return sequence.tokens[positions]

@@ -44,11 +44,11 @@ in chunks. Chunks only add in another order; a model with other state is off by 
 KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Cache layers of transformers that hold keys and values only."""
 
-INSTEAD = (
+SUPPORTED_MODELS_HINT = (
     "Serve a model all of whose layers are attention over the whole context or a window of it, "
     "such as a Llama, Mistral, Qwen3 or Gemma"
 )
-"""End of the refusal of a model with state other than keys and values."""
+"""Advice in the error for a model with state other than keys and values."""
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 """One layer's keys [positions, K, D] and values; their widths D may differ."""
@@ -94,22 +94,24 @@ class FallbackRunner:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
         return replace(sample_rows(torch.stack(logits), sampling), scores=scores)
 
-    def _score(self, row: Row, asked: RowScoring, slots: torch.Tensor) -> RowScore:
+    def _score(self, row: Row, scoring: RowScoring, slots: torch.Tensor) -> RowScore:
         """Score a row's last positions in pieces, to bound the memory of their logits."""
         module, end = self.weights.module, len(row.token_ids)
-        first = end - asked.positions
+        first = end - scoring.positions
         if first:
             _read(module, row.token_ids[:first], slots[: row.start + first], self._caches)
         pieces = []
-        for part, piece in in_pieces(asked, module.config.get_text_config().vocab_size):
+        for part, piece in in_pieces(scoring, module.config.get_text_config().vocab_size):
             start, stop = first + part.start, first + part.stop
-            tokens, where = row.token_ids[start:stop], slots[: row.start + stop]
-            if asked.reads == "logprobs":
-                logits = _read_all(module, tokens, where, self._caches, told=piece.positions)
+            tokens, part_slots = row.token_ids[start:stop], slots[: row.start + stop]
+            if scoring.reads == "logprobs":
+                logits = _read_all(
+                    module, tokens, part_slots, self._caches, last_tokens=piece.positions
+                )
                 pieces.append(score_logits(logits.float(), piece))
                 continue
-            with _into_head(module) as hidden:
-                _read_all(module, tokens, where, self._caches, told=piece.positions)
+            with _capture_head_inputs(module) as hidden:
+                _read_all(module, tokens, part_slots, self._caches, last_tokens=piece.positions)
             pieces.append(score_hidden(hidden[0][-piece.positions :], piece))
         return join_scores(pieces)
 
@@ -120,7 +122,7 @@ def kv_token_bytes(module: Any) -> int:
 
 
 @torch.inference_mode()
-def refuse_other_state(module: Any, vocab_size: int) -> None:
+def refuse_recurrent_state(module: Any, vocab_size: int) -> None:
     """Check that keys and values are the model's whole state, by reading one context in chunks.
 
     Raises:
@@ -138,16 +140,17 @@ def refuse_other_state(module: Any, vocab_size: int) -> None:
     except ModelError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         raise ModelError(
-            f"{name} can't be run from keys and values alone: {why}. {INSTEAD}"
+            f"{name} can't be run from keys and values alone: {reason}. {SUPPORTED_MODELS_HINT}"
         ) from error
     difference = float((whole.log_softmax(-1) - chunked.log_softmax(-1)).abs().mean())
     if not difference <= PROBE_DIFFERENCE_MAX[module.dtype]:
         raise ModelError(
-            f"{name} remembers more of a context than keys and values: log-probs are off by "
-            f"{difference:.2g} on the mean when it is read in chunks. State-space and recurrent "
-            f"models can't be served by this engine. {INSTEAD}"
+            f"{name} keeps more state of a context than keys and values: log-probs differ by "
+            f"{difference:.2g} on average if the context is read in chunks. State-space and "
+            "recurrent "
+            f"models can't be served by this engine. {SUPPORTED_MODELS_HINT}"
         )
 
 
@@ -160,22 +163,25 @@ def _refuse_layers(module: Any) -> None:
     text = module.config.get_text_config()
     try:
         layers = transformers.DynamicCache(config=text).layers
-    except Exception:  # noqa: BLE001  (a config it can't read; the probe decides then)
+    except Exception:  # noqa: BLE001  (an unreadable config; the probe decides)
         return
-    others = [layer for layer in layers if type(layer).__name__ not in KEYS_AND_VALUES]
-    if not others:
+    other_layers = [layer for layer in layers if type(layer).__name__ not in KEYS_AND_VALUES]
+    if not other_layers:
         return
     name, kinds = type(module).__name__, getattr(text, "layer_types", None) or ()
-    kept = sorted({type(layer).__name__ for layer in others})
-    said = f" (layer_types: {', '.join(sorted(set(kinds)))})" if kinds else ""
-    if len(others) == len(layers):
-        why = "keeps no keys and values of its context; all of its layers keep"
+    cache_kinds = sorted({type(layer).__name__ for layer in other_layers})
+    layer_types = f" (layer_types: {', '.join(sorted(set(kinds)))})" if kinds else ""
+    if len(other_layers) == len(layers):
+        reason = "keeps no keys and values of its context; all of its layers keep"
     else:
-        why = (
-            f"is a hybrid and can't be run from keys and values alone; {len(others)} of its "
+        reason = (
+            f"is a hybrid and can't be run from keys and values alone; {len(other_layers)} of its "
             f"{len(layers)} layers keep"
         )
-    raise ModelError(f"{name} {why} a {' or a '.join(kept)} of transformers{said}. {INSTEAD}")
+    raise ModelError(
+        f"{name} {reason} a {' or a '.join(cache_kinds)} of transformers{layer_types}. "
+        f"{SUPPORTED_MODELS_HINT}"
+    )
 
 
 def _read(
@@ -185,7 +191,7 @@ def _read(
 
     ``slots`` [P + T] are the context's positions in ``caches``.
     """
-    return _read_all(module, token_ids, slots, caches, told=1)[0].float()
+    return _read_all(module, token_ids, slots, caches, last_tokens=1)[0].float()
 
 
 def _read_all(
@@ -194,9 +200,9 @@ def _read_all(
     slots: torch.Tensor,
     caches: Sequence[Cache],
     *,
-    told: int,
+    last_tokens: int,
 ) -> torch.Tensor:
-    """Like ``_read``, but return the logits [told, V] of the last ``told`` tokens."""
+    """Like ``_read``, but return the logits [told, V] of the last ``last_tokens`` tokens."""
     past = len(slots) - len(token_ids)
     cache = transformers.DynamicCache()
     if past:
@@ -208,32 +214,32 @@ def _read_all(
         attention_mask=torch.ones(1, len(slots), dtype=torch.long),
         past_key_values=cache,
         use_cache=True,
-        **_last_logits_only(module, told),
+        **_last_logits_only(module, last_tokens),
     )
     for parts, computed in zip(caches, _layers(module, output, len(slots)), strict=True):
         for part, new in zip(parts, computed, strict=True):
             part.index_copy_(0, slots[past:], new[0, :, past:].transpose(0, 1))
-    logits: torch.Tensor = output.logits[0, -told:]
+    logits: torch.Tensor = output.logits[0, -last_tokens:]
     return logits
 
 
 @contextmanager
-def _into_head(module: Any) -> Iterator[list[torch.Tensor]]:
+def _capture_head_inputs(module: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the inputs of the LM head, one tensor [T, H] per forward pass."""
-    seen: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
     head = module.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    hook = head.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0][0]))
     try:
-        yield seen
+        yield inputs
     finally:
         hook.remove()
 
 
-def _last_logits_only(module: Any, told: int) -> dict[str, int]:
-    """Return the argument that limits the logits, if the model has one: all of a long prompt's
-    logits would take gigabytes."""
-    known = inspect.signature(module.forward).parameters
-    return {"logits_to_keep": told} if "logits_to_keep" in known else {}
+def _last_logits_only(module: Any, last_tokens: int) -> dict[str, int]:
+    """Return the argument that limits the logits to the last tokens, if the model has one. Logits
+    of a whole long prompt would take gigabytes."""
+    parameters = inspect.signature(module.forward).parameters
+    return {"logits_to_keep": last_tokens} if "logits_to_keep" in parameters else {}
 
 
 def _slots(
@@ -255,12 +261,12 @@ def _allocate(module: Any, positions: int) -> list[Cache]:
             use_cache=True,
         )
     return [
-        (_room(keys, positions), _room(values, positions))
+        (_empty_cache(keys, positions), _empty_cache(values, positions))
         for keys, values in _layers(module, output, 1)
     ]
 
 
-def _room(example: torch.Tensor, positions: int) -> torch.Tensor:
+def _empty_cache(example: torch.Tensor, positions: int) -> torch.Tensor:
     return example.new_zeros(positions, example.shape[1], example.shape[3])
 
 
@@ -271,8 +277,8 @@ def _layers(module: Any, output: Any, positions: int) -> list[Cache]:
         ModelError: a layer caches something else, or nothing.
     """
     cache = getattr(output, "past_key_values", None)
-    found = [(layer.keys, layer.values) for layer in getattr(cache, "layers", [])]
-    for number, parts in enumerate(found):
+    layers = [(layer.keys, layer.values) for layer in getattr(cache, "layers", [])]
+    for number, parts in enumerate(layers):
         for part in parts:
             if part is None or part.dim() != 4 or part.shape[2] != positions:
                 shape = "nothing" if part is None else list(part.shape)
@@ -280,6 +286,6 @@ def _layers(module: Any, output: Any, positions: int) -> list[Cache]:
                     f"layer {number} of {type(module).__name__} keeps {shape}, not the keys and "
                     f"values of {positions} positions; such a model can't be served by this engine"
                 )
-    if not found:
+    if not layers:
         raise ModelError(f"{type(module).__name__} keeps no keys and values of its context")
-    return found
+    return layers

@@ -2,8 +2,8 @@
 
 Implements ``Runner``, which the engine loop calls with the scheduler's rows; the GPU's is
 ``device/runner.py``. A step mixes decode rows and prefill chunks. The runner owns the KV cache's
-tensors; the scheduler assigns the blocks. It depends on the model's forward pass and, if they can
-be built, on compiled kernels, and knows of a turn only its tokens, positions, sampling and adapter.
+tensors; the scheduler assigns the blocks. The forward pass is in ``models/model.py``; compiled
+kernels are used if they can be built.
 
 Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a row, V vocabulary.
 """
@@ -46,12 +46,13 @@ from tidegate.kernels.layers import Layers
 from tidegate.kernels.native import LastTokens, Native, SlotMapping
 
 ATTENDS_SINGLY = 0
-"""Kind of the rows whose tokens compiled code attends one by one; sorts before all padded kinds."""
+"""Kind of the rows whose attention compiled code computes token by token; sorts before all padded
+kinds."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One turn's part of a step: a prefill chunk, a decode or a draft token."""
+    """One sequence's part of a step: a prefill chunk, a decode or a draft token."""
 
     token_ids: npt.NDArray[np.int32]
     """[tokens of the row], int32, at least one."""
@@ -59,11 +60,11 @@ class Row:
     """Context position of the first token; earlier positions are in the KV cache. The last token's
     position must be below ``config.context_tokens_max``."""
     block_table: list[int]
-    """The turn's KV blocks in the order of positions; they must cover the row's last token."""
+    """The sequence's KV blocks in the order of positions; they must cover the row's last token."""
     sampling: RowSampling | None
     """How to sample after the last token; None in a prefill chunk that is not the last."""
     scoring: RowScoring | None = None
-    """What to score of the row's tokens; then nothing is sampled."""
+    """What to score of the row's tokens; a row with ``scoring`` samples nothing."""
     adapter: str = ""
     """Name of the LoRA adapter to apply; empty for none."""
 
@@ -126,7 +127,7 @@ class ModelRunner:
         chunking of its context. That needs compiled code and packed weights.
         """
         if is_deterministic and (native is None or not weights.is_packed):
-            raise ValueError("only compiled code computes the same bits in every batch")
+            raise ValueError("is_deterministic needs compiled code and packed weights")
         self.config = config
         self.weights = weights
         """Replaced between two steps only, by weights of the same config and dtype."""
@@ -202,11 +203,11 @@ class ModelRunner:
         ordered = [rows[n] for n in layout.order]
         starts = np.array([row.start for row in ordered], np.int64)
         tables = self._tables.of([row.block_table for row in ordered])
-        positions = starts[layout.row_of_token] + layout.places
+        positions = starts[layout.row_of_token] + layout.token_indices
         token_ids = np.concatenate([row.token_ids for row in ordered], dtype=np.int64)
         return StepPlan(
             token_ids=torch.from_numpy(token_ids),
-            sampled=None if layout.asks_all else layout.asked,
+            sampled=None if layout.outputs_all_tokens else layout.output_tokens,
             native=self._native,
             layers=self._dense_plan(layout, positions, tables)
             or self._layer_plan(layout, starts, positions, tables),
@@ -236,15 +237,18 @@ class ModelRunner:
             self._groups(layout, starts, positions, tables, window)
             for window in self._kinds.windows
         ]
-        places = SlotMapping(*map(torch.from_numpy, (positions, block, offset)))
+        slot_mapping = SlotMapping(*map(torch.from_numpy, (positions, block, offset)))
         is_native = self._native is not None
         return LayerPlan(
-            attention=self._attention(None if is_native else places.positions, groups),
-            places=places,
+            attention=self._attention(None if is_native else slot_mapping.positions, groups),
+            slot_mapping=slot_mapping,
             write_index=None if is_native else write_index(block, offset, self._shape),
             scratch=self._scratch_for([group for kind in groups for group in kind]),
             native=self._native,
-            adapters=[AdapterTokens(self.weights.adapters[n], its) for n, its in layout.adapters],
+            adapters=[
+                AdapterTokens(self.weights.adapters[n], token_indices)
+                for n, token_indices in layout.adapters
+            ],
         )
 
     def _attention(
@@ -257,8 +261,10 @@ class ModelRunner:
         ``positions`` [T] selects rows of the rotary table; None keeps the whole table.
         """
         plans = [
-            AttentionPlan(table if positions is None else table.index_select(0, positions), its)
-            for table, its in zip(self._kinds.rotations, groups, strict=True)
+            AttentionPlan(
+                table if positions is None else table.index_select(0, positions), kind_groups
+            )
+            for table, kind_groups in zip(self._kinds.rotations, groups, strict=True)
         ]
         return [plans[kind] for kind in self._kinds.of_layers]
 
@@ -291,9 +297,13 @@ class ModelRunner:
             tokens = slice(part.first_token, part.end_token)
             if self._native is not None and part.kind == ATTENDS_SINGLY:
                 single = rows if part.has_single_tokens else layout.row_of_token[tokens]
-                where, lengths = map(torch.from_numpy, (tables[single], positions[tokens] + 1))
+                block_tables, lengths = map(
+                    torch.from_numpy, (tables[single], positions[tokens] + 1)
+                )
                 groups.append(
-                    LastTokens(part.first_token, part.end_token, where, lengths, window_tokens)
+                    LastTokens(
+                        part.first_token, part.end_token, block_tables, lengths, window_tokens
+                    )
                 )
                 continue
             counts = layout.counts[rows]

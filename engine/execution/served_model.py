@@ -2,7 +2,7 @@
 
 Called by the worker; makes the runner, allocates weights for updates, and reloads the directory
 after sleep. Both implementations satisfy ``ServedModel``, so the rest of the engine does not
-distinguish them. Depends on neither turns nor messages.
+distinguish them.
 """
 
 import sys
@@ -25,7 +25,7 @@ from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
 
-if TYPE_CHECKING:  # transformers takes seconds to import, and our own models do without it
+if TYPE_CHECKING:  # transformers takes seconds to import, and Tidegate's own models do not need it
     from tidegate.engine.models.fallback_weights import FallbackWeights
     from tidegate.engine.models.rank_group import RankGroup
 
@@ -80,8 +80,8 @@ class ServedModel(Protocol):
     def allocate(self) -> WeightStore:
         """Allocate memory for a second weight version beside the live one."""
 
-    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
-        """Fill ``weights`` from the model directory again, calling ``beat`` for heartbeats.
+    def reload(self, weights: WeightStore, heartbeat: Callable[[], None]) -> None:
+        """Fill ``weights`` from the model directory again, calling ``heartbeat`` for heartbeats.
 
         Raises:
             ModelError: the directory is gone or has changed.
@@ -97,7 +97,7 @@ def open_model(
     shard: TensorShard = WHOLE,
     group: "RankGroup | None" = None,
 ) -> ServedModel:
-    """Open the model in ``path``; of a tensor-parallel ``shard``, that part, with its ``group``.
+    """Open the model in ``path``, or its part for a tensor-parallel ``shard`` with its ``group``.
 
     Raises:
         ModelError: neither implementation can compute it.
@@ -118,20 +118,20 @@ def open_model(
     except ModelNotComputed as error:
         if quantization is not None:
             raise ConfigError(
-                f"quantization={quantization!r}: {error}, and what transformers computes is in "
-                f"full precision; serve another model, or leave quantization out"
+                f"quantization={quantization!r}: {error}, and transformers computes in full "
+                f"precision; serve another model, or leave quantization out"
             ) from error
         if not shard.is_whole:
             raise ConfigError(
-                f"tensor_parallel_size={shard.ranks}: {error}, and what transformers computes is "
-                f"computed by one process; serve another model, or leave tensor_parallel_size out"
+                f"tensor_parallel_size={shard.ranks}: {error}, and transformers computes a model "
+                f"in one process; serve another model, or leave tensor_parallel_size out"
             ) from error
         if is_deterministic:
             raise ConfigError(
-                f"deterministic: {error}, and what transformers computes depends on how a context "
-                f"was cut; serve another model, or leave deterministic out"
+                f"deterministic: {error}, and results of transformers depend on the chunking of a "
+                f"context; serve another model, or leave deterministic out"
             ) from error
-        return FallbackModel(path, dtype, why=str(error))
+        return FallbackModel(path, dtype, reason=str(error))
 
 
 class OwnModel:
@@ -163,14 +163,15 @@ class OwnModel:
             warnings.append(
                 f"{path} has tie_word_embeddings=true and an lm_head.weight that differs from its "
                 f"embedding. It is served untied, as transformers loads it; set "
-                f"tie_word_embeddings=false in config.json, for vLLM and SGLang pass over that head"
+                "tie_word_embeddings=false in config.json, because vLLM and SGLang ignore that "
+                "head"
             )
         self._config = config
         self._shard = shard
         self._group = group
         self._local = shard.local(config)
         self._dtype = _dtype(dtype, config.dtype)
-        warnings += _widening(path, dtype, config.dtype)
+        warnings += _widening_warnings(path, dtype, config.dtype)
         self.warning = ". ".join(warnings) or None
         self._is_deterministic = is_deterministic
         self._native = self._find_native()
@@ -236,9 +237,9 @@ class OwnModel:
         bits in any batch."""
         return True if self._is_deterministic else None
 
-    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
+    def reload(self, weights: WeightStore, heartbeat: Callable[[], None]) -> None:
         """Fill ``weights`` from the model directory again."""
-        fill_from_directory(weights, self._path, beat)
+        fill_from_directory(weights, self._path, heartbeat)
 
 
 class FallbackModel:
@@ -246,7 +247,7 @@ class FallbackModel:
 
     code = "transformers"
 
-    def __init__(self, path: Path, dtype: DtypeChoice, *, why: str) -> None:
+    def __init__(self, path: Path, dtype: DtypeChoice, *, reason: str) -> None:
         from tidegate.engine.execution import fallback
         from tidegate.engine.models import fallback_weights
 
@@ -258,9 +259,9 @@ class FallbackModel:
                 self._dtype = _dtype(dtype, stored)
                 weights = fallback_weights.load_fallback(path, self._dtype)
             self.vocab_size: int = config.get_text_config().vocab_size
-            fallback.refuse_other_state(weights.module, self.vocab_size)
+            fallback.refuse_recurrent_state(weights.module, self.vocab_size)
         except ModelError as error:
-            raise ModelError(f"{why}; and {error}") from error
+            raise ModelError(f"{reason}; and {error}") from error
         self._live: FallbackWeights = weights
         self._runners = fallback.FallbackRunner
         self._kv_token_bytes = fallback.kv_token_bytes(weights.module)
@@ -276,11 +277,11 @@ class FallbackModel:
             wants=("logprobs", *(HIDDEN_WANTS if has_head else ())),
         )
         warnings = [
-            f"{why}. So transformers computes it: the same tokens and log-probs, one turn after "
+            f"{reason}. So transformers computes it: the same tokens and log-probs, one turn after "
             f"another, many times slower",
-            *_widening(path, dtype, stored),
+            *_widening_warnings(path, dtype, stored),
             *fallback_weights.shortened_context(config),
-            *_passed_over(path, weights.passed_over),
+            *_unused_tensor_warnings(path, weights.unused_names),
         ]
         self.warning = ". ".join(warnings)
 
@@ -299,28 +300,28 @@ class FallbackModel:
 
     def allocate(self) -> "FallbackWeights":
         """Allocate memory for a second weight version."""
-        return self._live.twin()
+        return self._live.allocate_copy()
 
-    def reload(self, weights: WeightStore, beat: Callable[[], None]) -> None:
+    def reload(self, weights: WeightStore, heartbeat: Callable[[], None]) -> None:
         """Fill ``weights`` from the model directory again."""
         from tidegate.engine.models.fallback_weights import load_fallback
 
         weights.start()
         for name, tensor in load_fallback(self._path, self._dtype).module.state_dict().items():
             weights.load(name, tensor)
-            beat()
+            heartbeat()
 
 
-def _dtype(asked: DtypeChoice, stored: str) -> torch.dtype:
+def _dtype(choice: DtypeChoice, stored: str) -> torch.dtype:
     """Return the compute dtype. A float16 directory is computed in float32, which represents each
     of its numbers exactly; bfloat16 would round their 11-bit significands to 8 bits."""
-    name = stored if asked == "auto" else asked
+    name = stored if choice == "auto" else choice
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def _widening(path: Path, asked: DtypeChoice, stored: str) -> list[str]:
+def _widening_warnings(path: Path, choice: DtypeChoice, stored: str) -> list[str]:
     """Return a warning that a float16 directory takes twice its size, unless a dtype was chosen."""
-    if asked != "auto" or stored != "float16":
+    if choice != "auto" or stored != "float16":
         return []
     return [
         f"{path} is in float16 and is computed in float32, exactly, in twice the memory; "
@@ -328,11 +329,11 @@ def _widening(path: Path, asked: DtypeChoice, stored: str) -> list[str]:
     ]
 
 
-def _passed_over(path: Path, names: frozenset[str]) -> list[str]:
+def _unused_tensor_warnings(path: Path, names: frozenset[str]) -> list[str]:
     if not names:
         return []
     return [
-        f"transformers' model has no use for {len(names)} tensors of {path}, and passes over them: "
+        f"transformers' model ignores {len(names)} tensors of {path}: "
         f"{', '.join(sorted(names)[:NAMES_SHOWN_MAX])}"
     ]
 

@@ -29,14 +29,16 @@ from tidegate.transport.sleep_messages import (
     Wake,
 )
 
-NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and resume after wake"
+NO_PAUSE = (
+    "no pause is in effect, and turns can't run without memory; pause first, and resume after wake"
+)
 
 
 class SchedulerControl(Protocol):
-    """The scheduler as the sleeper uses it."""
+    """Methods of the scheduler that sleep and wake call."""
 
     @property
-    def is_pause_asked(self) -> bool:
+    def is_pause_requested(self) -> bool:
         """Whether a pause is pending or in effect."""
 
     @property
@@ -44,20 +46,20 @@ class SchedulerControl(Protocol):
         """Whether a pause is in effect and no turn runs."""
 
     @property
-    def is_swap_asked(self) -> bool:
+    def is_swap_requested(self) -> bool:
         """Whether a swap to staged weights is pending."""
 
     def hold(self, is_held: bool) -> None:
-        """Stop or allow all steps, whatever pauses say."""
+        """Stop or allow all steps, regardless of pauses."""
 
     def forget_kv(self) -> None:
         """Preempt all turns, because the KV memory is released."""
 
 
 class OffloadedCopy(Protocol):
-    """Copy of some memory's contents, elsewhere."""
+    """Copy of the contents of some regions in other memory or on disk."""
 
-    def restore(self, beat: Callable[[], None]) -> None:
+    def restore(self, heartbeat: Callable[[], None]) -> None:
         """Copy everything back, and discard the copy."""
 
     def close(self) -> None:
@@ -65,7 +67,7 @@ class OffloadedCopy(Protocol):
 
 
 class SleepableMemory(Protocol):
-    """Memory of weights and KV cache. A region is an opaque piece of it with ``nbytes``."""
+    """Memory of weights and KV cache, in regions. A region is opaque except for its ``nbytes``."""
 
     def regions_of(self, tensors: Iterable[torch.Tensor]) -> Sequence[Any]:
         """Return the regions behind these tensors, each once, also while they are released."""
@@ -73,11 +75,11 @@ class SleepableMemory(Protocol):
     def release(self, regions: Sequence[Any]) -> None:
         """Release the regions' memory to other processes."""
 
-    def reallocate(self, regions: Sequence[Any], beat: Callable[[], None]) -> None:
+    def reallocate(self, regions: Sequence[Any], heartbeat: Callable[[], None]) -> None:
         """Allocate released regions again, filled with zeros."""
 
-    def offload(self, regions: Sequence[Any], beat: Callable[[], None]) -> OffloadedCopy:
-        """Copy the regions' contents elsewhere."""
+    def offload(self, regions: Sequence[Any], heartbeat: Callable[[], None]) -> OffloadedCopy:
+        """Copy the regions' contents to other memory or to disk."""
 
     def trim(self) -> None:
         """Release freed memory that the allocator keeps cached."""
@@ -90,7 +92,7 @@ class SleepableMemory(Protocol):
 
 
 class SleepableHostMemory:
-    """The host's memory."""
+    """Host memory, by the functions of ``memory/host_memory.py``."""
 
     regions_of = staticmethod(host_memory.regions_of)
     release = staticmethod(host_memory.release)
@@ -126,17 +128,17 @@ class SleepController:
         self._asleep: set[MemoryTag] = set()
         self._offloaded: OffloadedCopy | None = None
         """Offloaded weights while they sleep at level 1, else None."""
-        self._are_the_directorys = True
-        """Whether the live weights are the model directory's, which can be reloaded."""
+        self._match_directory = True
+        """Whether the live weights equal the model directory's, so that they can be reloaded."""
         self.needs_weights = False
         """Whether the live weights are lost, so that only a weight update can restore them."""
-        self._asked: Sleep | None = None
+        self._pending: Sleep | None = None
         """Pending sleep request, done once a pause is in effect."""
         self._processes = 1
         """Number of processes on this machine that each need as much memory as this one."""
-        self.beat: Callable[[], None] = lambda: None
-        """Called between chunks of long copies to send heartbeats, so that the engine is
-        not taken for hung."""
+        self.heartbeat: Callable[[], None] = lambda: None
+        """Called between chunks of long copies to send heartbeats, so that the engine is not
+        treated as hung."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
@@ -150,50 +152,53 @@ class SleepController:
 
     # ------------------------------------------------------------ sleeping
 
-    def ask(self, message: Sleep) -> None:
-        """Request sleep; :meth:`settle` does it once it is possible."""
-        self._asked = message
+    def queue_request(self, message: Sleep) -> None:
+        """Queue a sleep request; :meth:`run_pending` carries it out once a pause is in effect."""
+        self._pending = message
 
-    def settle(self) -> list[Message]:
-        """Carry out the pending request if a pause is in effect; return its answer, if any."""
-        asked = self._asked
-        if asked is None:
+    def run_pending(self) -> list[Message]:
+        """Carry out the pending request if a pause is in effect; return the reply, if there is
+        one."""
+        request = self._pending
+        if request is None:
             return []
-        if not self._turns.is_pause_asked:
-            self._asked = None
-            return [SleepRequestFailed(request_id=asked.request_id, message=NO_PAUSE)]
-        if not self._turns.is_pause_in_effect or self._turns.is_swap_asked:
+        if not self._turns.is_pause_requested:
+            self._pending = None
+            return [SleepRequestFailed(request_id=request.request_id, message=NO_PAUSE)]
+        if not self._turns.is_pause_in_effect or self._turns.is_swap_requested:
             return []
-        if "weights" in asked.tags and not self._staging.give_up("the weights were put to sleep"):
+        if "weights" in request.tags and not self._staging.cancel_update(
+            "the weights were put to sleep"
+        ):
             return []
-        self._asked = None
-        return [self._sleep(asked)]
+        self._pending = None
+        return [self._sleep(request)]
 
-    def _sleep(self, asked: Sleep) -> Message:
-        self._memory.trim()  # otherwise memory that steps freed would count as returned
+    def _sleep(self, request: Sleep) -> Message:
+        self._memory.trim()  # otherwise memory freed by steps would count as returned
         before = self._memory.used_bytes()
         try:
-            if "weights" in asked.tags:
-                self._put_weights_to_sleep(asked.level)
-            if "kv_cache" in asked.tags and "kv_cache" not in self._asleep:
+            if "weights" in request.tags:
+                self._put_weights_to_sleep(request.level)
+            if "kv_cache" in request.tags and "kv_cache" not in self._asleep:
                 self._turns.forget_kv()
                 self._asleep.add("kv_cache")
                 self._memory.release(self._kv_regions())
         except (OSError, OutOfMemory) as error:
             return SleepRequestFailed(
-                request_id=asked.request_id, message=cut(f"can't give memory back: {error}")
+                request_id=request.request_id, message=cut(f"can't release memory: {error}")
             )
         finally:
             self._hold()
         self._memory.trim()
         returned = max(0, before - self._memory.used_bytes())
-        return Asleep(request_id=asked.request_id, tags=self.asleep, freed_bytes=returned)
+        return Asleep(request_id=request.request_id, tags=self.asleep, freed_bytes=returned)
 
     def _put_weights_to_sleep(self, level: SleepLevel) -> None:
         if "weights" not in self._asleep:
             regions = self._weight_regions()
             if level == 1 and not self.needs_weights:
-                self._offloaded = self._memory.offload(regions, self.beat)
+                self._offloaded = self._memory.offload(regions, self.heartbeat)
             self._asleep.add("weights")
             buffer = self._memory.regions_of(self._staging.tensors())
             self._memory.release([*regions, *buffer])
@@ -208,14 +213,14 @@ class SleepController:
     # ------------------------------------------------------------ waking
 
     def wake(self, message: Wake) -> Message:
-        """Allocate the memory again and restore its contents; return the answer."""
+        """Allocate the memory again and restore its contents; return the reply."""
         tags = [tag for tag in MEMORY_TAGS if tag in self._asleep and tag in message.tags]
         try:
-            self._refuse_what_does_not_fit(tags)
+            self._check_available(tags)
             if "weights" in tags:
                 self._wake_weights()
             if "kv_cache" in tags:
-                self._memory.reallocate(self._kv_regions(), self.beat)
+                self._memory.reallocate(self._kv_regions(), self.heartbeat)
         except (OSError, TidegateError) as error:
             return SleepRequestFailed(request_id=message.request_id, message=cut(str(error)))
         self._asleep.difference_update(tags)
@@ -226,14 +231,14 @@ class SleepController:
 
     def _wake_weights(self) -> None:
         if self._offloaded is not None:
-            self._offloaded.restore(self.beat)
+            self._offloaded.restore(self.heartbeat)
             self._offloaded = None
-        elif self._are_the_directorys:
-            self._reload(self._runner.weights, self.beat)
+        elif self._match_directory:
+            self._reload(self._runner.weights, self.heartbeat)
         else:
             self.needs_weights = True
 
-    def _refuse_what_does_not_fit(self, tags: Sequence[MemoryTag]) -> None:
+    def _check_available(self, tags: Sequence[MemoryTag]) -> None:
         """Check that enough memory is available, because Linux overcommits and kills
         a process later.
 
@@ -248,20 +253,20 @@ class SleepController:
         if needed > available:
             raise OutOfMemory(
                 doing=f"to wake {' and '.join(tags)}",
-                remedy="free what took its place, then wake it again",
+                remedy="free memory that other processes took, then wake it again",
                 why=f"needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available",
             )
 
     def swapped(self) -> None:
-        """Take note of a weight swap: it wakes the weights, and any offloaded copy is discarded."""
+        """Record a weight swap: the weights are awake, and an offloaded copy is discarded."""
         self._forget_offloaded()
         self._asleep.discard("weights")
-        self._are_the_directorys = self.needs_weights = False
+        self._match_directory = self.needs_weights = False
         self._hold()
 
-    def start_over(self) -> None:
+    def forget_orchestrator(self) -> None:
         """Drop the pending request of a lost orchestrator. Sleeping memory stays asleep."""
-        self._asked = None
+        self._pending = None
         self._hold()
 
     def close(self) -> None:

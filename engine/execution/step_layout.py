@@ -1,7 +1,7 @@
 """Layout of a step's rows: their order, each token's row, and a padded array of block tables.
 
 Used by both runners. A layout depends on the rows' sizes only, and block tables change slowly, so
-both are reused from step to step while turns decode.
+both are reused from step to step while sequences decode.
 
 Letters in shapes: R rows, T tokens of all rows, B blocks of a row.
 """
@@ -63,7 +63,7 @@ class Range:
 
 
 class StepLayout:
-    """Order of a step's rows, and the place of each token in the step."""
+    """Order of a step's rows, and the row and index of each token."""
 
     def __init__(self, sizes: RowSizes) -> None:
         self.sizes = sizes
@@ -72,18 +72,20 @@ class StepLayout:
         """[R], index of each ordered row in the step's rows, sorted by kind."""
         self.counts: Ints = np.array(sizes.tokens)[order]
         """[R], tokens of each ordered row; the attributes below are in the same order."""
-        firsts = np.cumsum(self.counts) - self.counts
+        first_tokens = np.cumsum(self.counts) - self.counts
         self.row_of_token: Ints = np.repeat(np.arange(order.size), self.counts)
         """[T], row of each token."""
-        self.places: Ints = np.arange(self.counts.sum()) - firsts[self.row_of_token]
+        self.token_indices: Ints = np.arange(self.counts.sum()) - first_tokens[self.row_of_token]
         """[T], index of each token within its row."""
-        self.ranges = _ranges(np.array(sizes.kinds)[order], firsts, self.row_of_token.size)
-        lasts = np.empty_like(firsts)
-        lasts[order] = firsts + self.counts - 1
-        self.asked = torch.from_numpy(_asked(sizes, lasts))
+        self.ranges = _ranges(np.array(sizes.kinds)[order], first_tokens, self.row_of_token.size)
+        last_tokens = np.empty_like(first_tokens)
+        last_tokens[order] = first_tokens + self.counts - 1
+        self.output_tokens = torch.from_numpy(_output_tokens(sizes, last_tokens))
         """Indices of the tokens whose hidden states are needed: those to sample after,
         then those to score."""
-        self.asks_all = np.array_equal(self.asked, np.arange(self.row_of_token.size))
+        self.outputs_all_tokens = np.array_equal(
+            self.output_tokens, np.arange(self.row_of_token.size)
+        )
         """Whether ``asked`` is all tokens, in order."""
         self.adapters = _adapters([sizes.adapters[n] for n in self.order], self.row_of_token)
         """Name and token indices of each adapter in the step; None as indices means all tokens."""
@@ -103,10 +105,10 @@ class BlockTables:
     def of(self, tables: Sequence[list[int]]) -> Ints:
         """Return all tables, [R, B], padded with block 0; valid until the next call."""
         rows, blocks = self._array.shape
-        widest = max(map(len, tables))
-        if len(tables) > rows or widest > blocks:
+        blocks_max = max(map(len, tables))
+        if len(tables) > rows or blocks_max > blocks:
             # Twice as wide, because contexts grow in every step.
-            size = max(len(tables), rows), blocks if widest <= blocks else 2 * widest
+            size = max(len(tables), rows), blocks if blocks_max <= blocks else 2 * blocks_max
             self._array = np.zeros(size, np.int64)
             self._written = [[] for _ in range(size[0])]
         for row, table in enumerate(tables):
@@ -117,32 +119,33 @@ class BlockTables:
         return self._array[: len(tables)]
 
 
-def _ranges(kinds: Ints, firsts: Ints, tokens: int) -> list[Range]:
+def _ranges(kinds: Ints, first_tokens: Ints, tokens: int) -> list[Range]:
     """Cut the ordered rows where their kind changes."""
     cuts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), kinds.size]
-    token_cuts = [*firsts[cuts[:-1]].tolist(), tokens]
+    token_cuts = [*first_tokens[cuts[:-1]].tolist(), tokens]
     return [
-        Range(int(kinds[rows[0]]), *rows, *its)
-        for rows, its in zip(pairwise(cuts), pairwise(token_cuts), strict=True)
+        Range(int(kinds[row_range[0]]), *row_range, *token_range)
+        for row_range, token_range in zip(pairwise(cuts), pairwise(token_cuts), strict=True)
     ]
 
 
-def _asked(sizes: RowSizes, lasts: Ints) -> Ints:
-    """Return ``StepLayout.asked``; ``lasts`` [R] are the rows' last tokens, in the step's order."""
+def _output_tokens(sizes: RowSizes, last_tokens: Ints) -> Ints:
+    """Return ``StepLayout.output_tokens``; ``last_tokens`` [R] are the rows' last tokens, in the
+    step's order."""
     scored = [
         np.arange(last + 1 - count, last + 1)
-        for last, count in zip(lasts.tolist(), sizes.scored, strict=True)
+        for last, count in zip(last_tokens.tolist(), sizes.scored, strict=True)
         if count
     ]
-    return np.concatenate([lasts[np.array(sizes.samples)], *scored])
+    return np.concatenate([last_tokens[np.array(sizes.samples)], *scored])
 
 
 def _adapters(names: Sequence[str], row_of_token: Ints) -> list[tuple[str, torch.Tensor | None]]:
-    used = dict.fromkeys(names)
-    if len(used) == 1:
-        return [(name, None) for name in used if name]
-    found: list[tuple[str, torch.Tensor | None]] = []
-    for name in filter(None, used):
-        its = np.array([other == name for other in names])
-        found.append((name, torch.from_numpy(np.flatnonzero(its[row_of_token]))))
-    return found
+    distinct = dict.fromkeys(names)
+    if len(distinct) == 1:
+        return [(name, None) for name in distinct if name]
+    adapters: list[tuple[str, torch.Tensor | None]] = []
+    for name in filter(None, distinct):
+        token_indices = np.array([other == name for other in names])
+        adapters.append((name, torch.from_numpy(np.flatnonzero(token_indices[row_of_token]))))
+    return adapters

@@ -30,7 +30,7 @@ class Capabilities:
     """Properties of one running engine. The defaults mean that it lacks the capability."""
 
     engine: str
-    """Kind and version, for people: ``vllm 0.32.0``."""
+    """Kind and version, shown to users: ``vllm 0.32.0``."""
     context_tokens_max: int
     running_turns_max: int
     """Limit of concurrent requests; the worker queues further turns by priority."""
@@ -79,7 +79,8 @@ class GenerationRequest:
 
     token_ids: Sequence[int]
     sampling: SamplingParams
-    """Sampling options; ``max_tokens`` and ``min_tokens`` are what remains of the turn's."""
+    """Sampling options; ``max_tokens`` and ``min_tokens`` are reduced by the turn's tokens so
+    far."""
     sampled_before: int = 0
     """Number of the last ``token_ids`` that are the turn's own output."""
     salt: str
@@ -126,7 +127,7 @@ class GeneratedChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExternalScores:
-    """Scores of given tokens; fields that were not asked for are empty."""
+    """Scores of given tokens; fields that were not requested are empty."""
 
     logprobs: Sequence[float] = ()
     """[P], one per position scored."""

@@ -64,72 +64,72 @@ class ExternalEngineLoop:
         self,
         link: OrchestratorLink,
         adapter: EngineAdapter,
-        able: Capabilities,
+        capabilities: Capabilities,
         *,
         limits: EngineLimits,
         staging: Staging,
         weights: HostWeights,
         directories: PublishedDirectories,
         label: str,
-        label_of: Callable[[int], str],
+        make_label: Callable[[int], str],
     ) -> None:
-        """``label`` names the engine's current weights; ``label_of`` makes a new name for a
+        """``label`` names the engine's current weights; ``make_label`` makes a new name for a
         version at each call."""
         self._link = link
         self._adapter = adapter
         self._staging = staging
-        self._teller = StepMessageBatcher(link)
+        self._batcher = StepMessageBatcher(link)
         self._changed = asyncio.Event()
-        self._desk = ExternalTurnQueue(
+        self._turns = ExternalTurnQueue(
             link,
             adapter,
-            able,
+            capabilities,
             limits=limits,
             label=label,
-            teller=self._teller,
+            batcher=self._batcher,
             on_change=self._changed.set,
             on_gone=self._fail,
         )
-        self._streams = self._desk.streams
+        self._streams = self._turns.streams
         self._swapper = WeightSwapper(
             adapter,
-            able,
+            capabilities,
             link,
             staging=staging,
             weights=weights,
             directories=directories,
             label=label,
-            label_of=label_of,
+            make_label=make_label,
         )
-        self._sleeper = ExternalSleepController(
+        self._sleep_controller = ExternalSleepController(
             adapter,
-            able,
+            capabilities,
             reload=self._swapper.reload,
-            are_the_directorys=lambda: not self._swapper.has_swapped,
+            match_directory=lambda: not self._swapper.has_swapped,
         )
-        self._scores = ExternalScoreQueue(adapter, able, link, on_gone=self._fail)
+        self._scores = ExternalScoreQueue(adapter, capabilities, link, on_gone=self._fail)
         self._gate = PauseGate()
         self._resumes_unanswered = 0
-        self._answers: list[Message] = []
-        """Answers to send, in order, after the tokens that came before them."""
+        self._replies: list[Message] = []
+        """Replies to send, in order, after all tokens received before them."""
         self._ended = asyncio.Event()
-        self.ending: str | None = None
+        self.end_reason: str | None = None
         self.refusal: str | None = None
         self.failure: TidegateError | None = None
         """The error that ended the loop; None if it ended on request."""
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     async def run(self) -> str:
         """Serve until asked to end, or until the engine is gone; return the reason."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._link.fileno(), self._pump)
+        loop.add_reader(self._link.fileno(), self._receive)
         tasks = [
             asyncio.create_task(self._guard(work), name=name)
             for name, work in (
-                ("reconcile", self._reconcile_for_ever()),
-                ("tick", self._tick_for_ever()),
-                ("check", self._check_for_ever()),
+                ("reconcile", self._reconcile_loop()),
+                ("tick", self._tick_loop()),
+                ("check", self._check_loop()),
             )
         ]
         self._changed.set()
@@ -142,29 +142,29 @@ class ExternalEngineLoop:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._streams.close()
-            self._teller.tell_now()
+            self._batcher.flush_now()
             if self.failure is None:
-                await self._leave_as_it_was()
+                await self._restore_engine()
             self._swapper.loras.remove_files()
-        return self.ending or "ended"
+        return self.end_reason or "ended"
 
-    async def _leave_as_it_was(self) -> None:
+    async def _restore_engine(self) -> None:
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 if self._streams.paused is not None:
-                    await self._sleeper.wake_all()
+                    await self._sleep_controller.wake_all()
                     await self._adapter.resume()
                 await self._swapper.loras.close()
         except (TidegateError, TimeoutError) as error:
-            say(f"warning: the engine isn't left as it was: {error}")
+            say(f"warning: the engine may be left paused or with adapters loaded: {error}")
 
     def end(self, why: str) -> None:
         """Make ``run`` return soon."""
-        self.ending = self.ending or why
+        self.end_reason = self.end_reason or why
         self._ended.set()
 
     async def _guard(self, work: Coroutine[None, None, None]) -> None:
-        """Run a task; any error ends the bridge, so that the orchestrator is told."""
+        """Run a task; any error ends the loop, and its message is sent to the orchestrator."""
         try:
             await work
         except TidegateError as error:
@@ -177,59 +177,61 @@ class ExternalEngineLoop:
         self.failure = self.failure or error
         self.end(str(error))
 
-    async def _tick_for_ever(self) -> None:
+    async def _tick_loop(self) -> None:
         while True:
-            self._pump()
+            self._receive()
             await asyncio.sleep(TICK_S)
 
-    async def _check_for_ever(self) -> None:
+    async def _check_loop(self) -> None:
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             await self._adapter.check()
 
     # ------------------------------------------------------------ messages
 
-    def _pump(self) -> None:
+    def _receive(self) -> None:
         for message in self._link.receive(0.0):
             self._handle(message)
             self._changed.set()
-        is_changing = self._swapper.is_swapping or self._sleeper.is_at_work
-        if self._link.hello_due and not is_changing:  # a hello says what is live and what sleeps
-            self._introduce()
-        self._teller.note_credit()
-        self._answers += self._staging.take_answers()
-        if self._answers or self._gate.is_swap_asked or self._sleeper.is_asked:
+        is_changing = self._swapper.is_swapping or self._sleep_controller.is_changing
+        if (
+            self._link.is_hello_due and not is_changing
+        ):  # because a hello contains the live version and sleeping memory
+            self._send_hello()
+        self._batcher.on_credit()
+        self._replies += self._staging.take_replies()
+        if self._replies or self._gate.is_swap_requested or self._sleep_controller.has_requests:
             self._changed.set()
-        self._keep_time()
+        self._check_timeouts()
 
-    def _introduce(self) -> None:
-        """Send a hello; only turns and live weights survive the previous conversation."""
+    def _send_hello(self) -> None:
+        """Send a hello. Only turns and live weights outlive the previous connection."""
         self._gate = PauseGate()
         self._resumes_unanswered = 0
         self._scores.clear()
         self._staging.abandon()
-        self._answers.clear()
-        held = dict.fromkeys([*self._desk.handles, *self._teller.rows.handles])
-        self._sleeper.start_over()
-        self._link.say_hello(
-            weight_version=self._teller.version,
-            turns=list(held),
-            asleep=self._sleeper.asleep,
-            needs_weights=self._sleeper.needs_weights,
+        self._replies.clear()
+        handles = dict.fromkeys([*self._turns.handles, *self._batcher.rows.handles])
+        self._sleep_controller.forget_orchestrator()
+        self._link.send_hello(
+            weight_version=self._batcher.version,
+            turns=list(handles),
+            asleep=self._sleep_controller.asleep,
+            needs_weights=self._sleep_controller.needs_weights,
         )
         self._changed.set()
 
     def _handle(self, message: FromOrchestrator) -> None:
         match message:
             case SubmitTurn():
-                self._desk.submit(message)
+                self._turns.submit(message)
             case SubmitTurns(turns=turns):
                 for turn in turns:
-                    self._desk.submit(turn)
+                    self._turns.submit(turn)
             case CancelTurn(turn=handle):
-                self._desk.cancel(handle)
+                self._turns.cancel(handle)
             case ScoreTokens():
-                self._scores.ask(message)
+                self._scores.submit(message)
             case CancelScore(request_id=request):
                 self._scores.cancel(request)
             case Pause(mode=mode, clear_cache=clear_cache):
@@ -240,7 +242,7 @@ class ExternalEngineLoop:
                 self._gate.resume()
                 self._resumes_unanswered += 1
             case Sleep() | Wake():
-                self._sleeper.ask(message)
+                self._sleep_controller.queue_request(message)
             case Shutdown():
                 self.end("asked to shut down")
             case HelloRejected(message=why):
@@ -255,27 +257,27 @@ class ExternalEngineLoop:
                 self._staging.init(message)
             case StartWeightUpdate():
                 self._gate.end_swap()
-                self._staging.start(message, self._swapper.live(self._teller.version))
+                self._staging.start(message, self._swapper.live(self._batcher.version))
             case UpdateWeights():
                 self._staging.update(message)
             case FinishWeightUpdate(version=version):
-                self._answers += self._staging.take_answers()
+                self._replies += self._staging.take_replies()
                 if self._staging.is_staged(version):
-                    self._gate.ask_swap(message)
+                    self._gate.request_swap(message)
                 else:
                     why = f"v{version} is not staged here; await WeightsStaged first"
-                    self._answers.append(WeightsFailed(version=version, message=why))
+                    self._replies.append(WeightsFailed(version=version, message=why))
 
-    # ------------------------------------------------------------ how things should be
+    # ------------------------------------------------------------ reconciliation
 
-    async def _reconcile_for_ever(self) -> None:
+    async def _reconcile_loop(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             await self._reconcile()
 
     async def _reconcile(self) -> None:
-        """Pause or resume the engine, swap weights, and start turns; then send the answers."""
+        """Pause or resume the engine, swap weights and start turns; then send the replies."""
         await self._pause_or_resume()
         update = self._gate.swap_due(self._streams.running)
         if update is not None and not self._staging.is_busy:
@@ -285,23 +287,25 @@ class ExternalEngineLoop:
             self._start_turns()
         if self._streams.paused is None:  # a cancelled frozen request may still use its adapter
             await self._swapper.loras.unload_unused(self._streams.loras_used)
-        settled = await self._sleeper.settle(self._gate, self._streams, self._staging)
-        if settled:
-            self._answers += settled
+        sleep_replies = await self._sleep_controller.run_pending(
+            self._gate, self._streams, self._staging
+        )
+        if sleep_replies:
+            self._replies += sleep_replies
             self._changed.set()  # a resume may have waited for the wake
         if self._gate.mode == "wait" or self._streams.paused is not None:
-            self._answers += self._paused()
-        if self._answers:
-            answers, self._answers = self._answers, []
-            await self._teller.all_told()
-            for answer in answers:
-                if not isinstance(answer, WeightsStaged) or await self._is_ready(answer.version):
-                    self._link.send(answer)
+            self._replies += self._due_pause_replies()
+        if self._replies:
+            answers, self._replies = self._replies, []
+            await self._batcher.flush_all()
+            for reply in answers:
+                if not isinstance(reply, WeightsStaged) or await self._is_ready(reply.version):
+                    self._link.send(reply)
 
     async def _is_ready(self, version: int) -> bool:
-        """Load a staged version's adapters before it is reported as staged, because
-        afterwards it cannot fail."""
-        if self._sleeper.holds:
+        """Load a staged version's adapters before the version is reported as staged, because
+        afterwards the update must not fail."""
+        if self._sleep_controller.keeps_paused:
             return True  # adapters are loaded with the next weights
         return await self._swapper.prepare(version)
 
@@ -309,18 +313,22 @@ class ExternalEngineLoop:
         mode = self._gate.mode
         if mode == "abort" and self._streams.paused != "abort":
             self._scores.stop()
-            await self._streams.stop(are_over=True)
+            await self._streams.stop(ends_turns=True)
         elif mode == "keep" and self._streams.paused is None:
             self._scores.stop()
             await self._streams.freeze()
-        elif mode is None and self._streams.paused is not None and not self._sleeper.holds:
+        elif (
+            mode is None
+            and self._streams.paused is not None
+            and not self._sleep_controller.keeps_paused
+        ):
             await self._streams.resume()
         if mode is None and self._resumes_unanswered:
-            self._answers += [TurnsResumed()] * self._resumes_unanswered
+            self._replies += [TurnsResumed()] * self._resumes_unanswered
             self._resumes_unanswered = 0
 
-    def _paused(self) -> list[TurnsPaused]:
-        """Return the ``TurnsPaused`` answers of pauses that the engine has carried out."""
+    def _due_pause_replies(self) -> list[TurnsPaused]:
+        """Return the ``TurnsPaused`` replies of pauses that the engine has carried out."""
         mode = self._gate.mode
         if mode == "wait" or mode == self._streams.paused or self._streams.paused == "abort":
             return self._gate.take_effective(self._streams.running)
@@ -329,44 +337,44 @@ class ExternalEngineLoop:
     def _start_turns(self) -> None:
         if self._streams.paused is not None or not self._gate.turns_start:
             return
-        if not self._ended.is_set() and self._desk.start():
-            self._scores.start(self._teller.version)
+        if not self._ended.is_set() and self._turns.start():
+            self._scores.start(self._batcher.version)
 
     async def _swap(self, update: FinishWeightUpdate) -> None:
         try:
-            await self._sleeper.make_room()
-            if self._sleeper.needs_weights:
-                self._swapper.loras.lose()
+            await self._sleep_controller.wake_for_update()
+            if self._sleep_controller.needs_weights:
+                self._swapper.loras.mark_lost()
             failed = await self._swapper.swap(
                 update,
                 self._streams,
                 self._scores,
-                self._teller,
-                needs_weights=self._sleeper.needs_weights,
+                self._batcher,
+                needs_weights=self._sleep_controller.needs_weights,
             )
         finally:
             self._gate.end_swap()
         if failed is None:
-            self._sleeper.loaded()
-            self._desk.new_adapters(self._swapper.loras.names)
+            self._sleep_controller.loaded()
+            self._turns.set_adapters(self._swapper.loras.names)
         if failed is not None:
-            self._answers.append(failed)
+            self._replies.append(failed)
 
     # ------------------------------------------------------------ time
 
-    def _keep_time(self) -> None:
-        self.refusal = self.refusal or self._link.shut_out()
-        why = self.refusal or self._link.given_up()
+    def _check_timeouts(self) -> None:
+        self.refusal = self.refusal or self._link.key_refusal()
+        why = self.refusal or self._link.timeout_reason()
         if why is not None:
             self.end(why)
         if self._streams.running == 0:
-            self._teller.note_idle()
+            self._batcher.skip_idle_time()
         if self._link.take_heartbeat_due():
             self._link.send(
                 EngineHeartbeat(
-                    weight_version=self._teller.version,
+                    weight_version=self._batcher.version,
                     running_turns=self._streams.running,
-                    waiting_turns=self._desk.waiting,
+                    waiting_turns=self._turns.waiting,
                     free_blocks=0,
                     sent_us=time.monotonic_ns() // 1000,
                 )

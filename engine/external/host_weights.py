@@ -22,7 +22,7 @@ from tidegate.engine.models.checkpoint import (
     read_tensors,
     tensor_names,
 )
-from tidegate.engine.weights.lora import PARTS, check_adapter
+from tidegate.engine.weights.lora import PROJECTIONS, check_adapter
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 
@@ -33,29 +33,31 @@ class HostWeights(WeightStore):
     adapters: Mapping[str, HostAdapter]
 
     def __init__(
-        self, model: Path, tensors: Mapping[str, torch.Tensor], able: Capabilities
+        self, model: Path, tensors: Mapping[str, torch.Tensor], capabilities: Capabilities
     ) -> None:
         self.by_name = tensors
-        self._able = able
+        self._capabilities = capabilities
         self._path = model
-        self._knows_other_names = False
-        places = {name: CopyTarget(tuple(t.shape), (t,)) for name, t in tensors.items()}
-        super().__init__(model.name, places)
+        self._accepts_state_dict_names = False
+        targets = {name: CopyTarget(tuple(t.shape), (t,)) for name, t in tensors.items()}
+        super().__init__(model.name, targets)
 
-    def twin(self) -> "HostWeights":
+    def allocate_copy(self) -> "HostWeights":
         """Allocate another version."""
         tensors = {name: torch.empty_like(tensor) for name, tensor in self.by_name.items()}
-        return HostWeights(self._path, tensors, self._able)
+        return HostWeights(self._path, tensors, self._capabilities)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into its place, by the directory's name or the ``state_dict()``'s.
+        """Copy a tensor to its targets, by the directory's name or the ``state_dict()``'s.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.
         """
-        is_known = name in self._places or name in self._joint_targets or self.is_redundant(name)
+        is_known = (
+            name in self._copy_targets or name in self._joint_targets or self.is_redundant(name)
+        )
         if not is_known:
-            self._learn_other_names()
+            self._add_state_dict_names()
         super().load(name, tensor)
 
     def complete_from(self, other: WeightStore) -> None:
@@ -64,11 +66,11 @@ class HostWeights(WeightStore):
         Raises:
             WeightsRefused: as :meth:`WeightStore.complete_from`.
         """
-        if self._knows_other_names and isinstance(other, HostWeights):
-            other._learn_other_names()
+        if self._accepts_state_dict_names and isinstance(other, HostWeights):
+            other._add_state_dict_names()
         super().complete_from(other)
 
-    def _learn_other_names(self) -> None:
+    def _add_state_dict_names(self) -> None:
         """Find the ``state_dict()`` names with transformers; takes seconds, once."""
         from tidegate.engine.weights.weight_conversions import (
             converted_targets,
@@ -76,20 +78,20 @@ class HostWeights(WeightStore):
             meta_model,
         )
 
-        if self._knows_other_names:
+        if self._accepts_state_dict_names:
             return
-        self._knows_other_names = True
+        self._accepts_state_dict_names = True
         module = meta_model(self._path)
         if module is None:
             return
         tied = module.all_tied_weights_keys
-        found = find_conversions(module, [n for n in module.state_dict() if n not in tied])
-        self._places, self._joint_targets = converted_targets(
-            self._places, found, stores_directory=True
+        conversions = find_conversions(module, [n for n in module.state_dict() if n not in tied])
+        self._copy_targets, self._joint_targets = converted_targets(
+            self._copy_targets, conversions, stores_directory=True
         )
-        for name, place in self._joint_targets.items():
+        for name, target in self._joint_targets.items():
             if name in self._loaded:
-                self._loaded.update(place.covers)
+                self._loaded.update(target.covers)
 
     def is_redundant(self, name: str) -> bool:
         """Whether it is a tied LM head."""
@@ -102,37 +104,43 @@ class HostWeights(WeightStore):
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> HostAdapter:
         """Validate an adapter; the engine loads it once the whole version has been received."""
-        adapter, able = HostAdapter(tensors, scale), self._able
-        if not able.lora_rank_max:
+        adapter, capabilities = HostAdapter(tensors, scale), self._capabilities
+        if not capabilities.lora_rank_max:
             raise WeightsRefused(
-                f"{able.engine} takes no LoRA adapters: {able.lora_lacks or 'it has none'}. Or "
+                f"{capabilities.engine} takes no LoRA adapters: "
+                f"{capabilities.lora_lacks or 'it has none'}. Or "
                 f"merge them into the weights, and publish those"
             )
-        check_adapter(tensors, {**self._joint_targets, **self._places})
-        if adapter.rank > able.lora_rank_max:
+        check_adapter(tensors, {**self._joint_targets, **self._copy_targets})
+        if adapter.rank > capabilities.lora_rank_max:
             raise WeightsRefused(
-                f"{able.engine} takes LoRA adapters of rank {able.lora_rank_max} at most, and this "
+                f"{capabilities.engine} takes LoRA adapters of rank {capabilities.lora_rank_max} "
+                "at most, and this "
                 f"one has {adapter.rank}; start it with a larger --max-lora-rank"
             )
-        return HostAdapter(self._filled(tensors), scale) if able.lora_fills_matrices else adapter
+        return (
+            HostAdapter(self._filled(tensors), scale)
+            if capabilities.lora_fills_matrices
+            else adapter
+        )
 
     def _filled(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add zeros for projections that share a matrix with the adapter's."""
         filled = dict(tensors)
-        for name, narrow in tensors.items():
+        for name, lora_a in tensors.items():
             module, letter = name.removesuffix(".weight").split(".lora_")
-            parts = next((p for p in PARTS.values() if module.endswith(p)), ())
+            parts = next((p for p in PROJECTIONS.values() if module.endswith(p)), ())
             prefix = next((module.removesuffix(p) for p in parts if module.endswith(p)), "")
-            for other in parts if letter == "A" else ():
-                own = self.by_name.get(f"{prefix}{other}.weight")
-                if own is not None and f"{prefix}{other}.lora_A.weight" not in filled:
-                    wide = narrow.new_zeros((own.shape[0], narrow.shape[0]))
-                    filled[f"{prefix}{other}.lora_A.weight"] = torch.zeros_like(narrow)
-                    filled[f"{prefix}{other}.lora_B.weight"] = wide
+            for sibling in parts if letter == "A" else ():
+                matrix = self.by_name.get(f"{prefix}{sibling}.weight")
+                if matrix is not None and f"{prefix}{sibling}.lora_A.weight" not in filled:
+                    lora_b = lora_a.new_zeros((matrix.shape[0], lora_a.shape[0]))
+                    filled[f"{prefix}{sibling}.lora_A.weight"] = torch.zeros_like(lora_a)
+                    filled[f"{prefix}{sibling}.lora_B.weight"] = lora_b
         return filled
 
 
-def read_host_weights(model: Path, able: Capabilities) -> HostWeights:
+def read_host_weights(model: Path, capabilities: Capabilities) -> HostWeights:
     """Read the model directory's own weights.
 
     Raises:
@@ -141,7 +149,7 @@ def read_host_weights(model: Path, able: Capabilities) -> HostWeights:
     if is_tied(model) and has_other_head(model):
         raise ModelError(
             f"{model} has tie_word_embeddings=true and a {HEAD} that differs from {EMBEDDING}. "
-            f"vLLM and SGLang pass over that head, transformers and Tidegate's own engines use it; "
+            f"vLLM and SGLang ignore that head, transformers and Tidegate's own engines use it; "
             f"set tie_word_embeddings=false in config.json, and start the engine again"
         )
     tensors = {
@@ -149,7 +157,7 @@ def read_host_weights(model: Path, able: Capabilities) -> HostWeights:
         for name, tensor in read_tensors(model)
         if name != HEAD or not is_tied(model)
     }
-    return HostWeights(model, tensors, able)
+    return HostWeights(model, tensors, capabilities)
 
 
 class PublishedDirectories:
@@ -199,10 +207,12 @@ def _holds_tensors(file: Path) -> bool:
 def is_tied(model: Path) -> bool:
     """Whether the model's LM head is its embedding."""
     config = json.loads((model / "config.json").read_text())
-    said = config.get("tie_word_embeddings")
-    if said is None:  # the architecture's default, inferred from the tensors: Gemma is tied
+    reported_labels = config.get("tie_word_embeddings")
+    if (
+        reported_labels is None
+    ):  # the architecture's default, inferred from the tensors: Gemma is tied
         return HEAD not in tensor_names(model)
-    return bool(said)
+    return bool(reported_labels)
 
 
 def read_sizes(model: Path) -> tuple[str, int]:

@@ -20,13 +20,13 @@ CONTROL_TIMEOUT_S = 30.0
 
 CONNECT_TIMEOUT_S = 10.0
 
-START_PATIENCE_S = 100.0
+START_TIMEOUT_S = 100.0
 """Seconds for a server's first answer: less than ``engine_start_timeout_s``, so that the error
 names the server."""
 
 RETRY_INTERVAL_S = 0.5
 
-SHOWN_CHARACTERS = 300
+ERROR_CHARACTERS_MAX = 300
 """Length to which a refusal's body is cut."""
 
 UNAUTHORIZED = 401
@@ -66,17 +66,17 @@ class HttpEngine:
         self._sessions: dict[bool, Any] = {}
         """aiohttp sessions, by whether they keep connections alive."""
 
-    def _open(self, *, keeps: bool) -> Any:
+    def _session(self, *, keep_alive: bool) -> Any:
         """Return the session. Control calls use a new connection each: a server closes idle
         connections silently, and reusing one would break the call and give up a sound engine.
         Streams share theirs."""
-        if keeps not in self._sessions:
+        if keep_alive not in self._sessions:
             timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-            connector = self._aiohttp.TCPConnector(limit=0, force_close=not keeps)
-            self._sessions[keeps] = self._aiohttp.ClientSession(
+            connector = self._aiohttp.TCPConnector(limit=0, force_close=not keep_alive)
+            self._sessions[keep_alive] = self._aiohttp.ClientSession(
                 connector=connector, timeout=timeout
             )
-        return self._sessions[keeps]
+        return self._sessions[keep_alive]
 
     async def close(self) -> None:
         """Close all connections, which aborts the requests in flight."""
@@ -101,17 +101,17 @@ class HttpEngine:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._request(method, path, body, query, keeps=False) as response,
+                self._request(method, path, body, query, keep_alive=False) as response,
             ):
                 data = await response.read()
         except TimeoutError:
             raise EngineGone(
-                f"{self.url}{path} gave no answer within {timeout_s:g} s; is the engine stuck?"
+                f"{self.url}{path} did not respond within {timeout_s:g} s; is the engine stuck?"
             ) from None
         except (self._aiohttp.ClientError, OSError) as error:
-            raise self._gone(path, error) from error
+            raise self._connection_error(path, error) from error
         if response.status != 200:
-            raise self._refusal(path, response.status, data)
+            raise self._status_error(path, response.status, data)
         try:
             return msgspec.json.decode(data) if data else None
         except msgspec.DecodeError:
@@ -125,19 +125,19 @@ class HttpEngine:
             EngineGone: the connection broke.
         """
         try:
-            async with self._request("POST", path, body, None, keeps=True) as response:
+            async with self._request("POST", path, body, None, keep_alive=True) as response:
                 if response.status != 200:
-                    raise self._refusal(path, response.status, await response.read())
-                rest = b""
+                    raise self._status_error(path, response.status, await response.read())
+                pending = b""
                 async for data in response.content.iter_any():
-                    *events, rest = (rest + data).split(b"\n\n")
+                    *events, pending = (pending + data).split(b"\n\n")
                     for event in events:
                         text = event.removeprefix(b"data:").strip()
                         if text == b"[DONE]":
                             return
                         yield text
         except (self._aiohttp.ClientError, OSError) as error:
-            raise self._gone(path, error) from error
+            raise self._connection_error(path, error) from error
 
     async def wait_for(self, path: str) -> dict[str, Any]:
         """Return the answer of ``path``, retrying until the server has started.
@@ -145,28 +145,28 @@ class HttpEngine:
         Raises:
             ConfigError: no server answered in time, or another kind of server did.
         """
-        begun_s = time.monotonic()
+        started_s = time.monotonic()
         while True:
             try:
                 answer = await self.call("GET", path, timeout_s=CONNECT_TIMEOUT_S)
                 if isinstance(answer, dict):
                     return answer
-                raise self._another(path, "what is no JSON object")
+                raise self._wrong_server(path, "with something that is not a JSON object")
             except HttpStatusError as refusal:
                 if refusal.status == UNAUTHORIZED:
                     raise ConfigError(str(refusal)) from refusal
-                raise self._another(path, f"with {refusal.status}: {refusal.why}") from refusal
+                raise self._wrong_server(path, f"with {refusal.status}: {refusal.why}") from refusal
             except EngineGone as error:
-                if time.monotonic() - begun_s > START_PATIENCE_S:
+                if time.monotonic() - started_s > START_TIMEOUT_S:
                     raise ConfigError(
-                        f"no server answers at {self.url} after {START_PATIENCE_S:.0f} s ({error})"
+                        f"no server answers at {self.url} after {START_TIMEOUT_S:.0f} s ({error})"
                     ) from error
             await asyncio.sleep(RETRY_INTERVAL_S)
 
-    def _another(self, path: str, answer: str) -> ConfigError:
+    def _wrong_server(self, path: str, answer: str) -> ConfigError:
         return ConfigError(
-            f"{self.url}{path} answers {answer}; see that KIND+URL says what kind of server that "
-            f"is, and is its own address: no router's, and without /v1 at the end"
+            f"{self.url}{path} answers {answer}; check that KIND of KIND+URL is the server's kind, "
+            f"and that URL is the server's own address, not a router's, without /v1 at the end"
         )
 
     @asynccontextmanager
@@ -177,30 +177,32 @@ class HttpEngine:
         body: object,
         query: Mapping[str, str] | Sequence[tuple[str, str]] | None,
         *,
-        keeps: bool,
+        keep_alive: bool,
     ) -> AsyncIterator[Any]:
         data = None if body is None else msgspec.json.encode(body)
         headers = self._headers | ({} if data is None else {"Content-Type": "application/json"})
-        async with self._open(keeps=keeps).request(
+        async with self._session(keep_alive=keep_alive).request(
             method, self.url + path, data=data, params=query, headers=headers
         ) as response:
             yield response
 
-    def _refusal(self, path: str, status: int, data: bytes) -> HttpStatusError:
+    def _status_error(self, path: str, status: int, data: bytes) -> HttpStatusError:
         why = _message(data)
         if status == UNAUTHORIZED:
             sent = "another key than it was sent" if self._headers else "a key"
-            why = f"{self.url} wants {sent} ({why}); {server_keys.HOW}"
+            why = f"{self.url} requires {sent} ({why}); {server_keys.HOW}"
         return HttpStatusError(path, status, why)
 
-    def _gone(self, path: str, error: BaseException) -> EngineGone:
-        said = str(error) or type(error).__name__
-        return EngineGone(f"{self.url}{path}: the connection broke or was refused ({said})")
+    def _connection_error(self, path: str, error: BaseException) -> EngineGone:
+        reported_labels = str(error) or type(error).__name__
+        return EngineGone(
+            f"{self.url}{path}: the connection broke or was refused ({reported_labels})"
+        )
 
 
 def _message(data: bytes) -> str:
     try:
         error = msgspec.json.decode(data)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:SHOWN_CHARACTERS]
+        return str(error["message"] if isinstance(error, dict) else error)[:ERROR_CHARACTERS_MAX]
     except (msgspec.DecodeError, KeyError, TypeError):
-        return data.decode(errors="replace")[:SHOWN_CHARACTERS]
+        return data.decode(errors="replace")[:ERROR_CHARACTERS_MAX]

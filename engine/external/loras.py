@@ -72,7 +72,7 @@ def _module(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedLora:
     """An adapter that the engine has loaded."""
 
     adapter: HostAdapter
@@ -91,73 +91,73 @@ class LoraRegistry:
         self._engine = engine
         self._model = model
         self._parent = parent.absolute()  # the engine has another working directory
-        self._serving: dict[str, Loaded] = {}
-        self._old: list[Loaded] = []
-        self._are_lost = False
+        self._live: dict[str, LoadedLora] = {}
+        self._retired: list[LoadedLora] = []
+        self._must_reload = False
 
     @property
     def names(self) -> dict[str, str]:
         """Names in the engine, by the run's adapter names."""
-        return names_of(self._serving)
+        return names_of(self._live)
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Mark all adapters as lost, so that the next version loads all of them again."""
-        self._are_lost = True
+        self._must_reload = True
 
-    async def load(self, adapters: Mapping[str, object], label: str) -> dict[str, Loaded]:
+    async def load(self, adapters: Mapping[str, object], label: str) -> dict[str, LoadedLora]:
         """Load the new ones of these adapters, beside those in use.
 
         Raises:
             WeightsRefused: the engine refused one, or files could not be written; nothing changed.
         """
-        loaded: dict[str, Loaded] = {}
+        loaded: dict[str, LoadedLora] = {}
         for number, (name, adapter) in enumerate(adapters.items()):
             assert isinstance(adapter, HostAdapter), "as HostWeights make them"
-            known = self._serving.get(name)
-            if known is not None and not self._are_lost and known.adapter.is_as(adapter):
-                loaded[name] = known
+            live = self._live.get(name)
+            if live is not None and not self._must_reload and live.adapter.is_as(adapter):
+                loaded[name] = live
                 continue
-            new = f"{LORA_NAMES}{label}.{number}"
-            one = Loaded(adapter, new, self._parent / new)
+            engine_name = f"{LORA_NAMES}{label}.{number}"
+            lora = LoadedLora(adapter, engine_name, self._parent / engine_name)
             try:
-                await asyncio.to_thread(adapter.write, one.directory, self._model)
-                await self._engine.load_lora(one.name, one.directory)
+                await asyncio.to_thread(adapter.write, lora.directory, self._model)
+                await self._engine.load_lora(lora.name, lora.directory)
             except (WeightsRefused, OSError) as error:
-                shutil.rmtree(one.directory, ignore_errors=True)
+                shutil.rmtree(lora.directory, ignore_errors=True)
                 self.drop(loaded)
                 raise WeightsRefused(f"adapter {name!r}: {error}") from error
-            loaded[name] = one
+            loaded[name] = lora
         return loaded
 
-    def drop(self, loaded: Mapping[str, Loaded]) -> None:
+    def drop(self, loaded: Mapping[str, LoadedLora]) -> None:
         """Discard loaded adapters whose version will not become live."""
-        serving = self._serving.values()
-        self._old += [one for one in loaded.values() if one not in serving]
+        serving = self._live.values()
+        self._retired += [lora for lora in loaded.values() if lora not in serving]
 
-    def serve(self, loaded: dict[str, Loaded]) -> None:
+    def set_live(self, loaded: dict[str, LoadedLora]) -> None:
         """Make these the adapters of the live version."""
         kept = loaded.values()
-        self._old += [one for one in self._serving.values() if one not in kept]
-        self._serving, self._are_lost = loaded, False
+        self._retired += [lora for lora in self._live.values() if lora not in kept]
+        self._live, self._must_reload = loaded, False
 
     async def unload_unused(self, used: Collection[str]) -> None:
         """Unload old adapters, except those whose names are in ``used`` by requests."""
-        for one in [one for one in self._old if one.name not in used]:
-            await self._engine.unload_lora(one.name)
-            self._old.remove(one)  # last, so that a cancelled call can be repeated
-            shutil.rmtree(one.directory, ignore_errors=True)
+        for lora in [lora for lora in self._retired if lora.name not in used]:
+            await self._engine.unload_lora(lora.name)
+            self._retired.remove(lora)  # last, so that a cancelled call can be repeated
+            shutil.rmtree(lora.directory, ignore_errors=True)
 
     async def close(self) -> None:
         """Unload all adapters."""
-        self.serve({})
+        self.set_live({})
         await self.unload_unused(())
 
     def remove_files(self) -> None:
         """Remove all files, whatever the engine's state."""
-        for one in [*self._serving.values(), *self._old]:
-            shutil.rmtree(one.directory, ignore_errors=True)
+        for lora in [*self._live.values(), *self._retired]:
+            shutil.rmtree(lora.directory, ignore_errors=True)
 
 
-def names_of(loaded: Mapping[str, Loaded]) -> dict[str, str]:
+def names_of(loaded: Mapping[str, LoadedLora]) -> dict[str, str]:
     """Return the names in the engine by the run's names."""
-    return {name: one.name for name, one in loaded.items()}
+    return {name: lora.name for name, lora in loaded.items()}

@@ -1,4 +1,4 @@
-"""Scoring requests to an external engine: asked while it runs, restarted after each pause.
+"""Scoring requests to an external engine: sent while the engine runs, restarted after each pause.
 
 Used by ``ExternalEngineLoop``. An answer is of one weight version, because no request outlasts a
 pause."""
@@ -27,7 +27,7 @@ class ExternalScoreQueue:
     def __init__(
         self,
         adapter: EngineAdapter,
-        able: Capabilities,
+        capabilities: Capabilities,
         link: OrchestratorLink,
         *,
         on_gone: Callable[[TidegateError], None],
@@ -35,21 +35,23 @@ class ExternalScoreQueue:
         """``on_gone`` is called if the engine is gone; another engine then gets the requests."""
         self._adapter = adapter
         self._on_gone = on_gone
-        self._able = able
+        self._capabilities = capabilities
         self._link = link
-        self._asked: dict[int, ScoreTokens] = {}
+        self._pending: dict[int, ScoreTokens] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def ask(self, message: ScoreTokens) -> None:
+    def submit(self, message: ScoreTokens) -> None:
         """Add a request; the next :meth:`start` sends it."""
-        if message.score_kind in self._able.scores:
-            self._asked[message.request_id] = message
+        if message.score_kind in self._capabilities.scores:
+            self._pending[message.request_id] = message
             return
-        self._refuse(message.request_id, f"{self._able.engine} can't tell {message.score_kind}")
+        self._refuse(
+            message.request_id, f"{self._capabilities.engine} does not score {message.score_kind}"
+        )
 
     def start(self, version: int) -> None:
         """Send the requests that are not in flight; the engine serves ``version``."""
-        for request, message in self._asked.items():
+        for request, message in self._pending.items():
             if request not in self._tasks:
                 self._tasks[request] = asyncio.create_task(self._score(message, version))
 
@@ -61,17 +63,17 @@ class ExternalScoreQueue:
 
     def cancel(self, request: int) -> None:
         """Drop a request."""
-        self._asked.pop(request, None)
+        self._pending.pop(request, None)
         if (task := self._tasks.pop(request, None)) is not None:
             task.cancel()
 
     def clear(self) -> None:
         """Drop all requests."""
         self.stop()
-        self._asked.clear()
+        self._pending.clear()
 
     async def _score(self, message: ScoreTokens, version: int) -> None:
-        asked = ScoreRequest(
+        score_request = ScoreRequest(
             np.frombuffer(message.token_ids, "<i4").tolist(),
             message.score_kind,
             message.start,
@@ -79,18 +81,18 @@ class ExternalScoreQueue:
             message.temperature,
         )
         try:
-            scores = await self._adapter.score(asked)
+            scores = await self._adapter.score(score_request)
         except ScoreRefused as error:
             self._refuse(message.request_id, str(error))
         except EngineGone as error:
             self._on_gone(error)
-        except Exception as error:  # noqa: BLE001 - a defect must not go unheard
-            why = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
-            why.__cause__ = error
-            self._on_gone(why)
+        except Exception as error:  # noqa: BLE001 - report defects, too
+            gone = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
+            gone.__cause__ = error
+            self._on_gone(gone)
         else:
             self._answer(message, version, scores)
-        self._asked.pop(message.request_id, None)
+        self._pending.pop(message.request_id, None)
         self._tasks.pop(message.request_id, None)
 
     def _answer(self, message: ScoreTokens, version: int, scores: ExternalScores) -> None:
@@ -99,14 +101,14 @@ class ExternalScoreQueue:
         part = max(1, PART_BYTES_MAX // (4 + 8 * k))
         values = np.array(scores.values, "<f4").tobytes()
         for first in range(0, max(1, rows), part):
-            told = slice(first, first + part)
+            positions = slice(first, first + part)
             top = slice(first * k, (first + part) * k)
             self._link.send(
                 ScoreResult(
                     request_id=message.request_id,
                     version=version,
                     start=message.start + first,
-                    logprobs=np.array(scores.logprobs[told], "<f4").tobytes(),
+                    logprobs=np.array(scores.logprobs[positions], "<f4").tobytes(),
                     top_ids=np.array(scores.top.token_ids[top], "<i4").tobytes()
                     if scores.top
                     else b"",
@@ -118,5 +120,5 @@ class ExternalScoreQueue:
                 )
             )
 
-    def _refuse(self, request: int, why: str) -> None:
-        self._link.send(scoring.ScoreFailed(request_id=request, message=cut(why)))
+    def _refuse(self, request: int, error: str) -> None:
+        self._link.send(scoring.ScoreFailed(request_id=request, message=cut(error)))

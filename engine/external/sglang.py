@@ -26,16 +26,20 @@ from tidegate.engine.external.adapter import (
 )
 from tidegate.engine.external.host_weights import read_sizes
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
-from tidegate.engine.external.sglang_loras import START_IT_SO, SglangLoras
+from tidegate.engine.external.sglang_loras import START_HINT, SglangLoras
 from tidegate.engine.external.sglang_messages import read_chunk, read_top
-from tidegate.engine.external.sglang_server import has_processed_logprobs, labels_tokens, look_at
-from tidegate.engine.external.sglang_weights import BucketSender, load, make_way
+from tidegate.engine.external.sglang_server import (
+    has_processed_logprobs,
+    labels_tokens,
+    read_server_info,
+)
+from tidegate.engine.external.sglang_weights import BucketSender, load, make_sender
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
 from tidegate.transport.printable import say
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
-UPDATED_ALL_THE_SAME = "Weights were updated"
+UPDATED_ANYWAY = "Weights were updated"
 """Start of SGLang's error for an update that succeeded and only failed to flush its cache."""
 
 TOP_LOGPROBS_MAX = 20
@@ -60,7 +64,7 @@ SCORE_TIMEOUT_S = 600.0
 def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "SglangAdapter":
     """Make the adapter of the server at ``url``, which was started with the model in ``model``.
 
-    ``weights`` is the transfer method, one of ``sglang_weights.WAYS``.
+    ``weights`` is the transfer method, one of ``sglang_weights.TRANSFER_METHODS``.
     """
     return SglangAdapter(HttpEngine(url), model, weights=weights)
 
@@ -71,10 +75,10 @@ class SglangAdapter:
     def __init__(self, http: HttpEngine, model: Path, *, weights: str = "disk") -> None:
         self._http = http
         self._weights = weights
-        self._way: BucketSender | None = None
+        self._sender: BucketSender | None = None
         """Transfer method for tensors; None for files."""
         self._loras = SglangLoras(http)
-        self._serves: Path = model
+        self._loaded_directory: Path = model
         """Directory of the weights that the server has loaded."""
         self._label = ""
         self._architecture, self._vocab_tokens = read_sizes(model)
@@ -85,7 +89,7 @@ class SglangAdapter:
         wait for requests."""
         self._retractions = 0
         self._rids = itertools.count()
-        self._run = uuid.uuid4().hex[:8]
+        self._run_id = uuid.uuid4().hex[:8]
         """Part of every request id, because requests of a dead adapter may still
         be in the server."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -95,12 +99,14 @@ class SglangAdapter:
 
     async def open(self, label: str) -> Capabilities:
         """Load the model's own weights; leave the server awake, unpaused and without requests."""
-        server = await look_at(self._http, self._architecture)
+        server = await read_server_info(self._http, self._architecture)
         self._is_incremental = server.streams_incrementally
         if server.samples_ahead:
             say(
-                f"SGLang at {self._http.url} samples ahead, so that kv_policy='keep' is refused: "
-                f"it would tell tokens of old weights as of new; --disable-overlap-schedule helps"
+                f"SGLang at {self._http.url} uses its overlap scheduler, so kv_policy='keep' is "
+                "refused: "
+                "it would label tokens of old weights as new; start it with "
+                "--disable-overlap-schedule"
             )
         await self.resume()  # a dead adapter may have left it paused
         await self._abort({"abort_all": True})
@@ -108,11 +114,13 @@ class SglangAdapter:
         if self._weights == "disk":
             if server.lora_rank_max:
                 await self._loras.unload_left()
-            await self._load(self._serves, label)
+            await self._load(self._loaded_directory, label)
         else:
-            self._way = make_way(self._http, self._weights, server)
-            own = await asyncio.to_thread(lambda: dict(read_tensors(self._serves)))
-            await self.load_tensors(own, label)
+            self._sender = make_sender(self._http, self._weights, server)
+            model_tensors = await asyncio.to_thread(
+                lambda: dict(read_tensors(self._loaded_directory))
+            )
+            await self.load_tensors(model_tensors, label)
         await self.resume()
         return Capabilities(
             engine=f"sglang {server.version}",
@@ -130,20 +138,20 @@ class SglangAdapter:
             dtype=server.dtype,
             num_blocks=server.num_blocks,
             block_tokens=server.block_tokens,
-            takes_tensors=self._way is not None,
+            takes_tensors=self._sender is not None,
             sleep_levels=server.sleep_levels,
-            lora_rank_max=0 if self._way is not None else server.lora_rank_max,
+            lora_rank_max=0 if self._sender is not None else server.lora_rank_max,
             # An adapter of an up projection alone is accepted, and crashes the server when used.
             lora_fills_matrices=True,
-            lora_lacks=START_IT_SO,
+            lora_lacks=START_HINT,
         )
 
     async def close(self) -> None:
         """Close connections, which aborts requests that are left."""
         for task in self._aborts:
             task.cancel()
-        if self._way is not None:
-            await self._way.close()
+        if self._sender is not None:
+            await self._sender.close()
         await self._http.close()
 
     async def check(self) -> None:
@@ -154,10 +162,10 @@ class SglangAdapter:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Sample tokens; converts SGLang's cumulative messages to chunks of new tokens."""
-        self._refuse_strangers(request.token_ids)
-        rid = f"tidegate-{self._run}-{next(self._rids)}"
+        self._check_token_ids(request.token_ids)
+        rid = f"tidegate-{self._run_id}-{next(self._rids)}"
         stops = frozenset(request.sampling.stop_token_ids)
-        told = retractions = 0
+        known_tokens = retractions = 0
         has_ended = False
         messages = self._messages(self._body(request) | {"rid": rid})
         try:
@@ -166,16 +174,16 @@ class SglangAdapter:
                 self._retractions += now - retractions
                 retractions = now
                 has_ended = message["meta_info"].get("finish_reason") is not None
-                start = 0 if self._is_incremental else told
+                start = 0 if self._is_incremental else known_tokens
                 chunk = read_chunk(
                     message, start, stops, with_top=request.sampling.top_logprobs > 0
                 )
-                told += len(chunk.token_ids)
+                known_tokens += len(chunk.token_ids)
                 if chunk.token_ids or chunk.ended:
                     yield chunk
                 if chunk.ended:
                     return
-            raise EngineGone(f"{self._http.url}/generate ended a stream without saying why")
+            raise EngineGone(f"{self._http.url}/generate ended a stream without a finish reason")
         finally:
             if not has_ended:
                 self._abort_soon(rid)
@@ -187,7 +195,7 @@ class SglangAdapter:
                 async for event in events:
                     message = msgspec.json.decode(event)
                     if "error" in message:
-                        raise EngineGone(f"{self._http.url}/generate broke off: {message['error']}")
+                        raise EngineGone(f"{self._http.url}/generate failed: {message['error']}")
                     yield message
         except HttpStatusError as error:
             if error.status >= 500:
@@ -205,16 +213,17 @@ class SglangAdapter:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _abort(self, whom: dict[str, Any]) -> None:
-        await self._post("/abort_request", whom)
+    async def _abort(self, selection: dict[str, Any]) -> None:
+        await self._post("/abort_request", selection)
 
-    def _refuse_strangers(self, token_ids: Sequence[int]) -> None:
+    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         """Check token ids, because SGLang crashes on an index outside its embedding."""
-        worst = max(token_ids, default=0)
-        if worst >= self._vocab_tokens or min(token_ids, default=0) < 0:
+        largest_id = max(token_ids, default=0)
+        if largest_id >= self._vocab_tokens or min(token_ids, default=0) < 0:
             raise TurnRefused(
-                f"token {worst} is not one of the model's {self._vocab_tokens}, and would end the "
-                f"SGLang server; see that the prompt is of this model's tokenizer"
+                f"token {largest_id} is not one of the model's {self._vocab_tokens}, and would "
+                "end the "
+                f"SGLang server; was the prompt made with another tokenizer?"
             )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -261,14 +270,16 @@ class SglangAdapter:
     async def load_weights(self, directory: Path, label: str) -> None:
         """Load weights from disk. After a failure the previous weights are loaded again, because
         SGLang's own rollback reloads the path that failed."""
-        before, before_label = self._serves, self._label
+        previous, previous_label = self._loaded_directory, self._label
         try:
             await self._load(directory, label)
         except WeightsRefused as error:
             try:
-                await self._load(before, before_label)
+                await self._load(previous, previous_label)
             except WeightsRefused as worse:
-                raise EngineGone(f"{error}; and the weights before don't load: {worse}") from error
+                raise EngineGone(
+                    f"{error}; and the previous weights can't be loaded: {worse}"
+                ) from error
             raise
 
     async def _load(self, directory: Path, label: str) -> None:
@@ -285,21 +296,21 @@ class SglangAdapter:
         try:
             await self._http.call("POST", path, body, timeout_s=UPDATE_TIMEOUT_S)
         except HttpStatusError as error:
-            if UPDATED_ALL_THE_SAME not in error.why:
+            if UPDATED_ANYWAY not in error.why:
                 raise WeightsRefused(
                     f"SGLang refuses the weights in {directory}: {error.why}. It must see that "
                     f"directory by the same path as its adapter does (--weights-directory)"
                 ) from error
             await self._rename(label)
         await self._verify(label)
-        self._serves, self._label = directory, label
+        self._loaded_directory, self._label = directory, label
 
     async def load_tensors(self, tensors: Mapping[str, torch.Tensor], label: str) -> None:
         """Load weights without files. A failure half way cannot be undone, and ends the adapter."""
-        assert self._way is not None, "takes_tensors was not declared"
+        assert self._sender is not None, "takes_tensors was not declared"
         flushes = not self._is_frozen  # as in _load
         try:
-            await load(self._http, self._way, tensors, label, flushes=flushes)
+            await load(self._http, self._sender, tensors, label, flushes=flushes)
         except HttpStatusError:
             await self._rename(label)
         await self._verify(label)
@@ -324,11 +335,11 @@ class SglangAdapter:
         await self._post("/update_weight_version", relabel)
 
     async def _verify(self, label: str) -> None:
-        told = (await self._get("/model_info")).get("weight_version")
-        if told != label:
+        current = (await self._get("/model_info")).get("weight_version")
+        if current != label:
             raise EngineGone(
-                f"SGLang was given weights {label!r}, and calls them {told!r}; does somebody else "
-                f"give it weights?"
+                f"SGLang was given weights {label!r}, but reports {current!r}; does another client "
+                f"load weights into it?"
             )
 
     async def _get(self, path: str) -> Any:
@@ -364,10 +375,10 @@ class SglangAdapter:
         """Return log-probs of given tokens, by a request that samples nothing."""
         if request.temperature != 1.0:
             raise ScoreRefused(
-                f"SGLang tells a prompt's log-probs at temperature 1 only, not at "
+                f"SGLang reports a prompt's log-probs at temperature 1 only, not at "
                 f"{request.temperature}; use Tidegate's own engine"
             )
-        self._refuse_scored_strangers(request.token_ids)
+        self._check_scored_token_ids(request.token_ids)
         body = {
             "input_ids": list(request.token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
@@ -381,14 +392,14 @@ class SglangAdapter:
             meta = answer["meta_info"]
         except HttpStatusError as error:
             raise ScoreRefused(f"SGLang refuses to score this: {error.why}") from error
-        told = meta["input_token_logprobs"][request.start :]
+        positions = meta["input_token_logprobs"][request.start :]
         top = None
         if request.top_logprobs:
             top = read_top(meta["input_top_logprobs"][request.start :])
-        return ExternalScores(logprobs=[entry[0] for entry in told], top=top)
+        return ExternalScores(logprobs=[entry[0] for entry in positions], top=top)
 
-    def _refuse_scored_strangers(self, token_ids: Sequence[int]) -> None:
+    def _check_scored_token_ids(self, token_ids: Sequence[int]) -> None:
         try:
-            self._refuse_strangers(token_ids)
+            self._check_token_ids(token_ids)
         except TurnRefused as error:
             raise ScoreRefused(str(error)) from None

@@ -17,9 +17,9 @@ from tidegate.errors import EngineGone, WeightsRefused
 LORA_TIMEOUT_S = 120.0
 """Seconds to read an adapter, or to abort the requests that use it."""
 
-START_IT_SO = (
+START_HINT = (
     "start it with --enable-lora --max-lora-rank RANK --lora-target-modules all, and leave "
-    "#weights= out of its URL, for adapters come as files that both see"
+    "#weights= out of its URL, because adapters are files that both must see"
 )
 
 
@@ -55,7 +55,7 @@ class SglangLoras:
         except HttpStatusError as refusal:
             if name not in await self._names():
                 return  # an earlier call unloaded it, and its answer was lost
-            raise EngineGone(f"SGLang keeps an adapter: {refusal}") from refusal
+            raise EngineGone(f"SGLang can't unload an adapter: {refusal}") from refusal
 
     async def unload_left(self) -> None:
         """Unload the adapters that a dead worker left behind."""

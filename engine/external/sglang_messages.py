@@ -11,24 +11,24 @@ from tidegate.errors import EngineGone
 
 
 def read_chunk(
-    message: dict[str, Any], told: int, stops: frozenset[int], *, with_top: int
+    message: dict[str, Any], known_tokens: int, stop_ids: frozenset[int], *, with_top: int
 ) -> GeneratedChunk:
-    """Return the new tokens of a message, up to a stop token; ``told`` tokens are known."""
+    """Return the new tokens of a message, up to a stop token; ``known_tokens`` tokens are known."""
     meta = message["meta_info"]
-    entries = meta["output_token_logprobs"][told:]
+    entries = meta["output_token_logprobs"][known_tokens:]
     ended = _ended(meta.get("finish_reason"))
     labels = None
     if ended is not None and meta.get("weight_versions") is not None:
         labels = _labels(meta["weight_versions"])
-    for place, (_, token_id, *_) in enumerate(entries):
-        if token_id in stops:
-            if labels is not None and place + 1 < len(entries):
+    for index, (_, token_id, *_) in enumerate(entries):
+        if token_id in stop_ids:
+            if labels is not None and index + 1 < len(entries):
                 labels = None  # they cover tokens that are cut off
-            entries, ended = entries[: place + 1], "stop"
+            entries, ended = entries[: index + 1], "stop"
             break
     top = None
     if with_top and entries:
-        top = read_top(meta["output_top_logprobs"][told : told + len(entries)])
+        top = read_top(meta["output_top_logprobs"][known_tokens : known_tokens + len(entries)])
     return GeneratedChunk(
         token_ids=[entry[1] for entry in entries],
         logprobs=[entry[0] for entry in entries],
@@ -50,7 +50,7 @@ def _ended(reason: dict[str, Any] | None) -> Ended | None:
     match reason["type"]:
         case "length" | "stop" | "abort" as ended:
             return ended  # type: ignore[no-any-return]
-    raise EngineGone(f"SGLang ended a request for a reason that is new: {reason}")
+    raise EngineGone(f"SGLang ended a request with an unknown finish reason: {reason}")
 
 
 def read_top(positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:

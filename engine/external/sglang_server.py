@@ -53,7 +53,7 @@ _DTYPES = {
 """Compute dtype of each explicit value of ``--dtype``."""
 
 
-async def look_at(http: HttpEngine, architecture: str) -> SglangServerInfo:
+async def read_server_info(http: HttpEngine, architecture: str) -> SglangServerInfo:
     """Read a server's properties.
 
     Raises:
@@ -62,17 +62,21 @@ async def look_at(http: HttpEngine, architecture: str) -> SglangServerInfo:
     """
     info = await http.wait_for("/model_info")
     if not info.get("is_generation", True):
-        raise ConfigError(f"the SGLang server at {http.url} embeds; start one that generates")
-    served = info.get("architectures") or [architecture]
-    if architecture not in served:
         raise ConfigError(
-            f"the SGLang server at {http.url} serves a {served[0]}, and the run's model is a "
+            f"the SGLang server at {http.url} serves embeddings; start one that generates"
+        )
+    architectures = info.get("architectures") or [architecture]
+    if architecture not in architectures:
+        raise ConfigError(
+            f"the SGLang server at {http.url} serves a {architectures[0]}, and the run's model "
+            "is a "
             f"{architecture}; start it with the run's model directory"
         )
     if preferred := info.get("preferred_sampling_params"):
         raise ConfigError(
-            f"the SGLang server at {http.url} samples by settings of its own where a turn says "
-            f"nothing ({preferred}); start it without --preferred-sampling-params"
+            f"the SGLang server at {http.url} has sampling defaults of its own for options that "
+            "a turn "
+            f"leaves out ({preferred}); start it without --preferred-sampling-params"
         )
     await _refuse_old(http)
     settings = await _get(http, "/server_info")
@@ -80,7 +84,7 @@ async def look_at(http: HttpEngine, architecture: str) -> SglangServerInfo:
     if len(loads) != 1:
         raise ConfigError(
             f"the SGLang server at {http.url} has {len(loads)} data-parallel replicas, and updates "
-            f"reach one; start a server for each, with --dp-size 1"
+            f"reach only one of them; start one server per replica, with --dp-size 1"
         )
     models = (await _get(http, "/v1/models"))["data"]
     block_tokens = settings.get("page_size") or 1
@@ -121,8 +125,8 @@ async def has_processed_logprobs(http: HttpEngine) -> bool:
             "return_logprob": True,
             "top_logprobs_num": 5,
         }
-        told = (await http.call("POST", "/generate", body))["meta_info"]
-        logprobs = sorted(float(entry[0]) for entry in told["output_top_logprobs"][0])
+        meta = (await http.call("POST", "/generate", body))["meta_info"]
+        logprobs = sorted(float(entry[0]) for entry in meta["output_top_logprobs"][0])
         gaps.append(logprobs[-1] - logprobs[0])
     return gaps[1] > 1.5 * gaps[0]
 
@@ -139,7 +143,7 @@ async def _refuse_old(http: HttpEngine) -> None:
     missing = {"/pause_generation", "/update_weights_from_disk", "/v1/loads"} - paths.keys()
     if missing:
         raise ConfigError(
-            f"the SGLang server at {http.url} has no {', '.join(sorted(missing))}; take 0.5.21 or "
+            f"the SGLang server at {http.url} has no {', '.join(sorted(missing))}; use 0.5.21 or "
             f"newer"
         )
 
@@ -149,5 +153,5 @@ async def _get(http: HttpEngine, path: str) -> Any:
         return await http.call("GET", path)
     except HttpStatusError as error:
         raise ConfigError(
-            f"what answers at {http.url} is no SGLang server that a run can use: {error}"
+            f"the server at {http.url} is not an SGLang server that a run can use: {error}"
         ) from error

@@ -28,7 +28,7 @@ from tidegate.transport.weight_channels.collective import (
     open_store,
 )
 
-WAYS = ("disk", "http", "gloo", "nccl")
+TRANSFER_METHODS = ("disk", "http", "gloo", "nccl")
 """Values of ``#weights=`` in an engine URL."""
 
 BUCKET_BYTES = 64 * 1024 * 1024
@@ -50,8 +50,8 @@ Bucket = list[tuple[str, torch.Tensor]]
 class BucketSender(Protocol):
     """Transfer method for one bucket of tensors."""
 
-    async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
-        """Load a bucket; ``about`` holds the fields common to all methods' requests.
+    async def send(self, bucket: Bucket, fields: dict[str, Any]) -> None:
+        """Load a bucket; ``fields`` holds the fields common to all methods' requests.
 
         Raises:
             Refusal: SGLang refuses it.
@@ -62,7 +62,7 @@ class BucketSender(Protocol):
         """Close what the method has opened."""
 
 
-def make_way(http: HttpEngine, name: str, server: SglangServerInfo) -> BucketSender:
+def make_sender(http: HttpEngine, name: str, server: SglangServerInfo) -> BucketSender:
     """Make the transfer method ``name``.
 
     Raises:
@@ -70,8 +70,8 @@ def make_way(http: HttpEngine, name: str, server: SglangServerInfo) -> BucketSen
     """
     if server.stages > 1:
         raise ConfigError(
-            f"SGLang at {http.url} has layers on one device after another (--pp-size "
-            f"{server.stages}), and takes weights for those of the first only; leave #weights= out"
+            f"SGLang at {http.url} is pipeline-parallel (--pp-size "
+            f"{server.stages}), and accepts weights for its first stage only; leave #weights= out"
         )
     match name:
         case "http":
@@ -79,12 +79,13 @@ def make_way(http: HttpEngine, name: str, server: SglangServerInfo) -> BucketSen
         case "gloo" | "nccl":
             return SglangBroadcastSender(http, server.ranks, name)
     raise ConfigError(
-        f"SGLang at {http.url} can't be given weights by {name!r}; ways are {', '.join(WAYS)}"
+        f"SGLang at {http.url} can't load weights by {name!r}; methods are "
+        f"{', '.join(TRANSFER_METHODS)}"
     )
 
 
 async def load(
-    http: HttpEngine, way: BucketSender, tensors: Tensors, label: str, *, flushes: bool
+    http: HttpEngine, sender: BucketSender, tensors: Tensors, label: str, *, flushes: bool
 ) -> None:
     """Load all tensors, and name the weights ``label``.
 
@@ -95,24 +96,24 @@ async def load(
     """
     await _begin(http)
     buckets = list(_buckets(tensors.items()))
-    complaint = None
+    flush_error = None
     for number, bucket in enumerate(buckets, 1):
         is_last = number == len(buckets)
-        about: dict[str, Any] = {"flush_cache": flushes and is_last, "abort_all_requests": False}
+        fields: dict[str, Any] = {"flush_cache": flushes and is_last, "abort_all_requests": False}
         if is_last:
-            about["weight_version"] = label
+            fields["weight_version"] = label
         try:
-            await way.send(bucket, about)
+            await sender.send(bucket, fields)
         except HttpStatusError as error:
             if not is_last or "Weights were updated" not in error.why:
                 raise EngineGone(
-                    f"SGLang took some of the weights, and then refused: {error}; nobody knows "
-                    f"what it computes with"
+                    f"SGLang loaded some of the weights, and then refused: {error}; its weights "
+                    f"are unknown"
                 ) from error
-            complaint = error
+            flush_error = error
     await _end(http)
-    if complaint is not None:
-        raise complaint
+    if flush_error is not None:
+        raise flush_error
 
 
 async def _begin(http: HttpEngine) -> None:
@@ -123,14 +124,14 @@ async def _begin(http: HttpEngine) -> None:
             await http.call("POST", "/end_weight_update", {})
             await http.call("POST", "/begin_weight_update", {"selector": "all"})
     except HttpStatusError as error:
-        raise WeightsRefused(f"SGLang begins no update of its weights: {error.why}") from error
+        raise WeightsRefused(f"SGLang can't begin a weight update: {error.why}") from error
 
 
 async def _end(http: HttpEngine) -> None:
     try:
         await http.call("POST", "/end_weight_update", {}, timeout_s=BUCKET_TIMEOUT_S)
     except HttpStatusError as error:
-        raise EngineGone(f"SGLang can't finish an update of its weights: {error}") from error
+        raise EngineGone(f"SGLang can't finish a weight update: {error}") from error
 
 
 def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
@@ -152,10 +153,10 @@ class InlineBucketSender:
         self._http = http
         self._ranks = ranks
 
-    async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
+    async def send(self, bucket: Bucket, fields: dict[str, Any]) -> None:
         """Send the whole bucket to each rank, which takes its part."""
-        payload = await asyncio.to_thread(pickled, bucket)
-        body = about | {"serialized_named_tensors": [payload] * self._ranks}
+        payload = await asyncio.to_thread(pickle_tensors, bucket)
+        body = fields | {"serialized_named_tensors": [payload] * self._ranks}
         path = "/update_weights_from_tensor"
         await self._http.call("POST", path, body, timeout_s=BUCKET_TIMEOUT_S)
 
@@ -163,11 +164,11 @@ class InlineBucketSender:
         """Do nothing: nothing is open."""
 
 
-def pickled(bucket: Bucket) -> str:
+def pickle_tensors(bucket: Bucket) -> str:
     """Encode like SGLang's MultiprocessingSerializer, with the bytes in place of a handle."""
     # Cloned, because torch pickles the whole storage of a view.
-    whole = [(name, tensor.detach().clone()) for name, tensor in bucket]
-    return base64.b64encode(pickle.dumps(whole)).decode()
+    tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]
+    return base64.b64encode(pickle.dumps(tensors)).decode()
 
 
 class SglangBroadcastSender:
@@ -181,80 +182,79 @@ class SglangBroadcastSender:
         """
         if backend == "nccl" and not torch.cuda.is_available():
             raise ConfigError(
-                f"weights can't go to {http.url} by nccl, for this process sees no GPU; take "
+                f"weights can't go to {http.url} by nccl, because this process sees no GPU; use "
                 f"#weights=gloo, which also reaches a server's GPUs, or start the adapter where "
                 f"one is free"
             )
         self._http = http
         self._size = 1 + ranks
         self._backend = backend
-        self._numbers = itertools.count()
+        self._group_numbers = itertools.count()
         self._group = ""
-        self._member: BroadcastGroup | None = None
+        self._process_group: BroadcastGroup | None = None
 
-    async def send(self, bucket: Bucket, about: dict[str, Any]) -> None:
+    async def send(self, bucket: Bucket, fields: dict[str, Any]) -> None:
         """Broadcast the tensors while a request announces them; it ends once they are loaded."""
-        if self._member is None:
-            self._member = await self._join()
-        body = about | {
+        if self._process_group is None:
+            self._process_group = await self._join()
+        body = fields | {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],
             "group_name": self._group,
         }
         path = "/update_weights_from_distributed"
-        asking = asyncio.create_task(
+        call = asyncio.create_task(
             self._http.call("POST", path, body, timeout_s=BUCKET_TIMEOUT_S), name=path
         )
-        sending = asyncio.create_task(
-            asyncio.to_thread(_broadcast, self._member, bucket), name="broadcast"
+        broadcast = asyncio.create_task(
+            asyncio.to_thread(_broadcast, self._process_group, bucket), name="broadcast"
         )
-        await self._both(asking, sending)
+        await self._await_both(call, broadcast)
 
     async def _join(self) -> BroadcastGroup:
         """Make a new group, whose name must differ from that of a failed one."""
         parts = urlsplit(self._http.url)
         host = parts.hostname or ""
-        shown = f"[{host}]" if ":" in host else host
-        own = listening_host(own_address_towards(f"tcp://{shown}:{parts.port or 80}"))
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        with socket.create_server((own, 0), family=family) as listening:
-            port = listening.getsockname()[1]
-            store = await asyncio.to_thread(open_store, own, port, listen_fd=listening.detach())
-        self._group = f"tidegate-{port}-{next(self._numbers)}"
+        url_host = f"[{host}]" if ":" in host else host
+        own_host = listening_host(own_address_towards(f"tcp://{url_host}:{parts.port or 80}"))
+        family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
+        with socket.create_server((own_host, 0), family=family) as listener:
+            port = listener.getsockname()[1]
+            store = await asyncio.to_thread(open_store, own_host, port, listen_fd=listener.detach())
+        self._group = f"tidegate-{port}-{next(self._group_numbers)}"
         body = {
-            "master_address": own,
+            "master_address": own_host,
             "master_port": port,
             "rank_offset": 1,
             "world_size": self._size,
             "group_name": self._group,
             "backend": self._backend,
         }
-        asking = asyncio.create_task(
+        call = asyncio.create_task(
             self._http.call("POST", "/init_weights_update_group", body, timeout_s=GROUP_TIMEOUT_S)
         )
-        joining = asyncio.create_task(
-            asyncio.to_thread(_join, store, self._group, self._backend, self._size, own)
+        join = asyncio.create_task(
+            asyncio.to_thread(_join, store, self._group, self._backend, self._size, own_host)
         )
-        await self._both(asking, joining)
-        return joining.result()
+        await self._await_both(call, join)
+        return join.result()
 
-    async def _both(self, asking: "asyncio.Task[Any]", doing: "asyncio.Task[Any]") -> None:
-        """Await both; if one fails, break off the other, which would wait for it for long."""
+    async def _await_both(self, call: "asyncio.Task[Any]", work: "asyncio.Task[Any]") -> None:
+        """Await both. If one fails, abort the other, which would otherwise wait for long."""
         try:
-            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_EXCEPTION)
-            if doing.done() and (error := doing.exception()) is not None:
+            await asyncio.wait({call, work}, return_when=asyncio.FIRST_EXCEPTION)
+            if work.done() and (error := work.exception()) is not None:
                 raise EngineGone(
-                    f"weights for {self._http.url} broke off on their way by {self._backend}: "
-                    f"{error}"
+                    f"sending weights to {self._http.url} by {self._backend} failed: {error}"
                 )
-            await asking
-            await doing
+            await call
+            await work
         except BaseException:
-            asking.cancel()
+            call.cancel()
             await self.close()
-            await asyncio.wait({asking, doing}, timeout=LEAVE_TIMEOUT_S)
-            doing.add_done_callback(lambda late: late.cancelled() or late.exception())
+            await asyncio.wait({call, work}, timeout=LEAVE_TIMEOUT_S)
+            work.add_done_callback(lambda late: late.cancelled() or late.exception())
             raise
 
     async def close(self) -> None:
@@ -264,18 +264,18 @@ class SglangBroadcastSender:
                 body, path = {"group_name": self._group}, "/destroy_weights_update_group"
                 await self._http.call("POST", path, body, timeout_s=LEAVE_TIMEOUT_S)
             self._group = ""
-        if self._member is not None:
-            self._member.leave()
-            self._member = None
+        if self._process_group is not None:
+            self._process_group.leave()
+            self._process_group = None
 
 
 def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> BroadcastGroup:
     """Join the group with the key prefixes that torch's own constructor uses."""
     dist: Any = torch.distributed
-    place = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
+    prefixed_store = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
     device = "cpu/" if backend == "gloo" else "cuda/"
     round_ = RoundAssignment("", group=device, backend=backend, rank=0, world_size=size)
-    return join_group(round_, place, own_host=own_host)
+    return join_group(round_, prefixed_store, own_host=own_host)
 
 
 def _broadcast(group: BroadcastGroup, bucket: Bucket) -> None:

@@ -1,8 +1,8 @@
 """Sleep and wake of an external engine, as requests from the run that need a pause in effect.
 
 Used by ``ExternalEngineLoop``. While memory sleeps, or weights are missing, the engine stays
-paused: :attr:`ExternalSleepController.holds` forbids resuming it. Running requests have been ended
-before, and are made again afterwards."""
+paused: :attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight
+are ended before, and made again afterwards."""
 
 from collections.abc import Awaitable, Callable
 
@@ -22,7 +22,9 @@ from tidegate.transport.sleep_messages import (
     Wake,
 )
 
-NO_PAUSE = "no pause is on, and turns can't run without memory; pause first, and resume after wake"
+NO_PAUSE = (
+    "no pause is in effect, and turns can't run without memory; pause first, and resume after wake"
+)
 
 
 class ExternalSleepController:
@@ -31,24 +33,24 @@ class ExternalSleepController:
     def __init__(
         self,
         adapter: EngineAdapter,
-        able: Capabilities,
+        capabilities: Capabilities,
         *,
         reload: Callable[[], Awaitable[None]],
-        are_the_directorys: Callable[[], bool],
+        match_directory: Callable[[], bool],
     ) -> None:
-        """``reload`` loads the live weights again; ``are_the_directorys``: no other weights
-        were ever loaded."""
+        """``reload`` loads the live weights again. ``match_directory`` tells whether they are the
+        model directory's, because no others were ever loaded."""
         self._adapter = adapter
-        self._able = able
+        self._capabilities = capabilities
         self._reload = reload
-        self._are_the_directorys = are_the_directorys
+        self._match_directory = match_directory
         self._asleep: set[MemoryTag] = set()
-        self._are_kept = True
+        self._keeps_contents = True
         """Whether sleeping weights keep their contents."""
         self.needs_weights = False
         """Whether the live weights are lost, so that only a weight update can restore them."""
-        self._asked: list[Sleep | Wake] = []
-        self.is_at_work = False
+        self._pending: list[Sleep | Wake] = []
+        self.is_changing = False
         """Whether a sleep or wake is in progress, so that ``asleep`` is about to change."""
 
     @property
@@ -57,101 +59,111 @@ class ExternalSleepController:
         return [tag for tag in MEMORY_TAGS if tag in self._asleep]
 
     @property
-    def holds(self) -> bool:
+    def keeps_paused(self) -> bool:
         """Whether the engine must stay paused."""
         return bool(self._asleep) or self.needs_weights
 
     @property
-    def is_asked(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether requests are pending."""
-        return bool(self._asked)
+        return bool(self._pending)
 
-    def ask(self, message: Sleep | Wake) -> None:
-        """Queue a request for :meth:`settle`."""
-        self._asked.append(message)
+    def queue_request(self, message: Sleep | Wake) -> None:
+        """Queue a request for :meth:`run_pending`."""
+        self._pending.append(message)
 
-    def start_over(self) -> None:
+    def forget_orchestrator(self) -> None:
         """Drop requests of a lost orchestrator. Sleeping memory stays asleep."""
-        self._asked.clear()
+        self._pending.clear()
 
-    async def settle(self, gate: PauseGate, streams: Streams, staging: Staging) -> list[Message]:
-        """Carry out pending requests as far as possible now; return their answers.
+    async def run_pending(
+        self, gate: PauseGate, streams: Streams, staging: Staging
+    ) -> list[Message]:
+        """Carry out pending requests as far as possible now; return the replies.
 
         Raises:
             EngineGone: it is unknown which memory sleeps.
         """
-        answers: list[Message] = []
-        while self._asked:
-            asked = self._asked[0]
-            if isinstance(asked, Sleep) and gate.is_pause_asked:
-                if not gate.is_pause_in_effect(streams.running) or gate.is_swap_asked:
+        replies: list[Message] = []
+        while self._pending:
+            request = self._pending[0]
+            if isinstance(request, Sleep) and gate.is_pause_requested:
+                if not gate.is_pause_in_effect(streams.running) or gate.is_swap_requested:
                     break
-                if "weights" in asked.tags and not staging.give_up("the weights sleep"):
+                if "weights" in request.tags and not staging.cancel_update(
+                    "the weights were put to sleep"
+                ):
                     break
-            del self._asked[0]
-            self.is_at_work = True
+            del self._pending[0]
+            self.is_changing = True
             try:
-                answers.append(await self._do(asked, gate, streams))
+                replies.append(await self._run_request(request, gate, streams))
             finally:
-                self.is_at_work = False
-        return answers
+                self.is_changing = False
+        return replies
 
-    async def _do(self, asked: Sleep | Wake, gate: PauseGate, streams: Streams) -> Message:
-        if isinstance(asked, Wake):
-            return await self._wake(asked)
-        if gate.is_pause_asked:
-            return await self._sleep(asked, streams)
-        return SleepRequestFailed(request_id=asked.request_id, message=NO_PAUSE)
+    async def _run_request(
+        self, request: Sleep | Wake, gate: PauseGate, streams: Streams
+    ) -> Message:
+        if isinstance(request, Wake):
+            return await self._wake(request)
+        if gate.is_pause_requested:
+            return await self._sleep(request, streams)
+        return SleepRequestFailed(request_id=request.request_id, message=NO_PAUSE)
 
-    async def _sleep(self, asked: Sleep, streams: Streams) -> Message:
-        if asked.level not in self._able.sleep_levels:
-            why = f"{self._able.engine} can't sleep at level {asked.level} as it was started"
-            return SleepRequestFailed(request_id=asked.request_id, message=why)
+    async def _sleep(self, request: Sleep, streams: Streams) -> Message:
+        if request.level not in self._capabilities.sleep_levels:
+            engine = self._capabilities.engine
+            why = f"{engine} can't sleep at level {request.level} with its start-up settings"
+            return SleepRequestFailed(request_id=request.request_id, message=why)
         if not self._asleep:
-            await streams.stop(are_over=False)  # also frozen requests, because their KV is released
+            # Frozen requests end too, because their KV is released.
+            await streams.stop(ends_turns=False)
             streams.new_salt()
-        tags = [tag for tag in asked.tags if tag not in self._asleep]
+        tags = [tag for tag in request.tags if tag not in self._asleep]
         if tags:
-            await self._adapter.sleep(asked.level, tags)
+            await self._adapter.sleep(request.level, tags)
         if "weights" in tags:
-            self._are_kept = asked.level == 1
+            self._keeps_contents = request.level == 1
         self._asleep.update(tags)
-        return Asleep(request_id=asked.request_id, tags=self.asleep)
+        return Asleep(request_id=request.request_id, tags=self.asleep)
 
-    async def _wake(self, asked: Wake) -> Message:
-        tags = [tag for tag in self.asleep if tag in asked.tags]
+    async def _wake(self, request: Wake) -> Message:
+        tags = [tag for tag in self.asleep if tag in request.tags]
         if tags:
             await self._adapter.wake(tags)
         self._asleep.difference_update(tags)
-        if "weights" in tags and not self._are_kept:
-            await self._bring_weights()
+        if "weights" in tags and not self._keeps_contents:
+            await self._reload_weights()
         return Awake(
-            request_id=asked.request_id, tags=self.asleep, needs_weights=self.needs_weights
+            request_id=request.request_id, tags=self.asleep, needs_weights=self.needs_weights
         )
 
-    async def _bring_weights(self) -> None:
-        """Reload the model directory's weights; other weights must come by an update."""
-        if not self._are_the_directorys():
+    async def _reload_weights(self) -> None:
+        """Reload the model directory's weights. Other weights are lost until the next update."""
+        if not self._match_directory():
             self.needs_weights = True
             return
         try:
             await self._reload()
         except WeightsRefused as error:
-            raise EngineGone(f"{self._able.engine} woke without weights: {error}") from error
+            raise EngineGone(
+                f"{self._capabilities.engine} woke without weights: {error}"
+            ) from error
 
-    async def make_room(self) -> None:
+    async def wake_for_update(self) -> None:
         """Wake the weights' memory for a weight update."""
         if "weights" in self._asleep:
             await self._adapter.wake(["weights"])
             self._asleep.discard("weights")
-            self.needs_weights = self.needs_weights or not self._are_kept
+            self.needs_weights = self.needs_weights or not self._keeps_contents
 
     def loaded(self) -> None:
-        """Take note that an update has loaded weights."""
+        """Record that an update has loaded weights."""
         self.needs_weights = False
 
     async def wake_all(self) -> None:
-        """Wake all memory at the end; the next run brings weights that are lost."""
+        """Wake all memory at the end of the worker; the next run loads weights again."""
         if self._asleep:
             await self._adapter.wake(self.asleep)
             self._asleep.clear()

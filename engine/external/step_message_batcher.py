@@ -41,7 +41,7 @@ class StepMessageRows:
         """Handles of the turns with rows."""
         return list(self._rows)
 
-    def holds_tokens_of(self, handle: int) -> bool:
+    def has_tokens_of(self, handle: int) -> bool:
         """Whether tokens of this turn have not been sent yet."""
         row = self._rows.get(handle)
         return row is not None and len(row.token_ids) > 0
@@ -108,39 +108,41 @@ class StepMessageBatcher:
         self.queued_turns = 0
         """Number of turns that have not been requested from the engine yet."""
         self._credit = asyncio.Event()
-        self._flush: asyncio.TimerHandle | None = None
-        self._told_ns = time.monotonic_ns()
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flushed_ns = time.monotonic_ns()
 
-    def note_credit(self) -> None:
-        """Wake senders that wait for credit, if there is any."""
+    def on_credit(self) -> None:
+        """Wake senders that wait for credit, if the link has credit."""
         if self._link.has_credit:
             self._credit.set()
 
-    def note_idle(self) -> None:
-        """Exclude idle time from the next step's busy time."""
-        self._told_ns = time.monotonic_ns()
+    def skip_idle_time(self) -> None:
+        """Exclude the idle time until now from the next step's busy time."""
+        self._flushed_ns = time.monotonic_ns()
 
-    def tell(self) -> None:
+    def flush_soon(self) -> None:
         """Send the rows within ``GATHER_S``."""
-        if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(GATHER_S, self._flushed)
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(
+                GATHER_S, self._on_flush_timer
+            )
 
-    def _flushed(self) -> None:
-        self._flush = None
-        self.tell_now()
+    def _on_flush_timer(self) -> None:
+        self._flush_timer = None
+        self.flush_now()
 
-    async def all_told(self) -> None:
+    async def flush_all(self) -> None:
         """Send all rows, waiting for credit."""
-        while not self.tell_now():
+        while not self.flush_now():
             await self._credit.wait()
 
-    def tell_now(self) -> bool:
+    def flush_now(self) -> bool:
         """Send all rows now; without credit return False and retry soon."""
         if not self.rows:
             return True
         if not self._link.has_credit:
             self._credit.clear()
-            self.tell()
+            self.flush_soon()
             return False
         now_ns = time.monotonic_ns()
         columns = self.rows.take(self.version)
@@ -155,10 +157,10 @@ class StepMessageBatcher:
                 counts=columns.counts,
                 prefills=columns.prefills,
                 details=columns.details,
-                started_us=self._told_ns // 1000,
-                busy_us=(now_ns - self._told_ns) // 1000,
+                started_us=self._flushed_ns // 1000,
+                busy_us=(now_ns - self._flushed_ns) // 1000,
                 queued_turns=self.queued_turns,
             )
         )
-        self._told_ns = now_ns
+        self._flushed_ns = now_ns
         return True

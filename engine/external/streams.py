@@ -1,7 +1,7 @@
 """Requests in flight in an external engine, one asyncio task each.
 
-Used by ``ExternalTurnQueue`` and ``ExternalEngineLoop``. Also pauses and resumes the engine,
-because it knows which requests must have returned by then. Weights are known by their label only.
+Used by ``ExternalTurnQueue`` and ``ExternalEngineLoop``. Pauses and resumes of the engine are here
+too, because a pause is complete only when the requests in flight have returned.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from tidegate.engine.external.turns import ExternalTurn
 from tidegate.errors import EngineGone, EngineHeld, TidegateError, TurnRefused
 from tidegate.transport.messages import ABORT, LENGTH, STOP
 
-GRACE_S = 0.25
-"""Seconds after a pause for requests to return by themselves; then those without a token are
-cancelled. A request that reached the engine after the pause would wait in it for ever."""
+ABORT_GRACE_S = 0.25
+"""Seconds after a pause for requests to return by themselves. Then requests without a token are
+cancelled, because one that reached the engine after the pause would never return."""
 
 ABORT_TIMEOUT_S = 30.0
-"""Seconds after a pause by which requests with tokens must have been returned; else the engine is
+"""Seconds after a pause within which requests with tokens must return; otherwise the engine is
 treated as broken."""
 
-FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORT}
+FINISH_CODES = {"stop": STOP, "length": LENGTH, "abort": ABORT}
 
 
 class RequestEndedCallback(Protocol):
@@ -33,7 +33,8 @@ class RequestEndedCallback(Protocol):
     def __call__(
         self, turn: ExternalTurn, error: TidegateError | None, *, is_held: bool = False
     ) -> None:
-        """``error`` says what went wrong, if anything did."""
+        """``error`` is None if the request succeeded; ``is_held`` if the engine refused it while
+        paused."""
 
 
 class Streams:
@@ -42,24 +43,24 @@ class Streams:
     def __init__(
         self,
         adapter: EngineAdapter,
-        able: Capabilities,
+        capabilities: Capabilities,
         label: str,
         *,
-        teller: StepMessageBatcher,
-        on_over: RequestEndedCallback,
+        batcher: StepMessageBatcher,
+        on_request_ended: RequestEndedCallback,
     ) -> None:
         """``label`` is the engine's name of its weights."""
         self._adapter = adapter
-        self._able = able
+        self._capabilities = capabilities
         self._label = self._salt = label
         self._salts = itertools.count(1)
         self._loras: Mapping[str, str] = {}
         """Adapter names in the engine, by the run's names, of the live version."""
-        self._teller = teller
-        self._on_over = on_over
+        self._batcher = batcher
+        self._on_request_ended = on_request_ended
         self.paused: Literal["abort", "keep"] | None = None
         """Mode of the engine's last pause; None if resumed."""
-        self._are_aborted_over = True
+        self._abort_ends_turns = True
         """Whether a turn ends when its request is aborted, rather than being
         requested again later."""
         self._running: dict[ExternalTurn, asyncio.Task[None]] = {}
@@ -93,7 +94,7 @@ class Streams:
     ) -> None:
         async with aclosing(stream):
             async for chunk in stream:
-                if turn.is_cut or await self._take(turn, chunk):
+                if turn.is_aborted or await self._handle_chunk(turn, chunk):
                     break
 
     def _ended(self, turn: ExternalTurn, task: asyncio.Task[None]) -> None:
@@ -101,44 +102,44 @@ class Streams:
         error = None if task.cancelled() else task.exception()
         match error:
             case None:
-                self._on_over(turn, None)
+                self._on_request_ended(turn, None)
             case EngineHeld():
-                self._on_over(turn, None, is_held=True)
+                self._on_request_ended(turn, None, is_held=True)
             case TidegateError():
-                self._on_over(turn, error)
+                self._on_request_ended(turn, error)
             case _:  # report defects, too
                 why = EngineGone(f"the adapter failed: {type(error).__name__}: {error}")
                 why.__cause__ = error
-                self._on_over(turn, why)
+                self._on_request_ended(turn, why)
 
-    async def _take(self, turn: ExternalTurn, chunk: GeneratedChunk) -> bool:
+    async def _handle_chunk(self, turn: ExternalTurn, chunk: GeneratedChunk) -> bool:
         """Add a chunk to the next step message; return whether it was the last."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise EngineGone(
-                f"{self._able.engine} told {len(chunk.token_ids)} tokens and "
-                f"{len(chunk.logprobs)} log-probs of them"
+                f"{self._capabilities.engine} returned {len(chunk.token_ids)} tokens and "
+                f"{len(chunk.logprobs)} log-probs"
             )
         if chunk.token_ids:
-            if not turn.has_begun and self._teller.rows.holds_tokens_of(turn.handle):
-                await self._teller.all_told()  # a row's prefill must come before its tokens
-            if turn.is_cut:
+            if not turn.has_output and self._batcher.rows.has_tokens_of(turn.handle):
+                await self._batcher.flush_all()  # a row's prefill must come before its tokens
+            if turn.is_aborted:
                 return True
-        prefill = turn.take(chunk, self._label)
+        prefill = turn.add_chunk(chunk, self._label)
         if chunk.ended is not None:
             turn.check_labels(chunk.labels)
         if chunk.token_ids:
-            self._teller.rows.add(
+            self._batcher.rows.add(
                 turn.handle, chunk.token_ids, chunk.logprobs, prefill=prefill, top=chunk.top
             )
-            self._teller.tell()
+            self._batcher.flush_soon()
         if chunk.ended is not None:
             await self._check_kv(turn)  # after adding the tokens, as weights may change here
-            if turn.is_cut:
+            if turn.is_aborted:
                 return True
-        if chunk.ended is not None and (chunk.ended != "abort" or self._are_aborted_over):
-            turn.is_over = True
-            self._teller.rows.end(turn.handle, FINISH[chunk.ended])
-        self._teller.tell()
+        if chunk.ended is not None and (chunk.ended != "abort" or self._abort_ends_turns):
+            turn.has_ended = True
+            self._batcher.rows.end(turn.handle, FINISH_CODES[chunk.ended])
+        self._batcher.flush_soon()
         return chunk.ended is not None
 
     async def _check_kv(self, turn: ExternalTurn) -> None:
@@ -149,74 +150,75 @@ class Streams:
         now = await self._adapter.preemptions()
         if now != turn.preemptions:
             raise TurnRefused(
-                f"{self._able.engine} ran out of KV blocks after this turn was kept over new "
-                f"weights, and computed some turn's KV again; nobody knows whose. Give it more "
+                f"{self._capabilities.engine} ran out of KV blocks after this turn was kept over "
+                "new "
+                f"weights, and recomputed some turn's KV, perhaps this one's. Give the engine more "
                 f"memory for KV, or set kv_policy='recompute'"
             )
 
-    # ------------------------------------------------------------ all of them
+    # ------------------------------------------------------------ all requests
 
-    async def stop(self, *, are_over: bool) -> int:
+    async def stop(self, *, ends_turns: bool) -> int:
         """Pause with no request left; return how many turns must be requested again.
 
-        With ``are_over``, turns that have sampled tokens end.
+        With ``ends_turns``, turns that have sampled tokens end.
         """
-        self._are_aborted_over = are_over
+        self._abort_ends_turns = ends_turns
         before = list(self._running)
         await self._adapter.pause("abort")
         self.paused = "abort"
         tasks = list(self._running.values())
         if tasks:
-            await asyncio.wait(tasks, timeout=GRACE_S)
-            await self.cut_unbegun()
+            await asyncio.wait(tasks, timeout=ABORT_GRACE_S)
+            await self.abort_unstarted()
         if tasks := list(self._running.values()):
             await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
         if self._running:
             raise EngineGone(
-                f"{self._able.engine} was paused by abort, and did not hand back "
+                f"{self._capabilities.engine} was paused by abort, and did not return "
                 f"{len(self._running)} requests within {ABORT_TIMEOUT_S:.0f} s"
             )
-        self._are_aborted_over = True
-        return sum(not turn.is_over for turn in before)
+        self._abort_ends_turns = True
+        return sum(not turn.has_ended for turn in before)
 
     async def freeze(self) -> None:
-        """Pause with all requests in place, or else abort them to be requested again.
+        """Pause with all requests in place; if the engine cannot, abort them to be requested again.
 
         Harmless if the engine is paused already.
         """
-        if self.paused is None and not self._able.freezes:
-            await self.stop(are_over=False)
+        if self.paused is None and not self._capabilities.freezes:
+            await self.stop(ends_turns=False)
         elif self.paused is None:
             await self._adapter.pause("keep")
             self.paused = "keep"
 
-    async def cut_unbegun(self) -> None:
+    async def abort_unstarted(self) -> None:
         """Cancel requests without a token; their turns are requested again."""
-        await self._cut_all([turn for turn in self._running if not turn.has_begun])
+        await self._abort_all([turn for turn in self._running if not turn.has_output])
 
-    async def cut_changed(self, loras: Mapping[str, str]) -> int:
+    async def abort_changed_adapters(self, loras: Mapping[str, str]) -> int:
         """Cancel requests whose adapter changes; return how many there were."""
         changed = [
             turn for turn in self._running if turn.adapter and loras.get(turn.adapter) != turn.lora
         ]
-        await self._cut_all(changed)
+        await self._abort_all(changed)
         return len(changed)
 
-    async def _cut_all(self, turns: list[ExternalTurn]) -> None:
+    async def _abort_all(self, turns: list[ExternalTurn]) -> None:
         tasks = [self._running[turn] for turn in turns]
         for turn in turns:
-            self.cut(turn)
+            self.abort(turn)
         if tasks:
             await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
 
-    def cut(self, turn: ExternalTurn) -> None:
-        """Abort a turn's request, if there is one; later chunks of it are dropped."""
+    def abort(self, turn: ExternalTurn) -> None:
+        """Abort a turn's request, if there is one; its later chunks are dropped."""
         task = self._running.get(turn)
         if task is not None:
-            turn.is_cut = True
+            turn.is_aborted = True
             task.cancel()
 
-    async def new_weights(self, label: str, loras: Mapping[str, str]) -> None:
+    async def set_weights(self, label: str, loras: Mapping[str, str]) -> None:
         """Label later tokens with other weights, and use these adapters for later requests."""
         self._label = self._salt = label
         self._loras = loras
@@ -234,6 +236,6 @@ class Streams:
         """Abort all requests."""
         tasks = list(self._running.values())
         for turn in list(self._running):
-            self.cut(turn)
+            self.abort(turn)
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)

@@ -30,11 +30,11 @@ from tidegate.engine.external.http import CONTROL_TIMEOUT_S, HttpEngine, HttpSta
 from tidegate.engine.external.vllm_loras import VllmLoras
 from tidegate.engine.external.vllm_releases import (
     GENERATE,
-    START_IT_SO,
+    START_HINT,
     VllmServerInfo,
+    accepted_salt,
     check_routes,
-    read_release,
-    readable_salt,
+    read_server_info,
 )
 from tidegate.engine.external.vllm_weights import LOAD_TIMEOUT_S, VllmWeights
 from tidegate.errors import (
@@ -89,7 +89,7 @@ class Event(msgspec.Struct):
     error: Any = None
 
 
-_events = msgspec.json.Decoder(Event)
+_event_decoder = msgspec.json.Decoder(Event)
 
 
 def read_event(data: bytes) -> Event:
@@ -98,7 +98,7 @@ def read_event(data: bytes) -> Event:
     Raises:
         msgspec.DecodeError: the data is not an event.
     """
-    return _events.decode(data)
+    return _event_decoder.decode(data)
 
 
 def to_chunk(choice: _Choice, top_logprobs: int) -> GeneratedChunk:
@@ -108,14 +108,14 @@ def to_chunk(choice: _Choice, top_logprobs: int) -> GeneratedChunk:
         TurnRefused: its finish reason is unknown.
     """
     token_ids = choice.token_ids or []
-    told = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    tokens = (choice.logprobs.content if choice.logprobs is not None else None) or []
     labels = choice.weight_versions
     return GeneratedChunk(
         token_ids,
-        [token.logprob for token in told],
+        [token.logprob for token in tokens],
         _ended(choice.finish_reason),
         None if labels is None else [VersionLabel(s.version, s.start, s.end) for s in labels],
-        _top(told, top_logprobs) if top_logprobs and told else None,
+        _top(tokens, top_logprobs) if top_logprobs and tokens else None,
     )
 
 
@@ -123,16 +123,17 @@ def _ended(reason: str | None) -> Ended | None:
     match reason:
         case None | "stop" | "length" | "abort":
             return reason
-    raise TurnRefused(f"vLLM ended this turn by {reason!r}; its log says why")
+    raise TurnRefused(f"vLLM ended this turn with finish reason {reason!r}; see its log")
 
 
-def _top(told: list[_Token], k: int) -> TopLogprobs:
+def _top(tokens: list[_Token], k: int) -> TopLogprobs:
     top = TopLogprobs([], [])
-    for token in told:
-        likeliest = sorted(token.top_logprobs, key=lambda one: one.rank)[:k]
-        top.token_ids.extend(one.token_id for one in likeliest)
+    for token in tokens:
+        top_tokens = sorted(token.top_logprobs, key=lambda top_token: top_token.rank)[:k]
+        top.token_ids.extend(top_token.token_id for top_token in top_tokens)
         top.logprobs.extend(
-            one.logprob if one.logprob > IMPOSSIBLE else float("-inf") for one in likeliest
+            top_token.logprob if top_token.logprob > IMPOSSIBLE else float("-inf")
+            for top_token in top_tokens
         )
     return top
 
@@ -140,7 +141,7 @@ def _top(told: list[_Token], k: int) -> TopLogprobs:
 REQUEST = "GenerateRequest"
 """Name of the request body's schema in /openapi.json."""
 
-SIGNS: Mapping[MediaKind, tuple[str, ...]] = {
+MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("vision_config", "image_token_id", "image_token_index"),
     "audio": ("audio_config", "audio_token_id", "audio_token_index"),
     "video": ("video_token_id", "video_token_index"),
@@ -161,7 +162,9 @@ def media_of(model: Path) -> frozenset[MediaKind]:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
         return frozenset()  # other code refuses the directory
-    return frozenset(kind for kind, signs in SIGNS.items() if any(sign in config for sign in signs))
+    return frozenset(
+        kind for kind, fields in MEDIA_FIELDS.items() if any(field in config for field in fields)
+    )
 
 
 def content_part(media: Media) -> dict[str, str]:
@@ -189,17 +192,17 @@ class VllmMemory:
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
         """Put these parts to sleep, beside those that sleep already."""
-        wanted = self._asleep | set(tags)
+        asleep = self._asleep | set(tags)
         if "weights" in tags:
             self._level = level
         if self._asleep:
             await self.wake_all()
         # Weights that stay awake must keep their contents over the sleep and wake.
-        depth = self._level if "weights" in wanted else 1
-        await self._post("/sleep", [("level", str(depth)), ("mode", "abort")])
+        sleep_level = self._level if "weights" in asleep else 1
+        await self._post("/sleep", [("level", str(sleep_level)), ("mode", "abort")])
         self._asleep = set(MEMORY_TAGS)
-        if stay := [tag for tag in MEMORY_TAGS if tag not in wanted]:
-            await self.wake(stay)
+        if awake_tags := [tag for tag in MEMORY_TAGS if tag not in asleep]:
+            await self.wake(awake_tags)
 
     async def wake(self, tags: Sequence[MemoryTag]) -> None:
         """Wake these parts. vLLM samples again once all are awake, so the caller
@@ -208,11 +211,11 @@ class VllmMemory:
         self._asleep.difference_update(tags)
         expected = "sleeping" if self._asleep else "awake"
         # Older releases answer with an empty body.
-        told = answer.get("status", expected) if isinstance(answer, dict) else expected
-        if told != expected:
+        status = answer.get("status", expected) if isinstance(answer, dict) else expected
+        if status != expected:
             raise EngineGone(
-                f"vLLM was told to wake {' and '.join(tags)}, and says {told!r} where "
-                f"{expected!r} was expected; does somebody else put it to sleep?"
+                f"vLLM was asked to wake {' and '.join(tags)}, and reports {status!r} where "
+                f"{expected!r} was expected; does another client put it to sleep?"
             )
 
     async def wake_all(self) -> None:
@@ -232,18 +235,18 @@ tokens and stop strings, because vLLM takes a continued turn's output for its pr
 ``min_tokens``, which in vLLM also bans the model's own stop tokens."""
 
 
-_SPOILED = (
-    "vLLM on a CPU computes turns without a LoRA adapter by that of others in the same step; give "
-    "each turn one, unload them, or run vLLM on a GPU"
+_LORA_SPOILS_OTHERS = (
+    "vLLM on a CPU applies LoRA adapters to turns without one in the same step; give "
+    "each turn an adapter, unload all adapters, or run vLLM on a GPU"
 )
 
-_NO_LORA = "they are read from files; leave #weights= out of the server's url"
+_NO_LORA = "adapters are read from files; leave #weights= out of the server's URL"
 
 
 def make_adapter(url: str, model: Path, *, weights: str = "disk") -> "VllmAdapter":
     """Make the adapter of the server at ``url``, which serves the model in the directory ``model``.
 
-    ``weights`` is the transfer method, one of ``vllm_weights.WAYS``.
+    ``weights`` is the transfer method, one of ``vllm_weights.TRANSFER_METHODS``.
 
     Raises:
         ConfigError: ``weights`` is none of them.
@@ -261,15 +264,15 @@ class VllmAdapter(OptionalAdapterMethods):
         """The model's name in requests."""
         self._media: frozenset[MediaKind] = frozenset()
         """Kinds of media that the model reads."""
-        self._release: VllmServerInfo | None = None
+        self._info: VllmServerInfo | None = None
         self._memory = VllmMemory(self._post_query)
         self._loras = VllmLoras(http)
         self._weights = VllmWeights(http, self._model, weights)
 
     @property
-    def _about(self) -> VllmServerInfo:
-        assert self._release is not None, "open() comes first"
-        return self._release
+    def _server_info(self) -> VllmServerInfo:
+        assert self._info is not None, "open() comes first"
+        return self._info
 
     # ------------------------------------------------------------ start and end
 
@@ -282,15 +285,15 @@ class VllmAdapter(OptionalAdapterMethods):
             check_routes(version, paths)
             info = await self._http.call("GET", "/server_info", query={"config_format": "json"})
             models = await self._http.call("GET", "/v1/models")
-            self._release = read_release(version, paths, info)
+            self._info = read_server_info(version, paths, info)
             self._name = models["data"][0]["id"]
-            self._weights.refuse(self._release)
+            self._weights.check_transfer(self._info)
             self._media = media_of(self._model) if takes_references(api) else frozenset()
-            if self._release.can_sleep:  # an earlier adapter may have died while it slept
+            if self._info.can_sleep:  # an earlier adapter may have died while it slept
                 await self._memory.wake_all()
             await self.pause("abort")
             await self._loras.unload_left(models)
-            await self._weights.open(self._release, label)
+            await self._weights.open(self._info, label)
             await self.resume()
             await self._probe(label)
         except (HttpStatusError, WeightsRefused, EngineGone) as error:
@@ -298,8 +301,8 @@ class VllmAdapter(OptionalAdapterMethods):
         return self._capabilities(int(models["data"][0]["max_model_len"]))
 
     def _capabilities(self, context_tokens_max: int) -> Capabilities:
-        release = self._about
-        spoiled = _SPOILED if release.is_on_cpu and release.lora_rank_max else ""
+        release = self._server_info
+        spoils = _LORA_SPOILS_OTHERS if release.is_on_cpu and release.lora_rank_max else ""
         return Capabilities(
             engine=f"vllm {release.text}",
             context_tokens_max=context_tokens_max,
@@ -309,7 +312,7 @@ class VllmAdapter(OptionalAdapterMethods):
             keeps_kv=release.has_spans,
             sampling=SAMPLING,
             top_logprobs_max=release.top_logprobs_max,
-            scores=frozenset() if spoiled else frozenset({"logprobs"}),
+            scores=frozenset() if spoils else frozenset({"logprobs"}),
             dtype=release.dtype,
             num_blocks=release.num_blocks,
             block_tokens=release.block_tokens,
@@ -318,7 +321,7 @@ class VllmAdapter(OptionalAdapterMethods):
             takes_tensors=self._weights.takes_tensors,
             lora_rank_max=0 if self._weights.takes_tensors else release.lora_rank_max,
             lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
-            lora_spoils_others=spoiled,
+            lora_spoils_others=spoils,
         )
 
     async def _probe(self, label: str) -> None:
@@ -327,13 +330,13 @@ class VllmAdapter(OptionalAdapterMethods):
         request = GenerationRequest(token_ids=[0], sampling=sampling, salt=label)
         try:
             async with aclosing(self.generate(request)) as chunks:
-                seen = [chunk async for chunk in chunks]
+                received = [chunk async for chunk in chunks]
         except TurnRefused as error:
             raise ConfigError(f"vLLM at {self._http.url} samples nothing: {error}") from error
-        last = seen[-1]
-        if self._about.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
+        last = received[-1]
+        if self._server_info.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
             raise ConfigError(
-                f"vLLM {self._about.text} at {self._http.url} labels a token {last.labels}, "
+                f"vLLM {self._server_info.text} at {self._http.url} labels a token {last.labels}, "
                 f"although its weights were just named {label}"
             )
 
@@ -353,7 +356,9 @@ class VllmAdapter(OptionalAdapterMethods):
                 async for data in events:
                     event = read_event(data)
                     if event.error is not None:
-                        raise EngineGone(f"{self._http.url} broke off a stream: {event.error}")
+                        raise EngineGone(
+                            f"{self._http.url} ended a stream with an error: {event.error}"
+                        )
                     for choice in event.choices:
                         has_ended = choice.finish_reason is not None
                         yield to_chunk(choice, request.sampling.top_logprobs)
@@ -362,34 +367,34 @@ class VllmAdapter(OptionalAdapterMethods):
         except HttpStatusError as refusal:
             raise await self._refused(refusal) from refusal
         except msgspec.DecodeError as error:
-            raise EngineGone(f"{self._http.url} streams what is no event: {error}") from error
-        raise EngineGone(f"{self._http.url} ended a stream without saying why")
+            raise EngineGone(f"{self._http.url} sent a malformed stream event: {error}") from error
+        raise EngineGone(f"{self._http.url} ended a stream without a finish reason")
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        asked = request.sampling
-        media = {"content_parts": [content_part(each) for each in request.media]}
+        sampling = request.sampling
+        media = {"content_parts": [content_part(medium) for medium in request.media]}
         return (media if request.media else {}) | {
             "model": request.lora or self._name,
             "token_ids": list(request.token_ids),
-            "cache_salt": readable_salt(request.salt),
+            "cache_salt": accepted_salt(request.salt),
             # All are set, or the defaults of the model's generation_config.json would apply.
             "sampling_params": {
-                "max_tokens": asked.max_tokens,
-                "temperature": asked.temperature,
-                "top_k": asked.top_k,
-                "top_p": asked.top_p,
-                "min_p": asked.min_p,
-                "repetition_penalty": asked.repetition_penalty,
-                "stop_token_ids": list(asked.stop_token_ids),
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "repetition_penalty": sampling.repetition_penalty,
+                "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
                 "detokenize": False,
-                "logprobs": asked.top_logprobs,
+                "logprobs": sampling.top_logprobs,
             },
         }
 
     async def _refused(self, refusal: HttpStatusError) -> Exception:
         if refusal.status == 403:
-            return ConfigError(f"{refusal.why} {START_IT_SO}")
+            return ConfigError(f"{refusal.why} {START_HINT}")
         if refusal.status in (429, 503):
             await self.check()  # a dead engine says 503 too
             return EngineHeld(refusal.why)
@@ -416,15 +421,15 @@ class VllmAdapter(OptionalAdapterMethods):
             answer = await self._http.call("POST", GENERATE, body, timeout_s=LOAD_TIMEOUT_S)
         except HttpStatusError as refusal:
             raise ScoreRefused(f"vLLM refuses to score: {refusal.why}") from refusal
-        told = answer["prompt_logprobs"]
+        prompt_logprobs = answer["prompt_logprobs"]
         logprobs: list[float] = []
         top = TopLogprobs([], [])
         for position in range(request.start, len(request.token_ids)):
-            entries = told[position]
+            entries = prompt_logprobs[position]
             logprobs.append(entries[str(request.token_ids[position])]["logprob"])
-            likeliest = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[:k]
-            top.token_ids.extend(int(token) for token, _ in likeliest)
-            top.logprobs.extend(entry["logprob"] for _, entry in likeliest)
+            top_tokens = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[:k]
+            top.token_ids.extend(int(token) for token, _ in top_tokens)
+            top.logprobs.extend(entry["logprob"] for _, entry in top_tokens)
         return ExternalScores(logprobs, top if k else None)
 
     # ------------------------------------------------------------ control
@@ -448,7 +453,7 @@ class VllmAdapter(OptionalAdapterMethods):
         if answer.get("is_paused") is not expected:
             raise EngineGone(
                 f"{self._http.url} was {'paused' if expected else 'resumed'}, and says that it is "
-                f"not; does somebody else pause it, too?"
+                f"not; does another client pause it?"
             )
 
     async def load_weights(self, directory: Path, label: str) -> None:
@@ -510,4 +515,4 @@ class VllmAdapter(OptionalAdapterMethods):
         try:
             return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
         except HttpStatusError as refusal:
-            raise EngineGone(f"vLLM refuses to be controlled: {refusal}") from refusal
+            raise EngineGone(f"a vLLM control call failed: {refusal}") from refusal

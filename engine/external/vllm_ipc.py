@@ -39,7 +39,7 @@ class VllmIpcSender:
         """
         if workers != 1:
             raise ConfigError(
-                f"weights go by ipc to the worker of one GPU, and {http.url} has {workers}: start "
+                f"weights go by ipc to one worker on one GPU, and {http.url} has {workers}: start "
                 f"servers of one worker each, or use #weights=nccl, or files"
             )
         self._http, self._gpu = http, gpu
@@ -59,15 +59,15 @@ class VllmIpcSender:
         Raises:
             EngineGone: it is unknown how many were loaded.
         """
-        parts = list(packs(tensors.items(), lambda named: named[1].nbytes, PACK_BYTES))
+        all_packs = list(packs(tensors.items(), lambda named: named[1].nbytes, PACK_BYTES))
         try:
-            room = self._gpu.room(max(sum(t.nbytes for _, t in part) for part in parts))
-            memory = self._gpu.share(room)
+            buffer = self._gpu.room(max(sum(t.nbytes for _, t in pack) for pack in all_packs))
+            memory = self._gpu.share(buffer)
             try:
-                handles = _pickled({memory.gpu: _as_torch_tells(memory)})
-                for part in parts:
-                    await asyncio.to_thread(self._fill, room, part)
-                    update = {"update_info": _facts(part) | {"ipc_handles_pickled": handles}}
+                handles = _pickle({memory.gpu: _rebuild_arguments(memory)})
+                for pack in all_packs:
+                    await asyncio.to_thread(self._fill, buffer, pack)
+                    update = {"update_info": _update_info(pack) | {"ipc_handles_pickled": handles}}
                     await self._post("/update_weights", update, SEND_TIMEOUT_S)
             except BaseException:
                 self._gpu.unshare(memory)  # on success vLLM drops its reference itself
@@ -78,15 +78,14 @@ class VllmIpcSender:
             RuntimeError,
         ) as error:  # RuntimeError: from torch, if the GPU fails
             raise EngineGone(
-                f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
-                f"what it computes with"
+                f"vLLM may have loaded only some of the weights: {error}; its weights are unknown"
             ) from error
 
-    def _fill(self, room: torch.Tensor, part: list[tuple[str, torch.Tensor]]) -> None:
+    def _fill(self, buffer: torch.Tensor, pack: list[tuple[str, torch.Tensor]]) -> None:
         start = 0
-        for _, tensor in part:
+        for _, tensor in pack:
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            room[start : start + flat.numel()].copy_(flat)
+            buffer[start : start + flat.numel()].copy_(flat)
             start += flat.numel()
         self._gpu.settle()
 
@@ -97,16 +96,16 @@ class VllmIpcSender:
         """Do nothing: nothing outlives a call."""
 
 
-def _facts(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+def _update_info(pack: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     return {
-        "names": [name for name, _ in part],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
-        "shapes": [list(tensor.shape) for _, tensor in part],
-        "tensor_sizes": [tensor.nbytes for _, tensor in part],
+        "names": [name for name, _ in pack],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pack],
+        "shapes": [list(tensor.shape) for _, tensor in pack],
+        "tensor_sizes": [tensor.nbytes for _, tensor in pack],
     }
 
 
-def _as_torch_tells(memory: CudaIpcHandle) -> tuple[object, ...]:
+def _rebuild_arguments(memory: CudaIpcHandle) -> tuple[object, ...]:
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for the buffer as bytes.
 
     Source: torch 2.13, torch/multiprocessing/reductions.py. No event is needed, because the buffer
@@ -131,5 +130,5 @@ def _as_torch_tells(memory: CudaIpcHandle) -> tuple[object, ...]:
     )
 
 
-def _pickled(facts: object) -> str:
-    return base64.b64encode(pickle.dumps(facts)).decode()
+def _pickle(value: object) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()

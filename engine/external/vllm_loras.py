@@ -17,7 +17,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 LOAD_TIMEOUT_S = 120.0
 """Seconds to read an adapter, after the current step."""
 
-START_IT_SO = (
+START_HINT = (
     "start it with --enable-lora --max-lora-rank RANK, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
     "in its environment"
 )
@@ -33,7 +33,7 @@ def lora_rank_max(config: Mapping[str, Any], paths: Collection[str]) -> int:
 
 def lora_lacks(config: Mapping[str, Any]) -> str:
     """Return how to start the server so that it accepts adapters."""
-    return START_IT_SO if _is_one(config) else "start it with --api-server-count 1"
+    return START_HINT if _is_one(config) else "start it with --api-server-count 1"
 
 
 def _is_one(config: Mapping[str, Any]) -> bool:
@@ -66,7 +66,7 @@ class VllmLoras:
             await self._http.call("POST", UNLOAD, {"lora_name": name})
         except HttpStatusError as refusal:
             if refusal.status != NOT_FOUND:
-                raise EngineGone(f"vLLM keeps an adapter: {refusal}") from refusal
+                raise EngineGone(f"vLLM can't unload an adapter: {refusal}") from refusal
 
     async def unload_left(self, models: Mapping[str, Any]) -> None:
         """Unload the adapters that a dead worker left behind, listed in ``/v1/models``."""

@@ -67,21 +67,27 @@ class VllmNcclSender:
             EngineGone: a rank did not join in time.
         """
         try:
-            identity = new_unique_id(self._library)
+            unique_id = new_unique_id(self._library)
             info = {
-                "nccl_unique_id_b64": base64.b64encode(identity).decode(),
+                "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
                 "rank_offset": 1,
                 "world_size": self._ranks,
                 "packed": self._is_packed,
                 "packed_buffer_size_bytes": PACK_BYTES,
             }
-            asking = self._ask("/init_weight_transfer_engine", {"init_info": info}, JOIN_TIMEOUT_S)
-            self._communicator = await self._both(asking, partial(self._meet, identity))
+            request = self._start_request(
+                "/init_weight_transfer_engine", {"init_info": info}, JOIN_TIMEOUT_S
+            )
+            self._communicator = await self._await_both(
+                request, partial(self._make_communicator, unique_id)
+            )
         except (NcclFailed, RuntimeError) as error:  # RuntimeError: torch, without GPU memory
             raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
 
-    def _meet(self, identity: bytes) -> Communicator:
-        return Communicator(self._library, identity, rank=0, ranks=self._ranks, device=self._device)
+    def _make_communicator(self, unique_id: bytes) -> Communicator:
+        return Communicator(
+            self._library, unique_id, rank=0, ranks=self._ranks, device=self._device
+        )
 
     async def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the tensors, all in one call, within an update that has begun.
@@ -91,62 +97,65 @@ class VllmNcclSender:
         """
         communicator = self._communicator
         if communicator is None:
-            raise EngineGone(f"nobody of {self._http.url} takes weights by nccl any more")
+            raise EngineGone(f"{self._http.url} has left the NCCL communicator")
         info = {
             "names": list(tensors),
             "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
             "shapes": [list(tensor.shape) for tensor in tensors.values()],
         }
-        asking = self._ask("/update_weights", {"update_info": info}, SEND_TIMEOUT_S)
+        request = self._start_request("/update_weights", {"update_info": info}, SEND_TIMEOUT_S)
         try:
-            await self._both(asking, partial(self._broadcast, communicator, tensors))
+            await self._await_both(request, partial(self._broadcast, communicator, tensors))
         except (HttpStatusError, NcclFailed, RuntimeError) as error:
             raise EngineGone(
-                f"vLLM may have taken some of the weights, and then not all: {error}; nobody knows "
-                f"what it computes with"
+                f"vLLM may have loaded only some of the weights: {error}; its weights are unknown"
             ) from error
 
     def _broadcast(self, communicator: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
         if not self._is_packed:
             for tensor in tensors.values():
-                there = tensor.detach().contiguous().to(self._device)
-                communicator.broadcast(there, patience_s=SEND_TIMEOUT_S)
+                on_device = tensor.detach().contiguous().to(self._device)
+                communicator.broadcast(on_device, patience_s=SEND_TIMEOUT_S)
             return
-        for together in packs(tensors.values(), lambda tensor: tensor.nbytes, PACK_BYTES):
-            packed = torch.cat([_flat_bytes(tensor).to(self._device) for tensor in together])
+        for pack in packs(tensors.values(), lambda tensor: tensor.nbytes, PACK_BYTES):
+            packed = torch.cat([_flat_bytes(tensor).to(self._device) for tensor in pack])
             communicator.broadcast(packed, patience_s=SEND_TIMEOUT_S)
 
-    def _ask(self, path: str, body: object, timeout_s: float) -> "asyncio.Task[Any]":
+    def _start_request(self, path: str, body: object, timeout_s: float) -> "asyncio.Task[Any]":
         call = self._http.call("POST", path, body, timeout_s=timeout_s)
-        asking = asyncio.create_task(call, name=path)
-        asking.add_done_callback(_seen)
-        return asking
+        request = asyncio.create_task(call, name=path)
+        request.add_done_callback(_retrieve_exception)
+        return request
 
-    async def _both(self, asking: "asyncio.Task[Any]", work: Callable[[], Result]) -> Result:
-        """Await both; if one fails, break off the other, which would wait for it for
-        long or for ever."""
-        doing = in_daemon(work)
+    async def _await_both(self, request: "asyncio.Task[Any]", work: Callable[[], Result]) -> Result:
+        """Await both. If one fails, abort the other, which would otherwise wait for long or for
+        ever."""
+        thread_future = in_daemon(work)
         try:
-            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() and doing.exception() is not None:  # the server may know why
-                await asyncio.wait({asking}, timeout=LEAVE_TIMEOUT_S)
-                if not asking.done():
-                    doing.result()
-            await asking
-            # The server has received everything, so this end is done, too.
+            await asyncio.wait({request, thread_future}, return_when=asyncio.FIRST_COMPLETED)
+            if (
+                not request.done() and thread_future.exception() is not None
+            ):  # the server may know why
+                await asyncio.wait({request}, timeout=LEAVE_TIMEOUT_S)
+                if not request.done():
+                    thread_future.result()
+            await request
+            # The server has received everything, so this end completes at once.
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                return await doing
+                return await thread_future
         except TimeoutError:
-            await self._break_off(asking)
-            raise NcclFailed("the server says that it took part, and it didn't") from None
+            await self._abort(request)
+            raise NcclFailed(
+                "the server reported success, but did not take part in the broadcast"
+            ) from None
         except BaseException:
-            await self._break_off(asking)
+            await self._abort(request)
             raise
 
-    async def _break_off(self, asking: "asyncio.Task[Any]") -> None:
-        asking.cancel()
+    async def _abort(self, request: "asyncio.Task[Any]") -> None:
+        request.cancel()
         await self.close()
-        await asyncio.wait({asking})
+        await asyncio.wait({request})
 
     async def close(self) -> None:
         """Leave the communicator, and make the workers leave, which would wait in a broadcast."""
@@ -163,7 +172,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _seen(done: "asyncio.Future[Any]") -> None:
+def _retrieve_exception(done: "asyncio.Future[Any]") -> None:
     """Retrieve the exception, so that asyncio does not warn when both tasks fail and
     one is reported."""
     if not done.cancelled():
@@ -174,9 +183,9 @@ def in_daemon(work: Callable[[], Result]) -> "asyncio.Future[Result]":
     """Run ``work`` in a daemon thread, because NCCL's blocking calls cannot be interrupted."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
-    future.add_done_callback(_seen)
+    future.add_done_callback(_retrieve_exception)
 
-    def tell(result: Result | None, error: BaseException | None) -> None:
+    def set_outcome(result: Result | None, error: BaseException | None) -> None:
         if future.done():  # cancelled
             return
         if error is not None:
@@ -191,7 +200,7 @@ def in_daemon(work: Callable[[], Result]) -> "asyncio.Future[Result]":
         except Exception as error:  # noqa: BLE001 - raised where the future is awaited
             failed = error
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell, result, failed)
+            loop.call_soon_threadsafe(set_outcome, result, failed)
 
     threading.Thread(target=run, name="nccl", daemon=True).start()
     return future

@@ -12,23 +12,23 @@ from typing import Any
 from tidegate.engine.external.vllm_loras import lora_lacks, lora_rank_max
 from tidegate.errors import ConfigError
 
-OLDEST = (0, 21)
+OLDEST_SUPPORTED = (0, 21)
 """First release with pauses over several API servers, and updates that begin and end."""
 
-LABELS = (0, 27)
+LABELS_SINCE = (0, 27)
 """First release with ``/weight_info`` and ``/update_weight_version``."""
 
-SPANS = (0, 32)
+SPANS_SINCE = (0, 32)
 """First release with ``weight_versions`` in the last event: whose weights sampled which tokens."""
 
-SCALE_OUT = (0, 30)
+SCALE_OUT_SINCE = (0, 30)
 """First release in which ``/inference/v1/generate`` must be switched on."""
 
 REJECTS_WHILE_PAUSED = (0, 33)
 """First release that answers 503 to new requests during ``abort`` and ``wait`` instead
 of queuing them."""
 
-TRANSFER = (0, 32)
+TRANSFER_SINCE = (0, 32)
 """First release in which a trainer passes an NCCL unique id in ``init_info``, and
 may leave again."""
 
@@ -44,16 +44,16 @@ TRANSFER_ROUTES = (
 DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_info")
 GENERATE = "/inference/v1/generate"
 
-START_IT_SO = (
+START_HINT = (
     "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and "
     "--enable-scale-out --logprobs-mode processed_logprobs"
 )
 
-RUNNING_TURNS_UNSAID = 64
+RUNNING_TURNS_DEFAULT = 64
 
 SALT_CHARACTERS_MAX = 128
 """Longest salt that 0.32.0 accepts."""
-SALT_CHARACTERS_REFUSED = frozenset("@/\\\0")
+SALT_CHARACTERS_FORBIDDEN = frozenset("@/\\\0")
 """Characters that 0.32.0 refuses in a salt."""
 
 
@@ -87,17 +87,17 @@ class VllmServerInfo:
     """Backend of its --weight-transfer-config; empty without one."""
 
 
-def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> VllmServerInfo:
+def read_server_info(text: str, paths: Collection[str], info: Mapping[str, Any]) -> VllmServerInfo:
     """Evaluate ``/version``, the paths of ``/openapi.json``, and ``/server_info``.
 
     Raises:
         ConfigError: the server is too old, or lacks routes.
     """
     version = _version(text)
-    if version < OLDEST:
+    if version < OLDEST_SUPPORTED:
         raise ConfigError(
-            f"vLLM {text} is too old: it can't be paused and given weights as a run needs it; "
-            f"use {OLDEST[0]}.{OLDEST[1]} or newer"
+            f"vLLM {text} is too old: it lacks the pauses and weight updates that a run needs; "
+            f"use {OLDEST_SUPPORTED[0]}.{OLDEST_SUPPORTED[1]} or newer"
         )
     check_routes(text, paths)
     config = info.get("vllm_config", {})
@@ -107,17 +107,17 @@ def read_release(text: str, paths: Collection[str], info: Mapping[str, Any]) -> 
     mode = str(model.get("logprobs_mode", ""))
     if mode.endswith("logits"):
         raise ConfigError(
-            f"this vLLM {text} tells logits for log-probs (--logprobs-mode {mode}), on which "
-            f"nothing can be trained; start it with --logprobs-mode processed_logprobs"
+            f"this vLLM {text} reports logits as log-probs (--logprobs-mode {mode}), on which "
+            f"training is impossible; start it with --logprobs-mode processed_logprobs"
         )
-    has_labels = version >= LABELS and "/weight_info" in paths
+    has_labels = version >= LABELS_SINCE and "/weight_info" in paths
     return VllmServerInfo(
         version=version,
         text=text,
         has_labels=has_labels,
-        has_spans=has_labels and version >= SPANS,
+        has_spans=has_labels and version >= SPANS_SINCE,
         has_processed_logprobs=mode.endswith("processed_logprobs"),
-        running_turns_max=int(sequences or RUNNING_TURNS_UNSAID),
+        running_turns_max=int(sequences or RUNNING_TURNS_DEFAULT),
         top_logprobs_max=20 if top is None else (2**31 if top == -1 else int(top)),
         num_blocks=int(cache.get("num_gpu_blocks") or 0),
         block_tokens=int(cache.get("block_size") or 0),
@@ -138,9 +138,9 @@ def check_routes(text: str, paths: Collection[str]) -> None:
     Raises:
         ConfigError: a route is missing; says how to start the server.
     """
-    lacking = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
-    if lacking:
-        raise ConfigError(f"this vLLM {text} has no {', '.join(lacking)}; {START_IT_SO}")
+    missing = [path for path in (*DEV_ROUTES, GENERATE) if path not in paths]
+    if missing:
+        raise ConfigError(f"this vLLM {text} has no {', '.join(missing)}; {START_HINT}")
 
 
 def refuse_transfer(release: VllmServerInfo, url: str, backend: str) -> None:
@@ -149,31 +149,31 @@ def refuse_transfer(release: VllmServerInfo, url: str, backend: str) -> None:
     Raises:
         ConfigError: it does not; says why.
     """
-    if release.version < TRANSFER or not release.has_transfer_routes:
-        lacks = f"use {TRANSFER[0]}.{TRANSFER[1]} or newer"
+    if release.version < TRANSFER_SINCE or not release.has_transfer_routes:
+        reason = f"use {TRANSFER_SINCE[0]}.{TRANSFER_SINCE[1]} or newer"
     elif release.is_on_cpu:
-        lacks = "it has no GPU"
+        reason = "it has no GPU"
     elif release.transfer_backend != backend:
-        lacks = (
+        reason = (
             f"it was started with {release.transfer_backend or 'no'} weight transfer; start it "
             f"""with --weight-transfer-config '{{"backend": "{backend}"}}'"""
         )
     else:
         return
     raise ConfigError(
-        f"vLLM {release.text} at {url} can't be given weights by {backend}: {lacks}. Or leave "
-        f"#weights= out, and it is given files"
+        f"vLLM {release.text} at {url} can't be given weights by {backend}: {reason}. Or leave "
+        f"#weights= out to load files"
     )
 
 
-def readable_salt(salt: str) -> str:
+def accepted_salt(salt: str) -> str:
     """Hash a salt that vLLM would refuse, because it is too long or has forbidden characters."""
-    is_taken = len(salt) <= SALT_CHARACTERS_MAX and not SALT_CHARACTERS_REFUSED & set(salt)
-    return salt if is_taken else hashlib.sha256(salt.encode()).hexdigest()
+    is_valid = len(salt) <= SALT_CHARACTERS_MAX and not SALT_CHARACTERS_FORBIDDEN & set(salt)
+    return salt if is_valid else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _version(text: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", text)
-    if found is None:
-        raise ConfigError(f"a server that says version {text!r} is no vLLM")
-    return int(found[1]), int(found[2])
+    match_ = re.match(r"(\d+)\.(\d+)", text)
+    if match_ is None:
+        raise ConfigError(f"a server that reports version {text!r} is not vLLM")
+    return int(match_[1]), int(match_[2])

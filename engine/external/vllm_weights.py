@@ -21,7 +21,7 @@ from tidegate.transport.printable import say
 from tidegate.transport.weight_channels.cuda_memory import CudaGpu as gpu_of
 from tidegate.transport.weight_channels.cuda_nccl import NcclFailed, nccl_library, own_device
 
-WAYS = ("disk", "nccl", "nccl-unpacked", "ipc")
+TRANSFER_METHODS = ("disk", "nccl", "nccl-unpacked", "ipc")
 """Values of ``#weights=`` in an engine URL."""
 
 LOAD_TIMEOUT_S = 600.0
@@ -30,36 +30,36 @@ LOAD_TIMEOUT_S = 600.0
 PHASE_TIMEOUT_S = 120.0
 """Seconds to begin or finish an update, in which vLLM converts the model's layers."""
 
-NEVER_GIVEN_WEIGHTS = "default"
+UNNAMED_LABEL = "default"
 """Name of a server's weights until they are named."""
 
 
 class VllmWeights:
     """Weights of one server."""
 
-    def __init__(self, http: HttpEngine, model: Path, way: str) -> None:
-        """``way`` is the transfer method, one of :data:`WAYS`.
+    def __init__(self, http: HttpEngine, model: Path, method: str) -> None:
+        """``method`` is the transfer method, one of :data:`TRANSFER_METHODS`.
 
         Raises:
             ConfigError: it is none of them.
         """
-        if way not in WAYS:
+        if method not in TRANSFER_METHODS:
             raise ConfigError(
-                f"vLLM at {http.url} can't be given weights by {way!r}; #weights= may name "
-                f"{', '.join(WAYS)}"
+                f"vLLM at {http.url} can't be given weights by {method!r}; #weights= may name "
+                f"{', '.join(TRANSFER_METHODS)}"
             )
-        self._http, self._model, self._way = http, model, way
+        self._http, self._model, self._method = http, model, method
         self._has_labels = False
         self._sender: VllmNcclSender | VllmIpcSender | None = None
-        self._serves: tuple[Path, str] | None = None
+        self._loaded: tuple[Path, str] | None = None
         """Directory and label of the loaded weights; used with files only."""
 
     @property
     def takes_tensors(self) -> bool:
         """Whether new weights are sent as tensors, never as files."""
-        return self._way != "disk"
+        return self._method != "disk"
 
-    def refuse(self, release: VllmServerInfo) -> None:
+    def check_transfer(self, release: VllmServerInfo) -> None:
         """Check the server and this process before changing anything.
 
         Raises:
@@ -70,21 +70,22 @@ class VllmWeights:
             return
         refuse_transfer(release, self._http.url, self._backend)
         if own_device() is None:
-            wanted = (
+            where = (
                 "its worker's is seen"
                 if self._backend == "ipc"
                 else "one is free that no worker of the server's has"
             )
             raise ConfigError(
-                f"weights can't go to {self._http.url} by {self._backend}, for this process sees "
-                f"no GPU: start the adapter where {wanted}, or leave #weights= out, and files are "
-                f"read"
+                f"weights can't go to {self._http.url} by {self._backend}, because this process "
+                "sees "
+                f"no GPU: start the adapter where {where}, or leave #weights= out to load "
+                f"files"
             )
 
     @property
     def _backend(self) -> str:
         """Name of the transfer method in --weight-transfer-config."""
-        return self._way.removesuffix("-unpacked")
+        return self._method.removesuffix("-unpacked")
 
     async def open(self, release: VllmServerInfo, label: str) -> None:
         """Load the model directory's weights, and name them ``label``.
@@ -95,18 +96,18 @@ class VllmWeights:
         """
         self._has_labels = release.has_labels
         if self.takes_tensors:
-            await self._settle()
+            await self._end_stale_update()
             self._sender = await self._join()
-            own = await asyncio.to_thread(lambda: dict(read_tensors(self._model)))
-            await self.load_tensors(own, label)
+            tensors = await asyncio.to_thread(lambda: dict(read_tensors(self._model)))
+            await self.load_tensors(tensors, label)
             return
-        is_another = _is_another(Path(release.model), self._model)
-        if not release.has_labels or is_another or await self._label() != NEVER_GIVEN_WEIGHTS:
-            say(f"{self._http.url} may have other weights; loads {self._model}")
-            await self._read(self._model, label)
+        is_another = _differs(Path(release.model), self._model)
+        if not release.has_labels or is_another or await self._label() != UNNAMED_LABEL:
+            say(f"{self._http.url} may have other weights; loading {self._model}")
+            await self._load_files(self._model, label)
         elif release.has_labels:
-            await self._name(label)
-        self._serves = (self._model, label)
+            await self._set_label(label)
+        self._loaded = (self._model, label)
 
     async def close(self) -> None:
         """Close the sender."""
@@ -117,27 +118,27 @@ class VllmWeights:
 
     async def load(self, directory: Path, label: str) -> None:
         """Load weights from files; after a failure reload the previous ones."""
-        before = self._serves
+        previous = self._loaded
         try:
-            await self._read(directory, label)
+            await self._load_files(directory, label)
         except HttpStatusError as refusal:
-            if before is None:
+            if previous is None:
                 raise WeightsRefused(str(refusal)) from refusal
             try:
-                await self._read(*before)
+                await self._load_files(*previous)
             except HttpStatusError as error:
                 raise EngineGone(
                     f"{self._http.url} could load neither new weights ({refusal}) nor those of "
                     f"before ({error})"
                 ) from error
             raise WeightsRefused(f"vLLM can't load them: {refusal.why}") from refusal
-        self._serves = (directory, label)
+        self._loaded = (directory, label)
 
-    async def _read(self, directory: Path, label: str) -> None:
+    async def _load_files(self, directory: Path, label: str) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._http.call("POST", "/collective_rpc", body, timeout_s=LOAD_TIMEOUT_S)
         if self._has_labels:
-            await self._name(label)
+            await self._set_label(label)
 
     # ------------------------------------------------------------ tensors
 
@@ -156,12 +157,12 @@ class VllmWeights:
             library = nccl_library()
         except NcclFailed as error:
             raise ConfigError(f"weights can't go to {self._http.url} by nccl: {error}") from error
-        is_packed = self._way == "nccl"
+        is_packed = self._method == "nccl"
         return VllmNcclSender(
             self._http, workers=workers, library=library, device=device, is_packed=is_packed
         )
 
-    async def _settle(self) -> None:
+    async def _end_stale_update(self) -> None:
         """End an update that a dead adapter left open, and restore half-loaded layers.
 
         vLLM counts what each layer has received, so a full set after a partial one would exceed the
@@ -180,12 +181,12 @@ class VllmWeights:
         try:
             await self._phase("/start_weight_update")
         except HttpStatusError as error:
-            raise WeightsRefused(f"vLLM begins no update of its weights: {error.why}") from error
+            raise WeightsRefused(f"vLLM can't begin a weight update: {error.why}") from error
         await self._sender.send(tensors)
         try:
             await self._phase("/finish_weight_update", {"weight_version": label})
         except HttpStatusError as error:
-            raise EngineGone(f"vLLM can't finish an update of its weights: {error}") from error
+            raise EngineGone(f"vLLM can't finish a weight update: {error}") from error
         await self._verify(label)
 
     async def _phase(self, path: str, body: object = None) -> None:
@@ -196,28 +197,26 @@ class VllmWeights:
     async def rename(self, label: str) -> None:
         """Relabel the weights; releases without labels need nothing."""
         if self._has_labels:
-            await self._name(label)
-        if self._serves is not None:
-            self._serves = (self._serves[0], label)
+            await self._set_label(label)
+        if self._loaded is not None:
+            self._loaded = (self._loaded[0], label)
 
-    async def _name(self, label: str) -> None:
+    async def _set_label(self, label: str) -> None:
         try:
             await self._http.call("POST", "/update_weight_version", {"new_version": label})
         except HttpStatusError as refusal:
-            raise EngineGone(f"vLLM gives its weights no name: {refusal}") from refusal
+            raise EngineGone(f"vLLM can't label its weights: {refusal}") from refusal
         await self._verify(label)
 
     async def _verify(self, label: str) -> None:
-        if (found := await self._label()) != label:
-            raise EngineGone(f"{self._http.url} calls its weights {found!r}, named {label!r}")
+        if (current := await self._label()) != label:
+            raise EngineGone(f"{self._http.url} labels its weights {current!r}, expected {label!r}")
 
     async def _label(self) -> str:
         try:
             answer = await self._http.call("GET", "/weight_info")
         except HttpStatusError as refusal:
-            raise EngineGone(
-                f"vLLM doesn't say what its weights are called: {refusal}"
-            ) from refusal
+            raise EngineGone(f"vLLM does not report its weights' label: {refusal}") from refusal
         return str(answer["weight_version"])
 
 
@@ -232,12 +231,12 @@ def _refuse_tied(release: VllmServerInfo, model: Path) -> None:
     """
     if release.is_on_cpu and is_tied(model):
         raise ConfigError(
-            f"vLLM {release.text} on a CPU goes on with the old lm_head of a tied model when it is "
+            f"vLLM {release.text} on a CPU keeps the old lm_head of a tied model when it is "
             f"given new weights; untie {model} (tie_word_embeddings=false in config.json, and "
             f"lm_head.weight in the files), or use Tidegate's own engine"
         )
 
 
-def _is_another(started_with: Path, model: Path) -> bool:
+def _differs(started_with: Path, model: Path) -> bool:
     """Whether the server was started with another directory, as far as this host can see."""
     return started_with.is_dir() and started_with.resolve() != model

@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tidegate.engine.external.worker",
-        description="Another engine as one of a run's. The orchestrator starts it for each of its "
-        "engine_urls; people do for a run that other hosts can reach.",
+        description="Worker of an external engine. The orchestrator starts one for each of its "
+        "engine_urls; start one by hand for a run that other hosts can reach.",
     )
     parser.add_argument("--connect", required=True, help="the orchestrator's address")
     parser.add_argument("--url", required=True, help=f"KIND+URL; kinds: {', '.join(KINDS)}")
@@ -98,8 +98,8 @@ def open_adapter(url: str, model: Path) -> EngineAdapter:
         ConfigError: there is no such kind, or it needs a library that is not installed.
     """
     refuse_secrets(url)  # before an error message can contain the URL
-    kind, _, rest = url.partition("+")
-    address, _, fragment = rest.partition("#")
+    kind, _, location = url.partition("+")
+    address, _, fragment = location.partition("#")
     if kind not in KINDS or not address:
         raise ConfigError(
             f"engine url {url!r} must be KIND+URL, such as 'vllm+http://127.0.0.1:8000'; kinds "
@@ -109,9 +109,9 @@ def open_adapter(url: str, model: Path) -> EngineAdapter:
         raise ConfigError(
             f"engine url {url!r} ends with #{fragment}; all that may follow there is #{WEIGHTS}WAY"
         )
-    make = importlib.import_module(KINDS[kind]).make_adapter
-    how = {"weights": fragment.removeprefix(WEIGHTS)} if fragment else {}
-    adapter: EngineAdapter = make(address, model, **how)
+    make_adapter = importlib.import_module(KINDS[kind]).make_adapter
+    options = {"weights": fragment.removeprefix(WEIGHTS)} if fragment else {}
+    adapter: EngineAdapter = make_adapter(address, model, **options)
     return adapter
 
 
@@ -121,16 +121,18 @@ async def _main(arguments: argparse.Namespace) -> int:
     epoch = time.time_ns()  # a later start has a later epoch, and replaces this one
     labels = _Labels(epoch)
     try:
-        able = await adapter.open(labels.first)
+        capabilities = await adapter.open(labels.first)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
         try:
-            hello = _hello(arguments, able, epoch)
+            hello = _hello(arguments, capabilities, epoch)
             link = OrchestratorLink(socket, hello)
             private = PrivateDirectory("published")
             try:
                 parent = arguments.weights_directory or private.path
-                home = WeightReceiverConfig(arguments.connect, keys)
-                return await _serve(arguments, adapter, able, link, hello, parent, home, labels)
+                receiver_config = WeightReceiverConfig(arguments.connect, keys)
+                return await _serve(
+                    arguments, adapter, capabilities, link, hello, parent, receiver_config, labels
+                )
             finally:
                 private.remove()
         finally:
@@ -142,48 +144,48 @@ async def _main(arguments: argparse.Namespace) -> int:
 async def _serve(
     arguments: argparse.Namespace,
     adapter: EngineAdapter,
-    able: Capabilities,
+    capabilities: Capabilities,
     link: OrchestratorLink,
     hello: Hello,
     parent: Path,
-    home: WeightReceiverConfig,
+    receiver_config: WeightReceiverConfig,
     labels: "_Labels",
 ) -> int:
-    weights = await asyncio.to_thread(read_host_weights, arguments.model, able)
-    staging = Staging(weights.twin, home)
+    weights = await asyncio.to_thread(read_host_weights, arguments.model, capabilities)
+    staging = Staging(weights.allocate_copy, receiver_config)
     directories = PublishedDirectories(arguments.model, parent)
-    bridge = ExternalEngineLoop(
+    engine_loop = ExternalEngineLoop(
         link,
         adapter,
-        able,
+        capabilities,
         limits=_limits(hello),
         staging=staging,
         weights=weights,
         directories=directories,
         label=labels.first,
-        label_of=labels.of,
+        make_label=labels.of,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, bridge.end, f"got {number.name}")
+        loop.add_signal_handler(number, engine_loop.end, f"got {number.name}")
     try:
-        reason = await bridge.run()
-    except Exception as error:  # noqa: BLE001 - the orchestrator must be told of any failure
+        reason = await engine_loop.run()
+    except Exception as error:  # noqa: BLE001 - any failure must reach the orchestrator
         traceback.print_exc()
-        link.leave(f"failed: {type(error).__name__}: {error}", has_failed=True)
+        link.send_goodbye(f"failed: {type(error).__name__}: {error}", has_failed=True)
         return DEFECT
     finally:
         staging.close()
         directories.close()
-    return _end(link, bridge, reason)
+    return _end(link, engine_loop, reason)
 
 
-def _end(link: OrchestratorLink, bridge: ExternalEngineLoop, reason: str) -> int:
-    if bridge.refusal is not None:
-        say(f"error: the orchestrator refused this engine: {bridge.refusal}")
+def _end(link: OrchestratorLink, engine_loop: ExternalEngineLoop, reason: str) -> int:
+    if engine_loop.refusal is not None:
+        say(f"error: the orchestrator refused this engine: {engine_loop.refusal}")
         return REFUSED
-    link.leave(reason, has_failed=bridge.failure is not None)
-    if bridge.failure is not None:
+    link.send_goodbye(reason, has_failed=engine_loop.failure is not None)
+    if engine_loop.failure is not None:
         say(f"error: {reason}")
         return DEFECT
     say(f"adapter ends: {reason}")
@@ -191,10 +193,10 @@ def _end(link: OrchestratorLink, bridge: ExternalEngineLoop, reason: str) -> int
 
 
 class _Labels:
-    """Names of weights that are unique across processes and updates."""
+    """Makes labels of weights that are unique across processes and updates."""
 
     def __init__(self, epoch: int) -> None:
-        self._mine = f"{epoch:x}{secrets.token_hex(2)}"
+        self._suffix = f"{epoch:x}{secrets.token_hex(2)}"
         self._count = 0
         self.first = self.of(0)
         """Label of the model directory's weights."""
@@ -203,17 +205,22 @@ class _Labels:
         """Return a new label for a version at each call, because a version may return
         with other weights."""
         self._count += 1
-        return f"v{version}.{self._count}.{self._mine}"
+        return f"v{version}.{self._count}.{self._suffix}"
 
 
-def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hello:
+def _hello(arguments: argparse.Namespace, capabilities: Capabilities, epoch: int) -> Hello:
     try:
         architecture, vocab_size = read_sizes(arguments.model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"can't read {arguments.model}/config.json: {error}") from error
-    block_tokens = able.block_tokens or BLOCK_TOKENS
-    running = min(able.running_turns_max, arguments.max_running_turns or able.running_turns_max)
-    blocks = able.num_blocks or running * -(-able.context_tokens_max // block_tokens)
+    block_tokens = capabilities.block_tokens or BLOCK_TOKENS
+    running = min(
+        capabilities.running_turns_max,
+        arguments.max_running_turns or capabilities.running_turns_max,
+    )
+    blocks = capabilities.num_blocks or running * -(
+        -capabilities.context_tokens_max // block_tokens
+    )
     return Hello(
         protocol=PROTOCOL,
         engine=arguments.engine,
@@ -221,20 +228,20 @@ def _hello(arguments: argparse.Namespace, able: Capabilities, epoch: int) -> Hel
         weight_version=0,
         architecture=architecture,
         vocab_size=vocab_size,
-        context_tokens_max=able.context_tokens_max,
+        context_tokens_max=capabilities.context_tokens_max,
         max_running_turns=running,
         num_kv_blocks=blocks,
         block_tokens=block_tokens,
         pause_modes=["abort", "keep", "wait"],
-        kv_policies=["keep", "recompute"] if able.keeps_kv else ["recompute"],
+        kv_policies=["keep", "recompute"] if capabilities.keeps_kv else ["recompute"],
         weight_channels=list(CHANNELS),
         pid=os.getpid(),
-        model_code=able.engine,
-        dtype=able.dtype,
-        score_kinds=sorted(able.scores),
-        media=sorted(able.media),
+        model_code=capabilities.engine,
+        dtype=capabilities.dtype,
+        score_kinds=sorted(capabilities.scores),
+        media=sorted(capabilities.media),
         supports_submit_turns=True,
-        sleep_levels=sorted(able.sleep_levels),
+        sleep_levels=sorted(capabilities.sleep_levels),
     )
 
 

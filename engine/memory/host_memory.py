@@ -66,12 +66,12 @@ def release(regions: Iterable[Region]) -> None:
             raise OSError(code, f"madvise of {end - start} bytes: {os.strerror(code)}")
 
 
-def reallocate(regions: Iterable[Region], beat: Callable[[], None]) -> None:
+def reallocate(regions: Iterable[Region], heartbeat: Callable[[], None]) -> None:
     """Write zeros to all released pages now, so that no step has to fault them in."""
     for region in regions:
         for chunk in region.chunks():
             np.frombuffer(chunk, np.uint8).fill(0)
-            beat()
+            heartbeat()
 
 
 def trim_heap() -> None:
@@ -91,14 +91,14 @@ def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise OSError(errno.ENODATA, "/proc/meminfo tells no MemAvailable")
+    raise OSError(errno.ENODATA, "/proc/meminfo has no MemAvailable")
 
 
 class OffloadedBytes:
     """Contents of some regions in an unlinked temporary file, which disappears with the process."""
 
-    def __init__(self, regions: Sequence[Region], beat: Callable[[], None]) -> None:
-        """Copy the regions, calling ``beat`` after each chunk.
+    def __init__(self, regions: Sequence[Region], heartbeat: Callable[[], None]) -> None:
+        """Copy the regions, calling ``heartbeat`` after each chunk.
 
         Raises:
             OSError: the disk is full.
@@ -110,13 +110,13 @@ class OffloadedBytes:
             for region in regions:
                 for chunk in region.chunks():
                     self._file.write(chunk)
-                    beat()
+                    heartbeat()
             self._file.flush()
         except BaseException:
             self._file.close()
             raise
 
-    def restore(self, beat: Callable[[], None]) -> None:
+    def restore(self, heartbeat: Callable[[], None]) -> None:
         """Copy everything back, and discard the file.
 
         Raises:
@@ -126,8 +126,8 @@ class OffloadedBytes:
         for region in self._regions:
             for chunk in region.chunks():
                 if self._file.readinto(chunk) != len(chunk):
-                    raise OSError(errno.EIO, "the file of offloaded weights is cut short")
-                beat()
+                    raise OSError(errno.EIO, "the file of offloaded weights is truncated")
+                heartbeat()
         self.close()
 
     def close(self) -> None:

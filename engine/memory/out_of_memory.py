@@ -40,6 +40,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory(error: Exception, *, doing: str, remedy: str) -> OutOfMemory:
     """Convert an out-of-memory error to Tidegate's own."""
-    # Torch may put a C++ stack trace below the line that says it.
+    # Torch may append a C++ stack trace to the message.
     why = (str(error) or type(error).__name__).splitlines()[0]
     return OutOfMemory(doing=doing, remedy=remedy, why=why)

@@ -199,14 +199,16 @@ def read_architecture(file: Path) -> str:
         ModelError: the file is missing or damaged.
     """
     naming = _convert(file, _read_json(file), _Naming)
-    named = naming.architectures or [
+    names = naming.architectures or [
         name for name, family in FAMILIES.items() if family.model_type == naming.model_type
     ]
-    known = [name for name in named if name in FAMILIES or name in CLASSIFIERS]
+    known = [name for name in names if name in FAMILIES or name in CLASSIFIERS]
     if not known:
-        found = ", ".join(named) or naming.model_type or "no architecture"
-        ours = ", ".join([*sorted(FAMILIES), *sorted(CLASSIFIERS)])
-        raise ModelNotComputed(f"{file} names {found}; our own code computes {ours}")
+        generation = ", ".join(names) or naming.model_type or "no architecture"
+        supported = ", ".join([*sorted(FAMILIES), *sorted(CLASSIFIERS)])
+        raise ModelNotComputed(
+            f"{file} names {generation}; Tidegate's own code computes {supported}"
+        )
     return known[0]
 
 
@@ -222,8 +224,12 @@ def read_fields(file: Path, family: Family) -> ConfigFields:
 def read_eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
     """Return the EOS tokens: generation_config.json's if it has any, else config.json's."""
     file = directory / "generation_config.json"
-    found = _convert(file, _read_json(file), _GenerationFields) if file.exists() else None
-    ids = in_config if found is None or found.eos_token_id is None else found.eos_token_id
+    generation = _convert(file, _read_json(file), _GenerationFields) if file.exists() else None
+    ids = (
+        in_config
+        if generation is None or generation.eos_token_id is None
+        else generation.eos_token_id
+    )
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -28,7 +28,7 @@ from tidegate.engine.weights.weight_conversions import (
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError
 
-CONTEXT_TOKENS_UNSAID = 32_768
+CONTEXT_TOKENS_DEFAULT = 32_768
 """Context limit of models whose positions are unbounded; the KV cache is not."""
 
 POSITIONS = re.compile(r"(^|[._])(wpe|embed_positions|position_embeddings?)$")
@@ -58,23 +58,23 @@ class FallbackWeights(WeightStore):
         module: Any,
         aliases: dict[str, str],
         conversions: Sequence[Conversion] = (),
-        passed_over: frozenset[str] = frozenset(),
+        unused_names: frozenset[str] = frozenset(),
         ignored: frozenset[str] = frozenset(),
     ) -> None:
         self.module = module
         self._aliases = aliases
         """Names of tied tensors, each with the name of the tensor that it shares."""
         self._conversions = conversions
-        self.passed_over = passed_over
-        """Tensors of the directory that the transformers model does not use; the
-        engine warns of them."""
+        self.unused_names = unused_names
+        """Tensors of the directory that the transformers model does not use; the engine warns about
+        them."""
         self._ignored_names = ignored
         """Tensors of the directory that transformers ignores in every such model, such as
         masks of old GPT-2s."""
-        places, joint = converted_targets(
-            _places(module, aliases), conversions, stores_directory=False
+        copy_targets, joint_targets = converted_targets(
+            _copy_targets(module, aliases), conversions, stores_directory=False
         )
-        super().__init__(type(module).__name__, places, joint=joint)
+        super().__init__(type(module).__name__, copy_targets, joint=joint_targets)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,33 +83,35 @@ class FallbackWeights(WeightStore):
         return dtype
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into its place; the base model's prefix in its name is optional.
+        """Copy a tensor to its targets; the base model's prefix in its name is optional.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.
         """
         prefix = f"{self.module.base_model_prefix}."
-        others = (name, prefix + name, name.removeprefix(prefix))
-        super().load(next(filter(self._knows, others), name), tensor)
+        spellings = (name, prefix + name, name.removeprefix(prefix))
+        super().load(next(filter(self._has_target, spellings), name), tensor)
 
-    def _knows(self, name: str) -> bool:
-        return any(name in names for names in (self._places, self._joint_targets, self._aliases))
+    def _has_target(self, name: str) -> bool:
+        return any(
+            name in names for names in (self._copy_targets, self._joint_targets, self._aliases)
+        )
 
     def is_redundant(self, name: str) -> bool:
         """Whether a tensor is tied to another one, or ignored by transformers."""
         return any(
-            name in names for names in (self._aliases, self.passed_over, self._ignored_names)
+            name in names for names in (self._aliases, self.unused_names, self._ignored_names)
         )
 
     def tied_to(self, name: str) -> str | None:
         """Return the name of the tensor that ``name`` is tied to."""
         return self._aliases.get(name)
 
-    def twin(self) -> "FallbackWeights":
+    def allocate_copy(self) -> "FallbackWeights":
         """Return a second version in memory of its own."""
         module = copy.deepcopy(self.module)
         return FallbackWeights(
-            module, self._aliases, self._conversions, self.passed_over, self._ignored_names
+            module, self._aliases, self._conversions, self.unused_names, self._ignored_names
         )
 
 
@@ -126,13 +128,15 @@ def read_config(path: Path) -> Any:
         raise ModelError(f"transformers can't read {path}: {_first_line(error)}") from error
     text = config.get_text_config()
     refuse_other_tasks(path, config)
-    for name, what in (
+    for name, reason in (
         ("is_encoder_decoder", "has an encoder"),
         ("quantization_config", "is quantised"),
         ("use_bidirectional_attention", "attends to later tokens"),
     ):
         if getattr(config, name, None) or getattr(text, name, None):
-            raise ModelError(f"{path} {what} ({name}); such a model can't be served by this engine")
+            raise ModelError(
+                f"{path} {reason} ({name}); such a model can't be served by this engine"
+            )
     return config
 
 
@@ -148,17 +152,17 @@ def refuse_other_tasks(path: Path, config: Any) -> None:
     Raises:
         ModelError: no class in ``architectures`` is a causal language model.
     """
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    first_name = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     named = list(config.architectures or ())
-    if not named or any(name in known for name in named):
+    if not named or any(name in first_name for name in named):
         return
-    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if any(name.endswith(CAUSAL) for name in named):
         return
     raise ModelError(
-        f"{path} is a {', '.join(named)}, which has no LM head, so no text can be sampled from it. "
+        f"{path} is a {', '.join(named)}, which has no LM head, so no token can be sampled. "
         f"Serve a causal language model"
-        + (f", such as a {own} of the same kind" if own else "")
+        + (f", such as a {causal} of the same kind" if causal else "")
         + "; rewards and embeddings come from sequence classifiers of the families that Tidegate's "
         "own code computes (tidegate.score_server)"
     )
@@ -170,8 +174,8 @@ def context_tokens_max(config: Any) -> int:
     A ``longrope`` changes the rotation of all positions once a context exceeds the original length,
     which would invalidate cached keys; so contexts end there.
     """
-    said = _said_context_tokens(config)
-    limits = [CONTEXT_TOKENS_UNSAID if said is None else said]
+    stated = _stated_context_tokens(config)
+    limits = [CONTEXT_TOKENS_DEFAULT if stated is None else stated]
     return min(limits + _longrope_limits(config))
 
 
@@ -191,16 +195,17 @@ def learned_positions(module: Any) -> list[int]:
 
 def shortened_context(config: Any) -> list[str]:
     """Return a warning if contexts are limited to less than the config allows."""
-    said, limit = _said_context_tokens(config), context_tokens_max(config)
-    if said is None or said <= limit:
+    stated, limit = _stated_context_tokens(config), context_tokens_max(config)
+    if stated is None or stated <= limit:
         return []
     return [
-        f"Contexts end at {limit} of the {said} tokens that config.json allows: its longrope turns "
-        f"all positions otherwise beyond {limit}, and cached keys would be wrong"
+        f"Contexts end at {limit} of the {stated} tokens that config.json allows: its longrope "
+        "turns "
+        f"all positions differently beyond {limit}, and cached keys would be wrong"
     ]
 
 
-def _said_context_tokens(config: Any) -> int | None:
+def _stated_context_tokens(config: Any) -> int | None:
     text = config.get_text_config()
     found = (getattr(text, name, None) for name in CONTEXT_FIELDS)
     return next((int(tokens) for tokens in found if tokens is not None), None)
@@ -239,30 +244,30 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
         if is_out_of_memory(error):
             raise
         raise ModelError(f"transformers can't load {path}: {_first_line(error)}") from error
-    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    refuse_lacking(path, sorted(lacking))
+    missing = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    refuse_lacking(path, sorted(missing))
     aliases = _aliases(module)
     module.eval().requires_grad_(False)
     _widen_head(module)
     conversions = find_conversions(module, [n for n in module.state_dict() if n not in aliases])
-    passed_over = frozenset(info["unexpected_keys"])
+    unused_names = frozenset(info["unexpected_keys"])
     patterns = module._keys_to_ignore_on_load_unexpected or ()
     ignored = frozenset(
         name for name in tensor_names(path) if any(re.search(p, name) for p in patterns)
     )
-    return FallbackWeights(module, aliases, conversions, passed_over, ignored)
+    return FallbackWeights(module, aliases, conversions, unused_names, ignored)
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Keep progress bars off the engine's stderr, which is for errors."""
     log: Any = transformers.utils.logging
-    had_bars = log.is_progress_bar_enabled()
+    were_enabled = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:
         yield
     finally:
-        if had_bars:
+        if were_enabled:
             log.enable_progress_bar()
 
 
@@ -288,25 +293,26 @@ def _widen_head(module: Any) -> None:
 
 def _aliases(module: Any) -> dict[str, str]:
     """Return the names of tensors that share memory with an earlier name."""
-    first: dict[tuple[int, torch.Size], str] = {}
+    names: dict[tuple[int, torch.Size], str] = {}
     aliases = {}
     for name, tensor in module.state_dict().items():
-        known = first.setdefault((tensor.data_ptr(), tensor.shape), name)
-        if known != name:
-            aliases[name] = known
+        first_name = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if first_name != name:
+            aliases[name] = first_name
     return aliases
 
 
-def _places(module: Any, aliases: dict[str, str]) -> dict[str, CopyTarget]:
-    """Return a place per tensor of the module; a head tied to the embedding is
-    filled along with it."""
+def _copy_targets(module: Any, aliases: dict[str, str]) -> dict[str, CopyTarget]:
+    """Return the copy target of each tensor of the module; a tied head that is a separate tensor is
+    filled with its embedding."""
     tensors: dict[str, torch.Tensor] = module.state_dict()
     targets = {name: [tensor] for name, tensor in tensors.items() if name not in aliases}
     for alias, name in aliases.items():
         if tensors[alias].data_ptr() != tensors[name].data_ptr():
             targets[name].append(tensors[alias])
     return {
-        name: CopyTarget(tuple(where[0].shape), tuple(where)) for name, where in targets.items()
+        name: CopyTarget(tuple(tensors[0].shape), tuple(tensors))
+        for name, tensors in targets.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Weights of one decoder layer, and where each published tensor is stored in them.
+"""Weights of one decoder layer, and the copy target of each published tensor.
 
 Used by ``Weights``. Query, key and value projections are stacked in one matrix, and so are gate and
 up. Matrices have the layouts of :mod:`tidegate.kernels.weight_matrix`.
@@ -63,40 +63,40 @@ def allocate_layer(
 ) -> LayerWeights:
     """Allocate a layer's tensors, uninitialised."""
 
-    def room(*shape: int) -> torch.Tensor:
+    def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def room_if(present: bool, *shape: int) -> torch.Tensor | None:
-        return room(*shape) if present else None
+    def empty_if(present: bool, *shape: int) -> torch.Tensor | None:
+        return empty(*shape) if present else None
 
     hidden, head_dim = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = (heads + 2 * kv_heads) * head_dim
     experts = config.experts if shape.has_experts else None
     inner = config.intermediate_size if experts is None else experts.intermediate_size
-    mlps = range(1) if experts is None else experts.here
+    mlps = range(1) if experts is None else experts.local
     return LayerWeights(
-        input_norm=room(hidden),
+        input_norm=empty(hidden),
         qkv=matrix(qkv, hidden),
-        qkv_bias=room_if(config.qkv_bias, qkv),
-        qk_norm=room_if(config.qk_norm, heads + kv_heads, head_dim),
+        qkv_bias=empty_if(config.qkv_bias, qkv),
+        qk_norm=empty_if(config.qk_norm, heads + kv_heads, head_dim),
         output=matrix(hidden, heads * head_dim),
-        output_bias=room_if(config.output_bias, hidden),
-        attention_post_norm=room_if(config.post_norms, hidden),
-        mlp_norm=room(hidden),
+        output_bias=empty_if(config.output_bias, hidden),
+        attention_post_norm=empty_if(config.post_norms, hidden),
+        mlp_norm=empty(hidden),
         router=None if experts is None else router(experts.count, hidden),
         gate_up=tuple(matrix(2 * inner, hidden) for _ in mlps),
-        gate_up_bias=room_if(config.mlp_bias, 2 * inner),
+        gate_up_bias=empty_if(config.mlp_bias, 2 * inner),
         down=tuple(matrix(hidden, inner) for _ in mlps),
-        down_bias=room_if(config.mlp_bias, hidden),
-        mlp_post_norm=room_if(config.post_norms, hidden),
+        down_bias=empty_if(config.mlp_bias, hidden),
+        mlp_post_norm=empty_if(config.post_norms, hidden),
     )
 
 
-def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, CopyTarget]]:
-    """Yield the place of each published tensor, as views with its published shape."""
+def layer_targets(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, CopyTarget]]:
+    """Yield the copy target of each published tensor, as views with its published shape."""
     for name, norm in _norms(layer):
-        yield f"{name}.weight", _one(norm)
+        yield f"{name}.weight", _target(norm)
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     yield from _fused(names, (query, kv, kv), layer.qkv, layer.qkv_bias)
@@ -108,7 +108,7 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
     if layer.router is not None:
         yield from _fused(("mlp.gate",), layer.router.shape[:1], layer.router, None)
         assert config.experts is not None  # set whenever there is a router
-        numbers = config.experts.here
+        numbers = config.experts.local
         for expert, gate_up, down in zip(numbers, layer.gate_up, layer.down, strict=True):
             yield from _mlp(f"mlp.experts.{expert}", gate_up, down)
     else:
@@ -116,14 +116,14 @@ def layer_places(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str
         yield from _mlp("mlp", gate_up, down, layer.gate_up_bias, layer.down_bias)
 
 
-def joint_places(
+def joint_targets(
     layer: LayerWeights, prefix: str, experts: Experts | None
 ) -> Iterator[tuple[str, CopyTarget]]:
-    """Yield the places of stacked expert tensors, which a directory holds one by one."""
+    """Yield the copy targets of stacked expert tensors, which a directory holds one by one."""
     if layer.router is None or experts is None:
         return
-    here = experts.here
-    held = None if experts.held is None else TensorSlice(0, here.start, len(here))
+    local = experts.local
+    local_range = None if experts.local_range is None else TensorSlice(0, local.start, len(local))
     for name, matrices, parts in (
         ("gate_up_proj", layer.gate_up, ("gate_proj", "up_proj")),
         ("down_proj", layer.down, ("down_proj",)),
@@ -134,7 +134,10 @@ def joint_places(
             for part in parts
         )
         shape = (experts.count, *matrices[0].shape)
-        yield f"{prefix}mlp.experts.{name}", CopyTarget(shape, (_Stack(matrices),), covers, held)
+        yield (
+            f"{prefix}mlp.experts.{name}",
+            CopyTarget(shape, (_Stack(matrices),), covers, local_range),
+        )
 
 
 class _Stack:
@@ -148,9 +151,9 @@ class _Stack:
             matrix.rows(0, matrix.shape[0]).copy_(part)
 
     def take_over(self, other: "_Stack", /) -> None:
-        for mine, its in zip(self._matrices, other._matrices, strict=True):
-            rows = mine.shape[0]
-            take_over(mine.rows(0, rows), its.rows(0, rows))
+        for matrix_, other_matrix in zip(self._matrices, other._matrices, strict=True):
+            rows = matrix_.shape[0]
+            take_over(matrix_.rows(0, rows), other_matrix.rows(0, rows))
 
     def unpacked(self) -> torch.Tensor:
         return torch.stack([matrix.unpacked() for matrix in self._matrices])
@@ -191,13 +194,13 @@ def _fused(
 ) -> Iterator[tuple[str, CopyTarget]]:
     first = 0
     for name, width in zip(names, widths, strict=True):
-        place = CopyTarget((width, matrix.shape[1]), (matrix.rows(first, width),))
-        yield f"{name}.weight", place
+        target = CopyTarget((width, matrix.shape[1]), (matrix.rows(first, width),))
+        yield f"{name}.weight", target
         first += width
     if bias is not None:
         for name, part in zip(names, bias.split_with_sizes(widths), strict=True):
-            yield f"{name}.bias", _one(part)
+            yield f"{name}.bias", _target(part)
 
 
-def _one(target: torch.Tensor) -> CopyTarget:
+def _target(target: torch.Tensor) -> CopyTarget:
     return CopyTarget(tuple(target.shape), (target,))

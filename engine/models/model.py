@@ -52,9 +52,9 @@ class LayerPlan:
 
     attention: Sequence[AttentionPlan]
     """Attention plan of each layer; layers of one kind share theirs."""
-    places: SlotMapping
+    slot_mapping: SlotMapping
     write_index: torch.Tensor | None
-    """KV slots to write; None for compiled code, which uses ``places``."""
+    """KV slots to write; None for compiled code, which uses ``slot_mapping``."""
     scratch: torch.Tensor
     """Memory for :func:`~tidegate.kernels.attention.attend`."""
     native: Native | None
@@ -179,7 +179,7 @@ def _attention(
     qkv = layer.qkv.linear(normed, layer.qkv_bias)
     add_low_rank(plan.adapters, number, "qkv", normed, qkv)
     qkv = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-    query = _place(layer, config, qkv, cache, plan, attention)
+    query = _rotate_and_write(layer, config, qkv, cache, plan, attention)
     outputs = [
         _attend(query[group.first_token : group.end_token], cache, group, config, plan)
         for group in attention.groups
@@ -187,7 +187,7 @@ def _attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _place(
+def _rotate_and_write(
     layer: LayerWeights,
     config: ModelConfig,
     qkv: torch.Tensor,
@@ -198,17 +198,17 @@ def _place(
     """Apply rotary embeddings, write keys and values; return the queries [T, A, D]."""
     if plan.native is not None:
         return plan.native.rotate_and_write(
-            qkv, layer.qk_norm, attention.rotations, plan.places, cache, config.norm_epsilon
+            qkv, layer.qk_norm, attention.rotations, plan.slot_mapping, cache, config.norm_epsilon
         )
     assert plan.write_index is not None  # set whenever there is no compiled code
-    heads, turning = config.num_heads, config.num_heads + config.num_kv_heads
-    turned = qkv[:, :turning]
+    heads, rotated_heads = config.num_heads, config.num_heads + config.num_kv_heads
+    rotated = qkv[:, :rotated_heads]
     if layer.qk_norm is not None:
-        turned = _norm(turned, layer.qk_norm, config)
-    turned = apply_rope(turned, attention.rotations[:, :1], attention.rotations[:, 1:])
-    keys_values = torch.cat([turned[:, heads:], qkv[:, turning:]], dim=1)
+        rotated = _norm(rotated, layer.qk_norm, config)
+    rotated = apply_rope(rotated, attention.rotations[:, :1], attention.rotations[:, 1:])
+    keys_values = torch.cat([rotated[:, heads:], qkv[:, rotated_heads:]], dim=1)
     write_kv(cache, plan.write_index, keys_values)
-    return turned[:, :heads]
+    return rotated[:, :heads]
 
 
 def _attend(
@@ -238,14 +238,16 @@ def _experts(
     Tokens of one expert are computed together. Experts on other ranks are left to those ranks.
     """
     assert config.experts is not None  # set whenever there is a router
-    per_token, here = config.experts.per_token, config.experts.here
-    shares, chosen = router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
+    per_token, local = config.experts.per_token, config.experts.local
+    gate_weights, expert_ids = (
+        router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
+    )
     if config.experts.normalises:
-        shares /= shares.sum(-1, keepdim=True)
-    experts, order = chosen.flatten().sort(stable=True)
+        gate_weights /= gate_weights.sum(-1, keepdim=True)
+    experts, order = expert_ids.flatten().sort(stable=True)
     counts = experts.bincount(minlength=config.experts.count).tolist()
-    first = sum(counts[: here.start])
-    counts = counts[here.start : here.stop]
+    first = sum(counts[: local.start])
+    counts = counts[local.start : local.stop]
     order = order[first : first + sum(counts)]
     tokens = order // per_token
     outputs = [normed.new_empty((0, normed.shape[1]))]
@@ -254,7 +256,7 @@ def _experts(
             inner = _gated(layer.gate_up[expert].linear(part), activate, compiled)
             outputs.append(layer.down[expert].linear(inner))
     mixed = torch.cat(outputs)
-    mixed *= shares.flatten()[order, None].to(mixed.dtype)
+    mixed *= gate_weights.flatten()[order, None].to(mixed.dtype)
     return torch.zeros_like(normed).index_add_(0, tokens, mixed)
 
 
@@ -309,6 +311,6 @@ def _add(
 
 def _summed(x: torch.Tensor, group: "RankGroup") -> torch.Tensor:
     """Sum ``x`` over the ranks in float32, rounded once."""
-    wide = x.float()
-    group.sum_(wide)
-    return wide.to(x.dtype)
+    summed = x.float()
+    group.all_reduce_(summed)
+    return summed.to(x.dtype)

@@ -49,13 +49,13 @@ class Experts:
     intermediate_size: int
     normalises: bool
     """Whether the router weights of a token's experts are normalised to sum to 1."""
-    held: range | None = None
+    local_range: range | None = None
     """Experts computed on this rank; None for all."""
 
     @property
-    def here(self) -> range:
+    def local(self) -> range:
         """Experts computed on this rank."""
-        return range(self.count) if self.held is None else self.held
+        return range(self.count) if self.local_range is None else self.local_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +122,11 @@ class ModelConfig:
         file = path / "config.json"
         architecture = read_architecture(file)
         fields = read_fields(file, _family(architecture))
-        refuse_what_nobody_serves(file, fields)
+        refuse_unsupported(file, fields)
         return _build(file, architecture, fields, read_eos_token_ids(path, fields.eos_token_id))
 
 
-def refuse_what_nobody_serves(file: Path, fields: ConfigFields) -> None:
+def refuse_unsupported(file: Path, fields: ConfigFields) -> None:
     """Refuse models that neither Tidegate nor transformers can sample for rollouts."""
     if fields.quantization_config is not None:
         method = fields.quantization_config.get("quant_method", "unnamed")
@@ -223,13 +223,13 @@ def _layers(file: Path, fields: ConfigFields, family: Family) -> tuple[LayerShap
     if window is not None and window < 1:
         raise ModelError(f"{file}: sliding_window must be at least 1, got {window}")
     if family.has_local_rope:
-        local, whole = read_local_rope(file, fields)
+        local_rope, global_rope = read_local_rope(file, fields)
     else:
-        local = whole = read_rope(file, fields)
+        local_rope = global_rope = read_rope(file, fields)
     slides = _sliding_layers(file, fields, family, window)
     kinds = {
-        True: AttentionKind(rope=local, window_tokens=window),
-        False: AttentionKind(rope=whole),
+        True: AttentionKind(rope=local_rope, window_tokens=window),
+        False: AttentionKind(rope=global_rope),
     }
     return tuple(
         LayerShape(attention=kinds[sliding], has_experts=_has_experts(fields, family, layer))
@@ -241,24 +241,28 @@ def _sliding_layers(
     file: Path, fields: ConfigFields, family: Family, window: int | None
 ) -> list[bool]:
     types = fields.layer_types
-    others = sorted(set(types or []) - {"full_attention", "sliding_attention"})
-    if others:
-        raise ModelNotComputed(f"{file} has layers of {', '.join(others)}, which we don't compute")
-    numbers = range(fields.num_hidden_layers)
+    unsupported = sorted(set(types or []) - {"full_attention", "sliding_attention"})
+    if unsupported:
+        raise ModelNotComputed(
+            f"{file} has layers of {', '.join(unsupported)}, which Tidegate does not compute"
+        )
+    layers = range(fields.num_hidden_layers)
     if types is not None and family.reads_layer_types:
         slides = [name == "sliding_attention" for name in types]
     elif family.sliding == "pattern":
-        slides = [(layer + 1) % fields.sliding_window_pattern != 0 for layer in numbers]
+        slides = [(layer + 1) % fields.sliding_window_pattern != 0 for layer in layers]
     elif family.sliding == "above":
-        slides = [window is not None and layer >= fields.max_window_layers for layer in numbers]
+        slides = [window is not None and layer >= fields.max_window_layers for layer in layers]
     else:
-        slides = [window is not None for _ in numbers]
-    if len(slides) != len(numbers):
-        raise ModelError(f"{file} has {len(numbers)} layers, but layer_types of {len(slides)}")
+        slides = [window is not None for _ in layers]
+    if len(slides) != len(layers):
+        raise ModelError(f"{file} has {len(layers)} layers, but layer_types of {len(slides)}")
     if any(slides) and window is None:
         raise ModelError(f"{file} has layers of sliding_attention, but no sliding_window is in use")
     if types is not None and [name == "sliding_attention" for name in types] != slides:
-        raise ModelNotComputed(f"{file} has layer_types, which {family.model_type} doesn't know")
+        raise ModelNotComputed(
+            f"{file} has layer_types, which {family.model_type} does not support"
+        )
     return slides
 
 
@@ -287,12 +291,12 @@ def _experts(file: Path, fields: ConfigFields) -> Experts:
 
 
 def _activation(file: Path, fields: ConfigFields, family: Family) -> str:
-    named = fields.hidden_activation or "" if family.is_gemma else fields.hidden_act
-    if named not in ACTIVATIONS:
+    activation = fields.hidden_activation or "" if family.is_gemma else fields.hidden_act
+    if activation not in ACTIVATIONS:
         raise ModelNotComputed(
-            f"{file} asks for activation {named!r}; we compute {', '.join(ACTIVATIONS)}"
+            f"{file} asks for activation {activation!r}; Tidegate computes {', '.join(ACTIVATIONS)}"
         )
-    return named
+    return activation
 
 
 def _attention_soft_cap(file: Path, fields: ConfigFields, family: Family) -> float | None:

@@ -19,7 +19,7 @@ from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.engine.models.layer_weights import (
     LayerWeights,
     allocate_layer,
-    joint_places,
+    joint_targets,
 )
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.shards import WHOLE, TensorShard
@@ -78,7 +78,7 @@ class Weights(WeightStore):
         classification head."""
         joint = dict(_joint_targets(self))
         model = f"{config.architecture} of {config.num_layers} layers"
-        super().__init__(model, dict(_places(self)), joint=joint)
+        super().__init__(model, dict(_copy_targets(self)), joint=joint)
 
     @classmethod
     def allocate(
@@ -101,7 +101,7 @@ class Weights(WeightStore):
         vocabulary = (shard.vocabulary_rows(config), config.hidden_size)
         outputs = config.labels or vocabulary[0]
         head = make_exact_matrix(outputs, config.hidden_size, dtype, is_packed=is_packed)
-        shares = config.tied_head and dtype == torch.float32
+        shares_head = config.tied_head and dtype == torch.float32
         exact = partial(make_matrix, dtype=dtype, is_packed=is_packed)
         matrix = (
             exact
@@ -110,7 +110,7 @@ class Weights(WeightStore):
         )
         return cls(
             config,
-            head if shares else make_matrix(*vocabulary, dtype, is_packed=False),
+            head if shares_head else make_matrix(*vocabulary, dtype, is_packed=False),
             [allocate_layer(local, shape, dtype, matrix, exact) for shape in local.layers],
             torch.empty(config.hidden_size, dtype=dtype),
             head,
@@ -122,12 +122,12 @@ class Weights(WeightStore):
         """Return the embeddings [T, H] of tokens [T]."""
         if self.group is None:
             return self.embedding.take(token_ids)
-        held = self.shard.vocabulary(self.whole_config)
-        places = token_ids - held.first
-        elsewhere = (places < 0) | (places >= held.count)
-        embedded = self.embedding.take(places.masked_fill(elsewhere, 0))
-        embedded[elsewhere] = 0.0
-        self.group.sum_(embedded)
+        local_rows = self.shard.vocabulary(self.whole_config)
+        local_ids = token_ids - local_rows.first
+        is_remote = (local_ids < 0) | (local_ids >= local_rows.count)
+        embedded = self.embedding.take(local_ids.masked_fill(is_remote, 0))
+        embedded[is_remote] = 0.0
+        self.group.all_reduce_(embedded)
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Weights(WeightStore):
         logits = head.linear(hidden if isinstance(head, ExactMatrix) else hidden.float())
         if self.group is None or self.config.labels:
             return logits
-        return self.group.join(logits)[:, : self.config.vocab_size]
+        return self.group.all_gather(logits)[:, : self.config.vocab_size]
 
     def is_redundant(self, name: str) -> bool:
         """Whether it is a tied head, or the rotary frequencies of an old Llama directory."""
@@ -145,9 +145,9 @@ class Weights(WeightStore):
 
     def make_adapter(self, tensors: Mapping[str, torch.Tensor], scale: float) -> Adapter:
         """Make a LoRA adapter for this model from tensors named as in the protocol."""
-        like = MatrixLayout(self.dtype, self.is_packed)
+        layout = MatrixLayout(self.dtype, self.is_packed)
         layers = self.config.num_layers
-        return make_adapter(tensors, scale, self._places, num_layers=layers, like=like)
+        return make_adapter(tensors, scale, self._copy_targets, num_layers=layers, layout=layout)
 
     def tied_to(self, name: str) -> str | None:
         """Return the embedding's name for a tied model's head."""
@@ -178,9 +178,9 @@ def load_directory(
 
 
 def fill_from_directory(
-    weights: WeightStore, path: Path, beat: Callable[[], None] = lambda: None
+    weights: WeightStore, path: Path, heartbeat: Callable[[], None] = lambda: None
 ) -> None:
-    """Overwrite weights from a Hugging Face directory, calling ``beat`` after each tensor.
+    """Overwrite weights from a Hugging Face directory, calling ``heartbeat`` after each tensor.
 
     Raises:
         ModelError: files are missing or damaged, or do not fit the weights.
@@ -191,7 +191,7 @@ def fill_from_directory(
             weights.load(name, tensor)
         except WeightsRefused as error:
             raise ModelError(f"{path} does not fit its own config.json: {error}") from error
-        beat()
+        heartbeat()
     refuse_lacking(path, weights.missing())
 
 
@@ -207,19 +207,19 @@ def refuse_lacking(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _places(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
+def _copy_targets(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
     config, shard = weights.config, weights.shard
-    held = shard.vocabulary(config)
-    part = None if shard.is_whole else held
-    embedding = [weights.embedding.rows(0, held.count)]
-    head = weights.head.rows(0, config.labels or held.count)
+    local_rows = shard.vocabulary(config)
+    part = None if shard.is_whole else local_rows
+    embedding = [weights.embedding.rows(0, local_rows.count)]
+    head = weights.head.rows(0, config.labels or local_rows.count)
     if config.tied_head and weights.head is not weights.embedding:
         embedding.append(head)
     vocabulary = (config.vocab_size, config.hidden_size)
     yield "model.embed_tokens.weight", CopyTarget(vocabulary, tuple(embedding), part=part)
     for number, layer in enumerate(weights.layers):
-        for name, place in shard.layer_places(layer, config, weights.whole_config):
-            yield f"model.layers.{number}.{name}", place
+        for name, target in shard.layer_targets(layer, config, weights.whole_config):
+            yield f"model.layers.{number}.{name}", target
     yield "model.norm.weight", CopyTarget((config.hidden_size,), (weights.final_norm,))
     if not config.tied_head:
         if config.labels:
@@ -230,4 +230,4 @@ def _places(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
 
 def _joint_targets(weights: Weights) -> Iterator[tuple[str, CopyTarget]]:
     for number, layer in enumerate(weights.layers):
-        yield from joint_places(layer, f"model.layers.{number}.", weights.config.experts)
+        yield from joint_targets(layer, f"model.layers.{number}.", weights.config.experts)

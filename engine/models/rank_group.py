@@ -24,12 +24,12 @@ takes about 1 s."""
 class RankGroup:
     """One rank's end of the group. Every rank must make the same calls in the same order."""
 
-    def __init__(self, rank: int, ranks: int, meeting_place: Path) -> None:
-        """``meeting_place`` is a file that does not exist yet, in a directory
+    def __init__(self, rank: int, ranks: int, rendezvous_file: Path) -> None:
+        """``rendezvous_file`` is a file that does not exist yet, in a directory
         private to this user."""
         self.rank = rank
         self.ranks = ranks
-        self._meeting_place = meeting_place
+        self._rendezvous_file = rendezvous_file
         self._group: Any = None
 
     def connect(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -44,23 +44,23 @@ class RankGroup:
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=timeout_s)
         try:
-            store = _distributed.FileStore(str(self._meeting_place), self.ranks)
+            store = _distributed.FileStore(str(self._rendezvous_file), self.ranks)
             self._group = gloo(store, self.rank, self.ranks, options)
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def sum_(self, x: torch.Tensor) -> None:
+    def all_reduce_(self, x: torch.Tensor) -> None:
         """Sum ``x`` over the ranks in place (all-reduce); all ranks get the same bits.
 
         Raises:
             RankLost: a rank is gone or does not answer.
         """
         try:
-            self._connected().allreduce([x]).wait()
+            self._require_group().allreduce([x]).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' ``x`` [S, n] to [S, n * ranks] (all-gather).
 
         Raises:
@@ -68,14 +68,14 @@ class RankGroup:
         """
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         try:
-            self._connected().allgather([parts], [x]).wait()
+            self._require_group().allgather([parts], [x]).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
         return torch.cat(parts, dim=1)
 
-    def _connected(self) -> Any:
+    def _require_group(self) -> Any:
         if self._group is None:
-            raise AssertionError("connect first")
+            raise AssertionError("connect() was not called")
         return self._group
 
     def _lost(self, error: RuntimeError) -> RankLost:

@@ -87,72 +87,86 @@ def read_local_rope(file: Path, fields: ConfigFields) -> tuple[Rope, Rope]:
         ModelNotComputed: a kind is not supported.
     """
     nested = fields.rope_parameters or {}
-    local = nested.get("sliding_attention") or {}
-    whole = (nested.get("full_attention") or {}) | (fields.rope_scaling or {})
-    if not isinstance(local, dict) or not isinstance(whole, dict):
-        raise ModelError(f"{file}: rope parameters {nested} make no sense")
+    local_fields = nested.get("sliding_attention") or {}
+    global_fields = (nested.get("full_attention") or {}) | (fields.rope_scaling or {})
+    if not isinstance(local_fields, dict) or not isinstance(global_fields, dict):
+        raise ModelError(
+            f"{file}: rope parameters {nested} are invalid: each layer type needs an object"
+        )
     return (
-        _rope(file, fields, local, fields.rope_local_base_freq),
-        _rope(file, fields, whole, fields.rope_theta),
+        _rope(file, fields, local_fields, fields.rope_local_base_freq),
+        _rope(file, fields, global_fields, fields.rope_theta),
     )
 
 
 def context_tokens_max(file: Path, fields: ConfigFields) -> int:
     """Return the context limit in tokens: yarn's extended length if it is stated and larger."""
     raw = fields.rope_scaling or fields.rope_parameters or {}  # transformers' precedence
-    found = _convert(file, raw)
-    original = fields.original_max_position_embeddings or found.original_max_position_embeddings
-    if (found.rope_type or found.type) != "yarn" or original is None or found.factor is None:
+    rope_fields = _convert(file, raw)
+    original = (
+        fields.original_max_position_embeddings or rope_fields.original_max_position_embeddings
+    )
+    if (
+        (rope_fields.rope_type or rope_fields.type) != "yarn"
+        or original is None
+        or rope_fields.factor is None
+    ):
         return fields.max_position_embeddings
-    return max(fields.max_position_embeddings, int(original * found.factor))
+    return max(fields.max_position_embeddings, int(original * rope_fields.factor))
 
 
 def _convert(file: Path, raw: dict[str, Any]) -> _RopeFields:
     try:
         return msgspec.convert(raw, _RopeFields)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{file}: rope parameters {raw} make no sense: {error}") from error
+        raise ModelError(f"{file}: rope parameters {raw} are invalid: {error}") from error
 
 
 def _rope(file: Path, fields: ConfigFields, raw: dict[str, Any], theta: float | None) -> Rope:
-    found = _convert(file, raw)
+    rope_fields = _convert(file, raw)
     if any(isinstance(value, dict) for value in raw.values()):
-        raise ModelNotComputed(f"{file} has rope parameters by layer type; we compute one for all")
-    if found.partial_rotary_factor != 1.0:
         raise ModelNotComputed(
-            f"{file} rotates {found.partial_rotary_factor} of each head; we compute 1.0"
+            f"{file} has rope parameters by layer type; Tidegate computes one for all layers"
         )
-    theta = found.rope_theta or theta or THETA_DEFAULT
-    _refuse_unless(theta > 1, file, "rope_theta must be above 1", theta)
-    kind = found.rope_type or found.type or "default"
+    if rope_fields.partial_rotary_factor != 1.0:
+        raise ModelNotComputed(
+            f"{file} rotates {rope_fields.partial_rotary_factor} of each head; Tidegate computes "
+            "1.0"
+        )
+    theta = rope_fields.rope_theta or theta or THETA_DEFAULT
+    _check(theta > 1, file, "rope_theta must be above 1", theta)
+    kind = rope_fields.rope_type or rope_fields.type or "default"
     if kind == "default":
         return Rope(theta=theta)
     if kind not in ("linear", "llama3", "yarn"):
         raise ModelNotComputed(
-            f"{file} asks for rope type {kind!r}; we compute default, linear, llama3 and yarn"
+            f"{file} asks for rope type {kind!r}; Tidegate computes default, linear, llama3 and "
+            "yarn"
         )
-    if found.factor is None or not found.factor > 0:
-        raise ModelError(f"{file}: rope type {kind} needs a factor above 0, got {found.factor}")
+    if rope_fields.factor is None or not rope_fields.factor > 0:
+        raise ModelError(
+            f"{file}: rope type {kind} needs a factor above 0, got {rope_fields.factor}"
+        )
     scaling = RopeScaling(
         kind="linear" if kind == "linear" else "llama3" if kind == "llama3" else "yarn",
-        factor=found.factor,
+        factor=rope_fields.factor,
         original_context_tokens=fields.original_max_position_embeddings
-        or found.original_max_position_embeddings
+        or rope_fields.original_max_position_embeddings
         or fields.max_position_embeddings,
-        low_freq_factor=found.low_freq_factor,
-        high_freq_factor=found.high_freq_factor,
-        beta_fast=found.beta_fast or 32.0,
-        beta_slow=found.beta_slow or 1.0,
-        rounds_bounds=found.truncate,
+        low_freq_factor=rope_fields.low_freq_factor,
+        high_freq_factor=rope_fields.high_freq_factor,
+        beta_fast=rope_fields.beta_fast or 32.0,
+        beta_slow=rope_fields.beta_slow or 1.0,
+        rounds_bounds=rope_fields.truncate,
     )
-    _refuse_senseless(file, scaling)
-    amplitude = _yarn_amplitude(found, found.factor) if kind == "yarn" else 1.0
-    _refuse_unless(amplitude > 0, file, "attention_factor must be above 0", amplitude)
+    _check_scaling(file, scaling)
+    amplitude = _yarn_amplitude(rope_fields, rope_fields.factor) if kind == "yarn" else 1.0
+    _check(amplitude > 0, file, "attention_factor must be above 0", amplitude)
     return Rope(theta=theta, scaling=scaling, amplitude=amplitude)
 
 
-def _refuse_senseless(file: Path, scaling: RopeScaling) -> None:
-    """Refuse numbers that give no frequencies, or NaN.
+def _check_scaling(file: Path, scaling: RopeScaling) -> None:
+    """Refuse numbers that lead to no frequencies or to NaN.
 
     Raises:
         ModelError: a number is out of range.
@@ -163,17 +177,17 @@ def _refuse_senseless(file: Path, scaling: RopeScaling) -> None:
         scaling.high_freq_factor,
     )
     slow, fast = scaling.beta_slow, scaling.beta_fast
-    _refuse_unless(tokens > 0, file, "the original context must have tokens", tokens)
+    _check(tokens > 0, file, "the original context must have tokens", tokens)
     if scaling.kind == "llama3":
-        why = "high_freq_factor must be above low_freq_factor"
-        _refuse_unless(high > low, file, why, (low, high))
+        rule = "high_freq_factor must be above low_freq_factor"
+        _check(high > low, file, rule, (low, high))
     if scaling.kind == "yarn":
-        why = "beta_slow and beta_fast must be above 0, beta_fast not the lower"
-        _refuse_unless(fast >= slow > 0, file, why, (slow, fast))
+        rule = "beta_slow and beta_fast must be above 0, beta_fast not the lower"
+        _check(fast >= slow > 0, file, rule, (slow, fast))
 
 
-def _refuse_unless(right: bool, file: Path, rule: str, got: object) -> None:
-    if not right:
+def _check(holds: bool, file: Path, rule: str, got: object) -> None:
+    if not holds:
         raise ModelError(f"{file}: {rule}, got {got}")
 
 

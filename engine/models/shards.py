@@ -11,7 +11,7 @@ Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tidegate.engine.models.layer_weights import LayerWeights, layer_places
+from tidegate.engine.models.layer_weights import LayerWeights, layer_targets
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.weights.weight_store import CopyTarget, TensorSlice
 from tidegate.errors import ConfigError
@@ -23,7 +23,7 @@ KV_PROJECTIONS = ("k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """One rank's part of a model; the only rank's is the whole model."""
+    """One rank's part of a model; the whole model if there is only one rank."""
 
     rank: int = 0
     ranks: int = 1
@@ -44,8 +44,10 @@ class TensorShard:
         self._refuse_uneven(config)
         experts = config.experts
         if experts is not None:
-            held = experts.count // self.ranks
-            experts = replace(experts, held=range(self.rank * held, (self.rank + 1) * held))
+            local_range = experts.count // self.ranks
+            experts = replace(
+                experts, local_range=range(self.rank * local_range, (self.rank + 1) * local_range)
+            )
         return replace(
             config,
             num_heads=config.num_heads // self.ranks,
@@ -67,39 +69,39 @@ class TensorShard:
         """Return the vocabulary rows of each rank; equal, so that logits can be gathered."""
         return -(-config.vocab_size // self.ranks)
 
-    def layer_places(
+    def layer_targets(
         self, layer: LayerWeights, local: ModelConfig, whole: ModelConfig
     ) -> Iterator[tuple[str, CopyTarget]]:
-        """Yield where this rank's part of each published tensor of a layer is stored."""
-        for name, place in layer_places(layer, local):
+        """Yield the copy target of this rank's part of each published tensor of a layer."""
+        for name, target in layer_targets(layer, local):
             if self.is_whole or ".experts." in name:
-                yield name, place
+                yield name, target
             else:
-                yield name, self._cut(name, place, whole)
+                yield name, self._cut(name, target, whole)
         if layer.router is not None and local.experts is not None:
             (inner, hidden), experts = layer.gate_up[0].shape, local.experts
-            for expert in (n for n in range(experts.count) if n not in experts.here):
+            for expert in (n for n in range(experts.count) if n not in experts.local):
                 prefix = f"mlp.experts.{expert}"
                 yield f"{prefix}.gate_proj.weight", CopyTarget((inner // 2, hidden), ())
                 yield f"{prefix}.up_proj.weight", CopyTarget((inner // 2, hidden), ())
                 yield f"{prefix}.down_proj.weight", CopyTarget((hidden, inner // 2), ())
 
-    def _cut(self, name: str, place: CopyTarget, whole: ModelConfig) -> CopyTarget:
+    def _cut(self, name: str, target: CopyTarget, whole: ModelConfig) -> CopyTarget:
         projection, kind = name.split(".")[-2:]
         if projection in CUT_BY_OUTPUTS:
             dim = 0
         elif projection in CUT_BY_INPUTS and kind == "weight":
             dim = 1
         else:
-            return place
-        count = place.shape[dim]
+            return target
+        count = target.shape[dim]
         full, first = count * self.ranks, count * self.rank
         if projection in KV_PROJECTIONS:
             full = whole.num_kv_heads * whole.head_dim
             first = self.rank * whole.num_kv_heads // self.ranks * whole.head_dim
-        shape = list(place.shape)
+        shape = list(target.shape)
         shape[dim] = full
-        return replace(place, shape=tuple(shape), part=TensorSlice(dim, first, count))
+        return replace(target, shape=tuple(shape), part=TensorSlice(dim, first, count))
 
     def _refuse_uneven(self, config: ModelConfig) -> None:
         counts = {
@@ -108,15 +110,15 @@ class TensorShard:
         }
         if config.experts is not None:
             counts["experts"] = config.experts.count
-        uneven = [f"{count} {what}" for what, count in counts.items() if count % self.ranks]
+        uneven = [f"{count} {name}" for name, count in counts.items() if count % self.ranks]
         larger, smaller = max(config.num_kv_heads, self.ranks), min(config.num_kv_heads, self.ranks)
         if larger % smaller:
             uneven.append(f"{config.num_kv_heads} KV heads")
         if uneven:
             raise ConfigError(
                 f"tensor_parallel_size={self.ranks}: {config.architecture} has "
-                f"{' and '.join(uneven)}, which {self.ranks} ranks can't share evenly; take "
-                f"another number of ranks"
+                f"{' and '.join(uneven)}, "
+                f"which can't be split evenly over {self.ranks} ranks; set another number of ranks"
             )
 
 

@@ -29,7 +29,9 @@ class ModelTokenizer:
 
     def _load(self) -> Tokenizer:
         if self._directory is None:
-            raise TurnRefused("this engine was given no tokenizer; ask for no text of it")
+            raise TurnRefused(
+                "this engine has no tokenizer, so stop strings and grammars are not available"
+            )
         path = self._directory / "tokenizer.json"
         if not path.exists():
             raise TurnRefused(

@@ -1,14 +1,15 @@
 """Sleep and wake of an engine with several ranks: all ranks release their memory, or none does.
 
-Used instead of ``SleepController`` on rank 0; each rank has a
-:class:`~tidegate.engine.execution.sleep.SleepController` of its own, and only rank 0's knows turns.
-Rank 0 sends heartbeats while it waits for the others, because copies to disk take long."""
+Used instead of ``SleepController`` on rank 0. Every rank has a
+:class:`~tidegate.engine.execution.sleep.SleepController` of its own, and only rank 0's controls a
+scheduler. Rank 0 sends heartbeats while it waits for the other ranks, because copies to disk take
+long."""
 
 from collections.abc import Callable, Sequence
 
 from tidegate.engine.execution.runner import Runner
 from tidegate.engine.execution.sleep import SchedulerControl, SleepController
-from tidegate.engine.ranks.team import RankProcesses
+from tidegate.engine.ranks.rank_processes import RankProcesses
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.transport import rank_messages as rank
@@ -28,12 +29,12 @@ from tidegate.transport.sleep_messages import (
 class NullSchedulerControl:
     """Stand-in for the scheduler on ranks other than 0, which have no turns of their own."""
 
-    is_pause_asked = True
+    is_pause_requested = True
     is_pause_in_effect = True
-    is_swap_asked = False
+    is_swap_requested = False
 
     def hold(self, is_held: bool) -> None:
-        """Do nothing: rank 0 sends no steps meanwhile."""
+        """Do nothing: rank 0 sends no steps while memory sleeps."""
 
     def forget_kv(self) -> None:
         """Do nothing: rank 0 preempts the turns."""
@@ -49,38 +50,40 @@ class MultiRankSleepController(SleepController):
         turns: SchedulerControl,
         *,
         reload: Callable[[WeightStore, Callable[[], None]], None],
-        team: RankProcesses,
+        peers: RankProcesses,
     ) -> None:
         super().__init__(runner, staging, turns, reload=reload)
-        self._team = team
-        self._processes = team.ranks
-        self._asleep_elsewhere: set[MemoryTag] = set()
-        """Memory that another rank could not wake, whatever its state on this rank."""
+        self._peers = peers
+        self._processes = peers.ranks
+        self._asleep_on_peers: set[MemoryTag] = set()
+        """Tags of memory that another rank could not wake; this rank's state may differ."""
 
     @property
     def asleep(self) -> list[MemoryTag]:
         """Tags of the memory that sleeps now on any rank."""
-        return [tag for tag in MEMORY_TAGS if tag in self._asleep | self._asleep_elsewhere]
+        return [tag for tag in MEMORY_TAGS if tag in self._asleep | self._asleep_on_peers]
 
     def swapped(self) -> None:
-        """Take note of a weight swap on all ranks."""
-        self._asleep_elsewhere.discard("weights")
+        """Record a weight swap on all ranks."""
+        self._asleep_on_peers.discard("weights")
         super().swapped()
 
-    def _sleep(self, asked: Sleep) -> Message:
+    def _sleep(self, request: Sleep) -> Message:
         slept_before = self.asleep
-        self._team.tell(rank.RankSleep(asked))
-        mine = super()._sleep(asked)
-        theirs = self._team.await_memory(self.beat)
-        failed = _failures(mine, theirs)
-        if not failed and isinstance(mine, Asleep):
-            returned = mine.freed_bytes + sum(answer.freed_bytes for answer in theirs)
-            return Asleep(request_id=asked.request_id, tags=mine.tags, freed_bytes=returned)
-        # All or none: memory that sleeps and did not before is woken again.
-        tags = [tag for tag in asked.tags if tag not in slept_before]
-        self._asleep_elsewhere.update(tags)  # asleep on some rank, unless all wake
-        self.wake(Wake(request_id=asked.request_id, tags=tags))
-        return SleepRequestFailed(request_id=asked.request_id, message=cut(failed))
+        self._peers.broadcast(rank.RankSleep(request))
+        local_reply = super()._sleep(request)
+        peer_replies = self._peers.await_memory(self.heartbeat)
+        failed = _failures(local_reply, peer_replies)
+        if not failed and isinstance(local_reply, Asleep):
+            returned = local_reply.freed_bytes + sum(reply.freed_bytes for reply in peer_replies)
+            return Asleep(
+                request_id=request.request_id, tags=local_reply.tags, freed_bytes=returned
+            )
+        # All ranks or none: memory that did not sleep before is woken again.
+        tags = [tag for tag in request.tags if tag not in slept_before]
+        self._asleep_on_peers.update(tags)  # asleep on some rank, unless all wake
+        self.wake(Wake(request_id=request.request_id, tags=tags))
+        return SleepRequestFailed(request_id=request.request_id, message=cut(failed))
 
     def wake(self, message: Wake) -> Message:
         """Allocate the memory again on all ranks.
@@ -89,15 +92,15 @@ class MultiRankSleepController(SleepController):
         another request wakes the rest.
         """
         tags = set(self.asleep).intersection(message.tags)
-        self._team.tell(rank.RankWake(message))
-        mine = super().wake(message)
-        theirs = self._team.await_memory(self.beat)
-        self.needs_weights |= any(answer.needs_weights for answer in theirs)
-        failed = _failures(mine, theirs)
-        if any(answer.failure for answer in theirs):
-            self._asleep_elsewhere |= tags
+        self._peers.broadcast(rank.RankWake(message))
+        local_reply = super().wake(message)
+        peer_replies = self._peers.await_memory(self.heartbeat)
+        self.needs_weights |= any(reply.needs_weights for reply in peer_replies)
+        failed = _failures(local_reply, peer_replies)
+        if any(reply.failure for reply in peer_replies):
+            self._asleep_on_peers |= tags
         else:
-            self._asleep_elsewhere -= tags
+            self._asleep_on_peers -= tags
         self._hold()
         if failed:
             return SleepRequestFailed(request_id=message.request_id, message=cut(failed))
@@ -106,20 +109,26 @@ class MultiRankSleepController(SleepController):
         )
 
 
-def memory_answer(answer: Message) -> rank.RankMemory:
-    """Convert a rank's sleep or wake answer to the message for rank 0."""
-    match answer:
+def memory_reply(reply: Message) -> rank.RankMemory:
+    """Convert the reply of a rank's sleep controller to the message for rank 0."""
+    match reply:
         case Asleep(freed_bytes=returned):
             return rank.RankMemory(freed_bytes=returned)
         case Awake(needs_weights=lacks):
             return rank.RankMemory(needs_weights=lacks)
         case SleepRequestFailed(message=why):
             return rank.RankMemory(failure=why or "failed")
-    raise AssertionError(f"{type(answer).__name__} answers neither")
+    raise AssertionError(f"{type(reply).__name__} answers neither")
 
 
-def _failures(mine: Message, theirs: Sequence[rank.RankMemory]) -> str:
+def _failures(local_reply: Message, peer_replies: Sequence[rank.RankMemory]) -> str:
     """Return which ranks failed, and why; empty if none did."""
-    failed = [f"rank 0: {mine.message}"] if isinstance(mine, SleepRequestFailed) else []
-    failed += [f"rank {n}: {its.failure}" for n, its in enumerate(theirs, start=1) if its.failure]
+    failed = (
+        [f"rank 0: {local_reply.message}"] if isinstance(local_reply, SleepRequestFailed) else []
+    )
+    failed += [
+        f"rank {rank_number}: {reply.failure}"
+        for rank_number, reply in enumerate(peer_replies, start=1)
+        if reply.failure
+    ]
     return "; ".join(failed)

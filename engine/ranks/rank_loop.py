@@ -1,7 +1,8 @@
 """Main loop of a tensor-parallel rank other than 0: its part of each step and of new weights.
 
-Run by ``ranks/worker.py``. It decides nothing: rank 0 sends it messages in the same order as to
-every rank. It reads weights from the channel that the orchestrator names, and copies its part.
+Run by ``ranks/worker.py``. The loop decides nothing: rank 0 sends the same messages in the same
+order to every rank. Each rank reads weights from the channel that the orchestrator names, and
+copies its own part.
 """
 
 import time
@@ -13,7 +14,7 @@ import numpy as np
 
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.execution.sleep import SleepController
-from tidegate.engine.ranks.multi_rank_sleep import memory_answer
+from tidegate.engine.ranks.multi_rank_sleep import memory_reply
 from tidegate.engine.sampling.scoring import Reads, RowScoring
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.transport import rank_messages as rank
@@ -22,28 +23,28 @@ from tidegate.transport.messages import InitWeights, UpdateWeights, WeightsFaile
 STAGING_POLL_S = 0.002
 """Seconds between checks for staged weights while no step runs."""
 
-SAMPLED_ELSEWHERE = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
-"""Placeholder for rows that rank 0 samples; only its presence matters here."""
+SAMPLED_ON_RANK_0 = RowSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, index=0)
+"""Placeholder for rows that rank 0 samples; other ranks only check that ``sampling`` is set."""
 
 
 class RankLoop:
-    """Serves rank 0, on one thread."""
+    """Executes rank 0's messages, on one thread."""
 
     def __init__(
         self,
         connection: Connection,
         runner: ModelRunner,
         staging: Staging,
-        sleeper: SleepController,
+        sleep_controller: SleepController,
     ) -> None:
         self._connection = connection
         self._runner = runner
         self._staging = staging
-        self._sleeper = sleeper
+        self._sleep_controller = sleep_controller
         self._version = -1
         """Version of the update under way; -1 without one."""
         self._attempt = 0
-        """Rank 0's number of the update under way."""
+        """Rank 0's attempt number of the update under way."""
 
     def run(self) -> None:
         """Serve rank 0 until it is gone.
@@ -54,9 +55,9 @@ class RankLoop:
         while True:
             try:
                 while not self._connection.poll(STAGING_POLL_S if self._staging.is_busy else None):
-                    self._tell()
+                    self._report_staged()
                 frame = self._connection.recv_bytes()
-                self._tell()
+                self._report_staged()
             except (EOFError, ConnectionError):
                 return  # rank 0 has ended
             self._handle(rank.decode_to_rank(frame))
@@ -71,42 +72,43 @@ class RankLoop:
                 self._staging.abandon()
                 self._version = -1
             case rank.AbortWeightUpdate(reason=why):
-                self._staging.give_up(why)
+                self._staging.cancel_update(why)
             case rank.SwapWeights(version=version):
-                self._runner.swap(self._staging.exchange(version, self._runner.weights))
-                self._sleeper.swapped()
-            case rank.RankSleep(request=asked):
-                self._sleeper.ask(asked)
-                while not (answers := self._sleeper.settle()):
+                self._runner.swap(self._staging.swap(version, self._runner.weights))
+                self._sleep_controller.swapped()
+            case rank.RankSleep(request=request):
+                self._sleep_controller.queue_request(request)
+                while not (replies := self._sleep_controller.run_pending()):
                     time.sleep(STAGING_POLL_S)  # until the current copy has stopped
-                    self._tell()
-                self._send(memory_answer(answers[0]))
-            case rank.RankWake(request=asked):
-                self._send(memory_answer(self._sleeper.wake(asked)))
+                    self._report_staged()
+                self._send(memory_reply(replies[0]))
+            case rank.RankWake(request=request):
+                self._send(memory_reply(self._sleep_controller.wake(request)))
             case rank.InitProcessGroup():
-                raise AssertionError("ranks meet once")
+                raise AssertionError("Connect was sent twice")
 
-    def _relay(self, relayed: rank.ForwardWeightMessage) -> None:
-        message = relayed.message
+    def _relay(self, relay: rank.ForwardWeightMessage) -> None:
+        message = relay.message
         if isinstance(message, InitWeights):
             self._staging.init(message)
         elif isinstance(message, UpdateWeights):
             self._staging.update(message)
         else:
-            self._version, self._attempt = message.version, relayed.attempt
-            version = relayed.live_version
+            self._version, self._attempt = message.version, relay.attempt
+            version = relay.live_version
             live = None if version is None else Live(version, self._runner.weights)
             self._staging.start(message, live)
 
-    def _tell(self) -> None:
-        """Report how the current update ended, if it did; results of older updates are dropped."""
-        for answer in self._staging.take_answers():
-            if getattr(answer, "version", None) != self._version:
+    def _report_staged(self) -> None:
+        """Report the outcome of the current update, if it has ended; outcomes of older updates are
+        dropped."""
+        for reply in self._staging.take_replies():
+            if getattr(reply, "version", None) != self._version:
                 continue
-            if isinstance(answer, WeightsStaged):
+            if isinstance(reply, WeightsStaged):
                 self._send(rank.RankStaged(self._attempt))
-            elif isinstance(answer, WeightsFailed):
-                self._send(rank.RankStaged(self._attempt, answer.message))
+            elif isinstance(reply, WeightsFailed):
+                self._send(rank.RankStaged(self._attempt, reply.message))
 
     def _send(self, message: rank.FromRank) -> None:
         self._connection.send_bytes(rank.encode(message))
@@ -134,7 +136,7 @@ def row_of(row: rank.RankRow) -> Row:
         np.frombuffer(row.token_ids, np.int32),
         row.start,
         np.frombuffer(row.block_table, np.int32).tolist(),
-        SAMPLED_ELSEWHERE if row.samples else None,
+        SAMPLED_ON_RANK_0 if row.samples else None,
         None
         if scoring is None
         else RowScoring(

@@ -17,7 +17,7 @@ from tidegate.engine.execution.sleep import SchedulerControl, SleepableMemory, S
 from tidegate.engine.memory.out_of_memory import is_out_of_memory
 from tidegate.engine.models.shards import TensorShard
 from tidegate.engine.ranks.rank_loop import rank_rows
-from tidegate.engine.ranks.team import RankProcesses
+from tidegate.engine.ranks.rank_processes import RankProcesses
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, RankLost
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class MultiRankRunner(Runner):
     """Runs steps on rank 0 and all other ranks."""
 
-    def __init__(self, runner: ModelRunner, team: RankProcesses) -> None:
+    def __init__(self, runner: ModelRunner, peers: RankProcesses) -> None:
         self._runner = runner
-        self._team = team
+        self._peers = peers
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +61,7 @@ class MultiRankRunner(Runner):
         return self._runner.weights
 
     def swap(self, weights: WeightStore) -> None:
-        """Use other weights from the next step on; the staging tells the other ranks."""
+        """Use other weights from the next step on; the staging swaps the other ranks' parts."""
         self._runner.swap(weights)
 
     def cache_tensors(self) -> list[torch.Tensor]:
@@ -77,16 +77,16 @@ class MultiRankRunner(Runner):
         """
         if not rows:
             return self._runner.step(rows)
-        self._team.tell(RunStep(rank_rows(rows)))
+        self._peers.broadcast(RunStep(rank_rows(rows)))
         try:
             return self._runner.step(rows)
         except RankLost as error:
-            raise self._team.blame(str(error)) from error
+            raise self._peers.lost_rank_error(str(error)) from error
         except Exception as error:
             why = f"a step of {len(rows)} turns failed: {type(error).__name__}: {error}"
             if is_out_of_memory(error):
                 why = f"no memory for a step of {len(rows)} turns ({error})"
-            raise RankLost(rank=0, ranks=self._team.ranks, why=why) from error
+            raise RankLost(rank=0, ranks=self._peers.ranks, why=why) from error
 
 
 class MultiRankStaging(Staging):
@@ -95,98 +95,100 @@ class MultiRankStaging(Staging):
     def __init__(
         self,
         allocate: Callable[[], WeightStore],
-        team: RankProcesses,
-        home: WeightReceiverConfig = NOWHERE,
+        peers: RankProcesses,
+        receiver_config: WeightReceiverConfig = NOWHERE,
     ) -> None:
-        super().__init__(allocate, home)
-        self._team = team
+        super().__init__(allocate, receiver_config)
+        self._peers = peers
         self._attempt = 0
-        """Number of updates started; answers to older ones are ignored."""
-        self._unstaged: set[int] = set()
+        """Number of updates started; reports of older updates are ignored."""
+        self._pending_ranks: set[int] = set()
         """Ranks that have not reported the current update as complete."""
-        self._staged: WeightsStaged | None = None
-        """Rank 0's own answer, held back until all other ranks have answered."""
+        self._rank_0_staged: WeightsStaged | None = None
+        """Rank 0's own reply, held until all other ranks have reported."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer may become due."""
-        return super().is_busy or self._staged is not None
+        """Whether a reply may become due."""
+        return super().is_busy or self._rank_0_staged is not None
 
     def init(self, message: InitWeights) -> None:
         """Phase 1 on every rank: open the channel."""
-        self._team.tell(rank.ForwardWeightMessage(message))
+        self._peers.broadcast(rank.ForwardWeightMessage(message))
         super().init(message)
 
     def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
         """Phase 2 on every rank: begin a version."""
         self._attempt += 1
-        self._unstaged = set(range(1, self._team.ranks))
-        self._staged = None
+        self._pending_ranks = set(range(1, self._peers.ranks))
+        self._rank_0_staged = None
         version = None if live is None else live.version
-        self._team.tell(rank.ForwardWeightMessage(message, self._attempt, version))
+        self._peers.broadcast(rank.ForwardWeightMessage(message, self._attempt, version))
         super().start(message, live)
 
     def update(self, message: UpdateWeights) -> None:
         """Phase 3 on every rank: copy tensors."""
-        self._team.tell(rank.ForwardWeightMessage(message))
+        self._peers.broadcast(rank.ForwardWeightMessage(message))
         super().update(message)
 
     def abandon(self) -> None:
         """Drop the current update, complete or not, on every rank."""
-        self._team.tell(rank.AbortWeightUpdate())
-        self._unstaged.clear()
-        self._staged = None
+        self._peers.broadcast(rank.AbortWeightUpdate())
+        self._pending_ranks.clear()
+        self._rank_0_staged = None
         super().abandon()
 
-    def give_up(self, why: str) -> bool:
+    def cancel_update(self, why: str) -> bool:
         """Stop the current update on every rank; return whether this rank's buffer is unused."""
-        self._team.tell(rank.AbortWeightUpdate(why))
-        self._unstaged.clear()
-        self._staged = None
-        return super().give_up(why)
+        self._peers.broadcast(rank.AbortWeightUpdate(why))
+        self._pending_ranks.clear()
+        self._rank_0_staged = None
+        return super().cancel_update(why)
 
     def is_staged(self, version: int) -> bool:
         """Whether ``version`` is complete on every rank."""
-        return super().is_staged(version) and not self._unstaged and self._staged is None
+        return (
+            super().is_staged(version) and not self._pending_ranks and self._rank_0_staged is None
+        )
 
-    def take_answers(self) -> list[Message]:
-        """Return what has been staged on every rank, or failed on one, since the last call.
+    def take_replies(self) -> list[Message]:
+        """Return updates staged on every rank, or failed on at least one, since the last call.
 
         Raises:
             RankLost: a rank is gone.
         """
-        for number, answer in self._team.heard():
-            if answer.attempt != self._attempt:
+        for number, reply in self._peers.take_staged():
+            if reply.attempt != self._attempt:
                 continue
-            self._unstaged.discard(number)
-            if answer.refusal:
-                self._refuse(f"rank {number}: {answer.refusal}")
-        answers: list[Message] = []
-        for message in super().take_answers():
+            self._pending_ranks.discard(number)
+            if reply.refusal:
+                self._refuse(f"rank {number}: {reply.refusal}")
+        replies: list[Message] = []
+        for message in super().take_replies():
             if isinstance(message, WeightsStaged):
-                self._staged = message
+                self._rank_0_staged = message
             else:
-                answers.append(message)
-        if self._staged is not None and not self._unstaged:
-            answers.append(self._staged)
-            self._staged = None
-        return answers
+                replies.append(message)
+        if self._rank_0_staged is not None and not self._pending_ranks:
+            replies.append(self._rank_0_staged)
+            self._rank_0_staged = None
+        return replies
 
-    def exchange(self, version: int, live: WeightStore) -> WeightStore:
+    def swap(self, version: int, live: WeightStore) -> WeightStore:
         """Return rank 0's part of ``version``, and make the other ranks swap theirs."""
-        staged = super().exchange(version, live)
-        self._team.tell(rank.SwapWeights(version))
+        staged = super().swap(version, live)
+        self._peers.broadcast(rank.SwapWeights(version))
         return staged
 
     def _refuse(self, why: str) -> None:
         """Fail the current update, because another rank has refused it."""
-        if self._update is not None and not self._update.is_over:
+        if self._update is not None and not self._update.has_failed:
             self._fail(self._update, why)
-        self._staged = None
+        self._rank_0_staged = None
 
 
 RANKS_MAX = 64
-"""Limit of ranks: no machine has more processors worth using."""
+"""Limit of ranks; larger values are taken for mistakes."""
 
 ONE_READER_CHANNELS = ("relay", "collective")
 """Weight channels with one reader per engine; here every rank reads for itself."""
@@ -215,46 +217,50 @@ class Ranks:
             )
         self.shard = TensorShard(0, count)
         self.group: RankGroup | None = None
-        self._team: RankProcesses | None = None
+        self._peers: RankProcesses | None = None
         self._directory: PrivateDirectory | None = None
         if count > 1:
             from tidegate.engine.models import rank_group
 
             self._directory = PrivateDirectory("ranks")
-            self.group = rank_group.RankGroup(0, count, self._directory.path / "meeting")
+            self.group = rank_group.RankGroup(0, count, self._directory.path / "rendezvous")
 
     def start(self, arguments: Sequence[str]) -> None:
         """Start the other ranks' processes, which load their part of the model."""
         if self.shard.is_whole or self._directory is None:
             return
-        from tidegate.engine.ranks.team import start_team
+        from tidegate.engine.ranks.rank_processes import start_ranks
 
-        meeting_place = self._directory.path / "meeting"
-        self._team = start_team(self.shard.ranks, [*arguments, f"--meeting-place={meeting_place}"])
+        rendezvous_file = self._directory.path / "meeting"
+        self._peers = start_ranks(
+            self.shard.ranks, [*arguments, f"--rendezvous-file={rendezvous_file}"]
+        )
 
     def lead(self, runner: Runner, keys: EngineKeys | None) -> Runner:
         """Wait until all ranks have loaded; return a runner over all of them.
 
-        ``keys`` are passed on, because every rank fetches weights itself.
+        ``keys`` are sent to all ranks, because every rank fetches weights itself.
 
         Raises:
             RankLost: a rank ended before it had loaded.
         """
-        if self._team is None or self.group is None:
+        if self._peers is None or self.group is None:
             return runner
         assert isinstance(runner, ModelRunner)  # transformers' models are refused
-        told = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
-        self._team.wait_loaded(InitProcessGroup(told))
+        connect = None if keys is None else (keys.public, keys.secret, keys.orchestrator)
+        self._peers.wait_loaded(InitProcessGroup(connect))
         self.group.connect()
-        return MultiRankRunner(runner, self._team)
+        return MultiRankRunner(runner, self._peers)
 
-    def staging(self, allocate: Callable[[], WeightStore], home: WeightReceiverConfig) -> Staging:
+    def staging(
+        self, allocate: Callable[[], WeightStore], receiver_config: WeightReceiverConfig
+    ) -> Staging:
         """Return the staging over all ranks."""
-        if self._team is None:
-            return Staging(allocate, home)
-        return MultiRankStaging(allocate, self._team, home)
+        if self._peers is None:
+            return Staging(allocate, receiver_config)
+        return MultiRankStaging(allocate, self._peers, receiver_config)
 
-    def sleeper(
+    def sleep_controller(
         self,
         runner: Runner,
         staging: Staging,
@@ -262,17 +268,17 @@ class Ranks:
         reload: Callable[[WeightStore, Callable[[], None]], None],
         memory: SleepableMemory | None = None,
     ) -> SleepController:
-        """Return the sleeper over all ranks; ``memory`` applies to an engine of one rank."""
-        if self._team is None:
+        """Return the sleep controller of all ranks; ``memory`` applies to an engine of one rank."""
+        if self._peers is None:
             return SleepController(runner, staging, turns, reload=reload, memory=memory)
         from tidegate.engine.ranks.multi_rank_sleep import MultiRankSleepController
 
-        return MultiRankSleepController(runner, staging, turns, reload=reload, team=self._team)
+        return MultiRankSleepController(runner, staging, turns, reload=reload, peers=self._peers)
 
     def close(self) -> None:
         """Stop the other ranks. Harmless if repeated."""
-        if self._team is not None:
-            self._team.close()
-            self._team = None
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
         if self._directory is not None:
             self._directory.remove()

@@ -36,14 +36,16 @@ PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Serve rank 0 until it is gone; return the exit status."""
     arguments = _parse()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # works within a collective, too
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # SIGKILL also ends a rank that blocks in a collective
     if os.getppid() != arguments.rank_0:
         return 0
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     connection = Connection(arguments.connection)
     try:
         _serve(arguments, connection)
-    except Exception as error:  # noqa: BLE001  (rank 0 must be told of any failure)
+    except Exception as error:  # noqa: BLE001  (any failure must reach rank 0)
         if not isinstance(error, TidegateError):
             traceback.print_exc()
         why = str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"
@@ -56,7 +58,7 @@ def main() -> int:
 def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     torch.set_num_threads(arguments.threads)
     shard = TensorShard(arguments.rank, arguments.ranks)
-    group = RankGroup(shard.rank, shard.ranks, arguments.meeting_place)
+    group = RankGroup(shard.rank, shard.ranks, arguments.rendezvous_file)
     model = open_model(
         arguments.model,
         arguments.dtype,
@@ -71,17 +73,17 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     )
     assert isinstance(runner, ModelRunner)  # Tidegate's own models have one
     connection.send_bytes(rank.encode(rank.RankLoaded()))
-    told = rank.decode_to_rank(connection.recv_bytes())
-    if not isinstance(told, rank.InitProcessGroup):
-        raise AssertionError("ranks meet first")
+    connect = rank.decode_to_rank(connection.recv_bytes())
+    if not isinstance(connect, rank.InitProcessGroup):
+        raise AssertionError("the first message must be Connect")
     group.connect()
-    keys = None if told.keys is None else EngineKeys(*told.keys)
-    staging = Staging(model.allocate, WeightReceiverConfig(arguments.home, keys))
-    sleeper = SleepController(runner, staging, NullSchedulerControl(), reload=model.reload)
+    keys = None if connect.keys is None else EngineKeys(*connect.keys)
+    staging = Staging(model.allocate, WeightReceiverConfig(arguments.orchestrator, keys))
+    sleep_controller = SleepController(runner, staging, NullSchedulerControl(), reload=model.reload)
     try:
-        RankLoop(connection, runner, staging, sleeper).run()
+        RankLoop(connection, runner, staging, sleep_controller).run()
     finally:
-        sleeper.close()
+        sleep_controller.close()
         staging.close()
 
 
@@ -97,9 +99,9 @@ def _parse() -> argparse.Namespace:
         "rank-0",
     ):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("model", "meeting-place"):
+    for name in ("model", "rendezvous-file"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--home", required=True, help="the orchestrator's address")
+    parser.add_argument("--orchestrator", required=True, help="the orchestrator's address")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--deterministic", action="store_true")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-class _Schema(msgspec.Struct, forbid_unknown_fields=True):
+class _SchemaArguments(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any] | bool
 
 
-class _Lark(msgspec.Struct, forbid_unknown_fields=True):
+class _LarkArguments(msgspec.Struct, forbid_unknown_fields=True):
     lark: str
 
 
@@ -43,11 +43,11 @@ class Grammars:
 
     def json_schema(self, arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
         """Make a processor that constrains the output to JSON that fits ``schema``."""
-        return self._constrained(_schema_text(arguments), setup)
+        return self._make_processor(_schema_text(arguments), setup)
 
     def grammar(self, arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
         """Make a processor that constrains the output to the Lark grammar ``lark``."""
-        return self._constrained(_lark_text(arguments), setup)
+        return self._make_processor(_lark_text(arguments), setup)
 
     def prepare(
         self, name: str, arguments: dict[str, Any], setup: ProcessorSetup
@@ -62,9 +62,9 @@ class Grammars:
             return None
         return self._compiler.compile(_vocabulary(setup), text(arguments))
 
-    def _constrained(self, text: str, setup: ProcessorSetup) -> LogitProcessor:
+    def _make_processor(self, text: str, setup: ProcessorSetup) -> LogitProcessor:
         compiled = self._compiler.compile(_vocabulary(setup), text)
-        return _Constrained(compiled.result(HELPER_START_S + COMPILE_WALL_S), setup)
+        return _GrammarProcessor(compiled.result(HELPER_START_S + COMPILE_WALL_S), setup)
 
     def close(self) -> None:
         """Stop the compiling helper process."""
@@ -72,12 +72,12 @@ class Grammars:
 
 
 def _schema_text(arguments: dict[str, Any]) -> str:
-    schema = msgspec.convert(arguments, _Schema).schema
+    schema = msgspec.convert(arguments, _SchemaArguments).schema
     return library().grammar_from_json_schema(json.dumps(schema))
 
 
 def _lark_text(arguments: dict[str, Any]) -> str:
-    return library().grammar_from_lark(msgspec.convert(arguments, _Lark).lark)
+    return library().grammar_from_lark(msgspec.convert(arguments, _LarkArguments).lark)
 
 
 def _vocabulary(setup: ProcessorSetup) -> Vocabulary:
@@ -86,24 +86,24 @@ def _vocabulary(setup: ProcessorSetup) -> Vocabulary:
     return Vocabulary(setup.tokenizer.get(), setup.vocab_size, setup.stop_token_ids[0])
 
 
-class _Constrained:
+class _GrammarProcessor:
     """Grammar state of one turn."""
 
     def __init__(self, compiled: "LLMatcher", setup: ProcessorSetup) -> None:
         self._matcher = compiled.deep_copy()
-        self._stops = torch.tensor(setup.stop_token_ids)
-        self._ends = torch.tensor(tokens_of(_vocabulary(setup)).eos_tokens)
-        self._read_tokens = 0
+        self._stop_ids = torch.tensor(setup.stop_token_ids)
+        self._eos_ids = torch.tensor(tokens_of(_vocabulary(setup)).eos_tokens)
+        self._consumed_tokens = 0
         """Number of output tokens that the matcher has consumed."""
 
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
         matcher = self._matcher
-        matcher.consume_tokens(turn.output[self._read_tokens :].tolist())
-        self._read_tokens = len(turn.output)
+        matcher.consume_tokens(turn.output[self._consumed_tokens :].tolist())
+        self._consumed_tokens = len(turn.output)
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         allowed = torch.from_numpy(np.unpackbits(bits, count=len(logits), bitorder="little"))
-        allowed[self._ends] = 0  # the tokenizer's EOS tokens need not be the turn's stop tokens
-        allowed[self._stops] = int(matcher.is_accepting())
+        allowed[self._eos_ids] = 0  # the tokenizer's EOS tokens need not be the turn's stop tokens
+        allowed[self._stop_ids] = int(matcher.is_accepting())
         logits.masked_fill_(allowed == 0, -torch.inf)

@@ -58,7 +58,7 @@ COMPILER_STACK_BYTES = 64 * 2**20
 """Stack of the compiling thread. llguidance recurses: 59 KB of rules that each name the next
 exhaust 8 MiB, and 64 MiB suffice for 93 KB."""
 
-GRAMMARS_KEPT_MAX = 16
+GRAMMARS_CACHED_MAX = 16
 """Compiled grammars kept, at ``COMPILE_BYTES`` each: 2 GiB at worst. The rollouts of a group mostly
 share one grammar."""
 
@@ -74,16 +74,16 @@ class Vocabulary(NamedTuple):
 
     tokenizer: Tokenizer
     vocab_size: int
-    end: int
+    eos_token_id: int
     """Token that llguidance takes for the end of a text."""
 
 
-class _Trial(msgspec.Struct):
+class _CompileRequest(msgspec.Struct):
     """Request to the helper process."""
 
     text: str
     vocab_size: int
-    end: int
+    eos_token_id: int
 
 
 class _Job(NamedTuple):
@@ -100,16 +100,16 @@ class GrammarCompiler:
 
     def __init__(self) -> None:
         """Start nothing: the thread and the helper process start with the first grammar."""
-        self._asked: weakref.WeakValueDictionary[tuple[object, ...], Future[LLMatcher]] = (
+        self._futures: weakref.WeakValueDictionary[tuple[object, ...], Future[LLMatcher]] = (
             weakref.WeakValueDictionary()
         )
-        """Every compilation that a caller, the thread or ``_kept`` still holds."""
-        self._kept: OrderedDict[tuple[object, ...], Future[LLMatcher]] = OrderedDict()
+        """Every compilation that a caller, the thread or ``_recent`` still holds."""
+        self._recent: OrderedDict[tuple[object, ...], Future[LLMatcher]] = OrderedDict()
         """Finished compilations, failed ones too; least recently used first."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        """Compilations not begun, first come first; None ends the thread."""
+        """Compilations not started, in order of arrival; None ends the thread."""
         self._thread: threading.Thread | None = None
-        self._helper: _Helper | None = None
+        self._helper: _HelperProcess | None = None
 
     def compile(self, vocabulary: Vocabulary, text: str) -> "Future[LLMatcher]":
         """Compile a grammar in llguidance's form; return the future matcher, to be copied per turn.
@@ -125,24 +125,24 @@ class GrammarCompiler:
         nbytes = len(text.encode())
         if nbytes > GRAMMAR_BYTES_MAX:
             raise ValueError(
-                f"it has {nbytes} bytes, and may have {GRAMMAR_BYTES_MAX}; ask for less of the "
-                f"output's form"
+                f"the grammar has {nbytes} bytes, and the limit is {GRAMMAR_BYTES_MAX}; output"
             )
         key = (*vocabulary, text)
-        future = self._asked.get(key)
+        future = self._futures.get(key)
         if future is None:
             if self._queue.qsize() >= GRAMMARS_WAITING_MAX:
                 raise ValueError(
-                    f"{GRAMMARS_WAITING_MAX} other grammars wait to be compiled; try again later"
+                    f"{GRAMMARS_WAITING_MAX} other grammars are queued for compilation; try "
+                    "again later"
                 )
-            future = self._asked[key] = Future()
+            future = self._futures[key] = Future()
             self._queue.put(_Job(weakref.ref(future), vocabulary, text))
             self._start()
         if future.done():
-            self._kept[key] = future
-            self._kept.move_to_end(key)
-            while len(self._kept) > GRAMMARS_KEPT_MAX:
-                self._kept.popitem(last=False)
+            self._recent[key] = future
+            self._recent.move_to_end(key)
+            while len(self._recent) > GRAMMARS_CACHED_MAX:
+                self._recent.popitem(last=False)
         return future
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class GrammarCompiler:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = _deep_thread(self._run)
+            self._thread = _start_deep_thread(self._run)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -168,17 +168,19 @@ class GrammarCompiler:
                 )
             del future
         if self._helper is not None:
-            self._helper.close()  # which may have been started since
+            self._helper.close()  # started after close() was called
 
     def _compile(self, vocabulary: Vocabulary, text: str) -> "LLMatcher":
         if self._helper is None or self._helper.has_ended:
-            self._helper = _Helper(vocabulary.tokenizer)
-        if error := self._helper.try_out(_Trial(text, vocabulary.vocab_size, vocabulary.end)):
+            self._helper = _HelperProcess(vocabulary.tokenizer)
+        if error := self._helper.check(
+            _CompileRequest(text, vocabulary.vocab_size, vocabulary.eos_token_id)
+        ):
             raise ValueError(error)
-        return _compiled(vocabulary, text)
+        return _compile_here(vocabulary, text)
 
 
-class _Helper:
+class _HelperProcess:
     """A running helper process, as the compiling thread uses it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -193,19 +195,19 @@ class _Helper:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
         except OSError as error:
-            raise ValueError(f"the process that compiles grammars can't start: {error}") from None
-        if why := self._ask(tokenizer.to_str().encode(), HELPER_START_S):
+            raise ValueError(f"the grammar compiler's process can't start: {error}") from None
+        if reason := self._request(tokenizer.to_str().encode(), HELPER_START_S):
             self.close()
-            raise ValueError(f"the process that compiles grammars can't start: {why}")
+            raise ValueError(f"the grammar compiler's process can't start: {reason}")
 
     @property
     def has_ended(self) -> bool:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def try_out(self, trial: _Trial) -> str:
+    def check(self, request: _CompileRequest) -> str:
         """Compile a grammar in the helper; return the error message, or an empty string."""
-        return self._ask(msgspec.msgpack.encode(trial), COMPILE_WALL_S)
+        return self._request(msgspec.msgpack.encode(request), COMPILE_WALL_S)
 
     def close(self) -> None:
         """Kill the process, and wait for its end."""
@@ -215,31 +217,31 @@ class _Helper:
             if pipe is not None:
                 pipe.close()
 
-    def _ask(self, body: bytes, limit_s: float) -> str:
+    def _request(self, body: bytes, limit_s: float) -> str:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
             _write(stdin, body)
         except OSError:
-            return self._why_it_ended()
+            return self._exit_reason()
         if not select.select([stdout], [], [], limit_s)[0]:
             self.close()
-            return f"compiling it took longer than {limit_s:.0f} s; ask for less of the output"
-        answer = _read(stdout)
-        return self._why_it_ended() if answer is None else answer.decode()
+            return f"compilation took longer than {limit_s:.0f} s; constrain less of the output"
+        reply = _read(stdout)
+        return self._exit_reason() if reply is None else reply.decode()
 
-    def _why_it_ended(self) -> str:
+    def _exit_reason(self) -> str:
         status = self._process.wait()
         self.close()
         if status == -signal.SIGXCPU:
             return (
-                f"compiling it took more than {COMPILE_CPU_S} s of CPU time; ask for less of the "
-                f"output's form"
+                f"compilation took more than {COMPILE_CPU_S} s of CPU time; constrain less of the "
+                "output"
             )
         return (
-            f"compiling it took more than {COMPILE_BYTES >> 20} MiB of memory, or ended the "
-            f"compiler otherwise (exit status {status}); ask for less of the output's form"
+            f"compilation took more than {COMPILE_BYTES >> 20} MiB of memory, or ended the "
+            f"compiler otherwise (exit status {status}); constrain less of the output"
         )
 
 
@@ -264,24 +266,26 @@ def tokens_of(vocabulary: Vocabulary) -> "LLTokenizer":
     """Convert a vocabulary to llguidance's form."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    tokenizer, vocab_size, end = vocabulary
+    tokenizer, vocab_size, eos_token_id = vocabulary
     try:
-        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=end)
+        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=eos_token_id)
     except ValueError:  # a decoder unknown to llguidance: decode each token on its own
-        wrapper = TokenizerWrapper(_SingleTokens(tokenizer, vocab_size, end))
-        return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=end)
+        wrapper = TokenizerWrapper(_SingleTokens(tokenizer, vocab_size, eos_token_id))
+        return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id)
 
 
 class _SingleTokens:
-    """Tokenizer adapter for llguidance in which each token has the same text wherever it stands."""
+    """Tokenizer adapter for llguidance in which each token has the same text at every position."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
         self._tokenizer = tokenizer
-        self.eos_token_id = end
+        self.eos_token_id = eos_token_id
         self.bos_token_id = None
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = [token_id for token_id, token in added.items() if token.special]
-        self.tokens = [self._tokenizer.decode([n]).encode() for n in range(vocab_size)]
+        self.tokens = [
+            self._tokenizer.decode([token_id]).encode() for token_id in range(vocab_size)
+        ]
 
     def __call__(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -293,7 +297,7 @@ def _limits() -> "LLParserLimits":
     return LLParserLimits(max_lexer_states=LEXER_STATES_MAX)
 
 
-def _compiled(vocabulary: Vocabulary, text: str) -> "LLMatcher":
+def _compile_here(vocabulary: Vocabulary, text: str) -> "LLMatcher":
     """Compile a grammar in this process.
 
     Raises:
@@ -305,7 +309,7 @@ def _compiled(vocabulary: Vocabulary, text: str) -> "LLMatcher":
     return matcher
 
 
-def _deep_thread(work: Callable[[], None]) -> threading.Thread:
+def _start_deep_thread(work: Callable[[], None]) -> threading.Thread:
     """Start a thread with enough stack for any grammar of ``GRAMMAR_BYTES_MAX``."""
     before = threading.stack_size(COMPILER_STACK_BYTES)
     try:
@@ -337,23 +341,23 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Read a tokenizer, then grammars; reply to each with an error or nothing, until
     the engine ends."""
-    read = _read(requests)
-    if read is None:
+    first = _read(requests)
+    if first is None:
         return
-    tokenizer = Tokenizer.from_str(read.decode())
+    tokenizer = Tokenizer.from_str(first.decode())
     _write(replies, b"")
     while (body := _read(requests)) is not None:
-        trial = msgspec.msgpack.decode(body, type=_Trial)
-        _write(replies, _try_out(tokenizer, trial).encode())
+        request = msgspec.msgpack.decode(body, type=_CompileRequest)
+        _write(replies, _check(tokenizer, request).encode())
 
 
-def _try_out(tokenizer: Tokenizer, trial: _Trial) -> str:
-    vocabulary = Vocabulary(tokenizer, trial.vocab_size, trial.end)
+def _check(tokenizer: Tokenizer, request: _CompileRequest) -> str:
+    vocabulary = Vocabulary(tokenizer, request.vocab_size, request.eos_token_id)
     tokens_of(vocabulary)  # cached, and outside the limits, which are for the grammar
     _limit_this_process()
     try:
-        _compiled(vocabulary, trial.text).deep_copy().compute_bitmask()
-    except Exception as error:  # noqa: BLE001 - the engine's process must hear of any
+        _compile_here(vocabulary, request.text).deep_copy().compute_bitmask()
+    except Exception as error:  # noqa: BLE001 - any error must reach the engine
         return str(error) or repr(error)
     finally:
         resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -375,7 +379,7 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, and ends this with it
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
-    thread = _deep_thread(lambda: _serve(requests, replies))
+    thread = _start_deep_thread(lambda: _serve(requests, replies))
     thread.join()
     os._exit(0)
 

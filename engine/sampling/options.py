@@ -1,4 +1,5 @@
-"""Per-turn sampling options beyond temperature, top-k and top-p, and the counts that they need.
+"""Per-turn sampling options beyond temperature, top-k and top-p, and the token counts for
+penalties.
 
 Read by the scheduler when a turn is submitted, applied by ``sampling.py`` in each step. Most turns
 use none of these options, and have no :class:`RowOptions`. All validation happens here, before the
@@ -44,7 +45,7 @@ PROCESSORS_MAX = 16
 
 
 class RowOptions:
-    """One turn's options, and the state that they need of its tokens."""
+    """One turn's sampling options, and the state that they keep of its tokens."""
 
     __slots__ = (
         "_prompt_tokens",
@@ -63,20 +64,20 @@ class RowOptions:
     )
 
     def __init__(
-        self, asked: SamplingParams, tokens: npt.NDArray[np.int32], prompt_tokens: int
+        self, params: SamplingParams, tokens: npt.NDArray[np.int32], prompt_tokens: int
     ) -> None:
         """``tokens`` is the turn's token buffer, prompt first; it is read, never written to."""
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
         self._stop_strings: StopStrings | None = None
-        self.min_p = asked.min_p
-        self.min_tokens = asked.min_tokens
+        self.min_p = params.min_p
+        self.min_tokens = params.min_tokens
         self.banned = np.empty(0, np.int64)
         """Tokens excluded from the first ``min_tokens``."""
-        self.bias_ids = np.array([one.token_id for one in asked.logit_bias], np.int64)
-        self.biases = np.array([one.bias for one in asked.logit_bias], np.float32)
-        self.top_logprobs = asked.top_logprobs
-        self.raw_logprobs = asked.raw_logprobs
+        self.bias_ids = np.array([bias.token_id for bias in params.logit_bias], np.int64)
+        self.biases = np.array([bias.bias for bias in params.logit_bias], np.float32)
+        self.top_logprobs = params.top_logprobs
+        self.raw_logprobs = params.raw_logprobs
         self.step_tokens_max: int | None = None
         """Limit of tokens per step so that their top log-probs fit the step's frame; None
         without a limit."""
@@ -89,7 +90,7 @@ class RowOptions:
         """Whether the logits depend on the output's tokens, not only on their number."""
         return self.seen is not None or bool(self.processors)
 
-    def take(self, token_id: int, index: int) -> bool:
+    def append(self, token_id: int, index: int) -> bool:
         """Count an output token; return whether it completes a stop string."""
         if self.seen is not None:
             self.seen.add(token_id)
@@ -108,15 +109,15 @@ class RowOptions:
             try:
                 processor(logits, turn)
             except BaseException as error:  # noqa: BLE001 - it may even exit, or a library panic
-                why = f"{type(error).__name__}: {error}"
-                return cut(f"logit processor {name!r} failed after {index} tokens: {why}")
+                reason = f"{type(error).__name__}: {error}"
+                return cut(f"logit processor {name!r} failed after {index} tokens: {reason}")
         peak = float(logits.max())
         if math.isfinite(peak):
             return None
         names = ", ".join(name for name, _ in self.processors)
         return (
             f"after {index} tokens the logit processors {names} leave nothing to sample: the "
-            f"largest logit is {peak}; let them leave a token that may come next"
+            f"largest logit is {peak}; keep at least one token's logit finite"
         )
 
 
@@ -139,23 +140,24 @@ class OptionReader:
         self._registry = registry or ProcessorRegistry()
 
     def prepare(self, message: SubmitTurn) -> list[Future[Any]]:
-        """Start what ``read`` would block on: grammar compilations, in other threads; mostly none.
+        """Start the grammar compilations that ``read`` would block on, in other threads; mostly
+        none.
 
         Once all returned futures are done, and while the caller holds them, ``read`` returns at
         once.
         """
-        asked = message.sampling
-        if not asked.processors or len(asked.processors) > PROCESSORS_MAX:
+        params = message.sampling
+        if not params.processors or len(params.processors) > PROCESSORS_MAX:
             return []
-        begun = [self._registry.prepare(text, self._setup(asked)) for text in asked.processors]
-        return [each for each in begun if each is not None and not each.done()]
+        futures = [self._registry.prepare(text, self._setup(params)) for text in params.processors]
+        return [future for future in futures if future is not None and not future.done()]
 
     def close(self) -> None:
         """Stop the grammar helper process, if there is one."""
         self._registry.close()
 
-    def _setup(self, asked: SamplingParams) -> ProcessorSetup:
-        stop_ids = sorted({t for t in asked.stop_token_ids if 0 <= t < self._vocab_size})
+    def _setup(self, params: SamplingParams) -> ProcessorSetup:
+        stop_ids = sorted({t for t in params.stop_token_ids if 0 <= t < self._vocab_size})
         return ProcessorSetup(self._vocab_size, tuple(stop_ids), self._tokenizer)
 
     def read(self, message: SubmitTurn, tokens: npt.NDArray[np.int32]) -> RowOptions | None:
@@ -164,97 +166,103 @@ class OptionReader:
         Raises:
             TurnRefused: it can never be served as asked.
         """
-        asked = message.sampling
-        if _is_plain(asked):
+        params = message.sampling
+        if _is_plain(params):
             return None
-        known = len(message.token_ids) // 4
-        prompt_tokens = known - message.sampled_before
-        self._check(asked, message.sampled_before)
-        setup = self._setup(asked)
-        options = RowOptions(asked, tokens, prompt_tokens)
-        if asked.top_logprobs:
-            options.step_tokens_max = self._step_top_logprobs // asked.top_logprobs
-        if asked.min_tokens:
+        known_tokens = len(message.token_ids) // 4
+        prompt_tokens = known_tokens - message.sampled_before
+        self._check(params, message.sampled_before)
+        setup = self._setup(params)
+        options = RowOptions(params, tokens, prompt_tokens)
+        if params.top_logprobs:
+            options.step_tokens_max = self._step_top_logprobs // params.top_logprobs
+        if params.min_tokens:
             self._ban(options, setup.stop_token_ids)
-        if _is_penalized(asked):
-            options.seen = SeenCounts(asked, tokens, prompt_tokens, known, self._vocab_size)
-        options.processors = [self._registry.make(text, setup) for text in asked.processors]
-        if asked.stop_strings:
+        if _is_penalized(params):
+            options.seen = SeenCounts(params, tokens, prompt_tokens, known_tokens, self._vocab_size)
+        options.processors = [self._registry.make(text, setup) for text in params.processors]
+        if params.stop_strings:
             strings = StopStrings(
-                self._tokenizer.get(), asked.stop_strings, tokens[:prompt_tokens].tolist()
+                self._tokenizer.get(), params.stop_strings, tokens[:prompt_tokens].tolist()
             )
-            strings.skip(tokens[prompt_tokens:known].tolist())
+            strings.add_output(tokens[prompt_tokens:known_tokens].tolist())
             options._stop_strings = strings
         return options
 
     def _ban(self, options: RowOptions, stop_ids: Sequence[int]) -> None:
         if len(stop_ids) == self._vocab_size:
             raise TurnRefused(
-                f"min_tokens={options.min_tokens} leaves nothing to sample, for every token is a "
+                f"min_tokens={options.min_tokens} leaves nothing to sample, because every token "
+                "is a "
                 f"stop token"
             )
         options.banned = np.array(stop_ids, np.int64)
 
-    def _check(self, asked: SamplingParams, sampled_before: int) -> None:
-        _check_numbers(asked)
-        if not 0 <= asked.top_logprobs <= self._top_logprobs_max:
+    def _check(self, params: SamplingParams, sampled_before: int) -> None:
+        _check_numbers(params)
+        if not 0 <= params.top_logprobs <= self._top_logprobs_max:
             raise TurnRefused(
                 f"top_logprobs must be in [0, {self._top_logprobs_max}] on this engine, got "
-                f"{asked.top_logprobs}"
+                f"{params.top_logprobs}"
             )
-        tokens_max = sampled_before + asked.max_tokens
-        if not 0 <= asked.min_tokens <= tokens_max:
+        tokens_max = sampled_before + params.max_tokens
+        if not 0 <= params.min_tokens <= tokens_max:
             raise TurnRefused(
-                f"min_tokens must be in [0, {tokens_max}], as many as the turn may have, got "
-                f"{asked.min_tokens}"
+                f"min_tokens must be in [0, {tokens_max}], the turn's limit of output tokens, got "
+                f"{params.min_tokens}"
             )
-        self._check_biases(asked)
-        _check_lists(asked)
+        self._check_biases(params)
+        _check_lists(params)
 
-    def _check_biases(self, asked: SamplingParams) -> None:
-        token_ids = {one.token_id for one in asked.logit_bias}
-        if len(token_ids) < len(asked.logit_bias):
-            raise TurnRefused("logit_bias names a token twice; add its biases up")
-        for one in asked.logit_bias:
-            if not 0 <= one.token_id < self._vocab_size:
+    def _check_biases(self, params: SamplingParams) -> None:
+        token_ids = {bias.token_id for bias in params.logit_bias}
+        if len(token_ids) < len(params.logit_bias):
+            raise TurnRefused(
+                "logit_bias names a token twice; name it once, with the sum of its biases"
+            )
+        for bias in params.logit_bias:
+            if not 0 <= bias.token_id < self._vocab_size:
                 raise TurnRefused(
-                    f"logit_bias is for token {one.token_id}, outside the vocabulary "
+                    f"logit_bias is for token {bias.token_id}, outside the vocabulary "
                     f"[0, {self._vocab_size})"
                 )
-            if not -BIAS_MAX <= one.bias <= BIAS_MAX:
+            if not -BIAS_MAX <= bias.bias <= BIAS_MAX:
                 raise TurnRefused(
-                    f"logit_bias of token {one.token_id} must be in [{-BIAS_MAX:g}, {BIAS_MAX:g}], "
-                    f"got {one.bias}; ban tokens by the processor disallowed_tokens"
+                    f"logit_bias of token {bias.token_id} must be in [{-BIAS_MAX:g}, "
+                    f"{BIAS_MAX:g}], "
+                    f"got {bias.bias}; exclude tokens with the processor disallowed_tokens"
                 )
 
 
-def _is_plain(asked: SamplingParams) -> bool:
+def _is_plain(params: SamplingParams) -> bool:
     return not (
-        asked.min_p
-        or asked.logit_bias
-        or asked.min_tokens
-        or asked.stop_strings
-        or asked.top_logprobs
-        or asked.raw_logprobs
-        or asked.processors
-        or _is_penalized(asked)
+        params.min_p
+        or params.logit_bias
+        or params.min_tokens
+        or params.stop_strings
+        or params.top_logprobs
+        or params.raw_logprobs
+        or params.processors
+        or _is_penalized(params)
     )
 
 
-def _is_penalized(asked: SamplingParams) -> bool:
-    return bool(asked.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty)
+def _is_penalized(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    )
 
 
-def _check_numbers(asked: SamplingParams) -> None:
-    if not 0 <= asked.min_p <= 1:
-        raise TurnRefused(f"min_p must be in [0, 1] (0 keeps all tokens), got {asked.min_p}")
-    if not REPETITION_PENALTY_MIN <= asked.repetition_penalty <= REPETITION_PENALTY_MAX:
+def _check_numbers(params: SamplingParams) -> None:
+    if not 0 <= params.min_p <= 1:
+        raise TurnRefused(f"min_p must be in [0, 1] (0 keeps all tokens), got {params.min_p}")
+    if not REPETITION_PENALTY_MIN <= params.repetition_penalty <= REPETITION_PENALTY_MAX:
         raise TurnRefused(
             f"repetition_penalty must be in [{REPETITION_PENALTY_MIN:g}, "
-            f"{REPETITION_PENALTY_MAX:g}] (1 changes nothing), got {asked.repetition_penalty}"
+            f"{REPETITION_PENALTY_MAX:g}] (1 changes nothing), got {params.repetition_penalty}"
         )
     for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(asked, name)
+        value = getattr(params, name)
         if not -PENALTY_MAX <= value <= PENALTY_MAX:
             raise TurnRefused(
                 f"{name} must be in [{-PENALTY_MAX:g}, {PENALTY_MAX:g}] (0 changes nothing), got "
@@ -262,16 +270,16 @@ def _check_numbers(asked: SamplingParams) -> None:
             )
 
 
-def _check_lists(asked: SamplingParams) -> None:
-    if len(asked.processors) > PROCESSORS_MAX:
+def _check_lists(params: SamplingParams) -> None:
+    if len(params.processors) > PROCESSORS_MAX:
         raise TurnRefused(
-            f"a turn may have {PROCESSORS_MAX} processors, got {len(asked.processors)}"
+            f"a turn may have {PROCESSORS_MAX} processors, got {len(params.processors)}"
         )
-    if len(asked.stop_strings) > STOP_STRINGS_MAX:
+    if len(params.stop_strings) > STOP_STRINGS_MAX:
         raise TurnRefused(
-            f"a turn may have {STOP_STRINGS_MAX} stop_strings, got {len(asked.stop_strings)}"
+            f"a turn may have {STOP_STRINGS_MAX} stop_strings, got {len(params.stop_strings)}"
         )
-    for text in asked.stop_strings:
+    for text in params.stop_strings:
         if not 1 <= len(text) <= STOP_STRING_CHARS_MAX:
             raise TurnRefused(
                 f"a stop string must have 1 to {STOP_STRING_CHARS_MAX} characters, got {len(text)}"

@@ -43,20 +43,20 @@ class ProcessorRegistry:
             for name, make in _makers_of(module).items():
                 if name in self._makers:
                     raise ConfigError(
-                        f"module {module} has a processor {name!r}, and so has another, or "
-                        f"Tidegate itself; give it another name"
+                        f"module {module} has a processor {name!r}, a name already used by another "
+                        f"module or by Tidegate; rename it"
                     )
                 self._makers[name] = make
 
     def prepare(self, text: str, setup: ProcessorSetup) -> Future[Any] | None:
-        """Start what ``make`` would block on, a grammar's compilation; None if there is nothing.
+        """Start the grammar compilation that ``make`` would block on; None if there is none.
 
         Once the future is done, and while the caller holds it, ``make`` returns at once. Errors in
         ``text`` are left to ``make``.
         """
         try:
-            asked = Processor.from_str(text)
-            return self._grammars.prepare(asked.name, asked.arguments, setup)
+            processor_spec = Processor.from_str(text)
+            return self._grammars.prepare(processor_spec.name, processor_spec.arguments, setup)
         except BaseException:  # noqa: BLE001 - as in ``make``, which is called next
             return None
 
@@ -71,24 +71,28 @@ class ProcessorRegistry:
             TurnRefused: there is no such processor, or it rejects its arguments.
         """
         try:
-            asked = Processor.from_str(text)
+            processor_spec = Processor.from_str(text)
         except ConfigError as error:
             raise TurnRefused(str(error)) from None
-        make = self._makers.get(asked.name)
+        make = self._makers.get(processor_spec.name)
         if make is None:
             raise TurnRefused(
-                f"no logit processor is called {asked.name!r} here; there are "
-                f"{', '.join(sorted(self._makers))}; start engines with logits_processors=[module] "
-                f"to add your own"
+                f"unknown logit processor {processor_spec.name!r}; this engine has "
+                f"{', '.join(sorted(self._makers))}; start engines with "
+                "logits_processors=[module] to add "
+                f"your own"
             )
         try:
-            return asked.name, make(asked.arguments, setup)
+            return processor_spec.name, make(processor_spec.arguments, setup)
         except TurnRefused:
             raise
         except BaseException as error:  # noqa: BLE001 - it may even exit, or a library panic
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             raise TurnRefused(
-                cut(f"logit processor {asked.name!r} refuses {asked.arguments!r:.300}: {why}")
+                cut(
+                    f"logit processor {processor_spec.name!r} refuses "
+                    f"{processor_spec.arguments!r:.300}: {reason}"
+                )
             ) from None
 
 
@@ -97,8 +101,8 @@ def _makers_of(module: str) -> Mapping[str, MakeProcessor]:
         makers = importlib.import_module(module).PROCESSORS
     except Exception as error:
         raise ConfigError(
-            f"the module of processors {module!r} can't be used: {type(error).__name__}: {error}; "
-            f"it must be importable where engines start, and have a dict PROCESSORS"
+            f"can't load processors from module {module!r}: {type(error).__name__}: {error}; "
+            f"the module must be importable where engines start, and have a dict PROCESSORS"
         ) from error
     if not isinstance(makers, Mapping) or not all(map(callable, makers.values())):
         raise ConfigError(f"{module}.PROCESSORS must map names to functions, got {makers!r:.200}")
@@ -109,7 +113,7 @@ class _TokenIds(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int]
 
 
-def _named(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
+def _read_token_ids(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
     """Return the named tokens, each once, int64."""
     token_ids = msgspec.convert(arguments, _TokenIds).token_ids
     outside = [t for t in token_ids if not 0 <= t < setup.vocab_size]
@@ -120,7 +124,7 @@ def _named(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.Tensor:
 
 def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
     """Allow only ``token_ids``: an action mask. Stop tokens must be listed, too."""
-    token_ids = _named(arguments, setup)
+    token_ids = _read_token_ids(arguments, setup)
     if not len(token_ids):
         raise ValueError("token_ids is empty, which leaves nothing to sample")
 
@@ -134,7 +138,7 @@ def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitPro
 
 def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
     """Exclude ``token_ids``."""
-    token_ids = _named(arguments, setup)
+    token_ids = _read_token_ids(arguments, setup)
     if len(token_ids) == setup.vocab_size:
         raise ValueError("token_ids is the whole vocabulary, which leaves nothing to sample")
 
@@ -165,8 +169,8 @@ class TemperatureSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
         """Divide the logits by the current temperature; the largest is shifted to 0 first,
         against overflow."""
-        share = min(1.0, len(turn.output) / self.warmup_tokens)
-        temperature = self.initial + (self.final - self.initial) * share
+        progress = min(1.0, len(turn.output) / self.warmup_tokens)
+        temperature = self.initial + (self.final - self.initial) * progress
         logits.sub_(logits.max()).div_(temperature)
 
 

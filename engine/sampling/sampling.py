@@ -1,7 +1,7 @@
 """Samples one token per row from a step's logits, with its log-prob and requested details.
 
 Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
-Every draw uses the row's own counter-based random number, whatever else is in the batch.
+Every draw uses the row's own counter-based random number, independent of the rest of the batch.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """
@@ -53,10 +53,10 @@ class RowDetails:
     top_logprobs: bytes
 
     @property
-    def is_sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether no value is NaN; excluded tokens have -inf."""
-        told = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
-        return not np.isnan(told).any()
+        details = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
+        return not np.isnan(details).any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,52 +92,56 @@ def sample_rows(
     """
     if native is None:
         return _sample(logits, sampling)
-    others = [row for row, one in enumerate(sampling) if not _is_plain(one)]
-    if not others:
+    other_rows = [row for row, params in enumerate(sampling) if not _is_plain(params)]
+    if not other_rows:
         return StepOutput(*_draw_plain(logits, sampling, native))
-    if len(others) == len(sampling):
+    if len(other_rows) == len(sampling):
         return _sample(logits, sampling)
-    return _sample_parts(logits, sampling, native, [others])
+    return _sample_groups(logits, sampling, native, [other_rows])
 
 
 def sample_apart(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
 ) -> StepOutput:
-    """Like :func:`sample_rows`, but a row gets the same bits whatever other rows are in the batch.
+    """Like :func:`sample_rows`, but a row's result has the same bits in every batch.
 
     A row's own options choose the code. Compiled code computes row by row; torch gets one row at a
     time, because its results may depend on a row's alignment in memory.
     """
-    others = [[row] for row, one in enumerate(sampling) if not _is_plain(one)]
-    return _sample_parts(logits, sampling, native, others)
+    other_rows = [[row] for row, params in enumerate(sampling) if not _is_plain(params)]
+    return _sample_groups(logits, sampling, native, other_rows)
 
 
-def _sample_parts(
+def _sample_groups(
     logits: torch.Tensor,
     sampling: Sequence[RowSampling],
     native: Native,
-    others: Sequence[Sequence[int]],
+    other_rows: Sequence[Sequence[int]],
 ) -> StepOutput:
-    """Sample plain rows with ``native``, and each group of ``others`` in one torch call."""
+    """Sample plain rows with ``native``, and each group of ``other_rows`` in one torch call."""
     token_ids = np.empty(len(sampling), np.int32)
     logprobs = np.empty(len(sampling), np.float32)
     details: dict[int, RowDetails] = {}
     failures: dict[int, str] = {}
-    plain = [row for row, one in enumerate(sampling) if _is_plain(one)]
+    plain = [row for row, params in enumerate(sampling) if _is_plain(params)]
     if plain:
-        mine = logits if len(plain) == len(logits) else logits[plain]
-        token_ids[plain], logprobs[plain] = _draw_plain(mine, [sampling[r] for r in plain], native)
-    for part in others:
+        plain_logits = logits if len(plain) == len(logits) else logits[plain]
+        token_ids[plain], logprobs[plain] = _draw_plain(
+            plain_logits, [sampling[r] for r in plain], native
+        )
+    for part in other_rows:
         output = _sample(logits[part], [sampling[row] for row in part])
         token_ids[part], logprobs[part] = output.token_ids, output.logprobs
-        details |= {part[row]: told for row, told in output.details.items()}
-        failures |= {part[row]: why for row, why in output.failures.items()}
+        details |= {part[row]: details for row, details in output.details.items()}
+        failures |= {part[row]: reason for row, reason in output.failures.items()}
     return StepOutput(token_ids, logprobs, details, failures)
 
 
 def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
     columns = _columns(sampling)
-    options = {row: one.options for row, one in enumerate(sampling) if one.options is not None}
+    options = {
+        row: params.options for row, params in enumerate(sampling) if params.options is not None
+    }
     if options:
         return _sample_with_options(logits, columns, sampling, options)
     token_ids, logprobs = sample(
@@ -146,14 +150,14 @@ def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput
     return StepOutput(token_ids.numpy().astype(np.int32), logprobs.numpy())
 
 
-def _is_plain(one: RowSampling) -> bool:
-    return one.options is None and one.top_k == 0 and one.top_p == 1
+def _is_plain(params: RowSampling) -> bool:
+    return params.options is None and params.top_k == 0 and params.top_p == 1
 
 
 def _draw_plain(
     logits: torch.Tensor, sampling: Sequence[RowSampling], native: Native
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    temperatures = np.array([one.temperature for one in sampling], np.float32)
+    temperatures = np.array([params.temperature for params in sampling], np.float32)
     return native.draw(logits.contiguous(), temperatures, *random_numbers(sampling))
 
 
@@ -161,15 +165,15 @@ def random_numbers(
     sampling: Sequence[RowSampling],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Return each row's RNG seed and its draw index."""
-    seeds = np.array([one.seed & SEED_MASK for one in sampling], np.uint64)
-    return seeds, np.array([one.index for one in sampling], np.uint64)
+    seeds = np.array([params.seed & SEED_MASK for params in sampling], np.uint64)
+    return seeds, np.array([params.index for params in sampling], np.uint64)
 
 
 def _columns(sampling: Sequence[RowSampling]) -> _Columns:
     return _Columns(
-        np.array([one.temperature for one in sampling], np.float32),
-        np.array([one.top_k for one in sampling], np.int64),
-        np.array([one.top_p for one in sampling], np.float32),
+        np.array([params.temperature for params in sampling], np.float32),
+        np.array([params.top_k for params in sampling], np.int64),
+        np.array([params.top_p for params in sampling], np.float32),
         uniforms(*random_numbers(sampling)),
     )
 
@@ -181,24 +185,24 @@ def _sample_with_options(
     options: Mapping[int, RowOptions],
 ) -> StepOutput:
     logits = logits.contiguous()  # edits use flat indices
-    raw_rows = [row for row, one in options.items() if one.raw_logprobs]
+    raw_rows = [row for row, row_options in options.items() if row_options.raw_logprobs]
     raw = logits[raw_rows]  # a copy, because the logits are edited below
     failures = _edit(logits, sampling, options)
     min_p = np.zeros(len(logits), np.float32)
-    for row, one in options.items():
-        min_p[row] = one.min_p
-    weighed = weigh(
+    for row, row_options in options.items():
+        min_p[row] = row_options.min_p
+    distribution = weigh(
         logits, columns.temperature, columns.top_k, columns.top_p, min_p if min_p.any() else None
     )
-    chosen = weighed.draw(columns.temperature, columns.uniforms)
-    raw_told: dict[int, bytes] = {}
+    chosen = distribution.draw(columns.temperature, columns.uniforms)
+    raw_details: dict[int, bytes] = {}
     if raw_rows:
         values = weights_of(raw).logprobs(chosen[raw_rows][:, None]).numpy()
-        raw_told = {row: value.tobytes() for row, value in zip(raw_rows, values, strict=True)}
+        raw_details = {row: value.tobytes() for row, value in zip(raw_rows, values, strict=True)}
     return StepOutput(
         chosen.numpy().astype(np.int32),
-        weighed.logprobs(chosen[:, None]).squeeze(-1).numpy(),
-        _details(weighed, options, raw_told),
+        distribution.logprobs(chosen[:, None]).squeeze(-1).numpy(),
+        _details(distribution, options, raw_details),
         failures,
     )
 
@@ -209,37 +213,50 @@ def _edit(
     """Apply bias, bans, penalties and processors in place; return the rows that
     failed, with reasons."""
     vocab_size = logits.shape[-1]
-    biased = {row: one for row, one in options.items() if len(one.bias_ids)}
+    biased = {row: row_options for row, row_options in options.items() if len(row_options.bias_ids)}
     if biased:
-        places = np.concatenate([row * vocab_size + one.bias_ids for row, one in biased.items()])
-        biases = np.concatenate([one.biases for one in biased.values()])
-        bias_(logits, torch.from_numpy(places), torch.from_numpy(biases))
-    young = [row for row, one in options.items() if sampling[row].index < one.min_tokens]
-    if young:
-        places = np.concatenate([row * vocab_size + options[row].banned for row in young])
-        ban_(logits, torch.from_numpy(places))
-    seen = {row: one.seen for row, one in options.items() if one.seen is not None}
+        indices = np.concatenate(
+            [row * vocab_size + row_options.bias_ids for row, row_options in biased.items()]
+        )
+        biases = np.concatenate([row_options.biases for row_options in biased.values()])
+        bias_(logits, torch.from_numpy(indices), torch.from_numpy(biases))
+    below_min_tokens = [
+        row for row, row_options in options.items() if sampling[row].index < row_options.min_tokens
+    ]
+    if below_min_tokens:
+        indices = np.concatenate(
+            [row * vocab_size + options[row].banned for row in below_min_tokens]
+        )
+        ban_(logits, torch.from_numpy(indices))
+    seen = {
+        row: row_options.seen
+        for row, row_options in options.items()
+        if row_options.seen is not None
+    }
     if seen:
         penalize_(logits, seen_tokens.batched(list(seen), list(seen.values()), vocab_size))
     failures: dict[int, str] = {}
-    for row, one in options.items():
-        if one.processors and (why := one.process(logits[row], sampling[row].index)) is not None:
-            failures[row] = why
+    for row, row_options in options.items():
+        if (
+            row_options.processors
+            and (reason := row_options.process(logits[row], sampling[row].index)) is not None
+        ):
+            failures[row] = reason
             logits[row] = 0.0  # the unused sample must not be drawn from NaN
     return failures
 
 
 def _details(
-    weighed: TokenDistribution, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
+    distribution: TokenDistribution, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
 ) -> dict[int, RowDetails]:
-    told = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
-    rows = [row for row, one in options.items() if one.top_logprobs]
+    details = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
+    rows = [row for row, row_options in options.items() if row_options.top_logprobs]
     if not rows:
-        return told
-    widest = max(options[row].top_logprobs for row in rows)
-    top_ids, logprobs = (column.numpy() for column in weighed.likeliest(widest, rows))
+        return details
+    count_max = max(options[row].top_logprobs for row in rows)
+    top_ids, logprobs = (column.numpy() for column in distribution.likeliest(count_max, rows))
     for row, ids, values in zip(rows, top_ids.astype(np.int32), logprobs, strict=True):
         count = options[row].top_logprobs
         raw_of_row = raw.get(row, b"")
-        told[row] = RowDetails(raw_of_row, ids[:count].tobytes(), values[:count].tobytes())
-    return told
+        details[row] = RowDetails(raw_of_row, ids[:count].tobytes(), values[:count].tobytes())
+    return details

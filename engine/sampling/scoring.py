@@ -1,7 +1,7 @@
 """Scores given tokens from their hidden states: log-probs, top log-probs, rewards and embeddings.
 
 Called by the runners for rows with ``scoring``; nothing is sampled. The requests and their chunks
-are kept by ``scheduling/scores.py``.
+are kept by ``scheduling/score_queue.py``.
 
 Letters in shapes: P positions scored, k top tokens, H hidden size, L labels, V vocabulary.
 """
@@ -29,7 +29,7 @@ LOGITS_MAX = 8 * 1024 * 1024
 """Logits held at once: 32 MB of float32, 55 tokens of a vocabulary of 151,936."""
 
 VOCAB_PART = 4096
-"""Logits of a token that are summed separately before the parts are combined."""
+"""Number of a token's logits that are summed separately before the partial sums are combined."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -59,14 +59,14 @@ class RowScoring:
     """P, the number of the row's last tokens to score."""
     reads: Reads
     token_ids: npt.NDArray[np.int32]
-    """[P], the token after each of them; empty unless log-probs are asked for."""
+    """[P], the token after each scored position; empty unless log-probs are requested."""
     top_logprobs: int = 0
     temperature: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
-    """Scores of a row's chunk; fields that were not asked for are None."""
+    """Scores of a row's chunk; fields that were not requested are None."""
 
     logprobs: Floats | None = None
     """[P]"""
@@ -95,8 +95,8 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
     parts = [part.logsumexp(-1) for part in torch.split(logits, VOCAB_PART, -1)]
     log_z = torch.stack(parts).logsumexp(0)
     token_ids = torch.from_numpy(row.token_ids).long().to(logits.device)
-    own = logits.gather(-1, token_ids[:, None])
-    logprobs = (own.squeeze(-1) - log_z).cpu().numpy()
+    given = logits.gather(-1, token_ids[:, None])
+    logprobs = (given.squeeze(-1) - log_z).cpu().numpy()
     if not row.top_logprobs:
         return RowScore(logprobs=logprobs)
     top = logits.topk(row.top_logprobs, -1)
@@ -104,14 +104,14 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
         logprobs=logprobs,
         top_ids=top.indices.cpu().numpy().astype(np.int32),
         top_logprobs=(top.values - log_z[:, None]).cpu().numpy(),
-        ranks=((logits > own).sum(-1) + 1).cpu().numpy().astype(np.int32),
+        ranks=((logits > given).sum(-1) + 1).cpu().numpy().astype(np.int32),
     )
 
 
 def score_hidden(hidden: torch.Tensor, row: RowScoring) -> RowScore:
     """Return a row's hidden states [P, H], or their sum."""
-    wide = hidden.float()
-    values = wide.sum(0, keepdim=True) if row.reads == "sum" else wide
+    states = hidden.float()
+    values = states.sum(0, keepdim=True) if row.reads == "sum" else states
     return RowScore(values=values.cpu().numpy())
 
 
@@ -146,5 +146,8 @@ def _score(weights: Weights, hidden: torch.Tensor, row: RowScoring) -> RowScore:
         return score_hidden(hidden, row)
     pieces = in_pieces(row, weights.config.vocab_size)
     return join_scores(
-        [score_logits(head_logits(weights, hidden[at]), piece) for at, piece in pieces]
+        [
+            score_logits(head_logits(weights, hidden[positions]), piece)
+            for positions, piece in pieces
+        ]
     )

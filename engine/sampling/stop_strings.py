@@ -13,11 +13,11 @@ PROMPT_TOKENS = 6
 """Prompt tokens decoded before the first output tokens, because decoders may drop a leading space.
 A character has at most 4 bytes, so the last of these tokens start with a whole character."""
 
-BROKEN_TOKENS_MAX = 8
-"""Tokens decoded together before incomplete bytes are taken as not being text: twice the
-longest character."""
+INCOMPLETE_TOKENS_MAX = 8
+"""Tokens decoded together before incomplete bytes are treated as invalid text: twice the length of
+the longest character in bytes."""
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT_CHAR = "\N{REPLACEMENT CHARACTER}"
 """Character that decoders emit for incomplete or invalid bytes."""
 
 
@@ -31,35 +31,35 @@ class StopStrings:
         self._strings = tuple(strings)
         self._tail_chars = max(map(len, strings)) - 1
         self._tail = ""
-        """End of the output text; a stop string that is still to be completed starts in it."""
+        """End of the output text, as long as a stop string may already have begun in it."""
         self._ids = list(prompt_ids[-PROMPT_TOKENS:])
-        self._told = len(self._ids)
+        self._decoded_tokens = len(self._ids)
         """Number of the leading ``_ids`` whose text is already in the tail."""
 
-    def skip(self, token_ids: Iterable[int]) -> None:
+    def add_output(self, token_ids: Iterable[int]) -> None:
         """Add tokens without ending the turn."""
         for token_id in token_ids:
             self.completes(token_id)
 
     def completes(self, token_id: int) -> bool:
-        """Add a sampled token; return whether a stop string ends within the text that it adds."""
+        """Add a sampled token; return whether a stop string ends within the token's text."""
         text = self._text_of(token_id)
         if not text:
             return False
-        said, known = self._tail + text, len(self._tail)
-        self._tail = said[-self._tail_chars :] if self._tail_chars else ""
-        return any(said.find(s, max(0, known - len(s) + 1)) >= 0 for s in self._strings)
+        tail, old_chars = self._tail + text, len(self._tail)
+        self._tail = tail[-self._tail_chars :] if self._tail_chars else ""
+        return any(tail.find(s, max(0, old_chars - len(s) + 1)) >= 0 for s in self._strings)
 
     def _text_of(self, token_id: int) -> str:
         """Return the text that the token adds; empty while a character is incomplete."""
         self._ids.append(token_id)
-        told = self._decode(self._ids[: self._told])
-        text = self._decode(self._ids)[len(told) :]
-        is_broken = not text or text.endswith(BROKEN)
-        if is_broken and len(self._ids) - self._told < BROKEN_TOKENS_MAX:
+        decoded = self._decode(self._ids[: self._decoded_tokens])
+        text = self._decode(self._ids)[len(decoded) :]
+        is_incomplete = not text or text.endswith(REPLACEMENT_CHAR)
+        if is_incomplete and len(self._ids) - self._decoded_tokens < INCOMPLETE_TOKENS_MAX:
             return ""
-        del self._ids[: self._told]
-        self._told = len(self._ids)
+        del self._ids[: self._decoded_tokens]
+        self._decoded_tokens = len(self._ids)
         return text
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -1,17 +1,18 @@
 """Block allocator and prefix cache of the KV cache: block numbers, reference counts and eviction.
 
-Used by the ``sequence_queues.py``, the prefixes and the draft model; the tensors belong to the
-model runner. A block holds the keys and values of ``block_tokens`` successive context positions in
-every layer. Blocks are allocated singly, so a turn's blocks need not be adjacent.
+Used by the sequence queues, the prefixes and the draft model; the tensors belong to the model
+runner. A block holds the keys and values of ``block_tokens`` successive context positions in every
+layer. Blocks are allocated singly, so a sequence's blocks need not be adjacent.
 
 The prefix cache is a radix tree over full blocks. A cached block is a node, is immutable, and may
-be held by any number of turns. Its key is the parent node and the block's tokens, compared in full
-rather than hashed, so two contexts never collide. The root stands for the weights that computed the
-KV, so KV of one weight version is never found from another version's root.
+be held by any number of sequences. Its key is the parent node and the block's tokens, compared in
+full rather than hashed, so two contexts never collide. The root stands for the weights that
+computed the KV, so KV of one weight version is never found from another version's root.
 
-A turn that holds a node holds all of its ancestors, and releases descendants first. So the least
-recently used idle node has no idle descendants, and is evicted first. Blocks that a session will
-want again are evicted after all others; a session that wants a node wants all of its ancestors.
+A sequence that holds a node holds all of its ancestors, and releases descendants first. So the
+least recently used idle node has no idle descendants, and is evicted first. Blocks that an open
+session protects, because its next turn will reuse them, are evicted after all others; a session
+that protects a node protects all of its ancestors.
 """
 
 from collections import Counter, OrderedDict
@@ -20,15 +21,16 @@ from collections.abc import Iterable, Sequence
 Node = int
 """Number of a node in the prefix trees; never reused."""
 
-NOWHERE: Node = 0
+NO_NODE: Node = 0
 """Node of a block that has not been cached since it was allocated."""
 
 ROOTS_MAX = 65536
 """Limit of roots, one per weight version, adapter and salt: 10 MB. Beyond it, roots without cached
 blocks are dropped."""
 
-Wanted = list[tuple[int, Node]]
-"""Blocks in the order of their positions, each with the node that it held when it was wanted."""
+ProtectedBlocks = list[tuple[int, Node]]
+"""Protected blocks in the order of their positions, each with its node at the time of
+protection."""
 
 
 class KvCache:
@@ -43,28 +45,30 @@ class KvCache:
         """Stack of free blocks: the block freed last is warm in the CPU's caches, so it is
         allocated first."""
         self._holders = [0] * num_blocks
-        """Reference count of each block: the number of turns that hold it."""
+        """Reference count of each block: the number of sequences that hold it."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that no turn holds and no session wants, least recently used first."""
-        self._wants = [0] * num_blocks
-        """Number of sessions that want each block again; 0 for blocks that are not cached."""
-        self._wanted: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that no turn holds and at least one session wants, least
-        recently used first."""
+        """Cached blocks that no sequence holds and no session protects, least recently used
+        first."""
+        self._protections = [0] * num_blocks
+        """Number of sessions that protect each block; 0 for blocks that are not cached."""
+        self._idle_protected: OrderedDict[int, None] = OrderedDict()
+        """Cached blocks that no sequence holds and at least one session protects, least recently
+        used first."""
         self._blocks: dict[tuple[Node, bytes], int] = {}
-        """Every block that can be found, by its parent node and its tokens."""
+        """Cached blocks, by parent node and the block's tokens."""
         self._keys: list[tuple[Node, bytes] | None] = [None] * num_blocks
-        """Each block's key in ``_blocks``; None if the block cannot be found."""
-        self._nodes: list[Node] = [NOWHERE] * num_blocks
-        """Each cached block's node. Kept after ``forget``, because several turns
+        """Each block's key in ``_blocks``; None if the block is not cached."""
+        self._nodes: list[Node] = [NO_NODE] * num_blocks
+        """Each cached block's node. Kept after ``forget``, because several sequences
         may hold the block."""
         self._roots: dict[tuple[int, str, str], Node] = {}
-        self._next_node: Node = NOWHERE + 1
+        self._next_node: Node = NO_NODE + 1
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that can be allocated, including cached blocks that no turn holds."""
-        return len(self._free) + len(self._idle) + len(self._wanted)
+        """Number of blocks that can be allocated, including cached blocks that no sequence
+        holds."""
+        return len(self._free) + len(self._idle) + len(self._idle_protected)
 
     @property
     def cached_blocks(self) -> int:
@@ -80,15 +84,15 @@ class KvCache:
         if count > self.free_blocks:
             return None
         for _ in range(count - len(self._free)):
-            block, _ = (self._idle or self._wanted).popitem(last=False)
+            block, _ = (self._idle or self._idle_protected).popitem(last=False)
             self._uncache(block)
             self._free.append(block)
-        kept = len(self._free) - count
-        blocks = self._free[kept:][::-1]
-        del self._free[kept:]
+        remaining = len(self._free) - count
+        blocks = self._free[remaining:][::-1]
+        del self._free[remaining:]
         for block in blocks:
             self._holders[block] = 1
-            self._nodes[block] = NOWHERE
+            self._nodes[block] = NO_NODE
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -99,16 +103,17 @@ class KvCache:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one holder from each block, given in the order of the turn's positions.
+        """Remove one holder from each block, given in the order of the sequence's positions.
 
         Raises:
-            ValueError: a block is not of this cache, or has no holder: two turns would have written
+            ValueError: a block is not of this cache, or has no holder: two sequences would have
+            written
                 to it.
         """
         holders = self._holders
         for block in reversed(blocks):
             if not 0 <= block < self.num_blocks:
-                raise ValueError(f"block {block} is not one of this cache's {self.num_blocks}")
+                raise ValueError(f"block {block} is not in [0, {self.num_blocks})")
             if not holders[block]:
                 raise ValueError(f"block {block} was freed twice")
             holders[block] -= 1
@@ -122,24 +127,25 @@ class KvCache:
         """Return how many blocks have a holder; holding those costs no free block."""
         return sum(self._holders[block] > 0 for block in blocks)
 
-    # ------------------------------------------------------------ wants
+    # ------------------------------------------------------------ protection
 
-    def want(self, blocks: Sequence[int]) -> Wanted:
-        """Mark held, cached blocks as wanted by one more session; return what ``unwant`` needs."""
+    def protect(self, blocks: Sequence[int]) -> ProtectedBlocks:
+        """Protect held, cached blocks for one more session; return the argument of
+        ``unprotect``."""
         for block in blocks:
             if self._keys[block] is None or not self._holders[block]:
-                raise AssertionError(f"block {block} can't be wanted: not cached, or nobody's")
-            self._wants[block] += 1
+                raise AssertionError(f"block {block} can't be protected: not cached, or not held")
+            self._protections[block] += 1
         return [(block, self._nodes[block]) for block in blocks]
 
-    def unwant(self, wanted: Wanted) -> None:
-        """Undo one ``want``, for the blocks that have not been evicted since."""
-        for block, node in reversed(wanted):
+    def unprotect(self, protected: ProtectedBlocks) -> None:
+        """Undo one ``protect`` of the blocks that have not been evicted since."""
+        for block, node in reversed(protected):
             if self._keys[block] is None or self._nodes[block] != node:
                 continue  # evicted since
-            self._wants[block] -= 1
-            if not self._wants[block] and block in self._wanted:
-                del self._wanted[block]
+            self._protections[block] -= 1
+            if not self._protections[block] and block in self._idle_protected:
+                del self._idle_protected[block]
                 self._idle[block] = None
 
     # ------------------------------------------------------------ contexts
@@ -168,7 +174,7 @@ class KvCache:
         key = (node, tokens)
         if key in self._blocks or self._keys[block] is not None or not self._holders[block]:
             raise AssertionError(
-                f"block {block} can't be cached: it is, or its context is, or nobody holds it"
+                f"block {block} can't be cached: it or its context already is, or it is not held"
             )
         self._blocks[key] = block
         self._keys[block] = key
@@ -179,10 +185,10 @@ class KvCache:
         """Empty the prefix cache. Held blocks stay held, and are private from now on."""
         for block in self._blocks.values():
             self._keys[block] = None
-            self._wants[block] = 0
+            self._protections[block] = 0
         self._blocks.clear()
         self._roots.clear()
-        for queue in (self._idle, self._wanted):
+        for queue in (self._idle, self._idle_protected):
             self._free.extend(queue)
             queue.clear()
 
@@ -191,7 +197,7 @@ class KvCache:
         return self._next_node - 1
 
     def _idle_queue(self, block: int) -> OrderedDict[int, None]:
-        return self._wanted if self._wants[block] else self._idle
+        return self._idle_protected if self._protections[block] else self._idle
 
     def _uncache(self, block: int) -> None:
         key = self._keys[block]
@@ -199,36 +205,37 @@ class KvCache:
             raise AssertionError(f"idle block {block} is not cached")
         del self._blocks[key]
         self._keys[block] = None
-        self._wants[block] = 0
+        self._protections[block] = 0
 
     # ------------------------------------------------------------ for tests
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Check the reference counts against the block tables of all turns.
+        """Check the reference counts against the block tables of all sequences.
 
         Raises:
-            AssertionError: a block is lost, held twice by one turn or miscounted; or a cached block
-                could outlive its parent.
+            AssertionError: a block is lost, held twice by one sequence or miscounted; or a cached
+                block could outlive its parent.
         """
         held = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):
-            idle = (block in self._idle) + (block in self._wanted)
-            places = (block in self._free) + idle + (held[block] > 0)
+            idle = (block in self._idle) + (block in self._idle_protected)
+            states = (block in self._free) + idle + (held[block] > 0)
             if idle and block not in self._idle_queue(block):
-                raise AssertionError(f"block {block} waits among those that leave at other times")
-            if self._holders[block] != held[block] or places != 1:
+                raise AssertionError(f"block {block} is in the wrong eviction queue")
+            if self._holders[block] != held[block] or states != 1:
                 raise AssertionError(
-                    f"block {block} has {self._holders[block]} holders, really {held[block]}, and "
-                    f"is in {places} places"
+                    f"block {block} has a reference count of {self._holders[block]}, expected "
+                    f"{held[block]}, and "
+                    f"is in {states} of the states free, idle and held"
                 )
-            if held[block] > 1 and self._nodes[block] == NOWHERE:
-                raise AssertionError(f"block {block} is shared, and was never cached")
-        ranks = {block: rank for rank, block in enumerate((*self._idle, *self._wanted))}
+            if held[block] > 1 and self._nodes[block] == NO_NODE:
+                raise AssertionError(f"block {block} is shared but was never cached")
+        ranks = {block: rank for rank, block in enumerate((*self._idle, *self._idle_protected))}
         ends = {self._nodes[block]: block for block in self._blocks.values()}
         roots = set(self._roots.values())
         for (node, _), block in self._blocks.items():
             before = ends.get(node)
             if before is None and node not in roots:
-                raise AssertionError(f"block {block} is cached, and what is before it is not")
+                raise AssertionError(f"block {block} is cached, and its parent is not")
             if before in ranks and not ranks.get(block, -1) < ranks[before]:
-                raise AssertionError(f"block {before} would leave before {block}, which follows")
+                raise AssertionError(f"block {before} would be evicted before its child {block}")

@@ -1,15 +1,15 @@
-"""Prefix sharing between turns, and contexts kept in the KV cache for a rollout's next turn.
+"""Prefix sharing between sequences, and contexts kept in the KV cache for a rollout's next turn.
 
-Used by the running set and the scheduler; the radix tree itself is ``KvCache``. A turn follows the
-tree from the root of the live weights as far as its tokens match, and adds each block that it
-fills. A turn leaves the tree once part of its KV is from older weights. A session is a rollout
+Used by the running set and the scheduler; the radix tree itself is ``KvCache``. A sequence follows
+the tree from the root of the live weights as far as its tokens match, and adds each block that it
+fills. A sequence leaves the tree once part of its KV is from older weights. A session is a rollout
 between two turns, for example during a tool call: its KV may be evicted, least recently used first.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from tidegate.engine.scheduling.kv_cache import KvCache, Wanted
+from tidegate.engine.scheduling.kv_cache import KvCache, ProtectedBlocks
 from tidegate.engine.scheduling.sequences import NEVER, EngineSequence
 
 
@@ -21,116 +21,120 @@ class PrefixSessions:
         eviction, so that a peer that never ends sessions costs no memory."""
         self._cache = cache
         self._sessions_max = sessions_max
-        self._wanted: OrderedDict[int, Wanted] = OrderedDict()
+        self._protected: OrderedDict[int, ProtectedBlocks] = OrderedDict()
         """Wanted blocks by session number, least recently used session first."""
 
-    def leave(self, turn: EngineSequence) -> None:
-        """Protect a turn's cached blocks for its session, just before the turn releases its KV."""
-        if not turn.session or turn.share_at == NEVER or not turn.shared_blocks:
+    def protect_blocks(self, sequence: EngineSequence) -> None:
+        """Protect a sequence's cached blocks for its session. Called before the sequence releases
+        its KV."""
+        if not sequence.session or sequence.share_at == NEVER or not sequence.shared_blocks:
             return
-        wanted = self._cache.want(turn.blocks[: turn.shared_blocks])
-        self.end([turn.session])  # the blocks wanted before are mostly a prefix of these
-        self._wanted[turn.session] = wanted
-        if len(self._wanted) > self._sessions_max:
-            self._cache.unwant(self._wanted.popitem(last=False)[1])
+        protected = self._cache.protect(sequence.blocks[: sequence.shared_blocks])
+        self.end([sequence.session])  # the blocks protected before are mostly a prefix of these
+        self._protected[sequence.session] = protected
+        if len(self._protected) > self._sessions_max:
+            self._cache.unprotect(self._protected.popitem(last=False)[1])
 
     def end(self, sessions: Iterable[int]) -> None:
         """Drop sessions that will not continue on this engine."""
         for session in sessions:
-            self._cache.unwant(self._wanted.pop(session, []))
+            self._cache.unprotect(self._protected.pop(session, []))
 
     def forget(self) -> None:
-        """Drop all sessions, because nobody will report their ends any more."""
-        self.end(list(self._wanted))
+        """Drop all sessions, because the orchestrator that would report their ends is lost."""
+        self.end(list(self._protected))
 
 
 class Prefixes:
-    """Lets turns share the full blocks of one ``KvCache``."""
+    """Lets sequences share the full blocks of one ``KvCache``."""
 
     def __init__(self, cache: KvCache, block_tokens: int, *, are_shared: bool) -> None:
-        """Without ``are_shared`` no turn finds or adds cached blocks."""
+        """Without ``are_shared`` no sequence finds or adds cached blocks."""
         self._cache = cache
         self._block_tokens = block_tokens
         self._are_shared = are_shared
 
-    def enter(self, turn: EngineSequence, weight_version: int) -> None:
-        """Start a turn without KV at the root of the weights ``weight_version``."""
-        turn.shared_blocks = 0
-        turn.node = self._cache.root(weight_version, turn.adapter, turn.cache_salt)
-        turn.share_at = self._block_tokens if self._are_shared else NEVER
+    def start_at_root(self, sequence: EngineSequence, weight_version: int) -> None:
+        """Start a sequence without KV at the root of the weights ``weight_version``."""
+        sequence.shared_blocks = 0
+        sequence.node = self._cache.root(weight_version, sequence.adapter, sequence.cache_salt)
+        sequence.share_at = self._block_tokens if self._are_shared else NEVER
 
-    def forget(self, turns: list[EngineSequence], weight_version: int) -> None:
-        """Empty the prefix cache; ``turns`` with KV keep it in private, others enter anew."""
+    def forget(self, sequences: list[EngineSequence], weight_version: int) -> None:
+        """Empty the prefix cache. ``sequences`` with KV keep it unshared; the rest restart at a new
+        root."""
         self._cache.forget()
-        for turn in turns:
-            turn.share_at = NEVER
-            if not turn.computed:
-                self.enter(turn, weight_version)
+        for sequence in sequences:
+            sequence.share_at = NEVER
+            if not sequence.computed:
+                self.start_at_root(sequence, weight_version)
 
-    def find(self, turn: EngineSequence) -> list[int]:
-        """Return the cached blocks that follow the turn's shared ones and match its tokens.
+    def find(self, sequence: EngineSequence) -> list[int]:
+        """Return the cached blocks that follow the sequence's shared ones and match its tokens.
 
         Only positions that need not be computed count: never the last token, nor positions to be
         scored.
         """
         found: list[int] = []
-        if turn.share_at == NEVER:
+        if sequence.share_at == NEVER:
             return found
-        node = turn.node
-        for place in range(turn.shared_blocks, turn.reusable_tokens // self._block_tokens):
-            block = self._cache.find(node, self._tokens(turn, place))
+        node = sequence.node
+        for index in range(sequence.shared_blocks, sequence.reusable_tokens // self._block_tokens):
+            block = self._cache.find(node, self._tokens(sequence, index))
             if block is None:
                 break
             found.append(block)
             node = self._cache.node(block)
         return found
 
-    def take(self, turn: EngineSequence, found: list[int]) -> None:
-        """Replace the turn's own blocks by the ``found`` ones; their positions are computed."""
+    def reuse(self, sequence: EngineSequence, found: list[int]) -> None:
+        """Replace the sequence's own blocks by the ``found`` ones; their positions are computed."""
         if not found:
             return
-        end = turn.shared_blocks + len(found)
-        own = turn.blocks[turn.shared_blocks : end]
+        end = sequence.shared_blocks + len(found)
+        replaced = sequence.blocks[sequence.shared_blocks : end]
         self._cache.hold(found)
-        turn.blocks[turn.shared_blocks : end] = found
-        self._cache.release(own)
-        turn.block_tokens_held = len(turn.blocks) * self._block_tokens
-        turn.cached_tokens += end * self._block_tokens - turn.computed
-        turn.computed = end * self._block_tokens
-        self._advance(turn, self._cache.node(found[-1]), end)
+        sequence.blocks[sequence.shared_blocks : end] = found
+        self._cache.release(replaced)
+        sequence.block_tokens_held = len(sequence.blocks) * self._block_tokens
+        sequence.cached_tokens += end * self._block_tokens - sequence.computed
+        sequence.computed = end * self._block_tokens
+        self._advance(sequence, self._cache.node(found[-1]), end)
 
-    def share_planned(self, turn: EngineSequence) -> None:
-        """Cache the blocks that the planned step fills, for other turns of the same step.
+    def share_planned(self, sequence: EngineSequence) -> None:
+        """Cache the blocks that the planned step fills, for other sequences of the same step.
 
         A block that ends with the last known token is left out: ``find`` never looks it up, so
         another turn may already have cached the same tokens. The same holds for positions to be
         scored.
         """
-        self.share(turn, min(turn.computed + turn.chunk_tokens, turn.reusable_tokens))
+        self.share(
+            sequence, min(sequence.computed + sequence.chunk_tokens, sequence.reusable_tokens)
+        )
 
-    def share(self, turn: EngineSequence, end: int) -> None:
-        """Cache the turn's full blocks before position ``end``.
+    def share(self, sequence: EngineSequence, end: int) -> None:
+        """Cache the sequence's full blocks before position ``end``.
 
-        If another turn has cached the same tokens, its block replaces the turn's own.
+        If another turn has cached the same tokens, its block replaces the sequence's own.
         """
-        while turn.share_at <= end:
-            place = turn.shared_blocks
-            tokens = self._tokens(turn, place)
-            block = self._cache.find(turn.node, tokens)
+        while sequence.share_at <= end:
+            index = sequence.shared_blocks
+            tokens = self._tokens(sequence, index)
+            block = self._cache.find(sequence.node, tokens)
             if block is None:
-                node = self._cache.add(turn.node, tokens, turn.blocks[place])
+                node = self._cache.add(sequence.node, tokens, sequence.blocks[index])
             else:
                 self._cache.hold([block])
-                self._cache.release([turn.blocks[place]])
-                turn.blocks[place] = block
+                self._cache.release([sequence.blocks[index]])
+                sequence.blocks[index] = block
                 node = self._cache.node(block)
-            self._advance(turn, node, place + 1)
+            self._advance(sequence, node, index + 1)
 
-    def _tokens(self, turn: EngineSequence, place: int) -> bytes:
-        start = place * self._block_tokens
-        return turn.tokens[start : start + self._block_tokens].tobytes()
+    def _tokens(self, sequence: EngineSequence, index: int) -> bytes:
+        start = index * self._block_tokens
+        return sequence.tokens[start : start + self._block_tokens].tobytes()
 
-    def _advance(self, turn: EngineSequence, node: int, shared_blocks: int) -> None:
-        turn.node = node
-        turn.shared_blocks = shared_blocks
-        turn.share_at = (shared_blocks + 1) * self._block_tokens
+    def _advance(self, sequence: EngineSequence, node: int, shared_blocks: int) -> None:
+        sequence.node = node
+        sequence.shared_blocks = shared_blocks
+        sequence.share_at = (shared_blocks + 1) * self._block_tokens

@@ -1,9 +1,9 @@
 """Scoring requests: log-probs, hidden states, embeddings and rewards of given tokens.
 
-Used by the scheduler. To the running set a request is a turn that samples nothing: it is ranked,
-chunked and preempted like a turn, and shares the blocks that it computes. Positions to be scored
-are never taken from the prefix cache. All values of an answer are from one weight version, so a
-swap restarts every request. Nothing is computed here; the runner scores rows.
+Used by the scheduler. To the running set a request is a sequence that samples nothing: it is
+ranked, chunked and preempted like a sequence, and shares the blocks that it computes. Positions to
+be scored are never taken from the prefix cache. All values of an answer are from one weight
+version, so a swap restarts every request. Nothing is computed here; the runner scores rows.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ from tidegate.transport.scoring import (
 )
 
 REQUESTS_MAX = 4096
-"""Limit of requests held at a time. Tidegate's orchestrator has at most half as many as turns
+"""Limit of requests held at a time. Tidegate's orchestrator has at most half as many as sequences
 may be in flight."""
 
 READS: dict[ScoreKind, Reads] = {
@@ -49,7 +49,7 @@ READS: dict[ScoreKind, Reads] = {
     "hidden_states": "hidden_states",
     "rewards": "rewards",
 }
-"""What a row reads from the model, for each kind of request."""
+"""The model output that a row reads, for each kind of request."""
 
 _NO_TOKENS = SamplingParams(max_tokens=0)
 
@@ -59,7 +59,7 @@ _FLOAT32_BYTES = 4
 class ScoreState(EngineSequence):
     """One scoring request: its tokens, its KV, and the values computed so far."""
 
-    __slots__ = ("_asked", "chunks", "first_told", "needed_from", "want")
+    __slots__ = ("_message", "chunks", "first_position", "next_position", "want")
 
     is_score = True
 
@@ -67,33 +67,34 @@ class ScoreState(EngineSequence):
         self, message: ScoreTokens, tokens: npt.NDArray[np.int32], arrival: int, *, end: int
     ) -> None:
         """Only positions before ``end`` are computed."""
-        turn = SubmitTurn(
+        submitted = SubmitTurn(
             turn=message.request_id, token_ids=b"", sampling=_NO_TOKENS, priority=message.priority
         )
-        super().__init__(turn, tokens, arrival)
+        super().__init__(submitted, tokens, arrival)
         self.length = end
         self.want = message.score_kind
-        self._asked = message
-        self.first_told = end - 1
+        self._message = message
+        self.first_position = end - 1
         """First position whose hidden state is needed."""
         if message.score_kind == "logprobs":
-            self.first_told = message.start - 1  # its logits score the token after it
+            self.first_position = message.start - 1  # its logits score the token after it
         elif message.score_kind in ("mean_embedding", "hidden_states"):
-            self.first_told = message.start
-        self.needed_from = self.first_told
+            self.first_position = message.start
+        self.next_position = self.first_position
         """First position whose values have not been computed yet."""
         self.chunks: list[RowScore] = []
-        """Values of the positions from ``first_told`` to ``needed_from``, one entry per chunk."""
+        """Values of the positions from ``first_position`` to ``next_position``, one entry per
+        chunk."""
 
     @property
     def reusable_tokens(self) -> int:
         """Number of leading positions that may come from the prefix cache."""
-        return self.needed_from
+        return self.next_position
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Discard the values computed so far."""
         self.chunks.clear()
-        self.needed_from = self.first_told
+        self.next_position = self.first_position
 
     def next_row(self) -> Row:
         """Return the request's row in the planned step."""
@@ -102,46 +103,48 @@ class ScoreState(EngineSequence):
         row.start = start
         row.token_ids = self.tokens[start:end]
         row.scoring = None
-        positions = end - max(start, self.needed_from)
+        positions = end - max(start, self.next_position)
         if positions > 0:
             following = self.tokens[end - positions + 1 : end + 1]
             row.scoring = RowScoring(
                 positions=positions,
                 reads=READS[self.want],
                 token_ids=following if self.want == "logprobs" else following[:0],
-                top_logprobs=self._asked.top_logprobs,
-                temperature=self._asked.temperature,
+                top_logprobs=self._message.top_logprobs,
+                temperature=self._message.temperature,
             )
         return row
 
-    def answer(self, version: int) -> list[Message]:
+    def messages(self, version: int) -> list[Message]:
         """Return all values, split into messages that fit a frame.
 
         Raises:
             ScoreRefused: a value is not finite.
         """
-        told = join_scores(self.chunks)
-        _refuse_nan(told, version)
+        scores = join_scores(self.chunks)
+        _refuse_non_finite(scores, version)
         if self.want == "logprobs":
-            return list(self._logprobs(told, version))
-        values = _column(told.values)
+            return list(self._logprobs(scores, version))
+        values = _column(scores.values)
         if self.want == "mean_embedding":
             values = values.sum(0, keepdims=True, dtype=np.float64) / (
-                self.length - self.first_told
+                self.length - self.first_position
             )
         return list(self._parts(values.astype("<f4"), version))
 
-    def _logprobs(self, told: RowScore, version: int) -> Iterator[Message]:
-        logprobs, ids, likeliest = _column(told.logprobs), told.top_ids, told.top_logprobs
-        for part in _cut(len(logprobs), _position_bytes(self._asked.top_logprobs)):
+    def _logprobs(self, scores: RowScore, version: int) -> Iterator[Message]:
+        logprobs, ids, top_logprobs = _column(scores.logprobs), scores.top_ids, scores.top_logprobs
+        for part in _cut(len(logprobs), _position_bytes(self._message.top_logprobs)):
             yield ScoreResult(
                 request_id=self.handle,
                 version=version,
-                start=self._asked.start + part.start,
+                start=self._message.start + part.start,
                 logprobs=logprobs[part].astype("<f4").tobytes(),
                 top_ids=b"" if ids is None else ids[part].astype("<i4").tobytes(),
-                top_logprobs=b"" if likeliest is None else likeliest[part].astype("<f4").tobytes(),
-                ranks=b"" if told.ranks is None else told.ranks[part].astype("<i4").tobytes(),
+                top_logprobs=b""
+                if top_logprobs is None
+                else top_logprobs[part].astype("<f4").tobytes(),
+                ranks=b"" if scores.ranks is None else scores.ranks[part].astype("<i4").tobytes(),
                 is_last=part.stop >= len(logprobs),
             )
 
@@ -150,7 +153,7 @@ class ScoreState(EngineSequence):
             yield ScoreResult(
                 request_id=self.handle,
                 version=version,
-                start=self.first_told + part.start,
+                start=self.first_position + part.start,
                 values=values[part].tobytes(),
                 is_last=part.stop >= len(values),
             )
@@ -160,14 +163,14 @@ class ScoreQueue:
     """All scoring requests of one engine, by request number."""
 
     def __init__(
-        self, limits: EngineLimits, traits: ScoringCapabilities, seats: SequenceQueues
+        self, limits: EngineLimits, capabilities: ScoringCapabilities, queues: SequenceQueues
     ) -> None:
         self._limits = limits
-        self._traits = traits
-        self._seats = seats
+        self._capabilities = capabilities
+        self._queues = queues
         self._requests: dict[int, ScoreState] = {}
 
-    def ask(self, message: ScoreTokens, arrival: int) -> None:
+    def submit(self, message: ScoreTokens, arrival: int) -> None:
         """Queue a request.
 
         Raises:
@@ -175,74 +178,78 @@ class ScoreQueue:
         """
         if message.request_id in self._requests or len(self._requests) >= REQUESTS_MAX:
             raise ScoreRefused(
-                f"request {message.request_id} is one too many: its number is in use, or there are "
-                f"{REQUESTS_MAX} of others, which is all that an engine holds"
+                f"score request {message.request_id} refused: its number is in use, or the engine "
+                "holds "
+                f"its limit of {REQUESTS_MAX} score requests; wait for replies"
             )
-        state = admit_score(message, self._limits, self._traits, arrival)
+        state = admit_score(message, self._limits, self._capabilities, arrival)
         self._requests[state.handle] = state
-        self._seats.queue(state)
+        self._queues.queue(state)
 
     def refuse_turns(self) -> None:
-        """Refuse a turn if the model has no LM head.
+        """Refuse a sequence if the model has no LM head.
 
         Raises:
             TurnRefused: the model ends in a classification head.
         """
-        if not self._traits.generates:
+        if not self._capabilities.generates:
             raise TurnRefused(
-                f"this engine's model ends in a classification head of {self._traits.labels} "
-                f"labels, and makes no tokens; ask it for rewards or embeddings"
+                f"this engine's model ends in a classification head of {self._capabilities.labels} "
+                f"labels, and generates no tokens; request rewards or embeddings"
             )
 
     @property
     def generates(self) -> bool:
         """Whether tokens can be sampled from the model."""
-        return self._traits.generates
+        return self._capabilities.generates
 
     def cancel(self, request: int) -> None:
-        """Forget a request; unknown ones are ignored, as it may just have been answered."""
+        """Forget a request. Unknown numbers are ignored, because the request may just have been
+        answered."""
         state = self._requests.pop(request, None)
         if state is not None:
-            self._seats.remove(state)
+            self._queues.remove(state)
 
     def clear(self) -> None:
         """Forget all requests."""
         for request in list(self._requests):
             self.cancel(request)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Restart all requests, because other weights are live."""
         for state in self._requests.values():
-            state.begin_again()
+            state.restart()
             if state.is_running:
-                self._seats.send_back(state)
+                self._queues.preempt(state)
 
-    def take(self, turn: EngineSequence, scores: Iterator[RowScore], version: int) -> list[Message]:
+    def take(
+        self, sequence: EngineSequence, scores: Iterator[RowScore], version: int
+    ) -> list[Message]:
         """Add a computed chunk to its request; return the answer if it was the last chunk."""
-        assert isinstance(turn, ScoreState)  # as ``is_score`` says
-        if turn.row.scoring is not None:
-            turn.chunks.append(next(scores))
-            turn.needed_from = turn.computed
-        if turn.computed < turn.length:
+        assert isinstance(sequence, ScoreState)  # as ``is_score`` says
+        if sequence.row.scoring is not None:
+            sequence.chunks.append(next(scores))
+            sequence.next_position = sequence.computed
+        if sequence.computed < sequence.length:
             return []
-        self.cancel(turn.handle)
+        self.cancel(sequence.handle)
         try:
-            return turn.answer(version)
+            return sequence.messages(version)
         except ScoreRefused as error:
-            return [scoring.ScoreFailed(request_id=turn.handle, message=str(error))]
+            return [scoring.ScoreFailed(request_id=sequence.handle, message=str(error))]
 
 
 def admit_score(
-    message: ScoreTokens, limits: EngineLimits, traits: ScoringCapabilities, arrival: int
+    message: ScoreTokens, limits: EngineLimits, capabilities: ScoringCapabilities, arrival: int
 ) -> ScoreState:
     """Validate a request and make its state.
 
     Raises:
         ScoreRefused: it can never be answered as asked.
     """
-    if message.score_kind not in traits.wants:
-        can = ", ".join(traits.wants) or "nothing"
-        raise ScoreRefused(f"this engine tells {can} of given tokens, but not {message.score_kind}")
+    if message.score_kind not in capabilities.wants:
+        supported = ", ".join(capabilities.wants) or "nothing"
+        raise ScoreRefused(f"this engine scores {supported}, not {message.score_kind}")
     try:
         tokens = read_token_ids(message.token_ids, limits)
     except TurnRefused as error:
@@ -252,14 +259,14 @@ def admit_score(
     if message.score_kind == "logprobs":
         end -= 1  # no token follows the last one
     elif message.score_kind == "rewards":
-        end = _judged_token(tokens, traits.pad_token_id) + 1
+        end = _rewarded_token(tokens, capabilities.pad_token_id) + 1
     blocks = limits.blocks_for(end)
     if blocks > limits.num_blocks:
-        lacking = OutOfBlocks(
+        no_blocks = OutOfBlocks(
             blocks_needed=blocks, blocks_total=limits.num_blocks, block_tokens=limits.block_tokens
         )
-        raise ScoreRefused(str(lacking)) from lacking
-    _check_size(message, end, traits)
+        raise ScoreRefused(str(no_blocks)) from no_blocks
+    _check_size(message, end, capabilities)
     return ScoreState(message, tokens, arrival, end=end)
 
 
@@ -270,12 +277,13 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
         )
     first = 1 if message.score_kind == "logprobs" else 0
     if tokens <= first:
-        raise ScoreRefused("one token has no log-prob, for nothing comes before it; send two")
+        raise ScoreRefused("a single token has no log-prob, because no token precedes it; send two")
     if not first <= message.start < tokens and message.score_kind not in ("embedding", "rewards"):
         raise ScoreRefused(
             f"start must be in [{first}, {tokens - 1}] for {message.score_kind} of {tokens} "
-            f"tokens, got {message.start}"
-            + ("; nothing comes before the first token, so it has no log-prob" if first else "")
+            "tokens, got "
+            f"{message.start}"
+            + ("; the first token has no log-prob, because no token precedes it" if first else "")
         )
     top_max = min(TOP_LOGPROBS_MAX, limits.vocab_size)
     if message.top_logprobs > top_max:
@@ -288,32 +296,33 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
 
 
 def _position_bytes(top_logprobs: int) -> int:
-    """Return the answer's bytes per position: a log-prob, and with top log-probs also
-    these and a rank."""
+    """Return the answer's bytes per position: a log-prob and, if top log-probs are requested, these
+    and a rank."""
     return _FLOAT32_BYTES * (2 + 2 * top_logprobs if top_logprobs else 1)
 
 
-def _check_size(message: ScoreTokens, end: int, traits: ScoringCapabilities) -> None:
-    told = end - message.start
+def _check_size(message: ScoreTokens, end: int, capabilities: ScoringCapabilities) -> None:
+    scores = end - message.start
     answer_bytes = 0
     if message.score_kind == "logprobs":
-        answer_bytes = (told + 1) * _position_bytes(message.top_logprobs)
+        answer_bytes = (scores + 1) * _position_bytes(message.top_logprobs)
     elif message.score_kind == "hidden_states":
-        answer_bytes = told * _FLOAT32_BYTES * traits.hidden_size
+        answer_bytes = scores * _FLOAT32_BYTES * capabilities.hidden_size
     if answer_bytes > ANSWER_BYTES_MAX:
         raise ScoreRefused(
-            f"the {message.score_kind} asked for are {answer_bytes} bytes, and an answer may have "
+            f"the requested {message.score_kind} are {answer_bytes} bytes, and the limit of an "
+            "answer is "
             f"{ANSWER_BYTES_MAX}; raise start, lower top_logprobs, or score shorter sequences"
         )
 
 
-def _judged_token(tokens: npt.NDArray[np.int32], pad_token_id: int | None) -> int:
+def _rewarded_token(tokens: npt.NDArray[np.int32], pad_token_id: int | None) -> int:
     """Return the position that a classification head reads: the last token that is not padding, as
     in transformers; 0 if all are padding."""
     if pad_token_id is None:
         return len(tokens) - 1
-    others = np.flatnonzero(tokens != pad_token_id)
-    return int(others[-1]) if others.size else 0
+    unpadded = np.flatnonzero(tokens != pad_token_id)
+    return int(unpadded[-1]) if unpadded.size else 0
 
 
 def _cut(rows: int, row_bytes: int) -> Iterator[slice]:
@@ -323,12 +332,12 @@ def _cut(rows: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + step))
 
 
-def _refuse_nan(told: RowScore, version: int) -> None:
-    for values in (told.logprobs, told.values):
+def _refuse_non_finite(scores: RowScore, version: int) -> None:
+    for values in (scores.logprobs, scores.values):
         if values is not None and not np.isfinite(values).all():
             raise ScoreRefused(
-                f"weights v{version} make what is not a number (NaN, or infinite) of these tokens; "
-                f"are they sound?"
+                f"weights v{version} compute NaN or infinity for these tokens; publish "
+                f"finite weights"
             )
 
 

@@ -1,9 +1,9 @@
-"""Running set of an engine: admits turns, allocates their KV blocks, preempts the worst-ranked.
+"""Running set of an engine: admits sequences, allocates their KV blocks, preempts the worst-ranked.
 
 Used by the scheduler; corresponds to vLLM's waiting and running queues with recompute preemption.
-Turns are ranked by priority, then arrival. The best-ranked running turn can always continue: if no
-block is free, the worst-ranked one is preempted, and no turn larger than the whole cache is
-admitted. So some turn always finishes.
+Sequences are ranked by priority, then arrival. The best-ranked running sequence can always
+continue: if no block is free, the worst-ranked one is preempted, and no sequence larger than the
+whole cache is admitted. So some sequence always finishes.
 """
 
 import heapq
@@ -20,7 +20,7 @@ _rank = attrgetter("rank")
 
 
 class SequenceQueues:
-    """The running and waiting turns of one engine, and the KV blocks of the running ones."""
+    """The running and waiting sequences of one engine, and the KV blocks of the running ones."""
 
     def __init__(self, limits: EngineLimits, *, shares_prefixes: bool) -> None:
         self._limits = limits
@@ -28,140 +28,144 @@ class SequenceQueues:
         self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
         self.sessions = PrefixSessions(self._cache, sessions_max=limits.num_blocks)
         self.running: list[EngineSequence] = []
-        """Turns that may hold blocks, best rank first."""
+        """Sequences that may hold blocks, best rank first."""
         self._waiting: list[tuple[tuple[int, int], EngineSequence]] = []
 
     @property
     def waiting_turns(self) -> int:
-        """Number of turns outside the running set; they hold no blocks."""
+        """Number of sequences outside the running set; they hold no blocks."""
         return len(self._waiting)
 
     @property
     def free_blocks(self) -> int:
-        """Number of KV blocks that no turn holds."""
+        """Number of KV blocks that no sequence holds."""
         return self._cache.free_blocks
 
-    # ------------------------------------------------------------ coming
+    # ------------------------------------------------------------ admission
 
-    def queue(self, turn: EngineSequence) -> None:
-        """Add a turn to the waiting ones, ordered by rank."""
-        heapq.heappush(self._waiting, (turn.rank, turn))
+    def queue(self, sequence: EngineSequence) -> None:
+        """Add a sequence to the waiting queue, which is ordered by rank."""
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     def start_waiting(self, weight_version: int, running_max: int) -> Iterator[EngineSequence]:
-        """Admit waiting turns, best first, while blocks are free and fewer run than may.
+        """Admit waiting sequences, best rank first, while blocks are free and fewer than
+        ``running_max`` run.
 
-        A turn gets the blocks of all its known tokens at once, so that no prefill stops half way.
-        One block per running turn must stay free, or the next decodes would preempt the turn just
-        admitted.
+        A sequence gets the blocks of all its known tokens at once, so that no prefill stops half
+        way. One block per running sequence must stay free, or the next decodes would preempt the
+        sequence just admitted.
         """
         running_max = min(running_max, self._limits.max_running_turns)
         while self._waiting and len(self.running) < running_max:
-            turn = self._waiting[0][1]
+            sequence = self._waiting[0][1]
             spare = self._cache.free_blocks - len(self.running)
             if spare <= 0:
                 return
-            self.prefixes.enter(turn, weight_version)
-            found = self.prefixes.find(turn)
-            needed = self._limits.blocks_for(turn.length) - len(found)
+            self.prefixes.start_at_root(sequence, weight_version)
+            found = self.prefixes.find(sequence)
+            needed = self._limits.blocks_for(sequence.length) - len(found)
             if needed + len(found) - self._cache.count_held(found) > spare:
                 return
             heapq.heappop(self._waiting)
-            self.prefixes.take(turn, found)
-            self._give_blocks(turn, needed)
-            turn.is_running = True
-            insort(self.running, turn, key=_rank)
-            yield turn
+            self.prefixes.reuse(sequence, found)
+            self._allocate(sequence, needed)
+            sequence.is_running = True
+            insort(self.running, sequence, key=_rank)
+            yield sequence
 
-    # ------------------------------------------------------------ staying
+    # ------------------------------------------------------------ block allocation
 
-    def grow(self, turn: EngineSequence) -> bool:
-        """Allocate one more block for a turn, preempting the worst-ranked turns if none is free.
+    def grow(self, sequence: EngineSequence) -> bool:
+        """Allocate one more block for a sequence, preempting the worst-ranked sequences if none is
+        free.
 
-        False if the turn is the worst itself, or was preempted: then it waits. The worst one keeps
-        its blocks until a better turn needs them.
+        False if the sequence is the worst-ranked itself, or was preempted: then it waits. The
+        worst-ranked sequence keeps its blocks until a better-ranked one needs them.
         """
-        while turn.is_running:
-            if self._give_blocks(turn, 1):
+        while sequence.is_running:
+            if self._allocate(sequence, 1):
                 return True
-            if self.running[-1] is turn:
+            if self.running[-1] is sequence:
                 return False
             worst = self.running.pop()
             self.stop(worst)
-            self.queue(worst)  # it keeps its tokens, and prefills again
+            self.queue(worst)  # the tokens are kept, and their KV is recomputed
         return False
 
-    def grow_freely(self, turn: EngineSequence, tokens: int) -> None:
-        """Allocate blocks for ``tokens`` positions of a turn, as far as blocks are free."""
-        if tokens > turn.block_tokens_held:
-            missing = self._limits.blocks_for(tokens) - len(turn.blocks)
-            self._give_blocks(turn, min(missing, self._cache.free_blocks))
+    def grow_freely(self, sequence: EngineSequence, tokens: int) -> None:
+        """Allocate blocks for ``tokens`` positions of a sequence, as far as blocks are free."""
+        if tokens > sequence.block_tokens_held:
+            missing = self._limits.blocks_for(tokens) - len(sequence.blocks)
+            self._allocate(sequence, min(missing, self._cache.free_blocks))
 
-    def grow_to_spare(self, turn: EngineSequence, tokens: int) -> None:
-        """Like ``grow_freely``, but leave one block free per running turn."""
-        if tokens > turn.block_tokens_held:
-            missing = self._limits.blocks_for(tokens) - len(turn.blocks)
+    def grow_leaving_spare(self, sequence: EngineSequence, tokens: int) -> None:
+        """Like ``grow_freely``, but leave one block free per running sequence."""
+        if tokens > sequence.block_tokens_held:
+            missing = self._limits.blocks_for(tokens) - len(sequence.blocks)
             spare = self._cache.free_blocks - len(self.running)
-            self._give_blocks(turn, max(0, min(missing, spare)))
+            self._allocate(sequence, max(0, min(missing, spare)))
 
-    def recompute(self, turn: EngineSequence, weight_version: int) -> bool:
-        """Drop a running turn's KV of other weights; return whether there was any."""
-        blocks = turn.drop_kv_of_others(weight_version, self._limits.block_tokens)
+    def recompute(self, sequence: EngineSequence, weight_version: int) -> bool:
+        """Drop a running sequence's KV of other weights; return whether there was any."""
+        blocks = sequence.drop_kv_of_others(weight_version, self._limits.block_tokens)
         self._cache.release(blocks or [])
         return blocks is not None
 
-    def _give_blocks(self, turn: EngineSequence, blocks: int) -> bool:
-        given = self._cache.allocate(blocks)
-        if given is None:
+    def _allocate(self, sequence: EngineSequence, blocks: int) -> bool:
+        allocated = self._cache.allocate(blocks)
+        if allocated is None:
             return False
-        turn.blocks.extend(given)
-        turn.block_tokens_held = len(turn.blocks) * self._limits.block_tokens
+        sequence.blocks.extend(allocated)
+        sequence.block_tokens_held = len(sequence.blocks) * self._limits.block_tokens
         return True
 
-    # ------------------------------------------------------------ leaving
+    # ------------------------------------------------------------ removal
 
-    def remove(self, turn: EngineSequence) -> None:
-        """Remove an ended turn and free its blocks."""
-        if turn.is_running:
-            self.running.remove(turn)
+    def remove(self, sequence: EngineSequence) -> None:
+        """Remove an ended sequence and free its blocks."""
+        if sequence.is_running:
+            self.running.remove(sequence)
         else:
-            self._waiting.remove((turn.rank, turn))
+            self._waiting.remove((sequence.rank, sequence))
             heapq.heapify(self._waiting)
-        self.stop(turn)
+        self.stop(sequence)
 
-    def send_back(self, turn: EngineSequence) -> None:
-        """Preempt a running turn: free its blocks and queue it."""
-        self.running.remove(turn)
-        self.stop(turn)
-        self.queue(turn)
+    def preempt(self, sequence: EngineSequence) -> None:
+        """Preempt a running sequence: free its blocks and queue it."""
+        self.running.remove(sequence)
+        self.stop(sequence)
+        self.queue(sequence)
 
     def remove_running(self) -> list[EngineSequence]:
-        """Empty the running set; return the turns that were in it."""
+        """Empty the running set; return the sequences that were in it."""
         removed, self.running = self.running, []
-        for turn in removed:
-            self.stop(turn)
+        for sequence in removed:
+            self.stop(sequence)
         return removed
 
-    def stop(self, turn: EngineSequence) -> None:
-        """Release the KV of a turn that has left the running set."""
-        turn.is_running = False
-        self.sessions.leave(turn)
-        self._cache.release(turn.drop_kv())
+    def stop(self, sequence: EngineSequence) -> None:
+        """Release the KV of a sequence that has left the running set."""
+        sequence.is_running = False
+        self.sessions.protect_blocks(sequence)
+        self._cache.release(sequence.drop_kv())
 
     # ------------------------------------------------------------ for tests
 
     def check(self) -> None:
-        """Check block counts against the turns, and that no two turns write to one block.
+        """Check block counts against the sequences, and that no two sequences write to one block.
 
         Raises:
             AssertionError: they disagree.
         """
-        if any(turn.blocks or turn.is_running for _, turn in self._waiting):
+        if any(sequence.blocks or sequence.is_running for _, sequence in self._waiting):
             raise AssertionError("a waiting turn has blocks, or is said to run")
-        self._cache.check([turn.blocks for turn in self.running])
-        holders = Counter(block for turn in self.running for block in turn.blocks)
-        for turn in self.running:
-            written = turn.blocks[turn.computed // self._limits.block_tokens :]
+        self._cache.check([sequence.blocks for sequence in self.running])
+        holders = Counter(block for sequence in self.running for block in sequence.blocks)
+        for sequence in self.running:
+            written = sequence.blocks[sequence.computed // self._limits.block_tokens :]
             if any(holders[block] > 1 for block in written):
-                raise AssertionError(f"turn {turn.handle} would write to a block it shares")
-            if turn.computed > turn.block_tokens_held or not turn.is_running:
-                raise AssertionError(f"turn {turn.handle} runs without the KV it has computed")
+                raise AssertionError(f"turn {sequence.handle} would write to a block it shares")
+            if sequence.computed > sequence.block_tokens_held or not sequence.is_running:
+                raise AssertionError(
+                    f"turn {sequence.handle} runs without blocks for its computed KV"
+                )

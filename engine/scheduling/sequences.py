@@ -1,7 +1,8 @@
 """State of one turn in an engine: tokens, KV blocks, the weight versions of its KV, sampling state.
 
-The unit that the scheduler and the running set work on, as a request is in vLLM. Also refuses turns
-that can never be served within the engine's limits, before they are scheduled.
+A turn is one sequence of the engine: the unit that the scheduler and the running set work on, as a
+request is in vLLM. Also refuses sequences that can never be served within the engine's limits,
+before they are scheduled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from tidegate.transport.messages import (
 
 
 class KvHistory:
-    """Weight versions of one turn's KV, as runs over its context positions.
+    """Weight versions of one sequence's KV, as runs over its context positions.
 
     Only runs that a weight swap has closed are stored; later positions are the live weights'. So a
     decode step costs nothing here.
@@ -77,7 +78,7 @@ TOP_K_MAX = 2**31 - 1
 """Largest ``top_k``: more than any vocabulary, and an int64 column holds it."""
 
 NEVER = 2**63
-"""Context position that no turn reaches."""
+"""Context position that no sequence reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +109,16 @@ class EngineLimits:
 
 
 class AcceptedTokens(NamedTuple):  # a tuple, because one is made per token
-    """Result of one step for one turn."""
+    """Result of one step for one sequence."""
 
     tokens: int
-    """Number of tokens added to the turn."""
+    """Number of tokens added to the sequence."""
     finish: int
-    """Finish code of the turn; RUNNING if it continues."""
+    """Finish code of the sequence; RUNNING if it continues."""
 
 
 class EngineSequence:
-    """One turn (sequence) in the engine: its tokens, KV blocks and progress."""
+    """One turn in the engine: its tokens, KV blocks and progress."""
 
     __slots__ = (
         "adapter",
@@ -148,12 +149,12 @@ class EngineSequence:
     )
 
     is_score = False
-    """Whether it is a scoring request, which samples nothing: see :mod:`scores`."""
+    """Whether the sequence is a scoring request, which samples nothing: see ``score_queue.py``."""
 
     def __init__(self, message: SubmitTurn, prompt: npt.NDArray[np.int32], arrival: int) -> None:
         self.handle = message.turn
         self.rank = (message.priority, arrival)
-        """Priority, then arrival number; smaller is better, and no two turns are equal."""
+        """Priority, then arrival number; smaller is better, and no two sequences are equal."""
         self.adapter = message.sampling.adapter
         self.cache_salt = message.sampling.cache_salt
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
@@ -166,12 +167,12 @@ class EngineSequence:
         self.tokens = np.empty(self.length_max, dtype=np.int32)
         self.tokens[: self.length] = prompt
         self.is_running = False
-        """Whether the turn is in the running set and may hold blocks."""
+        """Whether the sequence is in the running set and may hold blocks."""
         self.blocks: list[int] = []
         self.block_tokens_held = 0
         """Number of positions that ``blocks`` can hold."""
         self.shared_blocks = 0
-        """Number of leading blocks that are or were in the prefix tree; the turn
+        """Number of leading blocks that are or were in the prefix tree; the sequence
         never writes to them."""
         self.node = 0
         """Node of the prefix tree at which the shared blocks end."""
@@ -192,7 +193,7 @@ class EngineSequence:
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
         self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter)
-        """The turn's row, updated for each step: a new object per token would cost more
+        """The sequence's row, updated for each step: a new object per token would cost more
         than the update."""
 
     @property
@@ -207,7 +208,7 @@ class EngineSequence:
         return self.length - 1
 
     def next_row(self) -> Row:
-        """Return the turn's row; it samples if its chunk reaches the last known token."""
+        """Return the sequence's row; it samples if its chunk reaches the last known token."""
         row = self.row
         start = self.computed
         end = start + self.chunk_tokens
@@ -223,37 +224,37 @@ class EngineSequence:
         """Yield one row per draft token; each row attends to the draft tokens before it."""
         first = self.sampling
         for number in range(1, self.drafted + 1):
-            place = self.length + number - 1
+            position = self.length + number - 1
             sampling = replace(first, index=first.index + number)
-            token = self.tokens[place : place + 1]
-            yield Row(token, place, self.blocks, sampling, adapter=self.adapter)
+            token = self.tokens[position : position + 1]
+            yield Row(token, position, self.blocks, sampling, adapter=self.adapter)
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
         """Add a step's samples: after the last known token, then after each draft token.
 
         A draft token is accepted if it equals the sampled one. The first mismatch, and the end of
-        the turn, discards the samples after it.
+        the sequence, discards the samples after it.
         """
-        taken = 0
+        accepted = 0
         for token_id in sampled:
-            is_guessed = taken < self.drafted and self.tokens[self.length] == token_id
+            is_draft_match = accepted < self.drafted and self.tokens[self.length] == token_id
             finish = self.append(token_id)
             self.sampling.index += 1
-            taken += 1
-            if finish != RUNNING or not is_guessed:
+            accepted += 1
+            if finish != RUNNING or not is_draft_match:
                 break
-        self.computed += taken - 1
+        self.computed += accepted - 1
         self.drafted = 0
-        return AcceptedTokens(taken, finish)
+        return AcceptedTokens(accepted, finish)
 
     def append(self, token_id: int) -> int:
-        """Add a sampled token; return the turn's finish code."""
+        """Add a sampled token; return the sequence's finish code."""
         self.tokens[self.length] = token_id
         self.length += 1
         if token_id in self.stop_ids:
             return STOP
         sampling = self.sampling
-        if sampling.options is not None and sampling.options.take(token_id, sampling.index):
+        if sampling.options is not None and sampling.options.append(token_id, sampling.index):
             return STOP
         return LENGTH if self.length == self.length_max else RUNNING
 
@@ -279,17 +280,17 @@ class EngineSequence:
     def drop_kv_of_others(self, version: int, block_tokens: int) -> list[int] | None:
         """Forget all KV but the leading positions of ``version``; return the blocks past those.
 
-        None if there is nothing to forget. Blocks are not overwritten in place, because other turns
-        may hold them.
+        None if there is nothing to forget. Blocks are not overwritten in place, because other
+        sequences may hold them.
         """
-        fresh = self.history.drop_other_than(version)
-        if fresh == self.computed:
+        kept_positions = self.history.drop_other_than(version)
+        if kept_positions == self.computed:
             return None
-        blocks_kept = -(-fresh // block_tokens)
+        blocks_kept = -(-kept_positions // block_tokens)
         blocks = self.blocks[blocks_kept:]
         del self.blocks[blocks_kept:]
         self.block_tokens_held = blocks_kept * block_tokens
-        self.computed = self.cached_tokens = fresh
+        self.computed = self.cached_tokens = kept_positions
         self.is_prefilling = True
         return blocks
 
@@ -297,7 +298,7 @@ class EngineSequence:
 def admit(
     message: SubmitTurn, limits: EngineLimits, arrival: int, options: OptionReader
 ) -> EngineSequence:
-    """Validate a submission and make its turn.
+    """Validate a submitted turn and make its sequence.
 
     Raises:
         TurnRefused: it can never be served as asked.
@@ -308,9 +309,9 @@ def admit(
             "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
             "(engine_urls, docs/engines.md)"
         )
-    turn = EngineSequence(message, prompt, arrival)
-    turn.sampling.options = options.read(message, turn.tokens)
-    return turn
+    sequence = EngineSequence(message, prompt, arrival)
+    sequence.sampling.options = options.read(message, sequence.tokens)
+    return sequence
 
 
 def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int32]:
@@ -325,19 +326,19 @@ def read_prompt(message: SubmitTurn, limits: EngineLimits) -> npt.NDArray[np.int
     _check_sampling(message.sampling)
     if not 0 <= message.sampled_before <= len(prompt):
         raise TurnRefused(
-            f"sampled_before must be in [0, {len(prompt)}], for it counts tokens at the end of "
+            f"sampled_before must be in [0, {len(prompt)}], because it counts tokens at the end of "
             f"token_ids, got {message.sampled_before}"
         )
     _check_room(len(prompt), message.sampling.max_tokens, limits)
     return prompt
 
 
-def _row_sampling(asked: SamplingParams) -> RowSampling:
+def _row_sampling(params: SamplingParams) -> RowSampling:
     return RowSampling(
-        temperature=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=asked.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
         index=0,
     )
 
@@ -356,9 +357,9 @@ def read_token_ids(column: bytes, limits: EngineLimits) -> npt.NDArray[np.int32]
     prompt = np.frombuffer(column, dtype="<i4")
     outside = (prompt < 0) | (prompt >= limits.vocab_size)
     if outside.any():
-        at = int(outside.argmax())
+        index = int(outside.argmax())
         raise TurnRefused(
-            f"token_ids[{at}] = {prompt[at]} is outside the model's vocabulary "
+            f"token_ids[{index}] = {prompt[index]} is outside the model's vocabulary "
             f"[0, {limits.vocab_size}); was the prompt made with another tokenizer?"
         )
     return prompt.astype(np.int32, copy=False)

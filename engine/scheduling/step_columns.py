@@ -1,6 +1,6 @@
 """Converts a step's samples into the columns of a step message, and filters rows without a token.
 
-Used by the scheduler's ``complete``, turn by turn.
+Used by the scheduler's ``complete``, sequence by sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """Handle and finish code of a turn that ended without a token."""
+    """Handle and finish code of a sequence that ended without a token."""
 
     handle: int
     finish: int
 
 
 def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
-    """Return rows without tokens for turns that ended between steps."""
+    """Return rows without tokens for sequences that ended between steps."""
     return StepColumns(
         version=version,
         turns=np.array([row.handle for row in ended], dtype="<u4").tobytes(),
@@ -52,19 +52,20 @@ def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
 def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
     """Return the rows without a usable token, each with the reason.
 
-    Finite weights may still overflow for one context. Only that turn fails; others are unaffected.
+    Finite weights may still overflow for one context. Only that sequence fails; others are
+    unaffected.
     """
-    is_sound = np.isfinite(output.logprobs)
-    for place, told in output.details.items():
-        is_sound[place] &= told.is_sound
-    if is_sound.all():
+    is_finite = np.isfinite(output.logprobs)
+    for index, details in output.details.items():
+        is_finite[index] &= details.is_finite
+    if is_finite.all():
         return output.failures
-    why = (
-        f"weights v{version} make no number (NaN, or infinite) of this context, so no token can be "
-        f"drawn after it; publish sound ones, or none so large"
+    reason = (
+        f"weights v{version} compute NaN or infinity for this context, so no token can be "
+        f"sampled after it; publish finite weights, or smaller ones"
     )
-    unsound = np.flatnonzero(~is_sound).tolist()
-    return dict.fromkeys(unsound, why) | dict(output.failures)
+    non_finite = np.flatnonzero(~is_finite).tolist()
+    return dict.fromkeys(non_finite, reason) | dict(output.failures)
 
 
 @dataclass(slots=True)
@@ -82,44 +83,44 @@ class SampledRows:
     details: list[TokenDetails] = field(default_factory=list)
 
     def add(
-        self, turn: EngineSequence, place: int, sampled: list[int], version: int
+        self, sequence: EngineSequence, index: int, sampled: list[int], version: int
     ) -> AcceptedTokens:
-        """Let a turn accept its samples, the first of which is at ``place``.
+        """Append accepted samples to a sequence; the first sample is at ``index``.
 
         There are fewer samples than draft tokens plus one if a sample's log-probs were not finite.
         """
-        if turn.is_prefilling:
-            self.prefills.append(turn.end_prefill(version))
-        self.drafted += turn.drafted
-        accepted = turn.accept(sampled)
-        self.handles.append(turn.handle)
+        if sequence.is_prefilling:
+            self.prefills.append(sequence.end_prefill(version))
+        self.drafted += sequence.drafted
+        accepted = sequence.accept(sampled)
+        self.handles.append(sequence.handle)
         self.finish.append(accepted.finish)
         self.counts.append(accepted.tokens)
-        self.kept.extend(range(place, place + accepted.tokens))
+        self.kept.extend(range(index, index + accepted.tokens))
         return accepted
 
-    def add_next(self, turn: EngineSequence, place: int, token_id: int) -> int:
-        """Fast path of ``add`` for a decoding turn without drafts; return its finish code."""
-        finish = turn.append(token_id)
-        self.handles.append(turn.handle)
+    def add_next(self, sequence: EngineSequence, index: int, token_id: int) -> int:
+        """Fast path of ``add`` for a decoding sequence without drafts; return its finish code."""
+        finish = sequence.append(token_id)
+        self.handles.append(sequence.handle)
         self.finish.append(finish)
         self.counts.append(1)
-        self.kept.append(place)
+        self.kept.append(index)
         return finish
 
-    def tell(self, handle: int, told: Sequence[RowDetails | None]) -> None:
-        """Add the details that the turn asked for of its accepted tokens."""
-        known = [one for one in told if one is not None]
-        if known:
-            raw = b"".join(one.raw_logprobs for one in known)
-            top_ids = b"".join(one.top_ids for one in known)
-            top_logprobs = b"".join(one.top_logprobs for one in known)
+    def add_details(self, handle: int, details: Sequence[RowDetails | None]) -> None:
+        """Add the requested details of a sequence's accepted tokens."""
+        requested = [detail for detail in details if detail is not None]
+        if requested:
+            raw = b"".join(detail.raw_logprobs for detail in requested)
+            top_ids = b"".join(detail.top_ids for detail in requested)
+            top_logprobs = b"".join(detail.top_logprobs for detail in requested)
             self.details.append(TokenDetails(handle, raw, top_ids, top_logprobs))
 
     def columns(self, output: StepOutput, version: int) -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""
-        are_all = len(self.kept) == len(output.token_ids)
-        kept = slice(None) if are_all else self.kept
+        keeps_all = len(self.kept) == len(output.token_ids)
+        kept = slice(None) if keeps_all else self.kept
         accepted = len(self.kept) - len(self.handles)
         return StepColumns(
             version=version,

@@ -21,10 +21,10 @@ from tidegate.kernels.weight_matrix import Matrix, make_matrix
 if TYPE_CHECKING:  # which imports this file
     from tidegate.engine.weights import weight_store
 
-Place = Literal["qkv", "output", "gate_up", "down"]
+LayerMatrix = Literal["qkv", "output", "gate_up", "down"]
 """Matrices of a layer that an adapter can change."""
 
-PARTS: dict[Place, tuple[str, ...]] = {
+PROJECTIONS: dict[LayerMatrix, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -36,7 +36,7 @@ RANK_MAX = 512
 """Largest rank. Above it an adapter costs about as much as a full set of weights."""
 
 OwnCopyTargets = Mapping[str, "weight_store.CopyTarget"]
-"""Places of the model's own tensors, by Hugging Face's names."""
+"""Copy targets of the model's own tensors, by Hugging Face's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class LowRank:
     """Low-rank factors of one matrix, in the same layout as the model's matrices, so that a row's
     output depends on the batch no more than without an adapter."""
 
-    narrow: Matrix
+    lora_a: Matrix
     """[R, in], the A matrices."""
-    wide: Matrix
+    lora_b: Matrix
     """[out, R], the B matrices times the adapter's scale."""
 
 
@@ -58,7 +58,7 @@ class MatrixLayout:
     is_packed: bool
 
 
-Adapter = Sequence[Mapping[Place, LowRank]]
+Adapter = Sequence[Mapping[LayerMatrix, LowRank]]
 """Factors of each changed matrix, per layer."""
 
 
@@ -74,17 +74,17 @@ class AdapterTokens:
 def add_low_rank(
     adapters: Sequence[AdapterTokens],
     layer: int,
-    place: Place,
+    matrix: LayerMatrix,
     x: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
     """Add the adapters' products of ``x`` [T, in] to ``y`` [T, out] in place."""
     for group in adapters:
-        low_rank = group.adapter[layer].get(place)
+        low_rank = group.adapter[layer].get(matrix)
         if low_rank is None:
             continue
-        its = x if group.tokens is None else x.index_select(0, group.tokens)
-        added = low_rank.wide.linear(low_rank.narrow.linear(its))
+        inputs = x if group.tokens is None else x.index_select(0, group.tokens)
+        added = low_rank.lora_b.linear(low_rank.lora_a.linear(inputs))
         if group.tokens is None:
             y.add_(added)  # not fused with the product, which would change the bits
         else:
@@ -94,114 +94,116 @@ def add_low_rank(
 def make_adapter(
     tensors: Mapping[str, torch.Tensor],
     scale: float,
-    places: OwnCopyTargets,
+    targets: OwnCopyTargets,
     *,
     num_layers: int,
-    like: MatrixLayout,
+    layout: MatrixLayout,
 ) -> Adapter:
     """Lay out an adapter's tensors for a model's matrices.
 
     Args:
         tensors: ``model.layers.N.PROJECTION.lora_A.weight`` [r, in], ``….lora_B.weight`` [out, r].
         scale: factor of their product.
-        places: of the model's own tensors; a sharded tensor's adapter is cut likewise.
-        num_layers: of the model.
-        like: layout of its matrices.
+        targets: copy targets of the model's own tensors; a sharded tensor's adapter is sliced
+            alike.
+        num_layers: number of the model's layers.
+        layout: layout of the model's matrices.
 
     Raises:
         WeightsRefused: a projection lacks one of the two tensors, or is not of this model.
     """
-    pairs = _pairs(tensors, places)
-    layers: list[dict[Place, LowRank]] = []
-    for number in range(num_layers):
-        prefix = f"model.layers.{number}."
-        layer: dict[Place, LowRank] = {}
-        for place, names in PARTS.items():
+    pairs = _pairs(tensors, targets)
+    layers: list[dict[LayerMatrix, LowRank]] = []
+    for layer_number in range(num_layers):
+        prefix = f"model.layers.{layer_number}."
+        layer: dict[LayerMatrix, LowRank] = {}
+        for matrix, names in PROJECTIONS.items():
             found = [(name, pairs.pop(prefix + name, None)) for name in names]
             if any(pair is not None for _, pair in found):
-                rows = [_rows(places[f"{prefix}{name}.weight"]) for name in names]
-                layer[place] = _joint([pair for _, pair in found], rows, scale, like)
+                rows = [_rows(targets[f"{prefix}{name}.weight"]) for name in names]
+                layer[matrix] = _fuse([pair for _, pair in found], rows, scale, layout)
         layers.append(layer)
     if pairs:
         raise WeightsRefused(
-            f"an adapter of {min(pairs)} can't be served: there are only those of "
-            f"{', '.join(name for names in PARTS.values() for name in names)}, and none of experts"
+            f"an adapter of {min(pairs)} can't be served: supported projections are "
+            f"{', '.join(name for names in PROJECTIONS.values() for name in names)}, and none of "
+            "experts"
         )
     return layers
 
 
-def check_adapter(tensors: Mapping[str, torch.Tensor], places: OwnCopyTargets) -> None:
+def check_adapter(tensors: Mapping[str, torch.Tensor], targets: OwnCopyTargets) -> None:
     """Validate an adapter's tensors without making it.
 
     Raises:
         WeightsRefused: a projection lacks one of the two tensors, or is not of this model.
     """
-    _pairs(tensors, places)
+    _pairs(tensors, targets)
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _pairs(tensors: Mapping[str, torch.Tensor], places: OwnCopyTargets) -> dict[str, _Pair]:
+def _pairs(tensors: Mapping[str, torch.Tensor], targets: OwnCopyTargets) -> dict[str, _Pair]:
     pairs: dict[str, _Pair] = {}
     for projection in sorted({name.rpartition(".lora_")[0] or name for name in tensors}):
-        narrow = tensors.get(f"{projection}.lora_A.weight")
-        wide = tensors.get(f"{projection}.lora_B.weight")
-        if narrow is None or wide is None:
+        lora_a = tensors.get(f"{projection}.lora_A.weight")
+        lora_b = tensors.get(f"{projection}.lora_B.weight")
+        if lora_a is None or lora_b is None:
             raise WeightsRefused(
                 f"an adapter has a tensor of {projection!r}, but not both of its lora_A.weight and "
                 f"lora_B.weight"
             )
-        place = places.get(f"{projection}.weight")
-        shape = () if place is None else place.shape
-        if place is None or len(shape) != 2:
-            raise WeightsRefused(f"an adapter is of {projection!r}, which this model hasn't got")
-        rank = narrow.shape[0]
+        matrix = targets.get(f"{projection}.weight")
+        shape = () if matrix is None else matrix.shape
+        if matrix is None or len(shape) != 2:
+            raise WeightsRefused(f"an adapter is of {projection!r}, which this model does not have")
+        rank = lora_a.shape[0]
         if not 0 < rank <= RANK_MAX:
             raise WeightsRefused(f"{projection} has rank {rank}; ranks are in [1, {RANK_MAX}]")
         for name, tensor, expected in (
-            ("lora_A", narrow, (rank, shape[1])),
-            ("lora_B", wide, (shape[0], rank)),
+            ("lora_A", lora_a, (rank, shape[1])),
+            ("lora_B", lora_b, (shape[0], rank)),
         ):
             if tuple(tensor.shape) != expected or not tensor.is_floating_point():
                 raise WeightsRefused(
                     f"{projection}.{name}.weight is {tensor.dtype} of shape {list(tensor.shape)}, "
                     f"expected floating point of shape {list(expected)}"
                 )
-        pairs[projection] = _cut(narrow, wide, place)
+        pairs[projection] = _cut(lora_a, lora_b, matrix)
     return pairs
 
 
-def _cut(narrow: torch.Tensor, wide: torch.Tensor, place: "weight_store.CopyTarget") -> _Pair:
+def _cut(lora_a: torch.Tensor, lora_b: torch.Tensor, matrix: "weight_store.CopyTarget") -> _Pair:
     """Return the adapter's part for a sharded matrix: of its inputs (A) or of its outputs (B)."""
-    if place.part is None:
-        return narrow, wide
-    return (narrow, place.cut(wide)) if place.part.dim == 0 else (place.cut(narrow), wide)
+    if matrix.part is None:
+        return lora_a, lora_b
+    return (lora_a, matrix.cut(lora_b)) if matrix.part.dim == 0 else (matrix.cut(lora_a), lora_b)
 
 
-def _rows(place: "weight_store.CopyTarget") -> int:
+def _rows(matrix: "weight_store.CopyTarget") -> int:
     """Return the number of a projection's outputs on this rank."""
-    is_cut = place.part is not None and place.part.dim == 0
-    return place.part.count if is_cut and place.part is not None else place.shape[0]
+    is_cut = matrix.part is not None and matrix.part.dim == 0
+    return matrix.part.count if is_cut and matrix.part is not None else matrix.shape[0]
 
 
-def _joint(
-    parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, like: MatrixLayout
+def _fuse(
+    parts: Sequence[_Pair | None], rows: Sequence[int], scale: float, layout: MatrixLayout
 ) -> LowRank:
-    narrow = torch.cat([pair[0] for pair in parts if pair is not None])
-    wide = torch.zeros(sum(rows), narrow.shape[0])
+    lora_a = torch.cat([pair[0] for pair in parts if pair is not None])
+    lora_b = torch.zeros(sum(rows), lora_a.shape[0])
     row = column = 0
-    for pair, height in zip(parts, rows, strict=True):
+    for pair, width in zip(parts, rows, strict=True):
         if pair is not None:
             rank = pair[0].shape[0]
-            wide[row : row + height, column : column + rank] = pair[1].float() * scale
+            lora_b[row : row + width, column : column + rank] = pair[1].float() * scale
             column += rank
-        row += height
-    return LowRank(_matrix(narrow, like), _matrix(wide, like))
+        row += width
+    return LowRank(_matrix(lora_a, layout), _matrix(lora_b, layout))
 
 
-def _matrix(tensor: torch.Tensor, like: MatrixLayout) -> Matrix:
+def _matrix(tensor: torch.Tensor, layout: MatrixLayout) -> Matrix:
     rows, columns = tensor.shape
-    matrix = make_matrix(rows, columns, like.dtype, is_packed=like.is_packed)
+    matrix = make_matrix(rows, columns, layout.dtype, is_packed=layout.is_packed)
     matrix.rows(0, rows).copy_(tensor)
     return matrix

@@ -1,8 +1,8 @@
 """Stages new weights in a buffer beside the live ones, on a thread, while decoding continues.
 
-Used by the engine loop and by ``external/bridge.py``; the phases (init, start, update, finish) are
-those of vLLM's weight transfer. Every started update is answered once, by ``WeightsStaged`` or
-``WeightsFailed``, unless it is restarted or abandoned before. Copies release the GIL, so the main
+Used by the engine loop and by ``external/engine_loop.py``; the phases (init, start, update, finish)
+are those of vLLM's weight transfer. Every started update gets one reply, ``WeightsStaged`` or
+``WeightsFailed``, unless it is restarted or abandoned first. Copies release the GIL, so the main
 thread's decode steps continue beside them.
 """
 
@@ -48,16 +48,14 @@ NAMES_SHOWN_MAX = 3
 
 NO_CHANNEL = "no weight channel is open; send InitWeights first"
 
-ROOM_FOR_TWO = (
-    "it stands beside the one that serves; lower num_kv_blocks, or leave the machine more"
-)
+SECOND_SET_REMEDY = "the new set is held beside the live one; lower num_kv_blocks, or free memory"
 """Advice in the error for a second set of weights that does not fit."""
 
-Answer = WeightsStaged | WeightsFailed | MessageRejected
+StagingReply = WeightsStaged | WeightsFailed | MessageRejected
 
 
 class _State(Enum):
-    """State of an update, as the main thread knows it."""
+    """State of an update, set by the main thread."""
 
     OPEN = auto()
     STAGED = auto()
@@ -88,30 +86,30 @@ class _StagedUpdate:
         self.started_ns = time.monotonic_ns()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the update was refused or given up."""
+    def has_failed(self) -> bool:
+        """Whether the update was refused or cancelled."""
         return self.state is _State.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Outcome of one job of the thread; most have no answer."""
+    """Outcome of one job of the thread; most jobs have no reply."""
 
     update: _StagedUpdate | None
-    answer: Answer | None
+    reply: StagingReply | None
 
 
 class Staging:
     """The buffer beside the live weights, and the thread that fills it."""
 
     def __init__(
-        self, allocate: Callable[[], WeightStore], home: WeightReceiverConfig = NOWHERE
+        self, allocate: Callable[[], WeightStore], receiver_config: WeightReceiverConfig = NOWHERE
     ) -> None:
         self._allocate = allocate
-        self._home = home
+        self._receiver_config = receiver_config
         self._update: _StagedUpdate | None = None
         """The newest update; older ones are over."""
-        self._answers: list[Message] = []
+        self._replies: list[Message] = []
         self._jobs: SimpleQueue[Callable[[], _Result] | None] = SimpleQueue()
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._jobs_pending = 0
@@ -119,45 +117,45 @@ class Staging:
         """Owned by the staging thread while jobs are pending, else by the main thread."""
         self._receiver: WeightReceiver | CudaIpcReceiver | None = None
         """Open weight channel. Used by the staging thread only."""
-        self._begun: _StagedUpdate | None = None
+        self._prepared_update: _StagedUpdate | None = None
         """Update that the buffer has been prepared for. Used by the staging thread only."""
-        self._why_closed = NO_CHANNEL
-        """Why no tensor can be copied, while no channel is open. Used by the
-        staging thread only."""
+        self._closed_reason = NO_CHANNEL
+        """Reason in the error for tensors that arrive while no channel is open. Used by the staging
+        thread only."""
         self._thread = threading.Thread(target=self._work, name="staging", daemon=True)
         self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether the thread has pending jobs, so that an answer may become due."""
+        """Whether the thread has pending jobs, so that a reply may become due."""
         return self._jobs_pending > 0
 
     def init(self, message: InitWeights) -> None:
         """Phase 1: open the channel, and allocate the buffer."""
-        self._put(partial(self._open_channel, message))
+        self._enqueue(partial(self._open_channel, message))
 
     def start(self, message: StartWeightUpdate, live: Live | None = None) -> None:
-        """Phase 2: begin a version, and give up the previous one, complete or not.
+        """Phase 2: begin a version, and cancel the previous one, complete or not.
 
         ``live`` is the base of a partial set; it must not be swapped meanwhile. The same version
-        again is copied again without an answer to the first: after a lost connection the
-        orchestrator asks twice, and another orchestrator may mean other weights by the same number.
+        again is copied again without a reply to the first: after a lost connection the orchestrator
+        repeats the request, and another orchestrator may use the same number for other weights.
         """
         old = self._update
         if old is not None and old.state is _State.OPEN:
             if old.version == message.version:
                 old.state = _State.FAILED
             else:
-                why = f"given up, for v{message.version} was started before it was complete"
+                why = f"cancelled, because v{message.version} was started before it was complete"
                 self._fail(old, why)
         self._update = _StagedUpdate(message.version, live)
-        self._put(partial(self._begin, self._update))
+        self._enqueue(partial(self._begin, self._update))
 
     def update(self, message: UpdateWeights) -> None:
         """Phase 3: copy some tensors."""
         update = self._update
         if update is None or update.version != message.version:
-            self._answers.append(
+            self._replies.append(
                 WeightsFailed(
                     version=message.version,
                     message=f"v{message.version} was not started; send StartWeightUpdate first",
@@ -165,25 +163,25 @@ class Staging:
             )
         elif update.state is _State.STAGED:
             why = f"v{message.version} is complete; tensors after those marked as last are ignored"
-            self._answers.append(MessageRejected(message=why))
+            self._replies.append(MessageRejected(message=why))
         elif update.state is _State.OPEN:
-            self._put(partial(self._copy, update, message))
+            self._enqueue(partial(self._copy, update, message))
 
     def abandon(self) -> None:
-        """Drop the current update, complete or not, and all unsent answers."""
+        """Drop the current update, complete or not, and all unsent replies."""
         if self._update is not None:
             self._update.state = _State.FAILED
             self._update = None
-        self.take_answers()
+        self.take_replies()
 
-    def take_answers(self) -> list[Message]:
+    def take_replies(self) -> list[Message]:
         """Return the outcomes since the last call."""
         while not self._results.empty():
             result = self._results.get()
             self._jobs_pending -= 1
-            self._settle(result)
-        answers, self._answers = self._answers, []
-        return answers
+            self._record_result(result)
+        replies, self._replies = self._replies, []
+        return replies
 
     def is_staged(self, version: int) -> bool:
         """Whether ``version`` is complete and still in the buffer."""
@@ -200,7 +198,7 @@ class Staging:
         if self._update is not None and self.is_staged(version):
             self._fail(self._update, why)
 
-    def exchange(self, version: int, live: WeightStore) -> WeightStore:
+    def swap(self, version: int, live: WeightStore) -> WeightStore:
         """Return the weights of ``version``; ``live`` becomes the buffer of the next update."""
         if not self.is_staged(version) or self.is_busy or self._buffer is None:
             raise AssertionError(f"v{version} is not staged")
@@ -214,10 +212,11 @@ class Staging:
         self._update = None
         return staged
 
-    def give_up(self, why: str) -> bool:
-        """Stop the current update; return whether the buffer is unused by now."""
+    def cancel_update(self, why: str) -> bool:
+        """Cancel the current update; return whether the staging thread has stopped using the
+        buffer."""
         if self._update is not None and self._update.state is not _State.FAILED:
-            self._fail(self._update, f"given up: {why}")
+            self._fail(self._update, f"cancelled: {why}")
         return not self.is_busy
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -227,7 +226,7 @@ class Staging:
         return self._buffer.tensors() if self._buffer is not None else ()
 
     def close(self) -> None:
-        """Stop the thread, within an update if need be."""
+        """Stop the thread, even within an update."""
         if self._update is not None:
             self._update.state = _State.FAILED
         self._jobs.put(None)
@@ -235,22 +234,22 @@ class Staging:
 
     # ------------------------------------------------------------ main thread
 
-    def _put(self, job: Callable[[], _Result]) -> None:
+    def _enqueue(self, job: Callable[[], _Result]) -> None:
         self._jobs_pending += 1
         self._jobs.put(job)
 
-    def _settle(self, result: _Result) -> None:
+    def _record_result(self, result: _Result) -> None:
         update = result.update
-        if result.answer is None or (update is not None and update.state is not _State.OPEN):
+        if result.reply is None or (update is not None and update.state is not _State.OPEN):
             return
         if update is not None:
-            staged = isinstance(result.answer, WeightsStaged)
+            staged = isinstance(result.reply, WeightsStaged)
             update.state = _State.STAGED if staged else _State.FAILED
-        self._answers.append(result.answer)
+        self._replies.append(result.reply)
 
     def _fail(self, update: _StagedUpdate, why: str) -> None:
         update.state = _State.FAILED
-        self._answers.append(WeightsFailed(version=update.version, message=why))
+        self._replies.append(WeightsFailed(version=update.version, message=why))
 
     # ------------------------------------------------------------ the thread
 
@@ -265,23 +264,25 @@ class Staging:
             if self._receiver is not None:
                 self._receiver.close()
                 self._receiver = None
-            self._receiver = _receiver(message, self._home)
+            self._receiver = _receiver(message, self._receiver_config)
             if self._buffer is None:
-                with blame_memory(doing="for a second set of weights", remedy=ROOM_FOR_TWO):
+                with blame_memory(doing="for a second set of weights", remedy=SECOND_SET_REMEDY):
                     self._buffer = self._allocate()
         except Exception as error:  # noqa: BLE001  (as in _copy)
-            self._why_closed = f"weight channel not opened: {_say(error)}"
-            return _Result(None, MessageRejected(message=self._why_closed))
+            self._closed_reason = f"weight channel not opened: {_error_text(error)}"
+            return _Result(None, MessageRejected(message=self._closed_reason))
         return _Result(None, None)
 
     def _begin(self, update: _StagedUpdate) -> _Result:
-        self._begun = None
+        self._prepared_update = None
         try:
             if self._buffer is not None:
                 self._buffer.start()  # on a device this may allocate memory that sleeps
         except Exception as error:  # noqa: BLE001  (as in _copy)
-            return _Result(update, WeightsFailed(version=update.version, message=_say(error)))
-        self._begun = update
+            return _Result(
+                update, WeightsFailed(version=update.version, message=_error_text(error))
+            )
+        self._prepared_update = update
         return _Result(update, None)
 
     def _copy(self, update: _StagedUpdate, message: UpdateWeights) -> _Result:
@@ -289,24 +290,26 @@ class Staging:
         try:
             return _Result(update, self._copied(update, message))
         except Exception as error:  # noqa: BLE001
-            return _Result(update, WeightsFailed(version=update.version, message=_say(error)))
+            return _Result(
+                update, WeightsFailed(version=update.version, message=_error_text(error))
+            )
 
-    def _copied(self, update: _StagedUpdate, message: UpdateWeights) -> Answer | None:
+    def _copied(self, update: _StagedUpdate, message: UpdateWeights) -> StagingReply | None:
         if self._receiver is None or self._buffer is None:
-            raise WeightsRefused(self._why_closed)
-        if self._begun is not update:  # ``_begin`` failed, and has reported it
+            raise WeightsRefused(self._closed_reason)
+        if self._prepared_update is not update:  # ``_begin`` failed, and has reported it
             return None
         base = _base(update, message)
-        # A partial set may be empty.
+        # Registered first, because an adapter's partial set may be empty.
         if message.adapter is not None:
             update.adapter_tensors.setdefault(message.adapter, {})
-        wanted = partial(_is_open, update)
-        views = self._receiver.tensors(message, wanted) if message.tensors else ()
+        is_open = partial(_is_open, update)
+        views = self._receiver.tensors(message, is_open) if message.tensors else ()
         for spec, view in views:
             if update.state is not _State.OPEN:
                 return None
             tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
-            self._take(update, message.adapter, spec.name, tensor)
+            self._store(update, message.adapter, spec.name, tensor)
             # After the copy: bytes that match now were right when they were copied.
             if isinstance(view, memoryview):
                 check_sum(spec, view)
@@ -332,7 +335,7 @@ class Staging:
         staging_us = (time.monotonic_ns() - update.started_ns) // 1000
         return WeightsStaged(version=update.version, staging_us=staging_us)
 
-    def _take(
+    def _store(
         self, update: _StagedUpdate, adapter: Adapter | None, name: str, tensor: torch.Tensor
     ) -> None:
         if adapter is not None:
@@ -341,10 +344,12 @@ class Staging:
             self._buffer.load(name, tensor)
 
 
-def _receiver(message: InitWeights, home: WeightReceiverConfig) -> WeightReceiver | CudaIpcReceiver:
+def _receiver(
+    message: InitWeights, receiver_config: WeightReceiverConfig
+) -> WeightReceiver | CudaIpcReceiver:
     if message.channel == cuda_ipc.NAME:
-        return CudaIpcReceiver(message, home.gpu)
-    return receiver(message, home)
+        return CudaIpcReceiver(message, receiver_config.gpu)
+    return receiver(message, receiver_config)
 
 
 def _is_open(update: _StagedUpdate) -> bool:
@@ -352,7 +357,7 @@ def _is_open(update: _StagedUpdate) -> bool:
 
 
 def _base(update: _StagedUpdate, message: UpdateWeights) -> WeightStore | None:
-    """Return the weights that a partial set is laid over; None for a whole set.
+    """Return the weights that a partial set updates; None for a whole set.
 
     Raises:
         WeightsRefused: the set was made for other base versions.
@@ -363,7 +368,7 @@ def _base(update: _StagedUpdate, message: UpdateWeights) -> WeightStore | None:
     if live is None or not bases.first <= live.version <= bases.last:
         serves = "nothing" if live is None else f"v{live.version}"
         raise WeightsRefused(
-            f"v{update.version} is only part of a set, to be laid over v{bases.first} to "
+            f"v{update.version} is a partial set on top of v{bases.first} to "
             f"v{bases.last}, and this engine serves {serves}; publish a whole state dict"
             f"{'' if live is not None else ', or wake weights that sleep'}"
         )
@@ -378,6 +383,6 @@ def _tensor(spec: TensorSpec, view: memoryview) -> torch.Tensor:
     return torch.frombuffer(view, dtype=dtype).view(spec.shape)
 
 
-def _say(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return an error's message; with its type if the error is not Tidegate's own."""
     return str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"

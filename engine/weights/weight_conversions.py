@@ -29,14 +29,14 @@ Shape = tuple[int, ...]
 class StridedTensorView:
     """A strided view of another, contiguous tensor."""
 
-    whole: str
+    base: str
     shape: Shape
     strides: Shape
     offset: int
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``whole``."""
-        return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``base``."""
+        return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +55,30 @@ class Conversion:
         old = (*self.group.state, *self.group.directory)
         names = dict(zip(old, (*group.state, *group.directory), strict=True))
         inner = {
-            names[n]: StridedTensorView(names[s.whole], s.shape, s.strides, s.offset)
+            names[n]: StridedTensorView(names[s.base], s.shape, s.strides, s.offset)
             for n, s in self.inner.items()
         }
         shapes = {names[name]: shape for name, shape in self.shapes.items()}
         return Conversion(group, shapes, inner, self.inner_is_directory)
 
 
-class _Pieces:
+class _SplitTarget:
     """Copy target that splits a tensor: each slice goes to targets of its own."""
 
-    def __init__(self, pieces: Sequence[tuple[StridedTensorView, Sequence[Any]]]) -> None:
-        self._pieces = pieces
+    def __init__(self, slices: Sequence[tuple[StridedTensorView, Sequence[Any]]]) -> None:
+        self._slices_to_targets = slices
 
     def copy_(self, source: torch.Tensor, /) -> None:
         source = source.contiguous()
-        for piece, targets in self._pieces:
+        for view, targets in self._slices_to_targets:
             for target in targets:
-                target.copy_(piece.of(source))
+                target.copy_(view.of(source))
 
     def take_over(self, other: Any, /) -> None:
-        raise AssertionError("parts are taken over by their own names")
+        raise AssertionError("take over the parts by their own names")
 
     def unpacked(self) -> torch.Tensor:
-        raise AssertionError("parts are read by their own names")
+        raise AssertionError("read the parts by their own names")
 
     def storages(self) -> list[torch.Tensor]:
         return []  # the parts have their own
@@ -93,7 +93,7 @@ def meta_model(path: Path) -> Any | None:
         config = configs.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             return models.from_config(config, trust_remote_code=False)
-    except Exception:  # noqa: BLE001  (then tensors are accepted by their own names only)
+    except Exception:  # noqa: BLE001  (then tensors are accepted by their stored names only)
         return None
 
 
@@ -105,90 +105,95 @@ def find_conversions(module: Any, names: Sequence[str]) -> list[Conversion]:
     tensors are accepted by their ``state_dict()`` names only.
     """
     meta = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
-    found: list[Conversion] = []
-    known = set(meta)
+    conversions: list[Conversion] = []
+    known_names = set(meta)
     for uses_default in (False, True):
         cache: dict[object, Conversion | None] = {}
         with _conversions_of(module, uses_default=uses_default):
             for group in name_groups(names, lambda some: _reverted_names(module, meta, some)):
-                if known.intersection(group.directory):
+                if known_names.intersection(group.directory):
                     continue
                 key = _pattern(group, meta)
                 if key not in cache:
                     cache[key] = _conversion(module, group, meta)
                 conversion = cache[key]
                 if conversion is not None:
-                    found.append(conversion.renamed(group))
-                    known.update(group.directory)
-    return found
+                    conversions.append(conversion.renamed(group))
+                    known_names.update(group.directory)
+    return conversions
 
 
 def converted_targets(
     stored: Mapping[str, CopyTarget], conversions: Sequence[Conversion], *, stores_directory: bool
 ) -> tuple[dict[str, CopyTarget], dict[str, CopyTarget]]:
-    """Return the places of the smallest tensors, and joint places of tensors that cover several.
+    """Return the copy targets of the smallest tensors, and joint targets of tensors that cover
+    several.
 
-    ``stored`` has the place of each tensor under one scheme: the directory's or the
+    ``stored`` has the copy target of each tensor under one scheme: the directory's or the
     ``state_dict()``'s. Its targets are tensors.
     """
-    places, joint = dict(stored), {}
+    targets, joint_targets = dict(stored), {}
     for conversion in conversions:
         group, inner = conversion.group, conversion.inner
-        own, others = group.state, group.directory
+        stored_names, other_names = group.state, group.directory
         if stores_directory:
-            own, others = others, own
-        if any(name not in places for name in own) or any(n in joint for n in (*own, *others)):
+            stored_names, other_names = other_names, stored_names
+        if any(name not in targets for name in stored_names) or any(
+            n in joint_targets for n in (*stored_names, *other_names)
+        ):
             continue
-        if not all(_is_contiguous(stored[name]) for name in own):
+        if not all(_is_contiguous(stored[name]) for name in stored_names):
             continue
         if conversion.inner_is_directory == stores_directory:
-            for whole in others:
-                covers = tuple(name for name in own if inner[name].whole == whole)
-                pieces = [(inner[name], stored[name].targets) for name in covers]
-                joint[whole] = CopyTarget(conversion.shapes[whole], (_Pieces(pieces),), covers)
+            for base in other_names:
+                covers = tuple(name for name in stored_names if inner[name].base == base)
+                slices = [(inner[name], stored[name].targets) for name in covers]
+                joint_targets[base] = CopyTarget(
+                    conversion.shapes[base], (_SplitTarget(slices),), covers
+                )
             continue
-        for name in own:
-            targets: Any = stored[name].targets
-            parts = {n: inner[n] for n in others if inner[n].whole == name}
+        for name in stored_names:
+            tensors: Any = stored[name].targets
+            parts = {n: inner[n] for n in other_names if inner[n].base == name}
             views = {
-                n: CopyTarget(part.shape, tuple(part.of(target) for target in targets))
+                n: CopyTarget(part.shape, tuple(part.of(tensor) for tensor in tensors))
                 for n, part in parts.items()
             }
             if len(views) == 1:  # the same tensor by another name
-                ((other, place),) = views.items()
-                joint[other] = CopyTarget(place.shape, place.targets, covers=(name,))
+                ((other_name, target),) = views.items()
+                joint_targets[other_name] = CopyTarget(target.shape, target.targets, covers=(name,))
             else:
-                joint[name] = CopyTarget(stored[name].shape, targets, covers=tuple(views))
-                places = _with_parts(places, name, views)
-    return places, joint
+                joint_targets[name] = CopyTarget(stored[name].shape, tensors, covers=tuple(views))
+                targets = _replace_with_parts(targets, name, views)
+    return targets, joint_targets
 
 
-def _is_contiguous(place: CopyTarget) -> bool:
-    return all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in place.targets)
+def _is_contiguous(target: CopyTarget) -> bool:
+    return all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in target.targets)
 
 
-def _with_parts(
-    places: Mapping[str, CopyTarget], name: str, parts: Mapping[str, CopyTarget]
+def _replace_with_parts(
+    targets: Mapping[str, CopyTarget], name: str, parts: Mapping[str, CopyTarget]
 ) -> dict[str, CopyTarget]:
     """Replace ``name`` by ``parts``, keeping the model's order."""
-    made: dict[str, CopyTarget] = {}
-    for other, place in places.items():
-        made |= parts if other == name else {other: place}
-    return made
+    converted: dict[str, CopyTarget] = {}
+    for other, target in targets.items():
+        converted |= parts if other == name else {other: target}
+    return converted
 
 
 @contextmanager
 def _conversions_of(module: Any, *, uses_default: bool) -> Iterator[None]:
     """Make transformers convert as when it loaded the module, or by its defaults."""
     missing = object()
-    kept = getattr(module, "_weight_conversions", missing)
-    if uses_default and kept is not missing:
+    saved = getattr(module, "_weight_conversions", missing)
+    if uses_default and saved is not missing:
         module._weight_conversions = None
     try:
         yield
     finally:
-        if kept is not missing:
-            module._weight_conversions = kept
+        if saved is not missing:
+            module._weight_conversions = saved
 
 
 def _reverted_names(
@@ -212,17 +217,17 @@ def _conversion(
     """Find how a group's tensors are slices of each other; None if they are not."""
     state = _numbered({name: tuple(tensors[name].shape) for name in group.state})
     try:
-        made = revert_weight_conversion(module, dict(state))
+        converted = revert_weight_conversion(module, dict(state))
     except Exception:  # noqa: BLE001  (as above)
         return None
-    if set(made) != set(group.directory):
+    if set(converted) != set(group.directory):
         return None
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*state.items(), *made.items())}
-    inner = _slices(made, state)
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*state.items(), *converted.items())}
+    inner = _slices(converted, state)
     if inner is not None:
         return Conversion(group, shapes, inner, inner_is_directory=True)
     directory = _numbered({name: shapes[name] for name in group.directory})
-    inverse = _inverse(state, made, directory)
+    inverse = _inverse(state, converted, directory)
     inner = None if inverse is None else _slices(inverse, directory)
     return None if inner is None else Conversion(group, shapes, inner, inner_is_directory=False)
 
@@ -237,7 +242,7 @@ def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
 
 def _inverse(
     state: Mapping[str, torch.Tensor],
-    made: Mapping[str, torch.Tensor],
+    converted: Mapping[str, torch.Tensor],
     directory: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor] | None:
     """Number the elements of ``state`` by their positions in ``directory``."""
@@ -245,7 +250,7 @@ def _inverse(
     if total != sum(tensor.numel() for tensor in directory.values()):
         return None
     numbers = torch.empty(total, dtype=next(iter(state.values())).dtype)
-    for name, tensor in made.items():
+    for name, tensor in converted.items():
         numbers[tensor.reshape(-1).long()] = directory[name].reshape(-1)
     parts = torch.split(numbers, [tensor.numel() for tensor in state.values()])
     return {name: part.view(state[name].shape) for name, part in zip(state, parts, strict=True)}
@@ -255,8 +260,12 @@ def _slices(
     inner: Mapping[str, torch.Tensor], outer: Mapping[str, torch.Tensor]
 ) -> dict[str, StridedTensorView] | None:
     """Find each numbered tensor as a slice of one of ``outer``; None if one is not a slice."""
-    found = {name: _slice(tensor, outer) for name, tensor in inner.items()}
-    return {n: s for n, s in found.items() if s is not None} if all(found.values()) else None
+    conversions = {name: _slice(tensor, outer) for name, tensor in inner.items()}
+    return (
+        {n: s for n, s in conversions.items() if s is not None}
+        if all(conversions.values())
+        else None
+    )
 
 
 def _slice(numbers: torch.Tensor, outer: Mapping[str, torch.Tensor]) -> StridedTensorView | None:
@@ -270,11 +279,11 @@ def _slice(numbers: torch.Tensor, outer: Mapping[str, torch.Tensor]) -> StridedT
     if min(strides, default=1) < 0:
         return None
     shape = tuple(numbers.shape)
-    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    for name, whole in outer.items():
-        offset = int(corner - whole.view(-1)[0])
-        if offset < 0 or offset + reach >= whole.numel():
+    last_offset = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    for name, base in outer.items():
+        offset = int(corner - base.view(-1)[0])
+        if offset < 0 or offset + last_offset >= base.numel():
             continue
-        place = StridedTensorView(name, shape, strides, offset)
-        return place if torch.equal(place.of(whole), numbers) else None
+        target = StridedTensorView(name, shape, strides, offset)
+        return target if torch.equal(target.of(base), numbers) else None
     return None

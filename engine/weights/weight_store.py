@@ -1,8 +1,7 @@
 """Base class of one weight version: validates and copies each published tensor.
 
 Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights``,
-``HostWeights``); filled by staging and by the loaders, and tracks what is missing. Depends on
-neither versions nor weight channels.
+``HostWeights``); filled by staging and by the loaders, and tracks which tensors are missing.
 """
 
 import math
@@ -16,7 +15,7 @@ from tidegate.kernels.int8_matrix import RoundedRows
 from tidegate.kernels.weight_matrix import Rows, published, storages, take_over
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Accepted dtypes; others (float8, int8, …) mean nothing without their scales."""
+"""Accepted dtypes; quantised ones (float8, int8) are meaningless without their scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class CopyTarget:
     """Slice to store, if other ranks hold the rest."""
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the slice of a published tensor that belongs here."""
+        """Return the slice of a published tensor that this target stores."""
         return tensor if self.part is None else self.part.of(tensor)
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -69,15 +68,15 @@ class WeightStore:
     def __init__(
         self,
         model: str,
-        places: Mapping[str, CopyTarget],
+        targets: Mapping[str, CopyTarget],
         *,
         joint: Mapping[str, CopyTarget] | None = None,
     ) -> None:
         self._model = model
         """Description of the model for error messages."""
-        self._places = places
+        self._copy_targets = targets
         self._joint_targets = joint or {}
-        """Places of tensors that each cover several of ``_places``."""
+        """Copy targets of tensors that each cover several of ``_copy_targets``."""
         self._loaded: set[str] = set()
         self.adapters: Mapping[str, object] = {}
         """Adapters of the version by name; replaced as a whole, never changed."""
@@ -97,8 +96,8 @@ class WeightStore:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all storage tensors; some more than once."""
-        for place in self._places.values():
-            for target in place.targets:
+        for copy_target in self._copy_targets.values():
+            for target in copy_target.targets:
                 yield from storages(target)
 
     def start(self) -> None:
@@ -108,14 +107,14 @@ class WeightStore:
         self._early_copies.clear()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the tensor that Hugging Face calls ``name`` into its place, casting it.
+        """Copy the tensor that Hugging Face calls ``name`` to its targets, casting it.
 
         Raises:
-            WeightsRefused: the model has no such tensor, or its shape or dtype is wrong, or it is
-                not finite, or it differs from the tensor that it is tied to.
+            WeightsRefused: the model has no such tensor; or the tensor's shape or dtype is wrong,
+                or it is not finite, or it differs from the tensor that it is tied to.
         """
-        place = self._places.get(name) or self._joint_targets.get(name)
-        if place is None:
+        target = self._copy_targets.get(name) or self._joint_targets.get(name)
+        if target is None:
             if self.is_redundant(name):
                 self._ignored.add(name)
                 self._compare_tied(name, tensor)
@@ -124,22 +123,22 @@ class WeightStore:
                 f"{self._model} has no tensor {name!r}; publish the model that config.json "
                 f"describes, by its names there"
             )
-        if tuple(tensor.shape) != place.shape:
+        if tuple(tensor.shape) != target.shape:
             raise WeightsRefused(
-                f"{name} has shape {list(tensor.shape)}, expected {list(place.shape)}"
+                f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}"
             )
         if tensor.dtype not in LOADABLE_DTYPES:
             raise WeightsRefused(
                 f"{name} is {tensor.dtype}; publish float32, bfloat16, float16 or float64"
             )
         with torch.no_grad():
-            if not _is_finite(place.cut(tensor)):
+            if not _is_finite(target.cut(tensor)):
                 raise WeightsRefused(
-                    f"{name} holds what is no number (NaN, or infinite): the train step before "
-                    f"this publish went wrong. Take it back, and publish the weights of before"
+                    f"{name} contains NaN or infinity: the training step before "
+                    f"this publish diverged. Undo it, and publish the previous weights"
                 )
-            place.fill(tensor)
-        for loaded in place.covers or (name,):
+            target.fill(tensor)
+        for loaded in target.covers or (name,):
             self._loaded.add(loaded)
             if (early := self._early_copies.pop(loaded, None)) is not None:
                 self._refuse_unless_same(*early, loaded)
@@ -147,14 +146,14 @@ class WeightStore:
     def _compare_tied(self, name: str, tensor: torch.Tensor) -> None:
         """Compare a tensor with the one that it is tied to, now or once that one is loaded."""
         tied = self.tied_to(name)
-        place = None if tied is None else self._places.get(tied)
-        if tied is None or place is None:
+        target = None if tied is None else self._copy_targets.get(tied)
+        if tied is None or target is None:
             return
-        if tuple(tensor.shape) != place.shape:
+        if tuple(tensor.shape) != target.shape:
             raise WeightsRefused(
-                f"{name} has shape {list(tensor.shape)}, expected {list(place.shape)}"
+                f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}"
             )
-        part = place.cut(tensor)
+        part = target.cut(tensor)
         if tied in self._loaded:
             self._refuse_unless_same(name, part, tied)
         else:
@@ -165,8 +164,8 @@ class WeightStore:
 
         Compared with the last target, the most precise one: an LM head's.
         """
-        there = published(self._places[tied].targets[-1])
-        if not torch.equal(part.to(there.device, there.dtype), there):
+        stored = published(self._copy_targets[tied].targets[-1])
+        if not torch.equal(part.to(stored.device, stored.dtype), stored):
             raise WeightsRefused(
                 f"{name} differs from {tied}, and {self._model} computes with {tied} in its place "
                 f"(tie_word_embeddings). Publish them equal, or serve a model directory that has "
@@ -199,18 +198,18 @@ class WeightStore:
             tied = self.tied_to(name)
             if tied is not None and tied not in self._loaded:
                 raise WeightsRefused(
-                    f"{name} is tied to {tied}, which isn't published with it; publish that one"
+                    f"{name} is tied to {tied}, which isn't published with it; publish {tied} too"
                 )
         with torch.no_grad():
             for name in self.missing():
-                sources = other._places[name].targets
-                for target, source in zip(self._places[name].targets, sources, strict=True):
+                sources = other._copy_targets[name].targets
+                for target, source in zip(self._copy_targets[name].targets, sources, strict=True):
                     take_over(target, source)
                 self._loaded.add(name)
 
     def missing(self) -> list[str]:
         """Return the names not loaded since :meth:`start`, in the model's order."""
-        return [name for name in self._places if name not in self._loaded]
+        return [name for name in self._copy_targets if name not in self._loaded]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

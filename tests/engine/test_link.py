@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def welcomed(wire: Wire) -> OrchestratorLink:
     link = OrchestratorLink(cast(DealerSocket, cast(Any, wire)), hello("a"))
     link.receive(0.0)
-    link.say_hello(weight_version=0, turns=[])
+    link.send_hello(weight_version=0, turns=[])
     wire.incoming.append(WELCOME)
     link.receive(0.0)
     return link
@@ -62,17 +62,17 @@ def test_an_engine_gives_up_an_orchestrator_that_says_nothing_for_too_long(
     link = welcomed(Wire())
     clock[0] += 59.0
     link.receive(0.0)
-    assert link.given_up() is None
+    assert link.timeout_reason() is None
     clock[0] += 2.0
     link.receive(0.0)
-    assert link.given_up() == "heard nothing for 61.0 s"
+    assert link.timeout_reason() == "heard nothing for 61.0 s"
 
 
 def test_what_was_not_listened_for_was_not_missed(clock: list[float]) -> None:
     wire = Wire()
     link = welcomed(wire)
     clock[0] += 300.0  # waking weights takes as long as a disk does
-    assert link.given_up() is None
+    assert link.timeout_reason() is None
     wire.incoming.append(OrchestratorHeartbeat())
     link.receive(0.0)
-    assert link.given_up() is None
+    assert link.timeout_reason() is None

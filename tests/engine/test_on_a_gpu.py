@@ -110,9 +110,9 @@ def test_weights_are_staged_beside_steps_and_served_after_the_swap(tmp_path: Pat
         answers: list[Message] = []
         while not answers:
             drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
-            answers = staging.take_answers()
+            answers = staging.take_replies()
         assert [type(one) for one in answers] == [WeightsStaged]
-        runner.swap(staging.exchange(1, runner.weights))
+        runner.swap(staging.swap(1, runner.weights))
     finally:
         staging.close()
         channel.close()
@@ -210,12 +210,12 @@ def test_weights_by_cuda_ipc_are_staged_out_of_another_processs_memory_and_freed
             answers: list[Message] = []
             while not answers:
                 drive(runner, turns(), new_tokens=2)  # decoding goes on meanwhile
-                answers = staging.take_answers()
+                answers = staging.take_replies()
             assert [type(one) for one in answers] == [
                 WeightsFailed if version == 2 else WeightsStaged
             ]
             if version != 2:
-                runner.swap(staging.exchange(version, runner.weights))
+                runner.swap(staging.swap(version, runner.weights))
             trainer.stdin.write("\n")
             trainer.stdin.flush()
         held, left = map(int, trainer.stdout.readline().split())

@@ -128,7 +128,7 @@ def test_an_engine_decodes_other_turns_while_it_compiles_a_grammar_that_costs_to
     assert engine.await_heartbeat().waiting_turns == 1
     refusal = engine.await_one(TurnFailed)
     assert refusal.turn == turn
-    assert "compiling it took more than" in refusal.message
+    assert "compilation took more than" in refusal.message
 
 
 def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) -> None:
@@ -154,7 +154,7 @@ def test_a_module_of_processors_that_can_t_be_imported_ends_the_engine_with_the_
     options = ["--logits-processors", "no_such_module"]
     with Orchestra(tmp_path, models.directories[0], options) as orchestra:
         assert orchestra.process.wait(60) == 2
-        assert "'no_such_module' can't be used" in orchestra.stderr.read_text()
+        assert "module 'no_such_module'" in orchestra.stderr.read_text()
 
 
 def test_bytes_that_are_no_message_are_answered_and_harm_nobody(engine: Orchestra) -> None:

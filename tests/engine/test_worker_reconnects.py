@@ -148,8 +148,8 @@ def test_what_is_said_between_hello_and_welcome_counts_for_nothing(engine: Orche
     assert engine.finish(turn).finish == LENGTH
     assert seqs_after(engine, hello) == list(range(start, start + 24))
     assert engine.turns[stale].token_ids == []
-    beat = engine.await_heartbeat(2)
-    assert (beat.running_turns, beat.waiting_turns) == (0, 0)
+    heartbeat = engine.await_heartbeat(2)
+    assert (heartbeat.running_turns, heartbeat.waiting_turns) == (0, 0)
 
 
 def test_pauses_do_not_outlast_the_conversation_they_were_asked_for_in(engine: Orchestra) -> None:

@@ -19,7 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.kernels.compile_kernels import TARGETS, constants_of, tell_compiled
 from tidegate.engine.device.plan import HostPlanner
-from tidegate.engine.device.runner import DTYPES, LayerPlace, device_forward, launch_scores, rule_of
+from tidegate.engine.device.runner import (
+    DTYPES,
+    LayerAttention,
+    device_forward,
+    launch_scores,
+    rule_of,
+)
 from tidegate.engine.device.sampling import HostDraw
 from tidegate.engine.device.weights import DeviceWeights
 from tidegate.engine.execution.runner import Row
@@ -123,7 +129,9 @@ def step(config: ModelConfig, dtype: torch.dtype, mode: FakeTensorMode) -> None:
         size = (4096, 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
         table = torch.empty(config.context_tokens_max, 2, config.head_dim, dtype=dtype)
         places = [
-            LayerPlace(torch.empty(size, dtype=dtype), table, rule_of(config, kind.window_tokens))
+            LayerAttention(
+                torch.empty(size, dtype=dtype), table, rule_of(config, kind.window_tokens)
+            )
             for kind in (layer.attention for layer in config.layers)
         ]
     planner = HostPlanner(BLOCK_TOKENS)

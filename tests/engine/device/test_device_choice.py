@@ -67,7 +67,7 @@ def test_models_that_no_device_computes_are_refused_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is a mixture of experts"):
         open_on_device(make_model_directory(tmp_path / "moe", "qwen3_moe"), "auto", CUDA)
-    with pytest.raises(ConfigError, match="computed on the CPU; serve another model"):
+    with pytest.raises(ConfigError, match="on the CPU only; serve another model"):
         open_on_device(make_model_directory(tmp_path / "gpt2", "gpt2"), "auto", CUDA)
 
 

@@ -210,10 +210,10 @@ def test_weights_staged_beside_the_live_ones_serve_after_a_swap_also_out_of_thei
             for update in channel.write(version, named_buffers(other)):
                 staging.update(update)
             while staging.is_busy and not staging.is_staged(version):
-                staged = staging.take_answers()
+                staged = staging.take_replies()
             assert [type(one) for one in staged] == [WeightsStaged]
             before = sampled(runner)
-            runner.swap(staging.exchange(version, runner.weights))
+            runner.swap(staging.swap(version, runner.weights))
 
             assert sampled(runner) == expected
             assert (before == expected) == (version == 2)
@@ -262,17 +262,19 @@ def test_weights_that_the_host_has_no_room_for_stay_and_others_sleep_deeper(mode
         fill_from_directory(store, model, beat)
 
     try:
-        sleeper = SleepController(runner, staging, scheduler, reload=reload, memory=Crowded(CPU))
+        sleep_controller = SleepController(
+            runner, staging, scheduler, reload=reload, memory=Crowded(CPU)
+        )
         scheduler.pause("abort")
-        sleeper.ask(Sleep(request_id=1, level=1, tags=["weights"]))
-        [failed] = sleeper.settle()
+        sleep_controller.queue_request(Sleep(request_id=1, level=1, tags=["weights"]))
+        [failed] = sleep_controller.run_pending()
         assert isinstance(failed, SleepRequestFailed)
         assert "sleep at level 2" in failed.message
-        assert (sleeper.asleep, sampled(runner)) == ([], expected)
-        sleeper.ask(Sleep(request_id=2, level=2, tags=["weights"]))
-        assert isinstance(sleeper.settle()[0], Asleep)
+        assert (sleep_controller.asleep, sampled(runner)) == ([], expected)
+        sleep_controller.queue_request(Sleep(request_id=2, level=2, tags=["weights"]))
+        assert isinstance(sleep_controller.run_pending()[0], Asleep)
         assert not weights.final_norm.untyped_storage().nbytes()
-        assert isinstance(sleeper.wake(Wake(request_id=3, tags=["weights"])), Awake)
+        assert isinstance(sleep_controller.wake(Wake(request_id=3, tags=["weights"])), Awake)
     finally:
         staging.close()
     assert sampled(runner) == expected

@@ -15,7 +15,7 @@ from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.scheduling.drafts import (
     DraftLengthController,
     Tokens,
-    share_that_pays,
+    break_even_acceptance,
 )
 from tidegate.engine.scheduling.scheduler import StepColumns
 from tidegate.engine.scheduling.sequences import EngineSequence, admit
@@ -133,28 +133,28 @@ def test_turns_with_penalties_are_not_guessed_for() -> None:
 
 def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -> None:
     pace = DraftLengthController()
-    alone, among_many = share_that_pays(1), share_that_pays(64)
+    alone, among_many = break_even_acceptance(1), break_even_acceptance(64)
     assert alone == 0.2
     assert (pace.count(10, alone), pace.count(10, among_many)) == (5, 1)
     for _ in range(20):
-        pace.learn(4, 4, 10)
+        pace.record(4, 4, 10)
     assert (pace.count(10, alone), pace.count(10, among_many)) == (16, 16)
     for _ in range(60):
-        pace.learn(4, 2, 10)
-    assert (pace.count(10, alone), pace.count(10, share_that_pays(8))) == (3, 1)
+        pace.record(4, 2, 10)
+    assert (pace.count(10, alone), pace.count(10, break_even_acceptance(8))) == (3, 1)
 
 
 def test_a_turn_whose_guesses_do_not_pay_is_tried_again_ever_more_seldom() -> None:
-    pace, enough = DraftLengthController(), share_that_pays(8)
+    pace, enough = DraftLengthController(), break_even_acceptance(8)
     waits, length = [], 20
     for _ in range(7):
-        pace.learn(1, 0, length)
+        pace.record(1, 0, length)
         start = length
         while not pace.count(length, enough):
             length += 1
         waits.append(length - start)
     assert waits == [2, 4, 8, 16, 32, 64, 64]
-    pace.learn(1, 1, length)
+    pace.record(1, 1, length)
     assert pace.count(length, enough) == 1
 
 

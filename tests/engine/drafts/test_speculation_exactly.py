@@ -152,7 +152,7 @@ def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_n
 def kv_of(drafts: ModelDrafts, turn: EngineSequence) -> list[torch.Tensor]:
     """Return the draft model's KV of a turn's tokens, layer by layer."""
     positions = np.arange(turn.length)
-    blocks = np.array(drafts._turns[turn.handle].blocks)[positions // 4]
+    blocks = np.array(drafts._states[turn.handle].blocks)[positions // 4]
     return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
 
 

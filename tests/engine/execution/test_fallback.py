@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.models.test_model_parity import TOLERANCE_NATS, load_peer, make_turns, peer_logits
 from tests.engine.scheduling.driving import GREEDY, drive
 from tests.models import make_model_directory
-from tidegate.engine.execution.fallback import FallbackRunner, refuse_other_state
+from tidegate.engine.execution.fallback import FallbackRunner, refuse_recurrent_state
 from tidegate.engine.execution.runner import Row, Runner
 from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.sampling.scoring import Reads, RowScore, RowScoring, join_scores
@@ -255,8 +255,8 @@ def test_a_model_that_does_not_go_on_from_keys_and_values_is_found_out(tmp_path:
     path = make_model_directory(tmp_path, "gpt2")
     model: Any = Forgetful.from_pretrained(path)
 
-    with pytest.raises(ModelError, match="Forgetful remembers more of a context"):
-        refuse_other_state(model.eval(), vocab_size=96)
+    with pytest.raises(ModelError, match="Forgetful keeps more state of a context"):
+        refuse_recurrent_state(model.eval(), vocab_size=96)
 
 
 def test_whoever_starts_the_engine_is_told_that_contexts_end_early(tmp_path: Path) -> None:

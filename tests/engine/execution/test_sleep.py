@@ -66,7 +66,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def sleeper(wide: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Orchestra]:
+def shared_engine(
+    wide: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Orchestra]:
     """One process shared by all tests that leave it awake, with the directory's weights."""
     options = ["--num-kv-blocks", "4096", "--max-running-turns", "8"]
     with Orchestra(tmp_path_factory.mktemp("sleeper"), wide[0], options) as orchestra:
@@ -112,114 +114,116 @@ def anonymous_bytes(engine: Orchestra) -> int:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_goes_back_to_the_system_and_the_same_tokens_come_afterwards(
-    sleeper: Orchestra, level: SleepLevel
+    shared_engine: Orchestra, level: SleepLevel
 ) -> None:
-    undisturbed = sleeper.generate(PROMPT, SAMPLED)
-    before = anonymous_bytes(sleeper)
-    pause(sleeper)
-    asleep = sleep(sleeper, level)
+    undisturbed = shared_engine.generate(PROMPT, SAMPLED)
+    before = anonymous_bytes(shared_engine)
+    pause(shared_engine)
+    asleep = sleep(shared_engine, level)
     assert asleep.tags == ["weights", "kv_cache"]
     assert asleep.freed_bytes > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
-    assert before - anonymous_bytes(sleeper) > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
-    awake = wake(sleeper)
+    assert before - anonymous_bytes(shared_engine) > WEIGHT_BYTES + KV_BYTES - SLACK_BYTES
+    awake = wake(shared_engine)
     assert (awake.tags, awake.needs_weights) == ([], False)
-    resume(sleeper)
-    again = sleeper.generate(PROMPT, SAMPLED)
+    resume(shared_engine)
+    again = shared_engine.generate(PROMPT, SAMPLED)
     assert (again.token_ids, again.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
     assert again.prefills[0].cached_tokens == 0
 
 
 @pytest.mark.parametrize(("tag", "nbytes"), [("weights", WEIGHT_BYTES), ("kv_cache", KV_BYTES)])
 def test_one_kind_of_memory_sleeps_without_the_other(
-    sleeper: Orchestra, tag: MemoryTag, nbytes: int
+    shared_engine: Orchestra, tag: MemoryTag, nbytes: int
 ) -> None:
-    sleeper.generate(PROMPT, SAMPLED)
-    pause(sleeper)
-    asleep = sleep(sleeper, tags=(tag,))
+    shared_engine.generate(PROMPT, SAMPLED)
+    pause(shared_engine)
+    asleep = sleep(shared_engine, tags=(tag,))
     assert asleep.tags == [tag]
     assert nbytes - SLACK_BYTES < asleep.freed_bytes < nbytes + 2 * SLACK_BYTES
-    assert sleep(sleeper).tags == ["weights", "kv_cache"]
-    assert wake(sleeper, (tag,)).tags == [other for other in MEMORY_TAGS if other != tag]
-    assert wake(sleeper).tags == []
-    resume(sleeper)
+    assert sleep(shared_engine).tags == ["weights", "kv_cache"]
+    assert wake(shared_engine, (tag,)).tags == [other for other in MEMORY_TAGS if other != tag]
+    assert wake(shared_engine).tags == []
+    resume(shared_engine)
 
 
-def test_frozen_turns_are_computed_again_and_say_so(sleeper: Orchestra) -> None:
-    undisturbed = sleeper.generate(PROMPT, SAMPLED)
-    turn = sleeper.submit(PROMPT, SAMPLED)
-    sleeper.read_tokens(turn, 5)
-    pause(sleeper, "keep")
-    had = len(sleeper.turns[turn].token_ids)
-    sleep(sleeper)
-    sleeper.send(Resume())  # runs nothing, for there is nothing to run with
-    sleeper.await_one(TurnsResumed)
-    sleeper.await_heartbeat(2)
-    assert len(sleeper.turns[turn].token_ids) == had
-    wake(sleeper)
-    assert sleeper.finish(turn).token_ids == undisturbed.token_ids
-    assert [prefill.output_tokens for prefill in sleeper.turns[turn].prefills] == [0, had]
+def test_frozen_turns_are_computed_again_and_say_so(shared_engine: Orchestra) -> None:
+    undisturbed = shared_engine.generate(PROMPT, SAMPLED)
+    turn = shared_engine.submit(PROMPT, SAMPLED)
+    shared_engine.read_tokens(turn, 5)
+    pause(shared_engine, "keep")
+    had = len(shared_engine.turns[turn].token_ids)
+    sleep(shared_engine)
+    shared_engine.send(Resume())  # runs nothing, for there is nothing to run with
+    shared_engine.await_one(TurnsResumed)
+    shared_engine.await_heartbeat(2)
+    assert len(shared_engine.turns[turn].token_ids) == had
+    wake(shared_engine)
+    assert shared_engine.finish(turn).token_ids == undisturbed.token_ids
+    assert [prefill.output_tokens for prefill in shared_engine.turns[turn].prefills] == [0, had]
 
 
-def test_frozen_turns_whose_kv_stays_go_on_with_it(sleeper: Orchestra) -> None:
-    turn = sleeper.submit(PROMPT, SAMPLED)
-    sleeper.read_tokens(turn, 5)
-    pause(sleeper, "keep")
-    sleep(sleeper, tags=("weights",))
-    wake(sleeper)
-    resume(sleeper)
-    assert [prefill.output_tokens for prefill in sleeper.finish(turn).prefills] == [0]
+def test_frozen_turns_whose_kv_stays_go_on_with_it(shared_engine: Orchestra) -> None:
+    turn = shared_engine.submit(PROMPT, SAMPLED)
+    shared_engine.read_tokens(turn, 5)
+    pause(shared_engine, "keep")
+    sleep(shared_engine, tags=("weights",))
+    wake(shared_engine)
+    resume(shared_engine)
+    assert [prefill.output_tokens for prefill in shared_engine.finish(turn).prefills] == [0]
 
 
-def test_turns_submitted_to_a_sleeping_engine_wait_for_it(sleeper: Orchestra) -> None:
-    pause(sleeper)
-    sleep(sleeper)
-    turn = sleeper.submit(PROMPT, GREEDY)
-    assert sleeper.await_heartbeat(2).waiting_turns == 1
-    wake(sleeper)
-    resume(sleeper)
-    assert len(sleeper.finish(turn).token_ids) == GREEDY.max_tokens
+def test_turns_submitted_to_a_sleeping_engine_wait_for_it(shared_engine: Orchestra) -> None:
+    pause(shared_engine)
+    sleep(shared_engine)
+    turn = shared_engine.submit(PROMPT, GREEDY)
+    assert shared_engine.await_heartbeat(2).waiting_turns == 1
+    wake(shared_engine)
+    resume(shared_engine)
+    assert len(shared_engine.finish(turn).token_ids) == GREEDY.max_tokens
 
 
-def test_a_sleep_waits_for_turns_that_its_pause_lets_finish(sleeper: Orchestra) -> None:
-    turn = sleeper.submit(PROMPT, SAMPLED)
-    sleeper.read_tokens(turn, 2)
-    sleeper.send(Pause(mode="wait"))
-    sleep(sleeper)
-    assert len(sleeper.turns[turn].token_ids) == SAMPLED.max_tokens
-    wake(sleeper)
-    resume(sleeper)
+def test_a_sleep_waits_for_turns_that_its_pause_lets_finish(shared_engine: Orchestra) -> None:
+    turn = shared_engine.submit(PROMPT, SAMPLED)
+    shared_engine.read_tokens(turn, 2)
+    shared_engine.send(Pause(mode="wait"))
+    sleep(shared_engine)
+    assert len(shared_engine.turns[turn].token_ids) == SAMPLED.max_tokens
+    wake(shared_engine)
+    resume(shared_engine)
 
 
-def test_without_a_pause_no_memory_is_given_back(sleeper: Orchestra) -> None:
-    sleeper.send(Sleep(request_id=3, level=1, tags=["weights"]))
-    failed = sleeper.await_one(SleepRequestFailed)
-    assert (failed.request_id, failed.message.split(",")[0]) == (3, "no pause is on")
-    assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+def test_without_a_pause_no_memory_is_given_back(shared_engine: Orchestra) -> None:
+    shared_engine.send(Sleep(request_id=3, level=1, tags=["weights"]))
+    failed = shared_engine.await_one(SleepRequestFailed)
+    assert (failed.request_id, failed.message.split(",")[0]) == (3, "no pause is in effect")
+    assert len(shared_engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
 
 def test_what_was_half_way_to_an_engine_is_given_up_when_its_weights_sleep(
-    sleeper: Orchestra,
+    shared_engine: Orchestra,
 ) -> None:
-    sleeper.send(StartWeightUpdate(version=9))
-    pause(sleeper)
-    sleep(sleeper)
-    failed = [message for message in sleeper.log if isinstance(message, WeightsFailed)]
+    shared_engine.send(StartWeightUpdate(version=9))
+    pause(shared_engine)
+    sleep(shared_engine)
+    failed = [message for message in shared_engine.log if isinstance(message, WeightsFailed)]
     assert [(f.version, f.message) for f in failed] == [
         (9, "given up: the weights were put to sleep")
     ]
-    wake(sleeper)
-    resume(sleeper)
+    wake(shared_engine)
+    resume(shared_engine)
 
 
-def test_an_engine_says_what_sleeps_when_its_connection_was_broken(sleeper: Orchestra) -> None:
-    pause(sleeper)
-    sleep(sleeper, tags=("kv_cache",))
-    sleeper.break_connection()
-    hello = sleeper.await_one(Hello)
+def test_an_engine_says_what_sleeps_when_its_connection_was_broken(
+    shared_engine: Orchestra,
+) -> None:
+    pause(shared_engine)
+    sleep(shared_engine, tags=("kv_cache",))
+    shared_engine.break_connection()
+    hello = shared_engine.await_one(Hello)
     assert (hello.asleep, hello.needs_weights) == (["kv_cache"], False)
-    sleeper.send_welcome()
-    wake(sleeper)
-    assert len(sleeper.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
+    shared_engine.send_welcome()
+    wake(shared_engine)
+    assert len(shared_engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ def test_kept_tables_are_what_the_rows_hold_now_however_that_changed() -> None:
                 del chance.choice(tables)[1:]
             case _:
                 chance.choice(tables).extend(chance.randrange(99) for _ in range(3))
-        found = kept.of(tables)
-        assert found.tolist() == padded(tables, found.shape[1])
+        adapters = kept.of(tables)
+        assert adapters.tolist() == padded(tables, adapters.shape[1])
 
 
 def test_a_layout_says_where_every_token_is_and_which_are_asked_for() -> None:
@@ -42,13 +42,23 @@ def test_a_layout_says_where_every_token_is_and_which_are_asked_for() -> None:
     layout = StepLayout(sizes)
     assert layout.order == [1, 3, 0, 2]
     assert layout.row_of_token.tolist() == [0, 1, 2, 2, 2, 3, 3]
-    assert layout.places.tolist() == [0, 0, 0, 1, 2, 0, 1]
-    assert [(its.first_row, its.end_row) for its in layout.ranges] == [(0, 2), (2, 4)]
-    assert [(its.first_token, its.end_token) for its in layout.ranges] == [(0, 2), (2, 7)]
-    assert [its.has_single_tokens for its in layout.ranges] == [True, False]
-    assert layout.asked.tolist() == [0, 6, 1, 3, 4]  # sampled as the rows are given, then scored
-    (one, its), (two, others) = layout.adapters
+    assert layout.token_indices.tolist() == [0, 0, 0, 1, 2, 0, 1]
+    assert [
+        (token_indices.first_row, token_indices.end_row) for token_indices in layout.ranges
+    ] == [(0, 2), (2, 4)]
+    assert [
+        (token_indices.first_token, token_indices.end_token) for token_indices in layout.ranges
+    ] == [(0, 2), (2, 7)]
+    assert [token_indices.has_single_tokens for token_indices in layout.ranges] == [True, False]
+    assert layout.output_tokens.tolist() == [
+        0,
+        6,
+        1,
+        3,
+        4,
+    ]  # sampled as the rows are given, then scored
+    (one, token_indices), (two, others) = layout.adapters
     assert (one, two) == ("one", "two")
-    assert its is not None
+    assert token_indices is not None
     assert others is not None
-    assert torch.equal(torch.cat([its, others]), torch.from_numpy(np.array([0, 1])))
+    assert torch.equal(torch.cat([token_indices, others]), torch.from_numpy(np.array([0, 1])))

@@ -34,8 +34,10 @@ from tidegate.transport.messages import (
 
 def next_token(context: Sequence[int], seed: int, index: int, version: int, vocab: int) -> int:
     """Return the fake model's next token, a hash of all inputs that it may depend on."""
-    said = repr((list(context), seed, index, version)).encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little") % vocab
+    reported_labels = repr((list(context), seed, index, version)).encode()
+    return (
+        int.from_bytes(hashlib.blake2b(reported_labels, digest_size=4).digest(), "little") % vocab
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +205,8 @@ class FakeEngine:
         self.turns[turn] = ToldTurn(prompt, sampling, sampled_before)
         return turn
 
-    def ask_swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> None:
-        self.scheduler.ask_swap(
+    def request_swap(self, version: int, mode: PauseMode, kv_policy: KvPolicy) -> None:
+        self.scheduler.request_swap(
             FinishWeightUpdate(version=version, pause_mode=mode, kv_policy=kv_policy)
         )
 
@@ -213,7 +215,7 @@ class FakeEngine:
         ended = self.scheduler.take_ended()
         if ended is not None:
             self._take(ended)
-        self.answers += self.scheduler.take_answers()
+        self.answers += self.scheduler.take_replies()
         update = self.scheduler.swap_due()
         if update is not None:
             self._swap_weights(update.version)
@@ -257,11 +259,11 @@ class FakeEngine:
             assert turn.finish == RUNNING
             turn.finish = code
             histories = next(attended, None) if count else None
-            for place in range(count):
-                prefill = prefills.get(handle) if place == 0 else None
+            for index in range(count):
+                prefill = prefills.get(handle) if index == 0 else None
                 self._take_token(turn, next(tokens), columns.version, prefill)
                 turn.logprobs.append(next(logprobs))
-                assert histories is None or turn.kv == histories[place]
+                assert histories is None or turn.kv == histories[index]
         assert next(tokens, None) is None
         self.drafted_tokens += columns.drafted_tokens
         self.accepted_tokens += columns.accepted_tokens

@@ -63,8 +63,12 @@ class Loras:
         return self._answer(None)
 
     def _answer(self, error: str | None) -> Response:
-        said = {"success": error is None, "error_message": error, "loaded_adapters": self.paths}
-        return JSONResponse(said, 200 if error is None else 400)
+        reported_labels = {
+            "success": error is None,
+            "error_message": error,
+            "loaded_adapters": self.paths,
+        }
+        return JSONResponse(reported_labels, 200 if error is None else 400)
 
     def refusal(self, name: str | None) -> str | None:
         """Return why a request with this adapter is refused."""

@@ -57,19 +57,19 @@ class Sessions:
 
     async def begin(self, body: dict[str, Any]) -> Response:
         if self._is_open:
-            return answer("a weight-update session is already open", is_ok=False)
+            return reply("a weight-update session is already open", is_ok=False)
         self._is_open = True
-        return answer("Success")
+        return reply("Success")
 
     async def end(self, body: dict[str, Any]) -> Response:
         if not self._is_open:
-            return answer("no weight-update session is open", is_ok=False)
+            return reply("no weight-update session is open", is_ok=False)
         self._is_open = False
-        return answer("Success")
+        return reply("Success")
 
     async def from_tensor(self, body: dict[str, Any]) -> Response:
         if not self._is_open:
-            return answer(OUTSIDE.format("update_weights_from_tensor"), is_ok=False)
+            return reply(OUTSIDE.format("update_weights_from_tensor"), is_ok=False)
         data = base64.b64decode(body["serialized_named_tensors"][0], validate=True)
         return self._load(SafeUnpickler(io.BytesIO(data)).load(), body)
 
@@ -78,40 +78,40 @@ class Sessions:
         try:
             self._groups[name] = await asyncio.to_thread(joined, body)
         except RuntimeError as error:
-            return answer(f"Failed to initialize custom process group: {error}.", is_ok=False)
-        return answer("Succeeded to initialize custom process group.")
+            return reply(f"Failed to initialize custom process group: {error}.", is_ok=False)
+        return reply("Succeeded to initialize custom process group.")
 
     async def from_distributed(self, body: dict[str, Any]) -> Response:
         if not self._is_open:
-            return answer(OUTSIDE.format("update_weights_from_distributed"), is_ok=False)
+            return reply(OUTSIDE.format("update_weights_from_distributed"), is_ok=False)
         try:
             tensors = await asyncio.to_thread(received, self._groups[body["group_name"]], body)
         except RuntimeError as error:
-            return answer(f"Failed to receive weights: {error}", is_ok=False)
+            return reply(f"Failed to receive weights: {error}", is_ok=False)
         return self._load(tensors, body)
 
     async def leave(self, body: dict[str, Any]) -> Response:
         group = self._groups.pop(body["group_name"], None)
         if group is None:
-            return answer("The group to be destroyed does not exist.", is_ok=False)
+            return reply("The group to be destroyed does not exist.", is_ok=False)
         torch.distributed.destroy_process_group(group)
-        return answer("Succeeded to destroy custom process group.")
+        return reply("Succeeded to destroy custom process group.")
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]], body: dict[str, Any]) -> Response:
         double, state = self._double, self._double.model.state_dict()
         for name, tensor in tensors:
             if name == self.fails_at:
                 why = "The full weights of the ModelRunner are partially updated."
-                return answer(f"Failed to update parameter online: {name}. {why}", is_ok=False)
+                return reply(f"Failed to update parameter online: {name}. {why}", is_ok=False)
             state[name].copy_(tensor)
         label = body.get("weight_version")
         double.label = label or double.label
         if body.get("flush_cache", True) and double.running and double.paused != "retract":
-            return answer(sglang_double.NOT_FLUSHED, is_ok=False)
+            return reply(sglang_double.NOT_FLUSHED, is_ok=False)
         if body.get("flush_cache", True):
             double.sampler.prefixes.clear()
         double.info_label = double.label
-        return answer(f"Success Weight version updated to {label}." if label else "Success")
+        return reply(f"Success Weight version updated to {label}." if label else "Success")
 
 
 def joined(body: dict[str, Any]) -> Any:
@@ -154,5 +154,5 @@ def received(group: Any, body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]
     return tensors
 
 
-def answer(message: str, *, is_ok: bool = True) -> JSONResponse:
+def reply(message: str, *, is_ok: bool = True) -> JSONResponse:
     return JSONResponse({"success": is_ok, "message": message}, status_code=200 if is_ok else 400)

@@ -58,10 +58,10 @@ class Sampler:
     def step(self, request: Running, label: str) -> None:
         """Sample one more token, reported under ``label``."""
         if not self.samples_ahead:
-            self._tell(request, *self._sampled(request), label)
+            self._send_replies(request, *self._sampled(request), label)
             return
         if request.ahead is not None:
-            self._tell(request, *request.ahead, label)
+            self._send_replies(request, *request.ahead, label)
         request.ahead = self._sampled(request) if request.finish is None else None
 
     def retract(self, request: Running) -> None:
@@ -93,7 +93,9 @@ class Sampler:
         )
         return token, torch.log_softmax(out.logits[0, -1] if self.is_raw else logits, 0)
 
-    def _tell(self, request: Running, token: int, logprobs: torch.Tensor, label: str) -> None:
+    def _send_replies(
+        self, request: Running, token: int, logprobs: torch.Tensor, label: str
+    ) -> None:
         request.tokens.append(token)
         request.told.append((float(logprobs[token]), token, None))
         if (k := request.body.get("top_logprobs_num", 0)) > 0:

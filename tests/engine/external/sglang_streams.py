@@ -26,7 +26,7 @@ class Sglang:
     """Adapter of a server, double or real, with test operations."""
 
     adapter: SglangAdapter
-    able: Capabilities
+    capabilities: Capabilities
 
     def stream(self, sampling: SamplingParams = LONG, salt: str = "v0") -> "Stream":
         request = GenerationRequest(token_ids=PROMPT, sampling=sampling, salt=salt)

@@ -54,10 +54,10 @@ async def test_a_request_that_an_engine_breaks_off_gives_up_the_engine_and_is_no
 ) -> None:
     gone: asyncio.Future[TidegateError] = asyncio.get_running_loop().create_future()
     adapter = cast(EngineAdapter, Failing(error))
-    desk = ExternalScoreQueue(
+    queue = ExternalScoreQueue(
         adapter, ABLE, cast(OrchestratorLink, Silent()), on_gone=gone.set_result
     )
-    desk.ask(ASKED)
-    desk.start(version=3)
+    queue.submit(ASKED)
+    queue.start(version=3)
     async with asyncio.timeout(10):
         assert isinstance(await gone, EngineGone)

@@ -57,8 +57,8 @@ async def paused_vllm(model: Path) -> AsyncIterator[tuple[VllmAdapter, VllmDoubl
     with VllmDouble(model, enable_sleep_mode=True) as double:
         adapter = make_adapter(double.url, model)
         try:
-            able = await adapter.open("v0")
-            assert able.sleep_levels == {1, 2}
+            capabilities = await adapter.open("v0")
+            assert capabilities.sleep_levels == {1, 2}
             await adapter.pause("abort")
             double.calls.clear()
             yield adapter, double
@@ -133,7 +133,7 @@ async def test_sglang_sleeps_at_the_levels_that_it_was_started_for(
     models: list[Path], settings: dict[str, Any], levels: tuple[SleepLevel, ...]
 ) -> None:
     async with sglang(models[0], settings=settings) as engine:
-        assert engine.able.sleep_levels == set(levels)
+        assert engine.capabilities.sleep_levels == set(levels)
         if levels:
             await sleep_and_wake(engine, models, levels[0])
 

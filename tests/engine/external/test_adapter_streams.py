@@ -69,27 +69,31 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_a
     None
 ):
     wire, engine, over = Wire(), Slow(), asyncio.Event()
-    teller = StepMessageBatcher(cast(OrchestratorLink, wire))
+    batcher = StepMessageBatcher(cast(OrchestratorLink, wire))
 
-    def on_over(turn: object, error: TidegateError | None, *, is_held: bool = False) -> None:
+    def on_request_ended(
+        turn: object, error: TidegateError | None, *, is_held: bool = False
+    ) -> None:
         assert error is None
         over.set()
 
-    streams = Streams(cast(EngineAdapter, engine), ABLE, "v0", teller=teller, on_over=on_over)
+    streams = Streams(
+        cast(EngineAdapter, engine), ABLE, "v0", batcher=batcher, on_request_ended=on_request_ended
+    )
     prompt = np.arange(3, dtype="<i4").tobytes()
     message = SubmitTurn(turn=7, token_ids=prompt, sampling=SamplingParams(max_tokens=2))
     async with asyncio.timeout(10):
-        streams.start(read_turn(message, 0, limits=LIMITS, able=ABLE), version=0)
+        streams.start(read_turn(message, 0, limits=LIMITS, capabilities=ABLE), version=0)
         await engine.taken.wait()
-        await streams.new_weights("v1", {})
-        teller.version = 1
+        await streams.set_weights("v1", {})
+        batcher.version = 1
         engine.goes_on.set()
         await engine.asked.wait()
-        assert teller.tell_now()
-        teller.version = 2  # the next weights are live before the answer is there
+        assert batcher.flush_now()
+        batcher.version = 2  # the next weights are live before the answer is there
         engine.answers.set()
         await over.wait()
-    assert teller.tell_now()
+    assert batcher.flush_now()
     told = [(step.version, np.frombuffer(step.token_ids, "<i4").tolist()) for step in wire.steps]
     assert [version for version, tokens in told if 6 in tokens] == [1]
     assert told[-1] == (2, [])
@@ -102,16 +106,16 @@ def test_turns_share_kv_with_turns_of_their_own_salt_and_weights_only() -> None:
             SubmitTurn(
                 turn=0,
                 token_ids=np.array([1, 2], "<i4").tobytes(),
-                sampling=SamplingParams(max_tokens=2, cache_salt=own),
+                sampling=SamplingParams(max_tokens=2, cache_salt=failure),
             ),
             0,
             limits=LIMITS,
-            able=ABLE,
+            capabilities=ABLE,
         )
         .request(0, of_weights)
         .salt
         for of_weights in ("v0", "v0.1", "v1")
-        for own in ("", "1", "mine")
+        for failure in ("", "1", "mine")
     ]
     assert salts[0] == "v0"
     assert len(set(salts)) == 9

@@ -77,16 +77,16 @@ def test_adapters_come_without_a_copy_of_the_models_weights_and_take_the_place_o
     two = {Adapter("a", 3.0): pair(0.5), Adapter("b", 1.0): pair(2.0)}
     assert isinstance(stage(rig, 4, two, BaseVersions(3, 3))[0], WeightsStaged)
     assert live.adapters == {}
-    assert rig.staging.exchange(4, live) is live
+    assert rig.staging.swap(4, live) is live
     assert live.adapters.keys() == {"a", "b"}
     added = live.adapters["a"][1]["down"]
-    assert torch.equal(added.wide.unpacked(), torch.full((64, 2), 1.5))
+    assert torch.equal(added.lora_b.unpacked(), torch.full((64, 2), 1.5))
     assert live.adapters["a"][0] == {}
     rig.live = Live(4, live)
     assert isinstance(
         stage(rig, 5, {Adapter("b", 1.0): pair(1.0)}, BaseVersions(3, 4))[0], WeightsStaged
     )
-    assert rig.staging.exchange(5, live).adapters.keys() == {"b"}
+    assert rig.staging.swap(5, live).adapters.keys() == {"b"}
     assert_same(live, rig.expected(set()))
 
 
@@ -122,8 +122,8 @@ def test_turns_end_with_their_adapter_and_contexts_are_found_under_their_own_onl
     swap = FinishWeightUpdate(version=2, pause_mode="keep", kv_policy="keep")
     scheduler.weights_swapped(swap, adapters={"b"})
     assert scheduler.handles == [1, 2]
-    why = "v2 came without its adapter 'a'"
-    assert scheduler.take_answers() == [
+    why = "weights v2 have no adapter 'a'"
+    assert scheduler.take_replies() == [
         messages.TurnFailed(turn=0, message=why),
         messages.TurnFailed(turn=3, message=why),
     ]

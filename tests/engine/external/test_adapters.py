@@ -119,11 +119,11 @@ def test_where_bits_must_not_depend_on_the_batch_those_of_adapters_do_not(tmp_pa
     ("tensors", "message"),
     [
         ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 64)}, "not both of"),
-        ({"model.layers.9.self_attn.q_proj": (4, 64)}, "which this model hasn't got"),
+        ({"model.layers.9.self_attn.q_proj": (4, 64)}, "which this model does not have"),
         ({"model.layers.0.self_attn.q_proj": (4, 63)}, r"shape \[4, 63\], expected .* \[4, 64\]"),
         ({"model.layers.0.mlp.down_proj": (600, 96)}, "rank 600; ranks are in"),
         ({"model.embed_tokens": (4, 64)}, "an adapter of model.embed_tokens can't be served"),
-        ({"model.layers.0.input_layernorm": (4, 64)}, "which this model hasn't got"),
+        ({"model.layers.0.input_layernorm": (4, 64)}, "which this model does not have"),
     ],
 )
 def test_an_adapter_that_does_not_fit_the_model_is_refused_by_name(
@@ -136,8 +136,8 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused_by_name(
             given[name] = torch.zeros(rank, width)
             continue
         given[f"{name}.lora_A.weight"] = torch.zeros(rank, width)
-        place = weights._places.get(f"{name}.weight")
-        given[f"{name}.lora_B.weight"] = torch.zeros(place.shape[0] if place else 64, rank)
+        index = weights._copy_targets.get(f"{name}.weight")
+        given[f"{name}.lora_B.weight"] = torch.zeros(index.shape[0] if index else 64, rank)
     with pytest.raises(WeightsRefused, match=message):
         weights.make_adapter(given, 1.0)
 

@@ -135,9 +135,9 @@ async def test_kv_that_is_kept_over_an_update_is_labelled_to_the_token(
     other = make_model_directory(tmp_path / "other", seed=1, tied=False)
     adapter = make_adapter(url, model)
     try:
-        able = await adapter.open("v0")
-        assert able.keeps_kv  # started with --disable-overlap-schedule
-        stream = Sglang(adapter, able).stream(SamplingParams(max_tokens=450))
+        capabilities = await adapter.open("v0")
+        assert capabilities.keeps_kv  # started with --disable-overlap-schedule
+        stream = Sglang(adapter, capabilities).stream(SamplingParams(max_tokens=450))
         await stream.has(10)
         await adapter.pause("keep")
         await adapter.load_weights(other, "v1")
@@ -158,8 +158,8 @@ async def test_weights_come_without_files_and_the_next_token_is_of_them(
     other = make_model_directory(tmp_path / "other", seed=1, tied=False)
     adapter = make_adapter(url, model, weights=way)
     try:
-        able = await adapter.open("v0")
-        engine = Sglang(adapter, able)
+        capabilities = await adapter.open("v0")
+        engine = Sglang(adapter, capabilities)
         stream = engine.stream(SamplingParams(max_tokens=300))
         await stream.has(10)
         await adapter.pause("keep")
@@ -201,9 +201,9 @@ async def test_memory_is_released_and_resumed_in_the_order_that_its_scheduler_ta
     url, model = server
     adapter = make_adapter(url, model)
     try:
-        able = await adapter.open("v0")
-        assert able.sleep_levels == set()
-        stream = Sglang(adapter, able).stream(SamplingParams(max_tokens=300))
+        capabilities = await adapter.open("v0")
+        assert capabilities.sleep_levels == set()
+        stream = Sglang(adapter, capabilities).stream(SamplingParams(max_tokens=300))
         await stream.has(3)
         await adapter.pause("abort")
         await stream.end()
@@ -212,7 +212,11 @@ async def test_memory_is_released_and_resumed_in_the_order_that_its_scheduler_ta
         await adapter.load_weights(model, "v1")
         await adapter.wake(["kv_cache"])
         await adapter.resume()
-        after = await Sglang(adapter, able).stream(SamplingParams(max_tokens=8), salt="v1").end()
+        after = (
+            await Sglang(adapter, capabilities)
+            .stream(SamplingParams(max_tokens=8), salt="v1")
+            .end()
+        )
     finally:
         await adapter.close()
     assert after.labels == [("v1", 0, 8)]

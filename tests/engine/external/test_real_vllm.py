@@ -119,13 +119,13 @@ def wait_for(server: Server, log: Path) -> None:
 
 async def test_given_tokens_are_scored_as_transformers_scores_them(server: Server) -> None:
     adapter = make_adapter(server.url, server.model)
-    able = await adapter.open("v0")
+    capabilities = await adapter.open("v0")
     tokens = [1, 5, 9, 13, 17, 21, 2, 6, 10, 14]
     try:
         scores = await adapter.score(ScoreRequest(tokens, "logprobs", 4, 0, 1.0))
     finally:
         await adapter.close()
-    assert able.keeps_kv
+    assert capabilities.keeps_kv
     expected = reference(server.model, tokens)[4:]
     assert list(scores.logprobs) == pytest.approx(expected, abs=1e-4)
 
@@ -183,8 +183,8 @@ async def test_a_cpus_server_declares_no_sleep_and_wakes_as_its_source_says(
     """Its ``/wake_up`` exists all the same, and resumes a paused server."""
     adapter = make_adapter(server.url, server.model)
     try:
-        able = await adapter.open("v0")
-        assert able.sleep_levels == set()
+        capabilities = await adapter.open("v0")
+        assert capabilities.sleep_levels == set()
         await adapter.sleep(1, ["weights", "kv_cache"])
         await adapter.wake(["weights"])
         await adapter.wake(["kv_cache"])
@@ -252,7 +252,9 @@ async def each_turn_by_an_adapter(episode: tidegate.Episode, task: int) -> float
     """Every turn has an adapter, because on a CPU turns without one are refused."""
     reward = await solve_by_adapters(episode, task)
     if task % 2:
-        with pytest.raises(TurnRefused, match="vLLM on a CPU computes turns without a LoRA"):
+        with pytest.raises(
+            TurnRefused, match="vLLM on a CPU applies LoRA adapters to turns without"
+        ):
             await episode.generate(max_tokens=4, adapter="")
     return reward
 
@@ -274,7 +276,7 @@ async def test_lora_adapters_come_change_and_go_and_what_is_too_large_is_refused
                 kv_policy="keep",
             )
             adapter = make_adapter(server.url, model)
-            able = await adapter.open("v0")
+            capabilities = await adapter.open("v0")
             try:
                 named = {
                     name.removeprefix(PEFT_PREFIX): tensor
@@ -288,7 +290,7 @@ async def test_lora_adapters_come_change_and_go_and_what_is_too_large_is_refused
                 await adapter.close()
     finally:
         server.kill()
-    assert able.lora_rank_max == 8
+    assert capabilities.lora_rank_max == 8
     assert report.agrees, report.lines()
     assert (report.tokens_unreplayable, report.tokens_unknown) == (0, 0)
     assert report.version_power.unnoticed_share < 0.5

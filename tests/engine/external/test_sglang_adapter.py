@@ -44,12 +44,12 @@ async def sglang(model: Path, **how: Any) -> AsyncIterator[SglangAndDouble]:
     with served(lambda: (make_app(double), double.sample_for_ever)) as url:
         adapter = make_adapter(url, model)
         try:
-            able = await adapter.open("v0")
+            capabilities = await adapter.open("v0")
             told = len(double.calls)
             double.holds = lambda prompt, sampled, label: (
                 sampled >= HELD_AT and len(double.calls) == told
             )
-            yield SglangAndDouble(adapter, able, double)
+            yield SglangAndDouble(adapter, capabilities, double)
         finally:
             await adapter.close()
 
@@ -61,7 +61,7 @@ async def test_the_precision_is_told_where_the_server_says_it(
     models: list[Path], asked: str | None, served: str
 ) -> None:
     async with sglang(models[0], settings={} if asked is None else {"dtype": asked}) as engine:
-        assert engine.able.dtype == served
+        assert engine.capabilities.dtype == served
 
 
 async def test_a_cumulative_stream_tells_each_token_once_with_its_log_prob(
@@ -73,8 +73,8 @@ async def test_a_cumulative_stream_tells_each_token_once_with_its_log_prob(
     assert len(stream.tokens) == len(stream.logprobs) == 30
     assert [chunk.ended for chunk in stream.chunks if chunk.ended] == ["length"]
     assert stream.labels == [("v0", 0, 30)]
-    assert engine.able.has_processed_logprobs
-    assert engine.able.keeps_kv
+    assert engine.capabilities.has_processed_logprobs
+    assert engine.capabilities.keeps_kv
     assert off_by(models, cool, [(0, 3)]) < TOLERANCE
     tops = [chunk.top for chunk in cool.chunks if chunk.top]
     assert [len(top.token_ids) for top in tops] == [2 * len(c.token_ids) for c in cool.chunks]
@@ -242,9 +242,9 @@ async def test_weights_that_somebody_else_gave_are_noticed(models: list[Path]) -
         loaded = engine.double.update
 
         async def meddled(body: dict[str, Any]) -> Any:
-            answer = await loaded(body)
+            reply = await loaded(body)
             engine.double.info_label = "theirs"
-            return answer
+            return reply
 
         engine.double.posts["/update_weights_from_disk"] = meddled
         with pytest.raises(EngineGone, match="'theirs'"):
@@ -305,12 +305,12 @@ async def test_what_the_server_was_started_with_decides_what_is_declared(
     models: list[Path], tmp_path: Path
 ) -> None:
     async with sglang(models[0], is_raw=True) as engine:
-        assert not engine.able.has_processed_logprobs
+        assert not engine.capabilities.has_processed_logprobs
     async with sglang(models[0], settings={"version": "0.5.22"}) as engine:
-        assert engine.able.engine == "sglang 0.5.22"
-        assert engine.able.keeps_kv
+        assert engine.capabilities.engine == "sglang 0.5.22"
+        assert engine.capabilities.keeps_kv
     async with sglang(models[0], settings={"disable_overlap_schedule": False}) as engine:
-        assert not engine.able.keeps_kv  # its labels come a token early
+        assert not engine.capabilities.keeps_kv  # its labels come a token early
     with pytest.raises(ConfigError, match="without --preferred-sampling-params"):
         async with sglang(models[0], preferred={"top_p": 0.8}):
             pass

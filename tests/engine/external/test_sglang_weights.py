@@ -60,7 +60,7 @@ async def test_tensors_change_the_weights_and_the_label_without_a_file(
 ) -> None:
     monkeypatch.setattr(sglang_weights, "BUCKET_BYTES", 20_000)
     async with sglang(models[0], way) as engine:
-        assert engine.able.takes_tensors
+        assert engine.capabilities.takes_tensors
         frozen = engine.stream(SamplingParams(max_tokens=60))
         await frozen.has(3)
         await engine.adapter.pause("keep")
@@ -90,8 +90,8 @@ async def test_weights_that_fail_halfway_end_the_engine_and_a_new_adapter_mends_
             await engine.adapter.load_tensors(tensors_of(models[1]), "v1")
         engine.double.sessions.fails_at = None
         again = make_adapter(engine.adapter._http.url, models[0], weights=way)
-        able = await again.open("v2")  # whose update the one before left begun
-        stream = await Sglang(again, able).stream(FEW, salt="v2").end()
+        capabilities = await again.open("v2")  # whose update the one before left begun
+        stream = await Sglang(again, capabilities).stream(FEW, salt="v2").end()
         await again.close()
     assert stream.labels == [("v2", 0, 6)]
     assert off_by(models, stream, [(0, 6)]) < TOLERANCE
@@ -101,7 +101,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: list[Path])
     async with sglang(models[0], "http") as engine:
         del engine.double.posts["/begin_weight_update"]
         await engine.adapter.pause("abort")
-        with pytest.raises(WeightsRefused, match="begins no update"):
+        with pytest.raises(WeightsRefused, match="can't begin a weight update"):
             await engine.adapter.load_tensors(tensors_of(models[1]), "v1")
         await engine.adapter.resume()
         stream = await engine.stream(FEW).end()
@@ -131,7 +131,7 @@ async def test_ways_that_there_are_not_are_refused_by_name(models: list[Path]) -
         with pytest.raises(ConfigError, match=why):
             async with sglang(models[0], way):
                 pass
-    with pytest.raises(ConfigError, match="one device after another"):
+    with pytest.raises(ConfigError, match="is pipeline-parallel"):
         async with sglang(models[0], "http", settings={"pp_size": 2}):
             pass
     for url in ("vllm+http://host:1#weights=http", "sglang+http://host:1#wights=http"):

@@ -138,19 +138,19 @@ async def test_a_model_that_vllm_would_not_update_whole_is_refused(tmp_path: Pat
 async def test_what_a_server_can_do_is_read_off_its_version_and_settings(
     models: Models, double: VllmDouble
 ) -> None:
-    async with opened(double, models.directories[0]) as (_, able):
-        assert able.engine == "vllm 0.32.0"
-        assert able.dtype == "float32"
-        assert able.keeps_kv
-        assert able.has_processed_logprobs
-        assert able.sleep_levels == set()  # started without --enable-sleep-mode
-        assert (able.running_turns_max, able.block_tokens) == (8, 16)
+    async with opened(double, models.directories[0]) as (_, capabilities):
+        assert capabilities.engine == "vllm 0.32.0"
+        assert capabilities.dtype == "float32"
+        assert capabilities.keeps_kv
+        assert capabilities.has_processed_logprobs
+        assert capabilities.sleep_levels == set()  # started without --enable-sleep-mode
+        assert (capabilities.running_turns_max, capabilities.block_tokens) == (8, 16)
     with VllmDouble(models.directories[0], version="0.30.1", logprobs_mode="raw_logprobs") as older:
         older.config["dtype"] = "torch.bfloat16"  # as --dtype auto serves a float32 directory
-        async with opened(older, models.directories[0]) as (_, able):
-            assert able.dtype == "bfloat16"
-            assert not able.keeps_kv  # it has no labels that could be held against ours
-            assert not able.has_processed_logprobs
+        async with opened(older, models.directories[0]) as (_, capabilities):
+            assert capabilities.dtype == "bfloat16"
+            assert not capabilities.keeps_kv  # it has no labels that could be held against ours
+            assert not capabilities.has_processed_logprobs
 
 
 async def test_tokens_come_one_by_one_with_log_probs_and_their_labels_last(
@@ -257,7 +257,7 @@ async def test_a_call_that_is_never_answered_ends_at_its_deadline() -> None:
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     engine = http.HttpEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    with pytest.raises(EngineGone, match="no answer within"):
+    with pytest.raises(EngineGone, match="did not respond within"):
         await engine.call("POST", "/update_weights", {}, timeout_s=0.05)
     await engine.close()
     await gone.wait()
@@ -271,10 +271,10 @@ async def test_media_travel_as_references_beside_the_tokens(
     config = json.loads((seeing / "config.json").read_text())
     (seeing / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
     shown = [Media("image", "https://host/a.png"), Media("image", "/data/b 1.png", 3)]
-    async with opened(double, models.directories[0]) as (_, able):
-        assert able.media == frozenset()
-    async with opened(double, seeing) as (adapter, able):
-        assert able.media == {"image"}
+    async with opened(double, models.directories[0]) as (_, capabilities):
+        assert capabilities.media == frozenset()
+    async with opened(double, seeing) as (adapter, capabilities):
+        assert capabilities.media == {"image"}
         sampling = SamplingParams(max_tokens=1)
         await generate(
             adapter, GenerationRequest(token_ids=PROMPT, sampling=sampling, salt="", media=shown)
@@ -286,5 +286,5 @@ async def test_media_travel_as_references_beside_the_tokens(
     ]
     assert "content_parts" not in double.bodies[-1]
     with VllmDouble(seeing, body=["token_ids"]) as older:  # it would pass them over
-        async with opened(older, seeing) as (_, able):
-            assert able.media == frozenset()
+        async with opened(older, seeing) as (_, capabilities):
+            assert capabilities.media == frozenset()

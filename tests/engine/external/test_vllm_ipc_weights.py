@@ -30,11 +30,11 @@ IPC = {"backend": "ipc"}
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> HostGpu:
-    own = HostGpu()
+    failure = HostGpu()
     monkeypatch.setattr(vllm_weights, "own_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(vllm_weights, "gpu_of", lambda device: own)
+    monkeypatch.setattr(vllm_weights, "gpu_of", lambda device: failure)
     monkeypatch.setattr(vllm_ipc, "PACK_BYTES", 20_000)
-    return own
+    return failure
 
 
 @asynccontextmanager
@@ -92,7 +92,7 @@ async def test_what_fails_halfway_ends_the_engine_frees_the_buffer_and_is_mended
         await adapter.pause("abort")
         shared = len(gpu.shared)
         double.transfers.fails_at = "model.norm.weight"
-        with pytest.raises(EngineGone, match=r"may have taken some.*model\.norm\.weight"):
+        with pytest.raises(EngineGone, match=r"may have loaded only some.*model\.norm\.weight"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         assert len(gpu.shared) == shared
         again = make_adapter(double.url, models.directories[0], weights="ipc")

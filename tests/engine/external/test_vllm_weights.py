@@ -94,8 +94,8 @@ async def test_broadcast_tensors_change_the_weights_and_the_label_without_a_file
     models: Models, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_nccl, "PACK_BYTES", 20_000)
-    async with vllm(models.directories[0], way) as (double, adapter, able):
-        assert able.takes_tensors
+    async with vllm(models.directories[0], way) as (double, adapter, capabilities):
+        assert capabilities.takes_tensors
         await adapter.pause("keep")
         await adapter.load_tensors(tensors_of(models, 1), "v1")
         await adapter.resume()
@@ -112,7 +112,7 @@ async def test_weights_that_fail_halfway_end_the_engine_and_a_new_adapter_mends_
     async with vllm(models.directories[0]) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.fails_at = "model.norm.weight"
-        with pytest.raises(EngineGone, match=r"may have taken some.*model\.norm\.weight"):
+        with pytest.raises(EngineGone, match=r"may have loaded only some.*model\.norm\.weight"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         again = make_adapter(double.url, models.directories[0], weights="nccl")
         await again.open("v2")
@@ -137,7 +137,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: Models) -> 
     async with vllm(models.directories[0]) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.refuses_to_start = True
-        with pytest.raises(WeightsRefused, match="begins no update"):
+        with pytest.raises(WeightsRefused, match="can't begin a weight update"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         double.transfers.refuses_to_start = False
         await adapter.resume()
@@ -162,7 +162,7 @@ async def test_a_server_that_says_it_took_part_and_did_not_is_not_waited_for(
         double.transfers.stays_away = True
         adapter = make_adapter(double.url, models.directories[0], weights="nccl")
         async with asyncio.timeout(30):
-            with pytest.raises(ConfigError, match="says that it took part, and it didn't"):
+            with pytest.raises(ConfigError, match="reported success, but did not take part"):
                 await adapter.open("v0")
         await adapter.close()
 
@@ -174,7 +174,7 @@ async def test_tensors_that_this_end_can_not_send_end_the_engine(
     async with vllm(models.directories[0]) as (_, adapter, _):
         await adapter.pause("abort")
         nowhere = {name: tensor.to("meta") for name, tensor in tensors_of(models, 1).items()}
-        with pytest.raises(EngineGone, match="nobody knows what it computes with"):
+        with pytest.raises(EngineGone, match="its weights are unknown"):
             await adapter.load_tensors(nowhere, "v1")
 
 
@@ -196,7 +196,7 @@ async def test_an_update_under_other_labels_than_the_one_told_ends_the_engine(
             return "v7"
 
         monkeypatch.setattr(adapter._weights, "_label", says)
-        with pytest.raises(EngineGone, match="calls its weights 'v7', named 'v1'"):
+        with pytest.raises(EngineGone, match="labels its weights 'v7', expected 'v1'"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         assert double.label == "v1"
 
@@ -229,6 +229,6 @@ async def test_a_server_that_takes_no_weights_by_nccl_is_left_alone_and_why_is_s
 async def test_adapters_that_are_read_from_files_are_not_taken_beside_tensors(
     models: Models,
 ) -> None:
-    async with vllm(models.directories[0], lora_rank_max=8) as (_, _, able):
-        assert able.lora_rank_max == 0
-        assert "#weights=" in able.lora_lacks
+    async with vllm(models.directories[0], lora_rank_max=8) as (_, _, capabilities):
+        assert capabilities.lora_rank_max == 0
+        assert "#weights=" in capabilities.lora_lacks

@@ -206,9 +206,11 @@ class VllmDouble:
             reason = "stop"
         elif count == asked["max_tokens"]:
             reason = "length"
-        self._tell(one, reason, [(token, logprob)])
+        self._send_replies(one, reason, [(token, logprob)])
 
-    def _tell(self, one: Asked, reason: str | None, sampled: list[tuple[int, float]]) -> None:
+    def _send_replies(
+        self, one: Asked, reason: str | None, sampled: list[tuple[int, float]]
+    ) -> None:
         content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in sampled]
         spans = [span | ({"version": "other"} if self.mislabels else {}) for span in one.spans]
         choice = {
@@ -275,7 +277,7 @@ class VllmDouble:
                 await asyncio.sleep(STEP_S)
             if mode == "abort":
                 for one in list(self.asked):
-                    self._tell(one, "abort", [])
+                    self._send_replies(one, "abort", [])
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
@@ -295,7 +297,7 @@ class VllmDouble:
             await asyncio.sleep(STEP_S)
         self.paused = "new"
         for one in list(self.asked):
-            self._tell(one, "abort", [])
+            self._send_replies(one, "abort", [])
         if "weights" not in self.sleeping:
             self.sleeping = {"weights", "kv_cache"}
             if level == "2":

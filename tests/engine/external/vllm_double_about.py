@@ -38,8 +38,8 @@ class About:
         return JSONResponse({"paths": paths, "components": {"schemas": schemas}})
 
     async def models(self, request: Request) -> Response:
-        own = {"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}
-        return JSONResponse({"data": [own, *self._double.loras.cards]})
+        failure = {"id": "tiny", "max_model_len": CONTEXT_TOKENS_MAX}
+        return JSONResponse({"data": [failure, *self._double.loras.cards]})
 
     async def server_info(self, request: Request) -> Response:
         return JSONResponse(

@@ -104,5 +104,5 @@ class Loras:
 def error_body(status: int, message: str) -> Response:
     """Return an error's body as vLLM writes it."""
     kind = {403: "PermissionDeniedError", 503: "ServiceUnavailableError"}.get(status, "Bad")
-    said = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": said}, status)
+    reported_labels = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": reported_labels}, status)

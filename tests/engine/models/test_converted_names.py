@@ -118,8 +118,8 @@ def test_other_engines_are_given_directories_of_what_was_published_by_the_state_
     tmp_path: Path,
 ) -> None:
     paths = [make(tmp_path / str(seed), "mixtral", seed) for seed in range(2)]
-    able = Capabilities(engine="vllm", context_tokens_max=512, running_turns_max=8)
-    weights = read_host_weights(paths[0], able).twin()
+    capabilities = Capabilities(engine="vllm", context_tokens_max=512, running_turns_max=8)
+    weights = read_host_weights(paths[0], capabilities).allocate_copy()
     weights.start()
     for name, tensor in state_of("mixtral", 1).items():
         weights.load(name, tensor)

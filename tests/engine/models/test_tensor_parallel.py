@@ -115,11 +115,11 @@ def test_a_rank_holds_its_slice_of_the_rounded_whole_to_the_bit_also_of_parts_la
     for number in range(ranks):
         shard = TensorShard(number, ranks)
         model = open_model(paths[0], "float32", quantization=quantization, shard=shard)
-        for tensor, place in two_versions(model, paths)._places.items():
+        for tensor, place in two_versions(model, paths)._copy_targets.items():
             if "_proj" not in tensor:
                 continue
             for mine in place.targets:  # none, of other ranks' experts
-                [its] = whole._places[tensor].targets
+                [its] = whole._copy_targets[tensor].targets
                 assert torch.equal(published(mine), place.cut(published(its))), tensor
 
 
@@ -205,7 +205,7 @@ def stage(
 
 
 def swap(engine: RankedEngine, version: int) -> None:
-    engine.runner.swap(engine.staging.exchange(version, engine.runner.weights))
+    engine.runner.swap(engine.staging.swap(version, engine.runner.weights))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])

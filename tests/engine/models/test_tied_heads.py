@@ -151,7 +151,7 @@ def test_of_two_equal_tensors_both_are_sent_once_one_of_them_changes() -> None:
 
 def test_other_engines_are_not_joined_for_a_head_that_they_pass_over(tmp_path: Path) -> None:
     path = model_with_two_heads(tmp_path)
-    with pytest.raises(ModelError, match="vLLM and SGLang pass over that head"):
+    with pytest.raises(ModelError, match="vLLM and SGLang ignore that head"):
         read_host_weights(
             path, Capabilities(engine="vllm", context_tokens_max=512, running_turns_max=8)
         )
@@ -169,7 +169,7 @@ def test_other_engines_are_not_joined_for_a_head_that_they_pass_over(tmp_path: P
     assert is_tied(tmp_path / "unsaid")
     weights = read_host_weights(
         path, Capabilities(engine="vllm", context_tokens_max=512, running_turns_max=8)
-    ).twin()
+    ).allocate_copy()
     tensors = make_model("qwen3", seed=1).state_dict()
     tensors[HEAD] = tensors[HEAD] + 1
     with pytest.raises(WeightsRefused, match=r"lm_head\.weight differs"):

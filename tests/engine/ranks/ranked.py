@@ -15,8 +15,8 @@ from tidegate.engine.models.rank_group import RankGroup
 from tidegate.engine.models.shards import TensorShard
 from tidegate.engine.ranks.multi_rank_sleep import NullSchedulerControl
 from tidegate.engine.ranks.rank_loop import RankLoop
+from tidegate.engine.ranks.rank_processes import RankProcesses
 from tidegate.engine.ranks.ranks import MultiRankRunner, MultiRankStaging
-from tidegate.engine.ranks.team import RankProcesses
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ModelError, RankLost
@@ -46,10 +46,10 @@ def _no_room() -> WeightStore:
 def _at_the_second_try(reload: Reload) -> Reload:
     tries = iter([False, True])
 
-    def later(weights: WeightStore, beat: Callable[[], None]) -> None:
+    def later(weights: WeightStore, heartbeat: Callable[[], None]) -> None:
         if not next(tries):
             raise ModelError("the model directory is not there")
-        reload(weights, beat)
+        reload(weights, heartbeat)
 
     return later
 
@@ -80,13 +80,13 @@ class RankedEngine:
             thread.start()
             connections.append(mine)
             threads.append(RankThread(thread))
-        self.team = RankProcesses(connections, threads)
+        self.peers = RankProcesses(connections, threads)
         model, runner, group = self._open(0)
-        self.team.wait_loaded()
+        self.peers.wait_loaded()
         group.connect()
-        self.runner = MultiRankRunner(runner, self.team)
+        self.runner = MultiRankRunner(runner, self.peers)
         self.model = model
-        self.staging = MultiRankStaging(model.allocate, self.team)
+        self.staging = MultiRankStaging(model.allocate, self.peers)
 
     def _open(self, number: int) -> tuple[ServedModel, ModelRunner, RankGroup]:
         shard = TensorShard(number, self._ranks)
@@ -111,13 +111,13 @@ class RankedEngine:
         group.connect()
         staging = Staging(_no_room if self._lacks_room else model.allocate)
         reload = _at_the_second_try(model.reload) if self._reloads_late else model.reload
-        sleeper = SleepController(runner, staging, NullSchedulerControl(), reload=reload)
+        sleep_controller = SleepController(runner, staging, NullSchedulerControl(), reload=reload)
         try:
-            RankLoop(connection, runner, staging, sleeper).run()
+            RankLoop(connection, runner, staging, sleep_controller).run()
         except RankLost as error:
             connection.send_bytes(rank.encode(rank.RankFailed(str(error))))
         finally:
-            sleeper.close()
+            sleep_controller.close()
             staging.close()
             connection.close()
 
@@ -147,6 +147,6 @@ def ranked_engine(
     try:
         yield engine
     finally:
-        engine.team.close()
+        engine.peers.close()
         engine.staging.close()
         engine.directory.cleanup()

@@ -22,24 +22,24 @@ from tidegate.transport.sleep_messages import (
 )
 
 
-def sleeper_of(engine: RankedEngine) -> MultiRankSleepController:
+def sleep_controller_of(engine: RankedEngine) -> MultiRankSleepController:
     return MultiRankSleepController(
         engine.runner,
         engine.staging,
         NullSchedulerControl(),
         reload=engine.model.reload,
-        team=engine.team,
+        peers=engine.peers,
     )
 
 
-def put_to_sleep(sleeper: MultiRankSleepController, level: SleepLevel) -> Message:
-    sleeper.ask(Sleep(request_id=1, level=level, tags=["weights", "kv_cache"]))
-    [answer] = sleeper.settle()  # at once, for nothing is being staged
+def put_to_sleep(sleep_controller: MultiRankSleepController, level: SleepLevel) -> Message:
+    sleep_controller.queue_request(Sleep(request_id=1, level=level, tags=["weights", "kv_cache"]))
+    [answer] = sleep_controller.run_pending()  # at once, for nothing is being staged
     return answer
 
 
-def wake(sleeper: MultiRankSleepController) -> Message:
-    return sleeper.wake(Wake(request_id=2, tags=["weights", "kv_cache"]))
+def wake(sleep_controller: MultiRankSleepController) -> Message:
+    return sleep_controller.wake(Wake(request_id=2, tags=["weights", "kv_cache"]))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -48,14 +48,14 @@ def test_ranks_that_slept_compute_what_they_did_before(level: SleepLevel, tmp_pa
     before, after = make_turns(), make_turns()
     with ranked_engine(path) as engine:
         drive(engine.runner, before, new_tokens=4)
-        sleeper = sleeper_of(engine)
+        sleep_controller = sleep_controller_of(engine)
         awake_sums = sums(engine)
-        asleep = put_to_sleep(sleeper, level)
+        asleep = put_to_sleep(sleep_controller, level)
         assert isinstance(asleep, Asleep)
-        assert set(asleep.tags) == set(sleeper.asleep) == {"weights", "kv_cache"}
+        assert set(asleep.tags) == set(sleep_controller.asleep) == {"weights", "kv_cache"}
         assert all(now < was / 2 for now, was in zip(sums(engine), awake_sums, strict=True))
-        assert not sleeper.has_weights
-        assert wake(sleeper) == Awake(request_id=2, tags=[])
+        assert not sleep_controller.has_weights
+        assert wake(sleep_controller) == Awake(request_id=2, tags=[])
         assert sums(engine) == awake_sums
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
@@ -74,13 +74,13 @@ def test_what_one_rank_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> Non
     before, after = make_turns(), make_turns()
     with ranked_engine(path, reloads_late=True) as engine:
         drive(engine.runner, before, new_tokens=4)
-        sleeper = sleeper_of(engine)
-        assert isinstance(put_to_sleep(sleeper, 2), Asleep)
-        failed = wake(sleeper)
+        sleep_controller = sleep_controller_of(engine)
+        assert isinstance(put_to_sleep(sleep_controller, 2), Asleep)
+        failed = wake(sleep_controller)
         assert isinstance(failed, SleepRequestFailed)
         assert failed.message.startswith("rank 1: ")
-        assert "weights" in sleeper.asleep
-        assert wake(sleeper) == Awake(request_id=2, tags=[])
+        assert "weights" in sleep_controller.asleep
+        assert wake(sleep_controller) == Awake(request_id=2, tags=[])
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
 
@@ -92,14 +92,14 @@ def test_where_one_rank_cannot_sleep_all_wake_again(
     before, after = make_turns(), make_turns()
     with ranked_engine(path) as engine:
         drive(engine.runner, before, new_tokens=4)
-        sleeper = sleeper_of(engine)
+        sleep_controller = sleep_controller_of(engine)
         monkeypatch.setenv("TMPDIR", str(tmp_path / "not there"))
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
-        failed = put_to_sleep(sleeper, 1)
+        failed = put_to_sleep(sleep_controller, 1)
         assert isinstance(failed, SleepRequestFailed)
-        assert "rank 0: can't give memory back" in failed.message
-        assert "rank 1: can't give memory back" in failed.message
-        assert sleeper.asleep == []
+        assert "rank 0: can't release memory" in failed.message
+        assert "rank 1: can't release memory" in failed.message
+        assert sleep_controller.asleep == []
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
 
@@ -116,18 +116,18 @@ def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Pat
     before, after = make_turns(), make_turns()
     with ranked_engine(path, reloads_late=True) as engine:
         drive(engine.runner, before, new_tokens=4)
-        sleeper = FullDisk(
+        sleep_controller = FullDisk(
             engine.runner,
             engine.staging,
             NullSchedulerControl(),
             reload=engine.model.reload,
-            team=engine.team,
+            peers=engine.peers,
         )
-        failed = put_to_sleep(sleeper, 2)
+        failed = put_to_sleep(sleep_controller, 2)
         assert isinstance(failed, SleepRequestFailed)
-        assert "rank 0: can't give memory back: [Errno 28]" in failed.message
-        assert sleeper.asleep == ["weights", "kv_cache"]  # on rank 1, and so for all
-        assert wake(sleeper) == Awake(request_id=2, tags=[])
+        assert "rank 0: can't release memory: [Errno 28]" in failed.message
+        assert sleep_controller.asleep == ["weights", "kv_cache"]  # on rank 1, and so for all
+        assert wake(sleep_controller) == Awake(request_id=2, tags=[])
         drive(engine.runner, after, new_tokens=4)
     assert_alike(before, after)
 
@@ -137,13 +137,13 @@ def test_weights_published_into_ranks_asleep_are_those_of_all_once_swapped(tmp_p
     expected, seen = make_turns(), make_turns()
     drive(one_rank(paths[1]), expected, new_tokens=4)
     with ranked_engine(paths[0]) as engine:
-        sleeper = sleeper_of(engine)
-        assert isinstance(put_to_sleep(sleeper, 2), Asleep)
+        sleep_controller = sleep_controller_of(engine)
+        assert isinstance(put_to_sleep(sleep_controller, 2), Asleep)
         [told] = stage(engine, 1, named_buffers(paths[1]))
         assert isinstance(told, WeightsStaged)
         swap(engine, 1)
-        sleeper.swapped()
-        assert sleeper.asleep == ["kv_cache"]
-        assert wake(sleeper) == Awake(request_id=2, tags=[])
+        sleep_controller.swapped()
+        assert sleep_controller.asleep == ["kv_cache"]
+        assert wake(sleep_controller) == Awake(request_id=2, tags=[])
         drive(engine.runner, seen, new_tokens=4)
     assert_alike(expected, seen)

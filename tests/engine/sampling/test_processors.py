@@ -92,7 +92,7 @@ class Engine:
             columns = self.scheduler.complete(self.runner.step(rows))
             if columns is not None:
                 self._take(columns)
-        answers = self.scheduler.take_answers()
+        answers = self.scheduler.take_replies()
         assert all(isinstance(answer, messages.TurnFailed) for answer in answers)
         return {a.turn: a.message for a in answers if isinstance(a, messages.TurnFailed)}
 
@@ -206,7 +206,7 @@ ARGUMENTS = [
     ("temperature_schedule", {"initial": 1, "final": 1, "warmup_tokens": 0}, "at least 1, got 0"),
     ("json_schema", {"schema": {"type": "nonsense"}}, "json_schema"),
     ("grammar", {"lark": "start: :"}, "grammar"),
-    ("raise", {}, "no logit processor is called 'raise' here; there are allowed_tokens, disallow"),
+    ("raise", {}, "unknown logit processor 'raise'; this engine has allowed_tokens, disallow"),
 ]
 
 
@@ -267,7 +267,7 @@ def test_a_grammar_too_deep_or_too_large_refuses_its_turn_and_no_process_ends(
     engine.submit(0, [5], chain(3200), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
     engine.run()
     assert len(engine.tokens[0]) == 2
-    with pytest.raises(TurnRefused, match="bytes, and may have 65536"):
+    with pytest.raises(TurnRefused, match="bytes, and the limit is 65536"):
         engine.submit(1, [5], chain(5000), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
 
 
@@ -296,7 +296,7 @@ def test_a_grammar_that_costs_too_much_to_compile_refuses_its_turn_and_the_next_
     pytest.importorskip("llguidance")
     asked = {"max_tokens": 2, "stop_token_ids": [EOS_TOKEN_ID]}
     for turn in range(2):  # the second time from memory
-        with pytest.raises(TurnRefused, match=r"compiling it took more than .* ask for less of"):
+        with pytest.raises(TurnRefused, match=r"compilation took more than .* constrain less of"):
             engine.submit(turn, [5], processor, **asked)
     engine.submit(3, [5], Processor("json_schema", {"schema": SCHEMA}), **asked)
     engine.run()
@@ -329,17 +329,17 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
     futures.wait(engine.options.prepare(message), timeout=PATIENCE_S)
     refused = engine.run()
     assert list(refused) == [2]
-    assert "compiling it took more than" in refused[2]
+    assert "compilation took more than" in refused[2]
 
 
 @pytest.mark.usefixtures("bad_modules")
 @pytest.mark.parametrize(
     ("module", "told"),
     [
-        ("no_such_module", "'no_such_module' can't be used: ModuleNotFoundError"),
-        ("empty_processors", "has no attribute 'PROCESSORS'; it must be importable"),
+        ("no_such_module", "module 'no_such_module': ModuleNotFoundError"),
+        ("empty_processors", "has no attribute 'PROCESSORS'; the module must be importable"),
         ("odd_processors", r"PROCESSORS must map names to functions, got \['once'\]"),
-        ("clashing_processors", "has a processor 'allowed_tokens', and so has another"),
+        ("clashing_processors", "has a processor 'allowed_tokens', a name already used"),
     ],
 )
 def test_a_module_that_is_none_of_processors_is_refused_at_the_start(

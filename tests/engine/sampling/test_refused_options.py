@@ -24,16 +24,19 @@ REFUSALS = [
     ({"presence_penalty": 2.5}, r"presence_penalty must be in \[-2, 2\] .* got 2.5"),
     ({"frequency_penalty": float("nan")}, "frequency_penalty must be .* got nan"),
     ({"logit_bias": [TokenBias(VOCAB, 1.0)]}, r"for token 23, outside the vocabulary \[0, 23\)"),
-    ({"logit_bias": [TokenBias(3, float("-inf"))]}, "got -inf; ban tokens by the processor"),
+    ({"logit_bias": [TokenBias(3, float("-inf"))]}, "got -inf; exclude tokens with the processor"),
     ({"logit_bias": [TokenBias(3, 1.0), TokenBias(3, 2.0)]}, "names a token twice"),
-    ({"min_tokens": 6}, r"min_tokens must be in \[0, 5\], as many as the turn may have, got 6"),
+    (
+        {"min_tokens": 6},
+        r"min_tokens must be in \[0, 5\], the turn.s limit of output tokens, got 6",
+    ),
     ({"min_tokens": -1}, "min_tokens must be in .* got -1"),
     ({"min_tokens": 2, "stop_token_ids": list(range(VOCAB))}, "every token is a stop token"),
     ({"top_logprobs": VOCAB + 1}, r"top_logprobs must be in \[0, 23\] on this engine, got 24"),
     ({"top_logprobs": -1}, "got -1"),
     ({"stop_strings": [""]}, "a stop string must have 1 to 1000 characters, got 0"),
     ({"stop_strings": ["x"] * 65}, "a turn may have 64 stop_strings, got 65"),
-    ({"stop_strings": ["x"]}, "this engine was given no tokenizer"),
+    ({"stop_strings": ["x"]}, "this engine has no tokenizer"),
     ({"processors": ["{}"] * 17}, "a turn may have 16 processors, got 17"),
 ]
 

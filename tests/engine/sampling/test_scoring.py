@@ -114,7 +114,7 @@ def test_an_answer_is_of_one_version_though_weights_are_swapped_in_its_midst(
     asker = Asker(engine)
     requests = [asker.ask(tokens_of(40), want) for want in WANTS]
     engine.step()
-    engine.ask_swap(1, mode, kv_policy)
+    engine.request_swap(1, mode, kv_policy)
     engine.run()
     assert {part.version for request in requests for part in asker.answers(request)} == {1}
     for request in requests:
@@ -129,7 +129,7 @@ def test_a_swap_that_waits_lets_scores_end_first(
     asker = Asker(engine)
     under_way = asker.ask(tokens_of(40))
     engine.step()
-    engine.ask_swap(1, "wait", "recompute")
+    engine.request_swap(1, "wait", "recompute")
     later = asker.ask(tokens_of(17))
     engine.run()
     assert [asker.answers(r)[0].version for r in (under_way, later)] == [0, 1]
@@ -170,7 +170,7 @@ def test_scores_are_right_under_random_turns_pauses_swaps_and_little_memory(
                     engine.scheduler.resume()
                 case 7:
                     mode = MODES[int(random.integers(3))]
-                    engine.ask_swap(int(random.integers(2)), mode, "recompute")
+                    engine.request_swap(int(random.integers(2)), mode, "recompute")
             for _ in range(int(random.integers(4))):
                 engine.step()
                 engine.scheduler.check()
@@ -223,15 +223,15 @@ def test_an_answer_too_large_for_a_frame_comes_in_parts(
     [
         ([], {}, "token_ids is empty"),
         ([1, 96], {}, "is outside the model's vocabulary"),
-        ([1], {}, "one token has no log-prob, for nothing comes before it; send two"),
-        ([1, 2, 3], {"start": 0}, "nothing comes before the first token"),
+        ([1], {}, "a single token has no log-prob, because no token precedes it; send two"),
+        ([1, 2, 3], {"start": 0}, "because no token precedes it"),
         ([1, 2, 3], {"start": 3}, "start must be in .1, 2. for logprobs of 3 tokens, got 3"),
         ([1, 2], {"top_logprobs": 97}, "top_logprobs must be in .0, 96., got 97"),
         ([1, 2], {"temperature": 0.0}, "temperature divides logits"),
         ([1, 2], {"temperature": float("nan")}, "temperature divides logits"),
         ([5] * 65, {}, "65 tokens are more than the model's context of 64"),
         ([5] * 60, {}, "15 KV blocks of 4 tokens but the whole cache has 10"),
-        ([5] * 9, {"want": "rewards"}, "but not rewards"),
+        ([5] * 9, {"want": "rewards"}, "not rewards"),
     ],
 )
 def test_what_can_never_be_answered_is_refused_with_numbers(
@@ -264,4 +264,4 @@ def test_a_model_that_computes_no_numbers_is_told_as_such(tmp_path: Path) -> Non
     asker = Asker(DrivenEngine([weights]))
     asker.ask([1, 2, 3])
     asker.engine.run()
-    assert "not a number" in asker.refusals()[0].message
+    assert "compute NaN or infinity" in asker.refusals()[0].message

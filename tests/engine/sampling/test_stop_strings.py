@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models import make_model_directory
 from tidegate.engine.models.tokenizer import ModelTokenizer
-from tidegate.engine.sampling.stop_strings import BROKEN_TOKENS_MAX, StopStrings
+from tidegate.engine.sampling.stop_strings import INCOMPLETE_TOKENS_MAX, StopStrings
 from tidegate.errors import TurnRefused
 
 MERGED = ["ab", "abc", "END", "ND", "\n\n", "日é", "日", "</"]
@@ -99,7 +99,7 @@ def test_bytes_that_never_become_text_are_not_waited_for_for_ever() -> None:
     stop = StopStrings(BYTES, ["END"], [])
     for _ in range(1000):
         stop.completes(lone)
-    assert len(stop._ids) <= 2 * BROKEN_TOKENS_MAX
+    assert len(stop._ids) <= 2 * INCOMPLETE_TOKENS_MAX
 
 
 TEXTS = st.text(alphabet="abcEND日é\n</ ", min_size=1, max_size=30)
@@ -128,7 +128,7 @@ def test_a_turn_ends_where_its_whole_text_first_holds_a_stop_string(
 
     moved_at = data.draw(st.integers(0, len(token_ids) if expected is None else expected))
     moved = StopStrings(BYTES, strings, [])
-    moved.skip(token_ids[:moved_at])
+    moved.add_output(token_ids[:moved_at])
     ends = (n for n in range(moved_at, len(token_ids)) if moved.completes(token_ids[n]))
     assert next(ends, None) == expected
 

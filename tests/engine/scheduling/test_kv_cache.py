@@ -160,7 +160,7 @@ def test_what_somebody_wants_leaves_after_all_that_nobody_does_and_then_the_olde
         cache_path(cache, root, text) for text in (b"a", b"b", b"c", b"d")
     )
     for blocks in (first, second):
-        cache.want(blocks)
+        cache.protect(blocks)
     for blocks in (first, second, third, last):
         cache.release(blocks)
     cache.check([])
@@ -172,32 +172,32 @@ def test_what_nobody_wants_any_more_leaves_first_its_end_before_its_beginning() 
     cache = KvCache(5)
     root = cache.root(0)
     ended = cache_path(cache, root, b"a", b"b", b"c")
-    ended_wants = cache.want(ended)
-    beginning_wants = cache.want(ended[:1])  # another context begins like it
+    ended_wants = cache.protect(ended)
+    beginning_wants = cache.protect(ended[:1])  # another context begins like it
     other = cache_path(cache, root, b"d")
-    cache.want(other)
+    cache.protect(other)
     cache.release(ended)
     cache.release(other)
 
-    cache.unwant(ended_wants)
+    cache.unprotect(ended_wants)
     cache.check([])
 
     allocate(cache, 1)  # was never cached
     assert [allocate(cache, 1) for _ in range(4)] == [ended[2:], ended[1:2], ended[:1], other]
-    cache.unwant(beginning_wants)
+    cache.unprotect(beginning_wants)
 
 
 def test_a_want_ends_with_what_was_wanted_whatever_is_in_its_block_by_then() -> None:
     cache = KvCache(2)
     blocks = cache_path(cache, cache.root(0), b"a", b"b")
-    gone = cache.want(blocks)
+    gone = cache.protect(blocks)
     cache.release(blocks)
     for others in (cache_path(cache, cache.root(0), b"c", b"d"), blocks):
         assert sorted(others) == [0, 1]
-    cache.want(others)
+    cache.protect(others)
     cache.release(others)
 
-    cache.unwant(gone)  # changes nothing for whoever came after
+    cache.unprotect(gone)  # changes nothing for whoever came after
     assert cache.find(cache.root(0), b"c") is not None
     cache.check([])
     cache.forget()
@@ -205,14 +205,14 @@ def test_a_want_ends_with_what_was_wanted_whatever_is_in_its_block_by_then() -> 
     assert cache.free_blocks == 2
 
 
-def test_blocks_that_are_not_cached_or_that_nobody_holds_cant_be_wanted() -> None:
+def test_blocks_that_are_not_cached_or_that_nobody_holds_cant_be_protected() -> None:
     cache = KvCache(2)
     cached = cache_path(cache, cache.root(0), b"a")
     cache.release(cached)
 
     for blocks in (cached, allocate(cache, 1)):
-        with pytest.raises(AssertionError, match="can't be wanted"):
-            cache.want(blocks)
+        with pytest.raises(AssertionError, match="can't be protected"):
+            cache.protect(blocks)
 
 
 def test_what_is_forgotten_is_never_found_again_and_held_blocks_stay_with_their_holders() -> None:

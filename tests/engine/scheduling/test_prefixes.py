@@ -219,7 +219,7 @@ def test_nothing_that_old_weights_computed_is_found_by_turns_of_the_new(
     engine.submit(PROMPT, 9)
     for _ in range(4):
         engine.step()
-    engine.ask_swap(1, mode, kv_policy)
+    engine.request_swap(1, mode, kv_policy)
     late = engine.submit(PROMPT, 4)
     engine.run()
 
@@ -235,7 +235,7 @@ def test_a_turn_paused_in_mid_prefill_shares_nothing_once_weights_were_swapped()
     straddler = engine.submit(prompt, 3)
     engine.step()
     engine.scheduler.pause("keep")
-    engine.ask_swap(1, "keep", "keep")
+    engine.request_swap(1, "keep", "keep")
     engine.settle()
     engine.scheduler.resume()
     engine.run()
@@ -252,7 +252,7 @@ def test_a_turn_with_kept_kv_takes_nothing_that_new_weights_computed() -> None:
     prompt = list(range(20))
     straddler = engine.submit(prompt, 3, priority=1)
     engine.step()
-    engine.ask_swap(1, "keep", "keep")
+    engine.request_swap(1, "keep", "keep")
     engine.submit(prompt, 3)  # goes first, and has all of it computed by version 1
     engine.run()
 
@@ -266,7 +266,7 @@ def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_share
         engine.submit(PROMPT, 9)
     for _ in range(3):
         engine.step()
-    engine.ask_swap(1, "keep", "recompute")
+    engine.request_swap(1, "keep", "recompute")
     engine.settle()
     engine.scheduler.check()
 
@@ -286,7 +286,7 @@ def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None
         engine.submit([*PROMPT[:8], turn], 9)
     for _ in range(5):
         engine.step()
-    engine.ask_swap(1, "keep", "recompute")
+    engine.request_swap(1, "keep", "recompute")
 
     run(engine)
 
@@ -300,10 +300,10 @@ def test_a_turn_that_lacks_a_block_for_what_is_recomputed_gets_it_from_a_worse_o
     best = engine.submit([1] * 7, 8)
     worse = engine.submit([2] * 2, 8)
     engine.step()
-    engine.ask_swap(1, "keep", "keep")
+    engine.request_swap(1, "keep", "keep")
     while len(engine.turns[best].token_ids) < 6:
         engine.step()  # now one has three blocks and the other one: all there are, and all full
-    engine.ask_swap(0, "keep", "recompute")  # each keeps what version 0 computed of its KV
+    engine.request_swap(0, "keep", "recompute")  # each keeps what version 0 computed of its KV
 
     run(engine)
 
@@ -317,7 +317,7 @@ def test_weights_under_a_number_that_was_used_before_find_nothing() -> None:
     engine.submit(PROMPT, 2)
     engine.run()
     for version in (0, 1, 0):
-        engine.ask_swap(version, "abort", "keep")
+        engine.request_swap(version, "abort", "keep")
         turn = engine.submit(PROMPT, 2)
         engine.run()
         assert engine.turns[turn].prefills[0].cached_tokens == 0

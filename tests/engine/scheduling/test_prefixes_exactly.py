@@ -123,7 +123,7 @@ def run_crowd(engine: DrivenEngine, seed: int, *, swaps: bool, has_sessions: boo
             engine.scheduler.pause(chance.choice(MODES), clear_cache=chance.random() < 0.2)
             engine.settle()
         if swaps and chance.random() < 0.1:
-            engine.ask_swap(
+            engine.request_swap(
                 1 - engine.scheduler.version, chance.choice(MODES), chance.choice(POLICIES)
             )
             engine.settle()
@@ -197,7 +197,7 @@ def test_after_a_swap_a_cached_prompt_is_answered_as_by_a_fresh_engine_of_the_ne
     before = [engine.submit(PROMPT, 8) for _ in range(3)]
     for _ in range(7):
         engine.step()
-    engine.ask_swap(1, mode, kv_policy)
+    engine.request_swap(1, mode, kv_policy)
     after = [engine.submit(PROMPT, 8) for _ in range(3)]
     engine.run()
 
@@ -219,7 +219,7 @@ def test_a_pause_in_mid_prefill_with_new_weights_in_between_leaves_nothing_stale
     engine.step()
     engine.step()
     engine.scheduler.pause("keep")
-    engine.ask_swap(1, "keep", kv_policy)
+    engine.request_swap(1, "keep", kv_policy)
     engine.settle()
     engine.scheduler.resume()
     late = [engine.submit(PROMPT, 8) for _ in range(2)]

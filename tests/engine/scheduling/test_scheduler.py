@@ -277,12 +277,12 @@ class AnythingAtAll(RuleBasedStateMachine):
 
     @rule(version=st.integers(0, 4), mode=st.sampled_from(MODES), kv=st.sampled_from(POLICIES))
     def swap(self, version: int, mode: PauseMode, kv: KvPolicy) -> None:
-        self.engine.ask_swap(version, mode, kv)
+        self.engine.request_swap(version, mode, kv)
         self.engine.settle()
 
     @rule()
-    def start_over(self) -> None:
-        self.engine.scheduler.start_over()
+    def forget_orchestrator(self) -> None:
+        self.engine.scheduler.forget_orchestrator()
         assert self.engine.scheduler.swap_due() is None
         self.engine.settle()
 

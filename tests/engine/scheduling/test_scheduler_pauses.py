@@ -28,7 +28,7 @@ def test_abort_ends_running_turns_with_no_token_and_leaves_the_queue() -> None:
         finish=bytes([ABORT, ABORT]),
         counts=np.array([0, 0], "<u4").tobytes(),
     )
-    assert engine.scheduler.take_answers() == [TurnsPaused(mode="abort")]
+    assert engine.scheduler.take_replies() == [TurnsPaused(mode="abort")]
     assert (engine.scheduler.waiting_turns, engine.scheduler.free_blocks) == (1, 16)
     assert engine.step() == {}
     engine.scheduler.resume()
@@ -116,7 +116,7 @@ def test_a_prefill_that_straddles_a_swap_names_both_versions() -> None:
     engine = FakeEngine(max_step_tokens=4)
     turn = engine.submit([1] * 10, 3)
     engine.step()
-    engine.ask_swap(1, "keep", "keep")
+    engine.request_swap(1, "keep", "keep")
     engine.run()
     assert engine.turns[turn].prefills == [Prefill(turn, 0, [KvSpan(0, 0, 4), KvSpan(1, 4, 10)])]
     assert engine.recomputed_turns == 0
@@ -126,7 +126,7 @@ def test_kept_kv_needs_no_new_prefill_when_a_decode_goes_on_under_new_weights() 
     engine = FakeEngine()
     turn = engine.submit([1] * 3, 4)
     engine.step()
-    engine.ask_swap(1, "keep", "keep")
+    engine.request_swap(1, "keep", "keep")
     engine.run()
     told = engine.turns[turn]
     assert told.versions == [0, 1, 1, 1]
@@ -139,7 +139,7 @@ def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
     turn = engine.submit([1] * 5, 4)
     engine.step()
     urgent = engine.submit([1] * 5, 4, priority=-1)
-    engine.ask_swap(1, "keep", "recompute")
+    engine.request_swap(1, "keep", "recompute")
     assert list(engine.step().values()) == [6]
     assert engine.turns[urgent].token_ids == []
     assert engine.recomputed_turns == 1
@@ -153,7 +153,7 @@ def test_a_recomputed_turn_whose_last_token_begins_a_block_is_given_it() -> None
     engine = FakeEngine(block_tokens=4)
     turn = engine.submit([1] * 4, 3)
     engine.step()  # five tokens now, and one block of four
-    engine.ask_swap(1, "keep", "recompute")
+    engine.request_swap(1, "keep", "recompute")
     engine.run()
     assert engine.turns[turn].versions == [0, 1, 1]
     assert engine.scheduler.free_blocks == 16
@@ -163,7 +163,7 @@ def test_recomputed_turns_that_need_more_blocks_than_there_are_wait_for_each_oth
     engine = FakeEngine(block_tokens=4, num_blocks=4, max_step_tokens=16)
     turns = [engine.submit([1] * 4, 4, priority=rank) for rank in range(2)]
     engine.step()
-    engine.ask_swap(1, "keep", "recompute")
+    engine.request_swap(1, "keep", "recompute")
     engine.run()
     assert [engine.turns[turn].finish for turn in turns] == [LENGTH, LENGTH]
     for turn in turns:
@@ -174,9 +174,9 @@ def test_going_back_to_older_weights_keeps_the_kv_that_they_computed_first() -> 
     engine = FakeEngine(max_step_tokens=4)
     turn = engine.submit([1] * 4, 9)
     engine.step()
-    engine.ask_swap(1, "keep", "keep")
+    engine.request_swap(1, "keep", "keep")
     engine.step()
-    engine.ask_swap(0, "keep", "recompute")
+    engine.request_swap(0, "keep", "recompute")
     assert list(engine.step().values()) == [2]  # the position version 1 computed, and the newest
     engine.run()
     assert engine.turns[turn].prefills[1:] == [Prefill(turn, 2, [KvSpan(0, 0, 6)], cached_tokens=4)]
@@ -186,7 +186,7 @@ def test_the_same_version_again_recomputes_nothing() -> None:
     engine = FakeEngine()
     turn = engine.submit([1] * 4, 3)
     engine.step()
-    engine.ask_swap(0, "keep", "recompute")
+    engine.request_swap(0, "keep", "recompute")
     engine.run()
     assert engine.recomputed_turns == 0
     assert len(engine.turns[turn].prefills) == 1
@@ -197,7 +197,7 @@ def test_an_update_that_waits_starts_nothing_until_running_turns_have_ended() ->
     turn = engine.submit([1], 3)
     engine.step()
     late = engine.submit([1], 2)
-    engine.ask_swap(1, "wait", "keep")
+    engine.request_swap(1, "wait", "keep")
     engine.run()
     assert engine.turns[turn].versions == [0, 0, 0]
     assert engine.turns[late].versions == [1, 1]
@@ -207,7 +207,7 @@ def test_an_update_with_abort_ends_turns_under_their_own_version() -> None:
     engine = FakeEngine()
     turn = engine.submit([1], 3)
     engine.step()
-    engine.ask_swap(1, "abort", "keep")
+    engine.request_swap(1, "abort", "keep")
     ended = engine.scheduler.take_ended()
     assert ended is not None
     assert (ended.version, ended.finish) == (0, bytes([ABORT]))
@@ -221,7 +221,7 @@ def test_frozen_turns_are_not_waited_for() -> None:
     turn = engine.submit([1], 3)
     engine.step()
     engine.scheduler.pause("keep")
-    engine.ask_swap(1, "wait", "keep")
+    engine.request_swap(1, "wait", "keep")
     engine.settle()
     assert engine.scheduler.version == 1
     assert engine.step() == {}
@@ -234,9 +234,9 @@ def test_asking_for_a_swap_again_changes_how_it_is_done() -> None:
     engine = FakeEngine()
     turn = engine.submit([1], 9)
     engine.step()
-    engine.ask_swap(1, "wait", "keep")
+    engine.request_swap(1, "wait", "keep")
     engine.step()
     assert engine.scheduler.version == 0
-    engine.ask_swap(1, "abort", "keep")
+    engine.request_swap(1, "abort", "keep")
     engine.settle()
     assert (engine.scheduler.version, engine.turns[turn].finish) == (1, ABORT)

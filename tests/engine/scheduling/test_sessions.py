@@ -98,7 +98,7 @@ def test_a_prompt_is_kept_for_the_last_of_its_group() -> None:
 def test_whoever_begins_a_new_conversation_has_no_sessions() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     play(engine, prompt_of(1), session=1)
-    engine.scheduler.start_over()
+    engine.scheduler.forget_orchestrator()
 
     crowd_out(engine, 6)
 
@@ -111,7 +111,7 @@ def test_a_swap_forgets_what_sessions_wait_for(mode: PauseMode) -> None:
     play(engine, prompt_of(1), session=1)
     running = engine.submit(prompt_of(2), 9, session=2)
     engine.step()
-    engine.ask_swap(1, mode, "keep")
+    engine.request_swap(1, mode, "keep")
     engine.run()
     engine.scheduler.check()
 

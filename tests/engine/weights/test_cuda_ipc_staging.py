@@ -106,8 +106,8 @@ def answers(staging: Staging) -> list[Message]:
     """Return all answers, once the thread is idle."""
     told: list[Message] = []
     while staging.is_busy:
-        told += staging.take_answers()
-    return told + staging.take_answers()
+        told += staging.take_replies()
+    return told + staging.take_replies()
 
 
 def assert_same(one: Weights, other: Weights) -> None:
@@ -125,10 +125,10 @@ def test_weights_of_the_trainers_gpu_are_staged_and_let_go_of_before_that_is_sai
         staging.update(wired(update))
     told: list[Message] = []
     while not told:
-        told = staging.take_answers()
+        told = staging.take_replies()
     assert [type(one) for one in told] == [WeightsStaged]
     assert (len(engine.opened), engine.mapped) == (len(updates), 0)
-    staged: Any = staging.exchange(1, live)
+    staged: Any = staging.swap(1, live)
     assert_same(staged, filled(directories[1]))
 
 
@@ -142,7 +142,7 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
     messages = content.messages(2, live=0)
     assert len(messages) == len(whole) + 1
     assert [type(one) for one in stage(staging, 2, messages)] == [WeightsStaged]
-    staged: Any = staging.exchange(2, filled(directories[0]))
+    staged: Any = staging.swap(2, filled(directories[0]))
     expected = filled(directories[0])
     expected.start()
     for tensor in [*published(directories[0]), *changed]:

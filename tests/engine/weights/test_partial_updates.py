@@ -93,9 +93,9 @@ def qwen(tmp_path: Path) -> Iterator[Rig]:
 
 
 def assert_same(one: WeightStore, other: WeightStore) -> None:
-    assert one._places.keys() == other._places.keys()
-    for name, place in one._places.items():
-        for a, b in zip(place.targets, other._places[name].targets, strict=True):
+    assert one._copy_targets.keys() == other._copy_targets.keys()
+    for name, place in one._copy_targets.items():
+        for a, b in zip(place.targets, other._copy_targets[name].targets, strict=True):
             assert torch.equal(published(a), published(b)), name
 
 
@@ -105,7 +105,7 @@ def test_part_of_a_set_is_laid_over_the_live_weights_whatever_the_buffer_held(ri
     assert isinstance(rig.stage(4, everything, None)[0], WeightsStaged)  # and then given up
     [staged] = rig.stage(4, some, BaseVersions(2, 3))
     assert isinstance(staged, WeightsStaged)
-    assert_same(rig.staging.exchange(4, rig.live.weights), rig.expected(some))
+    assert_same(rig.staging.swap(4, rig.live.weights), rig.expected(some))
     assert_same(rig.live.weights, rig.expected(set()))
 
 
@@ -113,7 +113,7 @@ def test_a_part_follows_one_that_failed(qwen: Rig) -> None:
     assert isinstance(qwen.stage(4, {"model.norm.weight"}, None)[0], WeightsFailed)
     some = {"model.layers.0.mlp.down_proj.weight"}
     assert isinstance(qwen.stage(4, some, BaseVersions(3, 3))[0], WeightsStaged)
-    assert_same(qwen.staging.exchange(4, qwen.live.weights), qwen.expected(some))
+    assert_same(qwen.staging.swap(4, qwen.live.weights), qwen.expected(some))
 
 
 @pytest.mark.parametrize("bases", [BaseVersions(0, 2), BaseVersions(4, 9)])
@@ -121,7 +121,7 @@ def test_a_part_made_for_other_weights_is_refused(qwen: Rig, bases: BaseVersions
     assert qwen.stage(10, {"model.norm.weight"}, bases) == [
         WeightsFailed(
             version=10,
-            message=f"v10 is only part of a set, to be laid over v{bases.first} to "
+            message=f"v10 is a partial set on top of v{bases.first} to "
             f"v{bases.last}, and this engine serves v3; publish a whole state dict",
         )
     ]
@@ -136,7 +136,7 @@ def test_a_tied_head_without_its_embedding_is_refused_and_not_overlooked(qwen: R
         WeightsFailed(
             version=4,
             message="lm_head.weight is tied to model.embed_tokens.weight, which isn't published "
-            "with it; publish that one",
+            "with it; publish model.embed_tokens.weight too",
         )
     ]
 
@@ -144,7 +144,7 @@ def test_a_tied_head_without_its_embedding_is_refused_and_not_overlooked(qwen: R
 def test_an_empty_part_is_the_version_before(qwen: Rig) -> None:
     nothing = UpdateWeights(version=4, location="", tensors=[])
     assert isinstance(qwen.send(4, nothing, BaseVersions(3, 3))[0], WeightsStaged)
-    assert_same(qwen.staging.exchange(4, qwen.live.weights), qwen.expected(set()))
+    assert_same(qwen.staging.swap(4, qwen.live.weights), qwen.expected(set()))
 
 
 def test_a_byte_changed_on_the_way_is_refused_with_the_tensors_name_and_both_sums(

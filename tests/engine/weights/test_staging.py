@@ -82,17 +82,17 @@ def answers(staging: Staging) -> list[Message]:
     """Return all answers, once the thread is idle."""
     told: list[Message] = []
     while staging.is_busy:
-        told += staging.take_answers()
-    return told + staging.take_answers()
+        told += staging.take_replies()
+    return told + staging.take_replies()
 
 
 def told_in_time(staging: Staging) -> list[Message]:
     """Like :func:`answers`, for a thread that may have died."""
-    deadline_s, told = time.monotonic() + PATIENCE_S, staging.take_answers()
+    deadline_s, told = time.monotonic() + PATIENCE_S, staging.take_replies()
     while staging.is_busy and time.monotonic() < deadline_s:
-        told += staging.take_answers()
+        told += staging.take_replies()
     assert not staging.is_busy
-    return told + staging.take_answers()
+    return told + staging.take_replies()
 
 
 def publish(
@@ -126,7 +126,7 @@ def test_staged_weights_equal_the_published_ones_and_the_old_ones_become_the_buf
         (staged,) = answers(staging)
         assert isinstance(staged, WeightsStaged)
         assert staged.version == version
-        live = staging.exchange(version, live)
+        live = staging.swap(version, live)
         seen.add(id(live))
         assert isinstance(live, Weights)
         assert_same(live, weights[version % 2])
@@ -197,7 +197,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     publish(staging, channel, 1, tensors)
     (refused,) = answers(staging)
     assert isinstance(refused, WeightsFailed)
-    assert refused.message.startswith(f"{broken.name} holds what is no number")
+    assert refused.message.startswith(f"{broken.name} contains NaN or infinity")
     publish(staging, channel, 2, named_buffers(directories[1]))
     assert isinstance(answers(staging)[-1], WeightsStaged)
 
@@ -269,7 +269,7 @@ def test_starting_a_version_gives_up_the_one_under_way_and_says_so(
     gate.opened.set()
     failed, staged = answers(staging)
     assert failed == WeightsFailed(
-        version=1, message="given up, for v2 was started before it was complete"
+        version=1, message="cancelled, because v2 was started before it was complete"
     )
     assert isinstance(staged, WeightsStaged)
     assert (staged.version, staging.is_staged(1), staging.is_staged(2)) == (2, False, True)

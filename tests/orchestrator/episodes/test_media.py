@@ -238,6 +238,6 @@ def test_engines_that_read_tokens_only_refuse_media() -> None:
     )
     able = Capabilities(engine="other 1.0", context_tokens_max=64, running_turns_max=1)
     with pytest.raises(TurnRefused, match="reads no image"):
-        read_turn(message, 0, limits=limits, able=able)
+        read_turn(message, 0, limits=limits, capabilities=able)
     with pytest.raises(TurnRefused, match="reads tokens only"):
         admit(message, limits, 0, None)  # type: ignore[arg-type]

@@ -148,7 +148,9 @@ async def test_a_vllm_on_a_cpu_is_asked_for_no_turn_that_another_turns_adapter_w
         try:
             await episode.generate(max_tokens=12, stop_token_ids=[], adapter="a" if task else "")
         except TurnRefused as error:
-            return float("by that of others in the same step" in str(error))
+            return float(
+                "applies LoRA adapters to turns without one in the same step" in str(error)
+            )
         return 0.0
 
     with VllmDouble(model, lora_rank_max=RANK_MAX, device="cpu") as double:

@@ -90,7 +90,7 @@ def test_rounding_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sums depend on the batch"):
         tidegate.serve_sync(model=own, quantization="fp8", deterministic=True)
     with (
-        pytest.raises(EngineStartFailed, match="transformers computes is in full precision"),
+        pytest.raises(EngineStartFailed, match="transformers computes in full precision"),
         tidegate.serve_sync(
             model=make_model_directory(tmp_path / "gpt2", "gpt2"), **SMALL, quantization="int8"
         ),

@@ -85,7 +85,7 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_the_engine_in_its_own_wor
 ) -> None:
     model = make_model_directory(tmp_path / "model")
     with (
-        pytest.raises(EngineStartFailed, match="which 3 ranks can't share evenly"),
+        pytest.raises(EngineStartFailed, match="which can't be split evenly over 3 ranks"),
         tidegate.serve_sync(model=model, **SMALL, tensor_parallel_size=3),
     ):
         pass

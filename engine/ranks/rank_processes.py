@@ -1,8 +1,8 @@
 """Processes of the ranks other than 0: start, pipe messages, loss detection and shutdown.
 
-Used by ``Ranks`` and the ranked staging and sleeper. A rank that ends is noticed at the next
-message to or from it. An engine that loses a rank ends, because every rank holds a part of all
-turns' KV.
+Used by ``Ranks``, ``MultiRankStaging`` and ``MultiRankSleepController``. A rank that ends is
+noticed at the next message to or from that rank. An engine that loses a rank ends, because every
+rank holds a part of all turns' KV.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from tidegate.transport import rank_messages as rank
 STOP_TIMEOUT_S = 5.0
 """Seconds from closing a rank's connection to killing its process."""
 
-LAST_WORD_S = 1.0
-"""Seconds that a failing rank has to report why."""
+FAILURE_REPORT_TIMEOUT_S = 1.0
+"""Seconds to wait for a failing rank's report."""
 
 START_TIMEOUT_S = 600.0
 """Seconds to load a rank's part of the model; a rank that dies is noticed at once."""
@@ -30,7 +30,7 @@ MEMORY_TIMEOUT_S = 600.0
 """Seconds to copy a rank's weights to or from disk."""
 
 MEMORY_POLL_S = 0.1
-"""Seconds between two heartbeats meanwhile."""
+"""Seconds between two heartbeats during these copies."""
 
 
 class Process(Protocol):
@@ -58,8 +58,11 @@ class RankProcesses:
         for connection in connections:
             self._poll.register(connection.fileno(), select.POLLIN)
         self._staged: list[tuple[int, rank.RankStaged]] = []
-        """Staging reports that arrived while another answer was awaited."""
-        self._ranks = {connection.fileno(): n + 1 for n, connection in enumerate(connections)}
+        """Staging reports that arrived while a sleep or wake reply was awaited."""
+        self._ranks = {
+            connection.fileno(): rank_number + 1
+            for rank_number, connection in enumerate(connections)
+        }
 
     @property
     def ranks(self) -> int:
@@ -74,11 +77,13 @@ class RankProcesses:
         """
         for number, connection in enumerate(self._connections, start=1):
             if not connection.poll(START_TIMEOUT_S):
-                raise self._lost(number, f"rank {number} loads for {START_TIMEOUT_S:.0f} s")
+                raise self._lost(
+                    number, f"rank {number} has not loaded within {START_TIMEOUT_S:.0f} s"
+                )
             self._receive(number)
-        self.tell(connect or rank.InitProcessGroup())
+        self.broadcast(connect or rank.InitProcessGroup())
 
-    def tell(self, message: rank.ToRank) -> None:
+    def broadcast(self, message: rank.ToRank) -> None:
         """Send a message to all ranks.
 
         Raises:
@@ -89,49 +94,50 @@ class RankProcesses:
             try:
                 connection.send_bytes(frame)
             except OSError as error:
-                raise self.blame(f"rank {number}: {error}") from error
+                raise self.lost_rank_error(f"rank {number}: {error}") from error
 
-    def heard(self) -> list[tuple[int, rank.RankStaged]]:
+    def take_staged(self) -> list[tuple[int, rank.RankStaged]]:
         """Return the staging reports since the last call, each with its rank.
 
         Raises:
             RankLost: a rank is gone.
         """
-        said, self._staged = self._staged, []
+        reports, self._staged = self._staged, []
         while ready := self._poll.poll(0):
             for fd, _ in ready:
                 message = self._receive(self._ranks[fd])
                 if isinstance(message, rank.RankStaged):
-                    said.append((self._ranks[fd], message))
-        return said
+                    reports.append((self._ranks[fd], message))
+        return reports
 
-    def await_memory(self, beat: Callable[[], None]) -> list[rank.RankMemory]:
-        """Return every rank's answer to a sleep or wake, in order, calling ``beat`` meanwhile.
+    def await_memory(self, heartbeat: Callable[[], None]) -> list[rank.RankMemory]:
+        """Return every rank's reply to a sleep or wake, in order, calling ``heartbeat`` while
+        waiting.
 
         Raises:
             RankLost: a rank is gone, or took longer than ``MEMORY_TIMEOUT_S``.
         """
-        answers: list[rank.RankMemory] = []
+        replies: list[rank.RankMemory] = []
         for number, connection in enumerate(self._connections, start=1):
             deadline_s = time.monotonic() + MEMORY_TIMEOUT_S
-            while len(answers) < number:
-                beat()
+            while len(replies) < number:
+                heartbeat()
                 if connection.poll(MEMORY_POLL_S):
                     message = self._receive(number)
                     if isinstance(message, rank.RankMemory):
-                        answers.append(message)
+                        replies.append(message)
                     elif isinstance(message, rank.RankStaged):
                         self._staged.append((number, message))
                 elif time.monotonic() > deadline_s:
-                    why = f"rank {number} moves its memory for {MEMORY_TIMEOUT_S:.0f} s"
+                    why = f"rank {number} did not sleep or wake within {MEMORY_TIMEOUT_S:.0f} s"
                     raise self._lost(number, why)
-        return answers
+        return replies
 
-    def blame(self, why: str) -> RankLost:
+    def lost_rank_error(self, why: str) -> RankLost:
         """Return the error for a failed collective or send: the rank's own report, if any."""
         for number, connection in enumerate(self._connections, start=1):
             try:
-                while connection.poll(LAST_WORD_S):
+                while connection.poll(FAILURE_REPORT_TIMEOUT_S):
                     self._receive(number)
             except RankLost as lost:
                 return lost
@@ -161,17 +167,17 @@ class RankProcesses:
         return RankLost(rank=number, ranks=self.ranks, why=why)
 
 
-def start_team(ranks: int, arguments: Sequence[str]) -> RankProcesses:
+def start_ranks(ranks: int, arguments: Sequence[str]) -> RankProcesses:
     """Start the processes of ranks 1 to ``ranks`` - 1, all with ``arguments``."""
     connections: list[Connection] = []
     processes: list[Process] = []
     for number in range(1, ranks):
-        mine, theirs = Pipe()
-        fd = theirs.fileno()
+        own_end, rank_end = Pipe()
+        fd = rank_end.fileno()
         command = [sys.executable, "-m", "tidegate.engine.ranks.worker"]
         command += [f"--rank={number}", f"--ranks={ranks}", f"--connection={fd}", *arguments]
-        with contextlib.closing(theirs):
+        with contextlib.closing(rank_end):
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd])
-        connections.append(mine)
+        connections.append(own_end)
         processes.append(process)
     return RankProcesses(connections, processes)
