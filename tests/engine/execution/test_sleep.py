@@ -207,7 +207,7 @@ def test_what_was_half_way_to_an_engine_is_given_up_when_its_weights_sleep(
     sleep(shared_engine)
     failed = [message for message in shared_engine.log if isinstance(message, WeightsFailed)]
     assert [(f.version, f.message) for f in failed] == [
-        (9, "given up: the weights were put to sleep")
+        (9, "cancelled: the weights were put to sleep")
     ]
     wake(shared_engine)
     resume(shared_engine)

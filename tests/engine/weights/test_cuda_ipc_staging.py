@@ -244,7 +244,7 @@ def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_on
     [
         ({"device": "cpu"}, "and device='cpu'; set device to the trainer's"),
         ({"cluster": "ray"}, "this host's GPU only, and cluster='ray'"),
-        ({"listen_address": "tcp://*:5555"}, r"address='tcp://\*:5555' are for others too"),
+        ({"listen_address": "tcp://*:5555"}, r"listen_address='tcp://\*:5555' are for others too"),
         ({"weight_deltas": True}, "weight_deltas=True don't go together"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 has several"),
     ],
