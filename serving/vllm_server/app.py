@@ -513,8 +513,13 @@ async def start_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
 async def update_weights(parts: ServerParts, http: HttpRequest) -> Answer:
     """Receive tensors of the update."""
     request = await read(http, requests.UpdateRequest)
-    await parts.weights.update(request.update_info)
-    return {"message": "Weights updated"}
+    if request.update_info is not None:
+        await parts.weights.update(request.update_info)
+        return {"message": "Weights updated"}
+    if request.weight_dir is None:
+        raise ApiError(400, "update_info is missing", param="body.update_info")
+    await parts.weights.reload(request.weight_dir)
+    return {"status": "ok"}
 
 
 @on("POST", "/finish_weight_update", is_control=True)
@@ -571,6 +576,32 @@ async def load_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
         request.lora_name, request.lora_path, is_in_place=request.load_inplace
     )
     return Response(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+# prime-rl's orchestrator calls these three paths beside vLLM's own.
+
+
+@on("POST", "/load_lora_adapter", is_control=True)
+async def load_lora_adapter_again(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Load a LoRA adapter on all engines; one of the same name is replaced."""
+    request = await read(http, requests.LoadAdapterRequest)
+    await parts.weights.load_adapter(request.lora_name, request.lora_path, is_in_place=True)
+    return {"status": "ok"}
+
+
+@on("POST", "/init_broadcaster", is_control=True)
+async def init_broadcaster(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Refuse prime-rl's NCCL and NIXL broadcasts; its client logs a warning at 404."""
+    raise ApiError(
+        404, "prime-rl's weights are read from its directories: set weight_broadcast to filesystem"
+    )
+
+
+@on("GET", "/liveness")
+async def liveness(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Answer while there is an engine, as ``/health`` does."""
+    limits_of(parts.scheduler)
+    return {"status": "ok"}
 
 
 @on("POST", "/v1/unload_lora_adapter", is_control=True)

@@ -182,9 +182,13 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UpdateRequest(msgspec.Struct, kw_only=True):
-    """Body of ``POST /update_weights``: one piece for all, or a list with a piece per rank."""
+    """Body of ``POST /update_weights``: one piece for all, or a list with a piece per rank.
 
-    update_info: dict[str, Any] | list[dict[str, Any]]
+    prime-rl's orchestrator sends ``weight_dir`` alone: a directory of all weights.
+    """
+
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+    weight_dir: str | None = None
 
 
 class InitRequest(msgspec.Struct, kw_only=True):
