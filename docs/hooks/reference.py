@@ -323,8 +323,7 @@ def metrics_page() -> str:
     lines = [
         "# Prometheus metrics",
         "",
-        "The dashboard's address serves them under `/metrics`, see [Watching a run]"
-        "(../observing.md).",
+        "The dashboard's address serves them under `/metrics`, see [Logging](../logging.md).",
         "",
         "| name | type | labels | |",
         "|---|---|---|---|",

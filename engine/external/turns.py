@@ -21,7 +21,7 @@ from tidegate.transport.messages import KvSpan, Prefill, SamplingParams, SubmitT
 
 ALWAYS_SUPPORTED = {"max_tokens", "temperature", "seed", "min_tokens", "cache_salt"}
 """Options that are accepted for every engine. External engines ignore seeds, so their samples are
-not reproducible (docs/engines.md). ``min_tokens`` is checked separately, because 0 is every
+not reproducible (docs/vllm-engine.md). ``min_tokens`` is checked separately, because 0 is every
 engine's default. The turn's cache salt is part of each request's salt."""
 
 LABELS_SHOWN_MAX = 4

@@ -307,7 +307,7 @@ def admit(
     if message.media:
         raise TurnRefused(
             "this engine reads tokens only: no images, audio or video; serve such models by vLLM "
-            "(engine_urls, docs/engines.md)"
+            "(engine_urls, docs/vllm-engine.md)"
         )
     sequence = EngineSequence(message, prompt, arrival)
     sequence.sampling.options = options.read(message, sequence.tokens)

@@ -195,7 +195,7 @@ class FleetSettings(SettingsRecord):
     engine_urls: tuple[str, ...] = ()
     """Inference servers that already run, such as ``vllm+http://127.0.0.1:8000``: each serves the
     run as an engine, by an adapter process that the run starts. Only they do, unless ``engines``
-    is set too; see docs/engines.md."""
+    is set too; see docs/vllm-engine.md."""
     cluster: Cluster | None = None
     """Cluster that places engines: Ray, on its nodes, where the model must be under the same path;
     None starts them on this machine. With Ray, keys are made for the run if none are given, and

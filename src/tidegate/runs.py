@@ -34,7 +34,7 @@ def serve(
     checkpoint's weights first.
 
     ``on_batch`` is called with the metrics of each batch just before the trainer gets it, on the
-    trainer's thread, e.g. ``lambda metrics: wandb.log(metrics)``; see docs/observing.md.
+    trainer's thread, e.g. ``lambda metrics: wandb.log(metrics)``; see docs/logging.md.
 
     Raises:
         ConfigError: a setting is unknown, out of range or impossible.
