@@ -1,8 +1,8 @@
 """Adapter of a vLLM server: tokens in and out, media, sleep and pauses over its RL routes.
 
 Implements ``EngineAdapter``; made by ``external/worker.py``. `vllm_releases.py` has the differences
-between releases, docs/vllm-engine.md the server's observed behaviour that the adapter relies on. vLLM
-sleeps as a whole and wakes by parts: to put only a part to sleep, the others are woken again.
+between releases, docs/vllm-engine.md the server's observed behaviour that the adapter relies on.
+vLLM sleeps as a whole and wakes by parts: to put only a part to sleep, the others are woken again.
 """
 
 import json
