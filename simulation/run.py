@@ -259,7 +259,7 @@ class SimulatedRun:
         assert self.scheduler is not None
         self.scheduler.engines.ended(name, why)
         if all(host.is_gone for host in self._hosts):
-            self.scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
+            self.scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
 
 async def _awaited(work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler) -> Result:

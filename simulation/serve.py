@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from typing_extensions import override
+
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.batch_metrics import OnBatch
@@ -31,10 +33,13 @@ class SimulatedRollouts(Rollouts):
         self.is_sync = False
         """Whether a :class:`SimulatedSyncRollouts` owns the rollouts and advances virtual time."""
 
+    @override
     def _make_run(self) -> Run:
+        self._timekeeper = Timekeeper(None, now_us=lambda: round(self._time.now_s * 1e6))
         return cast(Run, self.simulated)
 
-    def _start(self) -> Any:
+    @override
+    async def _enter(self) -> None:
         if self.is_sync and self._time.loop.is_running():
             raise RuntimeError(
                 "serve_sync would wait for the event loop that it is called on; use serve in an "
@@ -42,14 +47,13 @@ class SimulatedRollouts(Rollouts):
             )
         if not self.is_sync and not self._time.loop.is_running():
             raise RuntimeError(
-                "a simulated run is in virtual time, and what enters it here is not: enter it in "
-                "the async test itself (async fixtures have an event loop of their own), or in "
-                "what tidegate_virtual_time.run() runs"
+                "a simulated run must be entered on the loop of its virtual time: in the async "
+                "test itself (async fixtures have another event loop), or in a coroutine passed to "
+                "tidegate_virtual_time.run()"
             )
-        ready = super()._start()
-        self._keeper = Timekeeper(None, now_us=lambda: round(self._time.now_s * 1e6))
-        return ready
+        await super()._enter()
 
+    @override
     async def __aexit__(
         self,
         kind: type[BaseException] | None,

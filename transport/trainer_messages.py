@@ -117,7 +117,7 @@ class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_seque
     """Requests scores of given tokens from the engines' model."""
 
     requests: list[Any]
-    """The orchestrator's ``Asked`` records, each as a list of its fields in order."""
+    """The orchestrator's ``ScoreQuery`` records, each as a list of its fields in order."""
 
 
 class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):

@@ -1,7 +1,7 @@
 """Opens or creates a run's journal, and finds where a resumed run continues.
 
-``serve(resume=…)`` calls :func:`open_for` before anything is started. The trainer saves a small
-token with its weights; the journal has all events. Both must be of the same run, and fit.
+``serve(resume=…)`` calls :func:`open_run_journal` before anything is started. The trainer saves a
+small token with its weights; the journal has all events. Both must be of the same run, and fit.
 """
 
 import uuid
@@ -46,7 +46,7 @@ class ResumeToken(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class OpenedRun:
+class OpenedJournal:
     """A run's journal, if it has one, and where the run continues."""
 
     journal: RunJournal | None = None
@@ -64,7 +64,7 @@ class OpenedRun:
             self.file.close()
 
 
-def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
+def open_run_journal(settings: RunSettings, resume: Resume) -> OpenedJournal:
     """Open or create the journal that ``serve(resume=…)`` asks for.
 
     Raises:
@@ -75,7 +75,7 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
     if not settings.records.journal:
         if resume is not None:
             raise ConfigError("resume= goes on from a journal; give journal=True and its directory")
-        return OpenedRun()
+        return OpenedJournal()
     token = None if resume is None or resume is True else resume_token(resume)
     assert settings.records.run_directory is not None
     path = settings.records.run_directory / JOURNAL_FILE
@@ -84,7 +84,7 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
         make_private_directory(settings.records.run_directory)
         header = new_header(settings, uuid.uuid4().hex)
         file = Journal.create(path, header=msgspec.json.encode(header))
-        return OpenedRun(RunJournal(file, new_core(header, settings), header), file=file)
+        return OpenedJournal(RunJournal(file, new_core(header, settings), header), file=file)
     file = Journal.open(path)
     try:
         journal = _restored(file, settings)
@@ -98,7 +98,7 @@ def open_for(settings: RunSettings, resume: Resume) -> OpenedRun:
     except Exception as error:  # records of a foreign journal may break any assumption
         file.close()
         raise JournalCorrupt(path=path, where=str(error)) from error
-    return OpenedRun(journal, Resumed(token.batches, token.offer), file)
+    return OpenedJournal(journal, Resumed(token.batches, token.offer), file)
 
 
 def resume_token(resume: Mapping[str, Any]) -> ResumeToken:

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 OnBatch = Callable[[Mapping[str, float]], object]
 """User's callback, called with each batch's metrics on the trainer's thread, before the trainer
-gets the batch. An exception in it is logged and counted; the trainer gets the batch all the same.
+gets the batch. Exceptions of the callback are logged and counted; the trainer still gets the batch.
 """
 
 
-def refuse_unless_called(on_batch: object) -> None:
-    """Check a callback when the run starts, because later exceptions in it are only logged.
+def check_callback(on_batch: object) -> None:
+    """Check a callback when the run starts, because its later exceptions are only logged.
 
     Raises:
         ConfigError: the callback can't be called, or is async.
     """
     if not callable(on_batch) or inspect.iscoroutinefunction(on_batch):
         raise ConfigError(
-            f"on_batch must be a function that takes a batch's figures and isn't async, for it is "
-            f"called on the trainer's thread; got {on_batch!r:.80}"
+            f"on_batch must be a sync function that takes a batch's metrics, because it is called "
+            f"on the trainer's thread; got {on_batch!r:.80}"
         )
 
 
@@ -76,9 +76,9 @@ def tokens_by_lag(batch: "Batch") -> dict[int, int]:
     if not versions.size:
         return {}
     oldest = int(versions.min())
-    counts = np.bincount(versions - oldest)  # a few versions: sorting them takes ten times as long
-    lag = batch.trainer_version - oldest
-    return {lag - newer: int(n) for newer, n in reversed(list(enumerate(counts))) if n}
+    counts = np.bincount(versions - oldest)  # for few versions ten times as fast as np.unique
+    max_lag = batch.trainer_version - oldest
+    return {max_lag - newer: int(n) for newer, n in reversed(list(enumerate(counts))) if n}
 
 
 def _mean(values: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> float:

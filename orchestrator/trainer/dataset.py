@@ -27,15 +27,16 @@ PADDING: dict[str, int] = {"weight_versions": NOT_SAMPLED}
 
 
 class RolloutDataset(IterableDataset[Any]):
-    """A run's batches, for a ``DataLoader`` with ``batch_size=None`` and ``num_workers=0``.
+    """Iterable dataset of a run's batches, for a ``DataLoader`` with ``batch_size=None``.
 
         with tidegate.connect_sync(address, rank=rank, world_size=size) as rollouts:
             for batch in DataLoader(tidegate.RolloutDataset(rollouts), batch_size=None):
                 train_step(batch)
                 rollouts.publish(model.state_dict() if rank == 0 else None)
 
-    Each of several ranks gets its part. ``per="rollout"`` yields rows instead, to be collated by
-    :meth:`collate`; publish after the row with ``row["is_last"]``, the last of its batch.
+    Keep ``num_workers=0``. Each data-parallel rank gets its part of each batch. With
+    ``per="rollout"`` it yields rows for :meth:`collate`; publish after the row with
+    ``row["is_last"]``, the last of its batch.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RolloutDataset(IterableDataset[Any]):
         """
         super().__init__()
         if per not in ("batch", "rollout"):
-            raise ConfigError(f"a dataset gives one item per 'batch' or 'rollout', got per={per!r}")
+            raise ConfigError(f"a dataset yields items per 'batch' or 'rollout', got per={per!r}")
         self._rollouts = rollouts
         self._tasks = tasks
         self._episode = episode
@@ -67,12 +68,12 @@ class RolloutDataset(IterableDataset[Any]):
         """
         if get_worker_info() is not None:
             raise ConfigError(
-                "a run's batches come to the process that connected: use num_workers=0; nothing is "
-                "computed in reading them that another process could take over"
+                "only the process that connected to a run receives its batches; use num_workers=0, "
+                "which costs no speed because reading a batch computes nothing"
             )
         batches: Any = self._rollouts.batches
-        asked = () if self._tasks is None else (self._tasks,)
-        for batch in batches(*asked, episode=self._episode):
+        tasks = () if self._tasks is None else (self._tasks,)
+        for batch in batches(*tasks, episode=self._episode):
             if self._per == "batch":
                 yield batch
             else:

@@ -17,23 +17,25 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
 REASON = re.compile("[a-z][a-z0-9_]{0,39}")
-"""Form of a reason: it names an account of the ledger, and is a label in Prometheus."""
+"""Pattern of a reason, which becomes an account of the ledger and a Prometheus label."""
 
 NOT_TRAINED = "not_trained"
-"""Reason of rows that are discarded without another."""
+"""Reason of rows that are discarded without a given reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardedRows:
-    """Some rows of a batch, by their positions in the whole batch."""
+    """Rows of one batch that the trainer discards for one reason."""
 
     batch: int
     """Number of the batch."""
     rows: tuple[int, ...]
+    """Indices in the whole batch, also if a rank's part was given."""
     reason: str
+    """Account of the ledger that the rows' tokens move to."""
 
     async def report(self, scheduler: Scheduler) -> None:
-        """Count the rows as discarded; return once no crash can undo that.
+        """Count the rows as discarded; return once the journal has stored the event.
 
         Raises:
             ConfigError: the run doesn't keep this batch any more, or the batch has no such rows.
@@ -42,13 +44,13 @@ class DiscardedRows:
         if self.batch not in handed:
             kept = ", ".join(str(batch.number) for batch in handed.kept) or "none"
             raise ConfigError(
-                f"batch {self.batch} can't be changed any more: the run still knows {kept}. Say "
-                "what was left out before the next batch but one, and before ack()"
+                f"rows of batch {self.batch} can't be discarded any more, the run still keeps "
+                f"{kept}; report discarded rows before the next batch but one, and before ack()"
             )
         count = len(handed[self.batch].rows)
         if self.rows and not 0 <= min(self.rows) <= max(self.rows) < count:
             raise ConfigError(
-                f"batch {self.batch} has {count} rows, from 0; left out: {list(self.rows)}"
+                f"batch {self.batch} has {count} rows, got indices {list(self.rows)} to discard"
             )
         scheduler.handle([ev.RowsDiscarded(self.batch, self.rows, self.reason)])
         await scheduler.wait_until_safe()
@@ -57,37 +59,40 @@ class DiscardedRows:
 def discarded_rows(
     batch: "Batch | int", rows: Sequence[SupportsIndex], reason: str = NOT_TRAINED
 ) -> DiscardedRows:
-    """Return checked rows of a batch, or of a rank's part; of a number, of the whole batch.
+    """Check rows to discard, and return them by their indices in the whole batch.
+
+    ``rows`` are indices in ``batch``, which may be a rank's part. If ``batch`` is a number, they
+    are indices in the whole batch.
 
     Raises:
-        ConfigError: the reason is no name, a row is no number, or the part has no such row.
+        ConfigError: the reason or a row's type is not valid, or the batch has no such row.
     """
     if not REASON.fullmatch(reason):
         raise ConfigError(
-            "a reason for leaving rows out is up to 40 small letters, digits and underscores, got "
-            f"{reason!r}"
+            "a discard reason is up to 40 lowercase letters, digits and underscores, and begins "
+            f"with a letter; got {reason!r}"
         )
-    places = tuple(map(_place, rows))
+    indices = tuple(map(_row_index, rows))
     if isinstance(batch, int):
-        return DiscardedRows(batch, places, reason)
+        return DiscardedRows(batch, indices, reason)
     count = len(batch.rewards)
-    if places and not 0 <= min(places) <= max(places) < count:
+    if indices and not 0 <= min(indices) <= max(indices) < count:
         raise ConfigError(
-            f"batch {batch.number} has {count} rows here, from 0; left out: {list(places)}"
+            f"batch {batch.number} has {count} rows here, got indices {list(indices)} to discard"
         )
     if batch.shard is None:
-        return DiscardedRows(batch.number, places, reason)
+        return DiscardedRows(batch.number, indices, reason)
     if len(batch.shard.rows) != count:
         raise ConfigError(
-            f"batch {batch.number} has {count} rows here, and says of {len(batch.shard.rows)} "
-            "where they are in the whole batch: give the part that the run gave, and its own rows"
+            f"batch {batch.number} has {count} rows here, but its shard lists "
+            f"{len(batch.shard.rows)}; pass the batch as the run returned it"
         )
-    return DiscardedRows(batch.number, tuple(batch.shard.rows[place] for place in places), reason)
+    return DiscardedRows(batch.number, tuple(batch.shard.rows[row] for row in indices), reason)
 
 
-def _place(row: SupportsIndex) -> int:
-    """Return a row's number. A boolean mask is refused, because True would count as row 1."""
+def _row_index(row: SupportsIndex) -> int:
+    """Return a row's index. A boolean mask is refused, because True would count as row 1."""
     dtype = getattr(row, "dtype", None)
     if isinstance(row, bool) or (dtype is not None and str(dtype).endswith("bool")):
-        raise ConfigError(f"rows to leave out are numbers from 0, not a mask; got {row}")
+        raise ConfigError(f"rows to discard are indices from 0, not a boolean mask; got {row}")
     return operator.index(row)

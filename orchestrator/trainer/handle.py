@@ -12,7 +12,8 @@ import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, get_args
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.fleet.scores import (
@@ -36,7 +37,7 @@ class RunRequests(ABC):
     """Requests that a run answers, wherever it is. Arguments were checked by the handle."""
 
     @abstractmethod
-    async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
+    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         """Have engines score sequences."""
 
     @abstractmethod
@@ -49,11 +50,38 @@ class RunRequests(ABC):
 
     @abstractmethod
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        """Have all engines take memory again."""
+        """Have all engines allocate memory again."""
 
 
 class RunHandle(ABC):
-    """A run, for async code: scores, pauses and sleep. Subclasses add batches and weights."""
+    """Async handle of a run: scores, pauses and sleep. Use it in ``async with``.
+
+    Subclasses add batches and weights.
+    """
+
+    @abstractmethod
+    async def _enter(self) -> None:
+        """Start the run, or connect to it; return once it is ready."""
+
+    @abstractmethod
+    def _exit(self, error: BaseException | None) -> None:
+        """End the run, or leave it. ``error`` is what the caller's block or ``_enter`` raised."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._enter()
+        except BaseException as error:
+            self._exit(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit(error)
 
     @property
     @abstractmethod
@@ -67,9 +95,9 @@ class RunHandle(ABC):
     def refuse_blocking_call(self) -> None:  # noqa: B027 - most handles refuse nobody
         """Raise RuntimeError if the calling thread must not wait for the run, e.g. is its own."""
 
-    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
-        """Return the answers to prepared questions, of any kind, in their order."""
-        return await self._requests.score(asked)
+    async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        """Return the scores of prepared queries, of any kind, in their order."""
+        return await self._requests.score(queries)
 
     async def score(
         self,
@@ -83,16 +111,17 @@ class RunHandle(ABC):
 
         A sequence is a list, array or tensor of token ids, without padding; ``start`` is one
         position for all sequences or one for each, at least 1. Log-probs are raw: before every
-        sampling option but ``temperature``. Each sequence's are all of one weight version, which it
-        names; while weights are swapped, sequences may differ in that. Paused engines answer once
-        they resume. Scored tokens are not trained on, not in the ledger and not in the journal.
+        sampling option but ``temperature``. All log-probs of a sequence are of one weight version,
+        which its result names; sequences scored during a swap may have different versions. Paused
+        engines answer once they resume. Scored tokens are not trained on, and are neither in the
+        ledger nor in the journal.
 
         Raises:
             ScoreRefused: no engine can ever answer, e.g. because a sequence is too long.
             EngineLost: no engine is left, or several were lost with the same sequence.
         """
-        asked = logprob_queries(sequences, start, top_logprobs, temperature)
-        return cast("list[TokenScores]", await self.score_queries(asked))
+        queries = logprob_queries(sequences, start, top_logprobs, temperature)
+        return cast("list[TokenScores]", await self.score_queries(queries))
 
     async def embed(
         self,
@@ -106,22 +135,23 @@ class RunHandle(ABC):
         ``start`` is the first position that ``mean`` and ``none`` (all positions) take. Otherwise
         as :meth:`score`.
         """
-        asked = embedding_queries(sequences, pooling, start)
-        return cast("list[Readout]", await self.score_queries(asked))
+        queries = embedding_queries(sequences, pooling, start)
+        return cast("list[Readout]", await self.score_queries(queries))
 
     async def reward(self, sequences: Sequence[Any]) -> list[Readout]:
-        """Return what the model's classification head gives each sequence; as :meth:`score`."""
+        """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
         return cast("list[Readout]", await self.score_queries(reward_queries(sequences)))
 
     async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = False) -> None:
-        """Pause all engines; return once no turn runs on any, late joiners included.
+        """Pause all engines, also those that join later; return once no engine runs a turn.
 
-        ``abort`` ends running turns now; they wait with the tokens they have, and continue from
-        there. ``keep`` freezes them, KV intact; ``wait`` lets them finish. A later call's mode
-        replaces an earlier one's. Weights can be published meanwhile, and no episode's time runs.
+        ``abort`` ends running turns now; they keep their tokens, and continue from there after the
+        pause. ``keep`` freezes running turns, KV intact; ``wait`` lets them finish. A later call's
+        mode replaces an earlier one's. Weights can be published during a pause, and episodes'
+        timeouts are suspended.
 
         ``clear_cache`` has engines drop the contexts that they keep for later turns. A publish does
-        not need it: KV that old weights computed is never shared with turns of new ones.
+        not need it: KV that old weights computed is never shared with turns of new weights.
         """
         await self._requests.pause(checked_mode(mode), clear_cache=clear_cache)
 
@@ -138,14 +168,14 @@ class RunHandle(ABC):
     ) -> int:
         """Have all engines release memory to the system; return how many bytes they released.
 
-        They are paused by ``mode`` first, late joiners too. KV is dropped: turns frozen by
-        ``keep`` are computed again. Weights of ``level`` 1 go to a file; of level 2 nothing is
-        kept, and the next publish, or at the latest ``wake()``, brings them. A publish reaches
-        sleeping engines too, and wakes their weights and nothing else.
+        Engines are paused by ``mode`` first, also those that join later. KV is dropped: turns
+        frozen by ``keep`` are computed again. ``level`` 1 writes the weights to a file; level 2
+        discards them, and the next publish, or at the latest ``wake()``, sends them again. A
+        publish reaches sleeping engines too, and wakes only their weights.
 
         Raises:
             ConfigError: an engine can't sleep, or an argument is wrong.
-            SleepFailed: an engine could not, and says why. The others sleep.
+            SleepFailed: an engine failed to sleep, for the reason in the message. The others sleep.
         """
         if level not in get_args(SleepLevel):
             raise ConfigError(f"engines sleep at level 1 (offload) or 2 (discard), got {level!r}")
@@ -153,21 +183,21 @@ class RunHandle(ABC):
         return await self._requests.sleep(level, _checked_tags(tags), mode)
 
     async def wake(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Have all engines take memory again; without ``tags``, all that sleeps.
+        """Have all engines allocate the memory of ``tags`` again, by default of all tags.
 
-        Once nothing sleeps any more they resume, unless they were paused before. Waking
-        ``["weights"]`` first makes room for a publish that needs no KV.
+        Engines that have all their memory again resume, unless they were paused before the sleep.
+        Wake ``["weights"]`` first to publish before KV memory is allocated.
 
         Raises:
             ConfigError: there is no such tag.
-            SleepFailed: an engine finds no memory, or has no weights and gets none. All stay
+            SleepFailed: an engine finds no memory, or has no weights and receives none. All stay
                 paused; wake again.
         """
         await self._requests.wake(None if tags is None else _checked_tags(tags))
 
 
 class TrainerHandle(RunHandle):
-    """A run as its trainer holds it: also the trainer's weight version and checkpoint state."""
+    """Async handle of a run's trainer: adds the trainer's weight version and checkpoint state."""
 
     @property
     @abstractmethod
@@ -191,13 +221,13 @@ def checked_mode(mode: PauseMode) -> PauseMode:
         ConfigError: there is no such mode.
     """
     if mode not in get_args(PauseMode):
-        raise ConfigError(f"a pause's mode is 'abort', 'keep' or 'wait', got {mode!r}")
+        raise ConfigError(f"a pause mode is 'abort', 'keep' or 'wait', got {mode!r}")
     return mode
 
 
 def _checked_tags(tags: Sequence[MemoryTag]) -> Sequence[MemoryTag]:
     if isinstance(tags, str) or not tags or not set(tags) <= set(MEMORY_TAGS):
-        raise ConfigError(f"tags name what sleeps, some of {list(MEMORY_TAGS)}; got {tags!r}")
+        raise ConfigError(f"tags must be a list with some of {list(MEMORY_TAGS)}, got {tags!r}")
     return tags
 
 
@@ -205,10 +235,10 @@ def _checked_tags(tags: Sequence[MemoryTag]) -> Sequence[MemoryTag]:
 
 
 class _Driver(threading.local):
-    """Who drives the coroutine that runs on this thread."""
+    """Thread-local flag of what runs this thread's coroutine."""
 
     is_blocking = False
-    """Whether :func:`run_blocking` does; else an event loop does."""
+    """Whether :func:`run_blocking` runs the coroutine; otherwise an event loop does."""
 
 
 _DRIVER = _Driver()
@@ -218,7 +248,7 @@ _DRIVER = _Driver()
 def result_of(future: "concurrent.futures.Future[Result]") -> Generator[Any, Any, Result]:
     """Wait for a future of another thread, whether the caller has an event loop or blocks.
 
-    The only thing that a handle's coroutines wait for, so :func:`run_blocking` needs no loop.
+    Handles' coroutines await nothing else, so :func:`run_blocking` needs no event loop.
     """
     if _DRIVER.is_blocking:
         return cast(Result, (yield future))
@@ -226,7 +256,7 @@ def result_of(future: "concurrent.futures.Future[Result]") -> Generator[Any, Any
 
 
 _POOL = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="tidegate handle")
-"""Threads for work that blocks, such as uploading weights: a process has one run, seldom two."""
+"""Threads for work that blocks, such as uploading weights: few, because a process has one run."""
 
 
 async def in_thread(function: Callable[P, Result], /, *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -279,10 +309,22 @@ def blocking(
 
 
 class SyncHandle(Generic[HandleT]):
-    """An async handle, for code that is not async: each call returns once the work is done."""
+    """Sync handle of a run: each call returns once the work is done. Use it in ``with``."""
 
     def __init__(self, handle: HandleT) -> None:
         self._handle = handle
+
+    def __enter__(self) -> Self:
+        run_blocking(self._handle.__aenter__())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._handle._exit(error)
 
     score = blocking(RunHandle.score)
     embed = blocking(RunHandle.embed)

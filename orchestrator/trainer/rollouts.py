@@ -21,8 +21,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import msgspec
 import numpy as np
@@ -50,7 +49,7 @@ from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 from tidegate.orchestrator.trainer.batch_metrics import (
     OnBatch,
     batch_metrics,
-    refuse_unless_called,
+    check_callback,
     tokens_by_lag,
 )
 from tidegate.orchestrator.trainer.discarded_rows import NOT_TRAINED, discarded_rows
@@ -118,17 +117,17 @@ class LocalRequests(RunRequests):
         future = self._run.submit(work)
         try:
             return await result_of(future)
-        except concurrent.futures.CancelledError:  # the run's loop has ended under it
+        except concurrent.futures.CancelledError:  # the run's loop ended during the work
             raise self._run.failure() from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if future.cancelled() and task is not None and not task.cancelling():
-                raise self._run.failure() from None  # the run's loop has ended under it
+                raise self._run.failure() from None  # the run's loop ended during the work
             raise
 
     @override
-    async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
-        return await self.do(lambda scheduler: scheduler.scores.submit_all(asked))
+    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        return await self.do(lambda scheduler: scheduler.scores.submit_all(queries))
 
     @override
     async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
@@ -144,7 +143,7 @@ class LocalRequests(RunRequests):
 
 
 class Scorer(RunHandle):
-    """A run that scores, such as engines of a frozen reference model. Use it in ``async with``."""
+    """Async handle of a run that only scores, e.g. with a frozen reference model."""
 
     def __init__(self, settings: RunSettings, make_parts: MakeParts, resume: Resume = None) -> None:
         self.settings = settings
@@ -153,26 +152,10 @@ class Scorer(RunHandle):
         self._run: Run | None = None
         self._final: RunStatistics | None = None
         self._old_sigterm: Any = None
-        self._keeper = Timekeeper(None)
+        self._timekeeper = Timekeeper(None)
         self._forecaster = Forecaster()
         self._ages = BatchAges()
         self._batch_callback_errors = 0
-
-    async def __aenter__(self) -> Self:
-        try:
-            await asyncio.wrap_future(self._start())
-        except BaseException as error:
-            self._stop(error)
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop(error)
 
     @property
     def run_directory(self) -> Path | None:
@@ -220,19 +203,23 @@ class Scorer(RunHandle):
         return LocalRequests(self._running)
 
     def _make_run(self) -> Run:
-        return Run(self.settings, self._make_parts(self.settings), self._resume)
+        """Return the run and start the trainer's clock; simulated runs override it."""
+        run = Run(self.settings, self._make_parts(self.settings), self._resume)
+        self._timekeeper = Timekeeper(run.recorder)
+        return run
 
-    def _start(self) -> "concurrent.futures.Future[None]":
+    @override
+    async def _enter(self) -> None:
         if self._run is not None:
-            raise RuntimeError("a run is used once; call serve() again for another")
+            raise RuntimeError("a run can't be started twice; call serve() again")
         self._run = self._make_run()
-        self._keeper = Timekeeper(self._run.recorder)
         self._exit_on_sigterm()
         self._run.start()
         self._run.show(read=self._read, statistics=self._statistics_of)
-        return self._run.ready
+        await result_of(self._run.ready)
 
-    def _stop(self, error: BaseException | None = None) -> None:
+    @override
+    def _exit(self, error: BaseException | None = None) -> None:
         """End the run. ``error`` is what the caller's block raised, which must not be replaced."""
         if self._run is None or self._run.owner_pid != os.getpid():
             return  # a forked process leaves the run, its records and its engines to its parent
@@ -257,7 +244,7 @@ class Scorer(RunHandle):
             recorder.close()
         except RecordingFailed:
             if error is None:
-                raise  # else it is logged already, and must not hide why the block ended
+                raise  # otherwise it is logged already, and must not hide why the block ended
 
     def _sync_records(self) -> None:
         """Wait until what was recorded, and the statistics as of now, survive a crash."""
@@ -267,7 +254,7 @@ class Scorer(RunHandle):
             recorder.sync()
 
     def _exit_on_sigterm(self) -> None:
-        """End the program on SIGTERM as on Ctrl-C, engines first, unless it has its own handler."""
+        """End the program on SIGTERM as on Ctrl-C, engines first, unless a handler is installed."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._old_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -285,13 +272,14 @@ class Scorer(RunHandle):
         future = self._running.submit(work)
         while not future.done():
             if self._running.loop_watch.blocked is not None and scheduler is not None:
-                with contextlib.suppress(RuntimeError):  # it has just resumed, and changed things
+                # A loop that resumes just now may change a collection while it is read.
+                with contextlib.suppress(RuntimeError):
                     return read(scheduler)
             concurrent.futures.wait([future], CHECK_INTERVAL_S)
         return future.result()
 
     def _statistics_of(self, scheduler: Scheduler) -> RunStatistics:
-        core, usage = scheduler.core, self._keeper.usage()
+        core, usage = scheduler.core, self._timekeeper.usage()
         staleness, ledger = core.trained.staleness, core.ledger.snapshot()
         return RunStatistics(
             wall_s=usage.wall_s,
@@ -330,8 +318,8 @@ class Scorer(RunHandle):
             straggler_wait_groups=self._ages.groups,
             straggler_wait_s=self._ages.straggler_wait_s,
             episode_activity_s=scheduler.episode_seconds(),
-            trainer_activity_s=self._keeper.spent_s(),
-            publishes=self._keeper.publishes,
+            trainer_activity_s=self._timekeeper.spent_s(),
+            publishes=self._timekeeper.publishes,
             event_loop_longest_block_s=self._running.loop_watch.longest_block_s,
             batch_callback_errors=self._batch_callback_errors,
             forecast=self._forecaster.forecast(
@@ -343,7 +331,7 @@ class Scorer(RunHandle):
 
 
 class Rollouts(Scorer, TrainerHandle):
-    """A run, for a trainer that is async. Use it in ``async with``."""
+    """Async handle of a run in this process, for its trainer."""
 
     def __init__(
         self,
@@ -355,15 +343,15 @@ class Rollouts(Scorer, TrainerHandle):
     ) -> None:
         super().__init__(settings, make_parts, resume)
         if on_batch is not None:
-            refuse_unless_called(on_batch)
+            check_callback(on_batch)
         self._on_batch = on_batch
         self._mismatch_figures: dict[str, float] = {}
-        """Off-policy figures that the trainer gave for the batch before; the next batch's metrics
-        carry them."""
+        """Off-policy metrics that the trainer reported for the last batch. They are added to the
+        next batch's metrics."""
         self._version = 0
         self._batches = 0
         self._batches_call = 0
-        """Number of the newest call of ``batches()``: the one whose tasks are taken."""
+        """Number of the newest call of ``batches()``, whose tasks the run takes."""
         self._waiting_calls = 0
         """Number of ``batches()`` calls that wait for a batch now."""
         self._has_checked_threads = False
@@ -382,7 +370,7 @@ class Rollouts(Scorer, TrainerHandle):
     @property
     @override
     def is_resumed(self) -> bool:
-        """Whether this continues an earlier run; then publish the checkpoint's weights first."""
+        """Whether the run continues an earlier one; then publish the checkpoint's weights first."""
         return self._running.resumed is not None
 
     @override
@@ -396,7 +384,10 @@ class Rollouts(Scorer, TrainerHandle):
             ConfigError: the run keeps no journal, so it can't be resumed.
         """
         if not self._running.run_id:
-            raise ConfigError("a run without a journal can't be resumed; give serve() journal=True")
+            raise ConfigError(
+                "state_dict() needs a journal, without which a run can't be resumed; pass "
+                "journal=True to serve()"
+            )
         scheduler = self._running.scheduler
         offer = scheduler.core.tasks.offer if scheduler is not None else 0
         token = ResumeToken(self._running.run_id, self._batches, self._version, max(0, offer))
@@ -405,11 +396,11 @@ class Rollouts(Scorer, TrainerHandle):
     # ------------------------------------------------------------ batches
 
     async def batches(self, tasks: Tasks, *, episode: EpisodeFunction) -> AsyncIterator["Batch"]:
-        """Yield batches made from ``tasks``, until they are used up; the last may be smaller.
+        """Yield batches made from ``tasks`` until the tasks are used up; the last may be smaller.
 
-        ``tasks`` may be endless, sync or async; it is iterated, and ``episode`` runs, on the run's
-        own thread. Publish after each batch: until then its groups
-        count against the staleness bound.
+        ``tasks`` may be endless, sync or async. The run's own thread iterates over it and runs
+        ``episode``. Publish after each batch: until then the batch's groups count against the
+        staleness bound.
 
         After this iterator ends, or you break out of it, you may call ``batches()`` again; the new
         iterator also trains the unfinished tasks of the earlier one. Two at once are refused.
@@ -439,15 +430,16 @@ class Rollouts(Scorer, TrainerHandle):
     async def next_batch(self) -> "Batch | None":
         """Return the next batch, or None once the tasks are used up; raises as :meth:`batches`.
 
-        A call that is cancelled costs nothing: its batch goes back, and a later call gets it if it
-        is young enough by then. A trainer may ask ahead, during its train step; then it publishes
-        after each batch, and each batch's staleness is counted at the version that will train it.
+        A cancelled call loses no batch: the batch goes back to the run, and a later call gets it
+        unless its groups are too stale by then. A trainer may call this during its train step. If
+        it then publishes after each batch, each batch's staleness is counted at the version that
+        will train it.
         """
         self._mark("train")
         request = BatchRequest()
         try:
             while await self._requests.do(lambda scheduler: scheduler.wait_for_batch(request)):
-                if (batch := self._taken(request)) is not None:
+                if (batch := self._take(request)) is not None:
                     return batch
         except BaseException:
             self._close_request(request)
@@ -456,9 +448,9 @@ class Rollouts(Scorer, TrainerHandle):
         return None
 
     async def give_back(self, number: int) -> bool:
-        """Give the newest batch back, on which nobody has trained: the next call gets it anew.
+        """Give the newest batch, which was not trained on, back to the run for the next call.
 
-        Returns False if it is not the newest any more, or another call waits for a batch.
+        Returns False if the batch is not the newest any more, or another call waits for a batch.
         """
 
         async def work(scheduler: Scheduler) -> bool:
@@ -478,12 +470,12 @@ class Rollouts(Scorer, TrainerHandle):
     ) -> None:
         """Report that the trainer did not train on these rows of ``batch``, counted from 0.
 
-        Their tokens then count as discarded for ``reason``, and no longer as trained; their tasks
-        are not taken again. Report them before the next batch but one, and before a checkpoint that
-        holds the batch. ``batch`` may be its number.
+        The rows' tokens then count as discarded for ``reason``, and no longer as trained; their
+        tasks are not repeated. Report rows before the next batch but one, and before a checkpoint
+        that includes the batch. ``batch`` may be the batch's number.
 
         Raises:
-            ConfigError: it is too late, or there are no such rows.
+            ConfigError: the run no longer keeps the batch, or the batch has no such rows.
         """
         await self._requests.do(discarded_rows(batch, rows, reason).report)
 
@@ -500,11 +492,11 @@ class Rollouts(Scorer, TrainerHandle):
 
         Args:
             effective_sample_size: share of the batch that its importance weights leave, in (0, 1].
-            mismatch_kl: nats per token. policies.diagnostics computes both.
-            by_lag: what ``policies.diagnostics.measure_mismatch_by_lag`` returned.
+            mismatch_kl: KL divergence in nats per token. ``policies.diagnostics`` computes both.
+            by_lag: result of ``policies.diagnostics.measure_mismatch_by_lag``.
 
         Raises:
-            ConfigError: a value is out of range, or no number.
+            ConfigError: a value is out of range, or not a number.
         """
         measured = OffPolicyness(
             effective_sample_size=effective_sample_size, mismatch_kl=mismatch_kl
@@ -521,22 +513,22 @@ class Rollouts(Scorer, TrainerHandle):
             self._running.recorder.off_policy(reported)
 
     async def ack(self, state: Mapping[str, Any]) -> None:
-        """Acknowledge that this ``state_dict()`` is on disk: nothing before it need be kept.
+        """Acknowledge that this ``state_dict()`` is on disk, so that the run may drop older state.
 
-        Returns once what the run has recorded so far survives a crash, too: trajectories, metrics
-        of batches, statistics, weights.
+        Returns once the run's records so far survive a crash too: trajectories, batch metrics,
+        statistics, weights.
 
         Raises:
-            RecordingFailed: the disk refuses the run's records.
+            RecordingFailed: the run's records can't be written to disk.
         """
         token = resume_token(state)
         await in_thread(self._sync_records)
         await self._requests.do(lambda scheduler: scheduler.make_safe(token.batches, token.offer))
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
-        """Run one episode per task with the engines' present weights; never trained on.
+        """Run one episode per task with the engines' present weights, and never train on them.
 
-        The same tasks draw the same random numbers each time.
+        Each call with the same tasks uses the same sampling seeds.
         """
 
         async def work(scheduler: Scheduler) -> list[float | None]:
@@ -556,20 +548,21 @@ class Rollouts(Scorer, TrainerHandle):
     ) -> int:
         """Bring new weights to the engines while they decode; return the weights' version.
 
-        With ``partial`` only the tensors in it change, and the rest is that of the version before:
-        the newest published that didn't fail.
+        With ``partial``, only the tensors in ``state_dict`` change; all others keep their values of
+        the newest version whose publish did not fail.
 
-        ``wait``: ``live`` returns once all engines serve it, ``staged`` once all have it beside
-        their live weights, so that none can refuse it any more, ``none`` as soon as the tensors are
-        copied and may change. What fails after that is raised by the next publish or batch.
+        ``wait``: ``live`` returns once all engines serve the weights; ``staged`` once all engines
+        hold them beside their live weights, after which no engine can refuse them; ``none`` as soon
+        as the tensors are copied, so that the caller may change them. Later failures are raised by
+        the next publish or batch.
 
         A publish started during another one replaces it on engines that have not staged it yet;
-        both calls return when the newer weights are there. Until it is certain that the version
-        comes, no batch is handed over, so no batch's staleness is overstated.
+        both calls return when the newer weights arrive. No batch is handed over until it is certain
+        that the version succeeds, so no batch's staleness is overstated.
 
         Raises:
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
-            EngineLagging: an engine did not take them in time.
+            EngineLagging: an engine did not receive the weights in time.
             PublishDropped: a newer publish replaced this one, and writing its weights failed.
         """
         return await self._publish(WeightPublish(self._running, state_dict, wait, partial=partial))
@@ -580,9 +573,9 @@ class Rollouts(Scorer, TrainerHandle):
         """Have engines serve these weights in place of bad ones, under a new version; return it.
 
         Groups with a token of version ``first_bad`` or newer (default: the newest published) are
-        discarded as ``rolled_back``, and their tasks taken anew. Engines are paused meanwhile, and
-        stay so if it fails: what they serve is bad. It is a version like any other, so what waits
-        for training gets older by one.
+        discarded as ``rolled_back``, and their tasks are repeated. Engines are paused meanwhile,
+        and stay paused if the rollback fails, because the weights they serve are bad. The new
+        version counts like any other, so groups that wait for training age by one version.
 
         Raises:
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
@@ -602,12 +595,12 @@ class Rollouts(Scorer, TrainerHandle):
 
         ``adapter`` is a directory that PEFT's ``save_pretrained`` wrote; or tensors, as
         ``peft.get_peft_model_state_dict`` gives them, with their ``config``: a ``LoraConfig``, or a
-        mapping with ``r`` and ``lora_alpha``. Only these travel. It is a version like any other,
-        made of the version before and this adapter. Turns ask for it by ``generate(adapter=name)``,
-        or all do, by ``serve(adapter=name)``.
+        mapping with ``r`` and ``lora_alpha``. Only the adapter's tensors are sent. The new weight
+        version consists of the previous version and this adapter. Turns select the adapter by
+        ``generate(adapter=name)``, or all turns do with ``serve(adapter=name)``.
 
         Raises:
-            ConfigError: it is no LoRA adapter, or asks for more than engines have.
+            ConfigError: it is not a LoRA adapter, or needs features that engines lack.
             WeightsRefused, EngineLagging, PublishDropped: as :meth:`publish`.
         """
         return await self._publish(AdapterPublish(self._running, name, adapter, config, wait))
@@ -618,7 +611,7 @@ class Rollouts(Scorer, TrainerHandle):
         Running turns that use it are refused.
 
         Raises:
-            WeightsRefused: there is none of this name; else as :meth:`publish`.
+            WeightsRefused: no adapter has this name; otherwise as :meth:`publish`.
         """
         return await self._publish(AdapterRemoval(self._running, name, wait))
 
@@ -631,23 +624,23 @@ class Rollouts(Scorer, TrainerHandle):
 
     # ------------------------------------------------------------ the trainer's time and batches
 
-    def _start(self) -> "concurrent.futures.Future[None]":
-        ready = super()._start()
+    @override
+    async def _enter(self) -> None:
+        await super()._enter()
         if self._running.resumed is not None:
             self._batches = self._running.resumed.batches
             self._version = self._running.newest_version
-        return ready
 
     def _mark(self, ended: TrainerActivity) -> None:
         """Record in the time statistics that this activity of the trainer ends now."""
         scheduler = self._running.scheduler
         engines = scheduler.fleet.work() if scheduler is not None else {}
-        self._keeper.mark(ended, self._version, engines)
+        self._timekeeper.mark(ended, self._version, engines)
 
     def _published(self, call: WeightPublish) -> None:
-        """Note the end of a publish, whether it succeeded or not."""
+        """Update version, time statistics and records after a publish, successful or failed."""
         if not call.may_be_served:
-            return  # it failed before any engine swapped
+            return  # failed before any engine swapped
         self._version = max(self._version, call.version)
         self._mark("publish")
         if self._running.recorder is not None:
@@ -657,28 +650,28 @@ class Rollouts(Scorer, TrainerHandle):
         """Begin another call of ``batches()``, whose tasks replace those of the one before.
 
         Raises:
-            ConfigError: another call waits for a batch; its tasks would never be taken.
+            ConfigError: another call waits for a batch; its tasks would never be used.
         """
         if self._waiting_calls:
             raise ConfigError(
-                "batches() was called while another batches() of this run waits for a batch: one "
-                "run takes tasks from one iterator at a time. Join them (itertools.chain), or "
-                "break out of the first"
+                "batches() was called while another batches() of this run waits for a batch, and a "
+                "run takes tasks from one iterator at a time; join the tasks with itertools.chain, "
+                "or break out of the first loop"
             )
         self._batches_call += 1
         return self._batches_call
 
     async def _next_batch_of(self, call: int) -> "Batch | None":
-        """Return the next batch to this call of ``batches()``.
+        """Return the next batch for this call of ``batches()``.
 
         Raises:
             ConfigError: a later call has replaced its tasks.
         """
         if call != self._batches_call:
             raise ConfigError(
-                "another batches() of this run was called meanwhile, and its tasks took the place "
-                "of these: what was taken of these is trained there, and the rest is not taken. "
-                "Go on with the newer one; to train on both, join them (itertools.chain)"
+                "a later batches() of this run has replaced these tasks; the tasks already started "
+                "are trained by the later one, the others are skipped. Use the later iterator; to "
+                "train on both, join the tasks with itertools.chain"
             )
         self._waiting_calls += 1
         try:
@@ -686,11 +679,11 @@ class Rollouts(Scorer, TrainerHandle):
         finally:
             self._waiting_calls -= 1
 
-    def _taken(self, request: BatchRequest) -> "Batch | None":
-        """Take the batch on offer to a request; None: it was withdrawn, wait for the next offer.
+    def _take(self, request: BatchRequest) -> "Batch | None":
+        """Take the batch offered to a request; return None if the offer was withdrawn.
 
-        The batch is built before it is taken, and acknowledged last: whatever is raised in between,
-        :meth:`_close_request` can give it back.
+        The batch is built before it is taken and acknowledged last, so that after an exception in
+        between :meth:`_close_request` can give it back.
         """
         from tidegate.orchestrator.batches.batches import batch_of_rows  # imports torch
 
@@ -712,18 +705,18 @@ class Rollouts(Scorer, TrainerHandle):
         return batch
 
     def _close_request(self, request: BatchRequest) -> None:
-        """End a call for a batch without one: what was offered to it, or taken, goes back."""
+        """End a request without a batch; give back a batch that was offered or taken."""
         if (handover := request.batch) is not None:
             self._batches = min(self._batches, handover.number - 1)
         self._post(lambda scheduler: scheduler.close_batch_request(request))
 
     def _post(self, action: Callable[[Scheduler], object]) -> None:
-        """Have something done on the run's loop after all that was asked for so far."""
+        """Schedule ``action`` on the run's loop, after all work submitted before."""
 
         async def work(scheduler: Scheduler) -> None:
             action(scheduler)
 
-        with contextlib.suppress(Exception):  # the run has ended, and says by itself of what
+        with contextlib.suppress(Exception):  # if the run has ended, other calls raise the reason
             self._running.submit(work)
 
     def _record_batch(
@@ -736,7 +729,11 @@ class Rollouts(Scorer, TrainerHandle):
         recorder = self._running.recorder
         if recorder is None and self._on_batch is None:
             return
-        metrics = {**batch_metrics(batch, self._keeper.usage()), **ages, **self._mismatch_figures}
+        metrics = {
+            **batch_metrics(batch, self._timekeeper.usage()),
+            **ages,
+            **self._mismatch_figures,
+        }
         self._mismatch_figures = {}
         if recorder is not None:
             advantages, version = batch.advantages.tolist(), handover.trainer_version
@@ -750,12 +747,12 @@ class Rollouts(Scorer, TrainerHandle):
             self._call_on_batch(self._on_batch, metrics)
 
     def _call_on_batch(self, on_batch: OnBatch, metrics: dict[str, float]) -> None:
-        """Call the user's callback; the trainer gets its batch whatever that raises."""
+        """Call the user's callback; log and count its exceptions, so the trainer gets the batch."""
         try:
             on_batch(metrics)
         except Exception as error:
             self._batch_callback_errors += 1
-            log.error("on_batch raised; the trainer gets its batch all the same", exc_info=error)
+            log.error("on_batch raised; the batch is handed to the trainer anyway", exc_info=error)
 
     def _forecast_from(self, batch: "Batch") -> None:
         scheduler = self._running.scheduler
@@ -765,29 +762,13 @@ class Rollouts(Scorer, TrainerHandle):
             batch.staleness.numpy(),
             batch.rollout_ids.numpy(),
             trainer_version=batch.trainer_version,
-            usage=self._keeper.usage(),
+            usage=self._timekeeper.usage(),
             engines=scheduler.fleet.statistics() if scheduler is not None else (),
         )
 
 
 class SyncScorer(SyncHandle[Scorer]):
-    """A :class:`Scorer`, for code that is not async. Use it in ``with``."""
-
-    def __enter__(self) -> Self:
-        try:
-            self._handle._start().result()
-        except BaseException as error:
-            self._handle._stop(error)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._handle._stop(error)
+    """Sync variant of :class:`Scorer`."""
 
     @property
     def settings(self) -> RunSettings:
@@ -816,16 +797,13 @@ class SyncScorer(SyncHandle[Scorer]):
         """As :meth:`Scorer.note`."""
         self._handle.note(**facts)
 
-    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
-        """As :meth:`RunHandle.score_queries`, which code on any event loop may await."""
-        return await self._handle.score_queries(asked)
+    async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        """As :meth:`RunHandle.score_queries`; code on any event loop may await it."""
+        return await self._handle.score_queries(queries)
 
 
 class SyncRollouts(SyncTrainerHandle, SyncScorer):
-    """A run, for a trainer that is not async: :class:`Rollouts`, whose calls block.
-
-    Use it in ``with``.
-    """
+    """Sync variant of :class:`Rollouts`, whose calls block."""
 
     _handle: Rollouts
 
@@ -860,25 +838,25 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
 def warn_if_oversubscribed(settings: RunSettings) -> None:
     """Warn if torch has more threads in the trainer's process than engines leave cores free.
 
-    OpenMP's threads spin while they wait for each other; with fewer cores than threads, each waits
-    for one that isn't running, and a run was seen to take eight times as long.
+    OpenMP's threads spin while they wait for each other. With fewer cores than threads, they spin
+    for threads that are not running: one run took eight times as long.
     """
     import torch
 
     if not settings.engine_processes or settings.engine.device != "cpu":
         return
-    in_engines = settings.engine_processes * settings.engine_threads
-    left = max(1, cores() - in_engines)
-    if (threads := torch.get_num_threads()) > left:
+    engine_threads = settings.engine_processes * settings.engine_threads
+    free_cores = max(1, cores() - engine_threads)
+    if (threads := torch.get_num_threads()) > free_cores:
         log.warning(
             "torch_threads=%d cores=%d engine_threads=%d: the trainer's torch and the engines have "
             "more threads than there are cores, and slow each other down; set OMP_NUM_THREADS=%d, "
             "or call torch.set_num_threads(%d)",
             threads,
             cores(),
-            in_engines,
-            left,
-            left,
+            engine_threads,
+            free_cores,
+            free_cores,
         )
 
 

@@ -32,7 +32,7 @@ from tidegate.orchestrator.episodes.contained_tasks import ContainedExit, contai
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import read_model_files
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, Engines
-from tidegate.orchestrator.journal.resuming import Resume, open_for
+from tidegate.orchestrator.journal.resuming import Resume, open_run_journal
 from tidegate.orchestrator.scheduler.gc_tuning import RARE_LOOKS, young_objects_max
 from tidegate.orchestrator.scheduler.loop_watch import LoopWatch
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -56,12 +56,12 @@ log = logging.getLogger("tidegate")
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """Parts of a run that its settings choose: where engines run, and its observers."""
+    """Parts of a run that its settings choose."""
 
-    site: EngineLauncher
-    """Place where the run's engines are started."""
+    launcher: EngineLauncher
+    """Starts the run's engines."""
     observers: RunObservers | None = None
-    """Recorder and dashboard; None: nobody observes the run."""
+    """Recorder and dashboard; None if the run has neither."""
 
 
 class Run:
@@ -72,29 +72,29 @@ class Run:
         self.owner_pid = os.getpid()
         """Process that has the run's thread, sockets and engines; a forked child has none."""
         self.observers = parts.observers
-        self._site = parts.site
+        self._launcher = parts.launcher
         self.recorder: Recorder | None = None
         """Recorder of the run's events; None: nothing is recorded."""
         with contextlib.ExitStack() as undo:
             if parts.observers is not None:
                 undo.callback(parts.observers.close)
             self.model = read_model_files(settings.model)
-            # The journal after all that settings can spoil: once made, it stays on disk.
-            self._opened = open_for(settings, resume)
-            undo.callback(self._opened.close)
+            # After everything that wrong settings can break, because a new journal stays on disk.
+            self._journal = open_run_journal(settings, resume)
+            undo.callback(self._journal.close)
             self.channel = open_channel(
                 settings.weights,
-                self._site,
+                self._launcher,
                 device=settings.engine.device,
                 run_directory=settings.records.run_directory,
             )
             undo.callback(self.channel.close)
             self.written = WrittenTensors()
-            """Tensors written to that channel. Only the publish that has the buffer uses it."""
+            """Tensors written to the channel. Only the publish that holds the buffer uses them."""
             self._scheduler: Scheduler | None = None
             self._loop: asyncio.AbstractEventLoop | None = None
             if parts.observers is not None:
-                self.recorder = parts.observers.open(self._opened.resumed, self._records_failed)
+                self.recorder = parts.observers.open(self._journal.resumed, self._records_failed)
             undo.pop_all()
         self.ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done once every engine has joined; failed, with the reason, if the run can't start."""
@@ -103,7 +103,8 @@ class Run:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._is_ending = False
-        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._submitted: set[concurrent.futures.Future[Any]] = set()
+        """Futures of submitted work that is not done."""
         self.loop_watch = LoopWatch(
             limit_s=settings.episodes.episode_timeout_s, on_blocked=self._abandon
         )
@@ -141,7 +142,7 @@ class Run:
             return
         if self._thread.ident is None:
             self.channel.close()
-            self._opened.close()
+            self._journal.close()
             return
         self._is_up.wait()
         loop = self._loop
@@ -150,13 +151,16 @@ class Run:
                 loop.call_soon_threadsafe(self._end)
         self._thread.join(EPISODES_END_TIMEOUT_S)
         if self._thread.is_alive():
-            log.error("episodes go on although they were cancelled; their thread is left to itself")
+            log.error(
+                "episodes still run %.0f s after their cancel; their thread is abandoned",
+                EPISODES_END_TIMEOUT_S,
+            )
             if self._engines is not None:
                 self._engines.kill_all()
 
     def _end(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.stop_journal()  # before episodes are cancelled: it is to go on
+            self._scheduler.stop_journal()  # first, so that a resumed run continues the episodes
         if self._main is not None:
             self._main.cancel()
 
@@ -183,20 +187,23 @@ class Run:
             except Exception:
                 if not self._is_ending:
                     raise
-            raise self.failure()  # that is why, whatever it met among closed sockets
+            raise self.failure()  # the cause, rather than an error of a closed socket
 
         with self._lock:
             if self._is_ending:
                 raise self.failure()
             future = asyncio.run_coroutine_threadsafe(run(), loop)
-            self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+            self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
         return future
 
     def refuse_own_thread(self) -> None:
         """Raise RuntimeError if the caller is the run itself: an episode, or a task iterator."""
         if self.is_own_thread:
-            raise RuntimeError("a run can't be asked from its own episodes: they would wait for it")
+            raise RuntimeError(
+                "a blocking call of a run from its own episode or task iterator would deadlock; "
+                "use the Episode's methods, or another run"
+            )
 
     @property
     def is_own_thread(self) -> bool:
@@ -211,18 +218,18 @@ class Run:
     @property
     def resumed(self) -> Resumed | None:
         """Position from which the run continues after a crash; None for a new run."""
-        return self._opened.resumed
+        return self._journal.resumed
 
     @property
     def run_id(self) -> str:
         """Id of the run, the same after each resume; empty without a journal."""
-        journal = self._opened.journal
+        journal = self._journal.journal
         return journal.header.run_id if journal is not None else ""
 
     @property
     def newest_version(self) -> int:
-        """Newest weight version that the journal knows of, from before this process."""
-        journal = self._opened.journal
+        """Newest weight version in the journal, published by an earlier process; 0 if none."""
+        journal = self._journal.journal
         return journal.core.trainer_version if journal is not None else 0
 
     @property
@@ -244,13 +251,13 @@ class Run:
                 uvloop.run(self._serve())
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits for the run
+        except BaseException as error:  # noqa: BLE001 - raised by every call of the run
             self._failure = cause_of(error)
         finally:
             self._loop = None
             self._is_up.set()
             self.loop_watch.stop()
-            for future in list(self._asked):
+            for future in list(self._submitted):
                 if not future.done():
                     future.set_exception(self.failure())
             self.channel.close()
@@ -266,23 +273,23 @@ class Run:
                 loop.call_soon_threadsafe(scheduler.fail, failure)
 
     def _abandon(self, error: RunBlocked) -> None:
-        """End what can be ended without the event loop, which is blocked in some code for good."""
+        """Fail all calls and kill the engines, because user code blocks the event loop for good."""
         log.error("run=failed why=%r", str(error))
         with self._lock:
             self._failure, self._is_ending = error, True
-        for future in list(self._asked):
+        for future in list(self._submitted):
             if not future.done():
                 future.set_exception(error)
         if self._engines is not None:
             self._engines.kill_all()
         loop = self._loop
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # should it ever go on, it is to end
+            with contextlib.suppress(RuntimeError):  # the loop ends if it is ever unblocked
                 loop.call_soon_threadsafe(self._end)
 
     def _close_journal(self) -> BaseException | None:
         try:
-            self._opened.close()
+            self._journal.close()
         except JournalError as error:
             return error
         return None
@@ -293,7 +300,7 @@ class Run:
         self._loop.set_task_factory(contained_task)
         self._is_up.set()
         self.loop_watch.start()
-        router = RouterSocket(self._site.address, name="orchestrator", keys=self._site.keys)
+        router = RouterSocket(self._launcher.address, name="orchestrator", keys=self._launcher.keys)
         private = PrivateDirectory("logs")
         try:
             directory = self.settings.records.run_directory or private.path
@@ -309,8 +316,8 @@ class Run:
             router,
             self.channel.init(),
             recorder=self.recorder,
-            journal=self._opened.journal,
-            resume=self._opened.resumed,
+            journal=self._journal.journal,
+            resume=self._journal.resumed,
             diary=EpisodeTracer(self.recorder.episode_interval)
             if self.recorder is not None and self.recorder.keeps_episodes
             else None,
@@ -318,17 +325,17 @@ class Run:
         )
         self._scheduler = scheduler
         if self.recorder is not None and self.recorder.failure is not None:
-            scheduler.fail(self.recorder.failure)  # it was refused before there was a loop
+            scheduler.fail(self.recorder.failure)  # it failed before the loop ran
 
         def on_exit(name: str, why: str) -> None:
             scheduler.engines.ended(name, why)
             if not self.ready.done():
                 scheduler.fail(EngineStartFailed(engine=name, why=why))
             elif engines.are_gone and not scheduler.fleet.engines:
-                scheduler.fail(EngineLost(f"the last engine is gone; {name!r}: {why}"))
+                scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
         address = as_seen_here(router.address)
-        engines = self._site.engines(address, logs, on_exit=on_exit)
+        engines = self._launcher.engines(address, logs, on_exit=on_exit)
         self._engines = engines
         scheduler.engines.on_silent = engines.kill
         try:
@@ -363,7 +370,7 @@ class Run:
             raise EngineStartFailed(
                 engine=f"{wanted - joined} of {wanted}",
                 why="; ".join(refused)
-                or f"not there after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
+                or f"not ready after {timeout_s:.0f} s; raise engine_start_timeout_s if loading "
                 f"this model takes longer",
             ) from None
 
@@ -378,7 +385,7 @@ def cause_of(error: BaseException) -> BaseException:
         return error
     if isinstance(error, ContainedExit):
         error = error.__cause__ or error
-    # Raised in the trainer's thread as it is, it would end the trainer, and maybe with status 0.
-    closed = RunClosed(f"the run has ended, for code on its event loop raised {error!r}")
+    # A SystemExit raised in the trainer's thread would end the trainer, maybe with status 0.
+    closed = RunClosed(f"the run has ended because code on its event loop raised {error!r}")
     closed.__cause__ = error
     return closed

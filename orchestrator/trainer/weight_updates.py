@@ -2,8 +2,8 @@
 
 Trainers' handles and the vLLM-compatible server run them on the run's event loop: reserve the
 weight channel, write the tensors in a thread, publish the version. A cancelled update leaves
-nothing reserved; a write that has begun is finished first, because nobody else may write until
-then. :mod:`tidegate.orchestrator.core.weight_control` decides everything else.
+nothing reserved; a write that has begun is finished first, because the channel has one writer at a
+time. :mod:`tidegate.orchestrator.core.weight_control` decides everything else.
 """
 
 import asyncio
@@ -56,13 +56,13 @@ class WeightPublish:
             ConfigError: ``wait`` has no such value.
         """
         if wait not in get_args(PublishWait):
-            raise ConfigError(f"publish waits until 'live', 'staged' or 'none', got wait={wait!r}")
+            raise ConfigError(f"wait must be 'live', 'staged' or 'none', got {wait!r}")
         self._run = run
         self.state_dict = state_dict
         self._wait: PublishWait = wait
         self._change: Change = laid_over if partial else anew
         self._is_part = partial
-        """Whether the version has tensors besides these, of the version before."""
+        """Whether the version takes all other tensors from the version before."""
         self._reserved: Reserved | None = None
         self.version = -1
         """Version of the weights; -1 until one is reserved."""
@@ -70,7 +70,7 @@ class WeightPublish:
         """Parts of the version besides these tensors, for the run's record."""
         self._has_returned = False
         self._first_bad: int | None = None
-        """First bad version of a rollback; None: this is none."""
+        """First bad version of a rollback; None for other updates."""
 
     @property
     def may_be_served(self) -> bool:
@@ -93,7 +93,7 @@ class WeightPublish:
         )
         self._reserved = reserved
         try:
-            chunks = await self._written(reserved)
+            chunks = await self._write_in_thread(reserved)
         except BaseException:
             control.release()
             raise
@@ -102,13 +102,16 @@ class WeightPublish:
             reserved.version,
             chunks,
             self._wait,
-            self._changed,
+            self._content_after,
             is_rollback=self._first_bad is not None,
         )
         self._has_returned = True
         return reserved.version
 
-    def _changed(self, before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
+    def _content_after(
+        self, before: WeightContent, parts: Sequence[UpdateWeights]
+    ) -> WeightContent:
+        """Return the version's content, and note for the record what it is made of."""
         content = self._change(before, parts)
         adapters = {
             name: ArchivedAdapter(part.version, part.adapter.scale)
@@ -119,8 +122,8 @@ class WeightPublish:
         self.parts = msgspec.structs.replace(self.parts, over=over, adapters=adapters)
         return content
 
-    async def _written(self, reserved: Reserved) -> list[UpdateWeights]:
-        """Write the weights to the channel, in a thread; return the messages that say where."""
+    async def _write_in_thread(self, reserved: Reserved) -> list[UpdateWeights]:
+        """Write the weights to the channel, in a thread; return messages that locate them."""
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(None, self._write, reserved)
         try:
@@ -147,12 +150,12 @@ class WeightPublish:
             )
         buffers = named_buffers(self.state_dict)
         if reserved.deltas_over is not None:
-            others = written.changed(version, buffers, before=reserved.deltas_over)
-            if others is not None:
-                buffers, self._change = others, laid_over
+            changed = written.changed(version, buffers, before=reserved.deltas_over)
+            if changed is not None:
+                buffers, self._change = changed, laid_over
             if not buffers:
                 return []
-        # Of what is sent, not of what was written: so an error in between shows too.
+        # Computed over the source tensors, so that an error of the copy shows too.
         sums = checksums(buffers) if settings.weight_checksums else {}
         chunks = channel.write(version, buffers, keep=keep)
         return with_checksums(chunks, sums) if sums else chunks
@@ -168,8 +171,8 @@ class WeightRollback(WeightPublish):
         super().__init__(run, state_dict, "live")
         if first_bad < 1:
             raise ConfigError(
-                f"first_bad={first_bad}: version 0 is the model directory's, and what is published "
-                f"counts from 1; there is nothing before it to roll back to"
+                f"first_bad must be >= 1, because version 0 is the model directory's weights and "
+                f"there are none before it; got {first_bad}"
             )
         self._first_bad = first_bad
 
@@ -188,7 +191,7 @@ class AdapterPublish(WeightPublish):
         """Read the adapter.
 
         Raises:
-            ConfigError: engines could not serve it as a LoRA adapter.
+            ConfigError: it is not a LoRA adapter that engines can serve.
         """
         loaded = load_adapter(adapter, config)
         super().__init__(run, loaded.tensors, wait, partial=True)
@@ -213,6 +216,6 @@ class AdapterRemoval(WeightPublish):
         known = scheduler.control.state.adapters_before
         if self._name not in known:
             raise WeightsRefused(
-                f"no adapter {self._name!r} is published, there are {sorted(known) or 'none'}"
+                f"no adapter {self._name!r} is published; published are {sorted(known) or 'none'}"
             )
         return await super().run(scheduler)

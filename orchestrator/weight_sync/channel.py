@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_channel(
-    settings: WeightSettings, site: EngineLauncher, *, device: str, run_directory: Path | None
+    settings: WeightSettings, launcher: EngineLauncher, *, device: str, run_directory: Path | None
 ) -> WeightSender | CudaIpcSender:
     """The run's end of its weight channel.
 
@@ -34,7 +34,9 @@ def open_channel(
             return CudaIpcSender(find_gpu(device))
         except WeightsRefused as error:
             raise ConfigError(f"weight_channel='cuda_ipc': {error}") from error
-    return sender(settings.weight_channel, run_directory, address=site.address, keys=site.keys)
+    return sender(
+        settings.weight_channel, run_directory, address=launcher.address, keys=launcher.keys
+    )
 
 
 def write_on_gpu(

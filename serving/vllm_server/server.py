@@ -165,7 +165,7 @@ class VLLMServer(SyncRollouts):
             with contextlib.suppress(Exception, concurrent.futures.CancelledError):
                 self._serving.result(END_TIMEOUT_S)
         self._receiver.close()
-        self._rollouts._stop()
+        self._rollouts._exit()
         self._socket.close()
 
     # ------------------------------------------------------------ on the run's loop

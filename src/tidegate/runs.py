@@ -127,13 +127,13 @@ def run_parts(settings: RunSettings) -> RunParts:
 
     observers = Observers(settings)
     try:
-        return RunParts(_site_of(settings), observers)
+        return RunParts(_launcher_of(settings), observers)
     except BaseException:
         observers.close()
         raise
 
 
-def _site_of(settings: RunSettings) -> EngineLauncher:
+def _launcher_of(settings: RunSettings) -> EngineLauncher:
     if settings.fleet.cluster == "ray":
         from tidegate.integrations.ray.on_ray import RayCluster
 

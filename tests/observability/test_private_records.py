@@ -9,7 +9,7 @@ import pytest
 
 from tests.observability.test_recording import some_statistics
 from tidegate.observability.recording import RunRecorder
-from tidegate.orchestrator.journal.resuming import open_for
+from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings
 
 
@@ -27,7 +27,9 @@ def mode(path: Path) -> int:
 def record(directory: Path, model: Path) -> None:
     """Keep a run's journal open while its records are made, so that all of its files exist."""
     (model / "config.json").write_text("{}")
-    opened = open_for(run_settings(model=model, journal=True, run_directory=directory), None)
+    opened = open_run_journal(
+        run_settings(model=model, journal=True, run_directory=directory), None
+    )
     with RunRecorder(directory, settings={}, model=model) as recorder:
         recorder.finish(some_statistics())
     assert {"journal.db", "journal.db-wal", "journal.db-lock", "trajectories.parquet"} <= {

@@ -1,6 +1,7 @@
 """Encoding of a batch for a trainer in another process: a header message and column frames.
 
-The decoded batch equals the run's bit for bit; padding is not sent, and made anew.
+`service.py` encodes, the remote handle decodes. The decoded batch equals the run's bit for bit;
+padding is not sent but added again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,18 +19,18 @@ from tidegate.transport.trainer_messages import BatchReply
 def batch_to_wire(
     batch: Batch, journal: Mapping[str, Any] | None = None, *, version: int = 0
 ) -> tuple[BatchReply, list[bytes]]:
-    """Return the header message and its frames. Tasks that are no plain data arrive as None.
+    """Return the header message and its frames. Tasks that MessagePack can't hold become None.
 
     ``version`` is the newest published weight version.
     """
     columns, frames = to_frames(
         (name, column.numpy()) for name, column in batch_columns(batch).items()
     )
-    places: dict[int, int] = {}
+    index_by_id: dict[int, int] = {}
     tasks: list[object] = []
     for task in batch.tasks:
-        if id(task) not in places:
-            places[id(task)] = len(tasks)
+        if id(task) not in index_by_id:
+            index_by_id[id(task)] = len(tasks)
             tasks.append(task if _is_plain(task) else None)
     shard = batch.shard or Shard(0, 1, len(batch.rewards), batch.sampled_tokens)
     message = BatchReply(
@@ -37,7 +38,7 @@ def batch_to_wire(
         trainer_version=batch.trainer_version,
         columns=columns,
         tasks=tasks,
-        task_of_row=[places[id(task)] for task in batch.tasks],
+        task_of_row=[index_by_id[id(task)] for task in batch.tasks],
         rank=shard.rank,
         world_size=shard.world_size,
         rows_total=shard.rows_total,
@@ -55,13 +56,15 @@ def batch_from_wire(message: BatchReply, frames: Sequence[bytes]) -> Batch:
     Raises:
         BadFrame: header and frames don't fit each other.
     """
-    if any(place >= len(message.tasks) for place in message.task_of_row):
-        raise BadFrame("a row of a batch is of a task that is not there")
+    if any(index >= len(message.tasks) for index in message.task_of_row):
+        raise BadFrame(
+            f"a batch's rows refer to task {max(message.task_of_row)} of {len(message.tasks)}"
+        )
     totals = message.rows_total, message.sampled_tokens_total, tuple(message.rows)
     facts = BatchFacts(
         number=message.batch_number,
         trainer_version=message.trainer_version,
-        tasks=tuple(message.tasks[place] for place in message.task_of_row),
+        tasks=tuple(message.tasks[index] for index in message.task_of_row),
         shard=Shard(message.rank, message.world_size, *totals) if message.world_size > 1 else None,
     )
     return laid_out(facts, tensors_of(message.columns, frames))

@@ -45,15 +45,15 @@ def from_frames(columns: Sequence[Column], frames: Sequence[bytes]) -> list[Arra
     arrays, start = [], 0
     for column in columns:
         if column.dtype not in NUMPY_DTYPES:
-            raise BadFrame(f"an array {column.name!r} of dtype {column.dtype!r}")
+            raise BadFrame(f"array {column.name!r} has unsupported dtype {column.dtype!r}")
         end = start + column.count * ITEM_BYTES[column.dtype]
         if end > len(stream):
-            raise BadFrame(f"{len(stream)} bytes, and {column.name!r} ends at {end}")
+            raise BadFrame(f"array {column.name!r} ends at byte {end} of {len(stream)}")
         dtype = np.dtype(column.dtype)
         arrays.append(np.frombuffer(stream, dtype, column.count, start))
         start = end
     if start != len(stream):
-        raise BadFrame(f"{len(stream)} bytes where {start} belong")
+        raise BadFrame(f"the frames hold {len(stream)} bytes, the columns describe {start}")
     return arrays
 
 

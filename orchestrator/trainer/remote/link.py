@@ -1,7 +1,7 @@
 """Connection of a remote trainer to its run: a ZeroMQ DEALER on a thread, with futures for replies.
 
 The remote handle sends numbered requests through it. The thread sends heartbeats while a train step
-computes, repeats lost requests, and gives up a run that is silent.
+computes, repeats lost requests, and fails all requests once the run has been silent for too long.
 """
 
 import concurrent.futures
@@ -38,13 +38,13 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger("tidegate")
 
 
-class MayRetry(Exception):
+class RetryLater(Exception):
     """The run refuses a request for now, for the reason in the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """An answer, and the frames that follow it."""
+    """A request's answer, and the frames that follow the answer on the wire."""
 
     answer: wire.AnyTrainerReply
     frames: Sequence[bytes]
@@ -54,7 +54,7 @@ AnswerFuture = concurrent.futures.Future[RequestAnswered]
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingRequest:
     """A request that has no answer yet."""
 
     future: AnswerFuture
@@ -65,7 +65,7 @@ class TrainerLink:
     """One connection to a run. Any thread may use it."""
 
     def __init__(self, address: str, keys: EngineKeys | None, *, run_timeout_s: float) -> None:
-        """Connect; the run need not be there yet.
+        """Connect; the run need not listen yet.
 
         Raises:
             ConfigError: the address or the keys are wrong.
@@ -78,20 +78,20 @@ class TrainerLink:
         self._socket = TrainerDealer(address, identity=identity, keys=keys)
         self._lock = threading.Lock()
         self._outbox: deque[Sequence[bytes]] = deque()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._newest = 0
         self._failure: TidegateError | None = None
         """Error that ended the link; every later request raises it."""
-        self._heard_s = self._pending_since_s = time.monotonic()
+        self._last_received_s = self._pending_since_s = time.monotonic()
         self._wakeup = Wakeup()
         self.has_joined = False
         """Whether the run has accepted this trainer. Heartbeats are sent only after that."""
         self._is_closing = False
-        self._farewell: bytes | None = None
+        self._leave_frame: bytes | None = None
         self._thread = threading.Thread(target=self._run, name="tidegate trainer", daemon=True)
         self._thread.start()
 
-    def ask(self, ask: wire.AnyTrainerRequest, frames: Sequence[bytes] = ()) -> AnswerFuture:
+    def request(self, ask: wire.AnyTrainerRequest, frames: Sequence[bytes] = ()) -> AnswerFuture:
         """Send a request; the future has the answer, or the run's error.
 
         Raises:
@@ -109,7 +109,7 @@ class TrainerLink:
             self._newest = number
             if not self._pending:
                 self._pending_since_s = time.monotonic()
-            self._pending[number] = _Pending(future, message)
+            self._pending[number] = _PendingRequest(future, message)
             self._outbox.append(message)
         self._wakeup.wake()
         return future
@@ -120,7 +120,7 @@ class TrainerLink:
             if self._is_closing:
                 return
             self._is_closing = True
-            self._farewell = wire.encode(wire.LeaveRun(is_done=is_done))
+            self._leave_frame = wire.encode(wire.LeaveRun(is_done=is_done))
         self._wakeup.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -133,8 +133,8 @@ class TrainerLink:
                 now_s = time.monotonic()
                 if now_s - beat_s >= HEARTBEAT_INTERVAL_S:
                     beat_s = now_s
-                    self._beat(now_s)
-                self._send_waiting()
+                    self._heartbeat(now_s)
+                self._send_queued()
                 self._receive()
                 due_in_s = beat_s + HEARTBEAT_INTERVAL_S - time.monotonic()
                 self._socket.wait(self._wakeup.fileno(), due_in_s)
@@ -143,19 +143,19 @@ class TrainerLink:
             log.exception("the link to the run failed")
             self._fail(RunLost(f"the link to {self._address} failed: {error!r}"))
         finally:
-            if self._farewell is not None and self._failure is None:
-                self._socket.send((self._farewell,))
-            self._fail(RunClosed("this trainer has left the run; connect again to go on"))
+            if self._leave_frame is not None and self._failure is None:
+                self._socket.send((self._leave_frame,))
+            self._fail(RunClosed("this trainer has left the run; connect again to continue"))
             self._socket.close()
             self._wakeup.close()
 
-    def _beat(self, now_s: float) -> None:
+    def _heartbeat(self, now_s: float) -> None:
         if (why := self._socket.refusal) is not None:
             self._fail(ConfigError(why))
         with self._lock:
             pending = sorted(self._pending)
             newest = self._newest
-            silent_s = now_s - max(self._heard_s, self._pending_since_s)
+            silent_s = now_s - max(self._last_received_s, self._pending_since_s)
         if self.has_joined:
             self._socket.send(
                 (
@@ -167,20 +167,20 @@ class TrainerLink:
         if pending and silent_s > self._run_timeout_s:
             self._fail(
                 RunLost(
-                    f"the run at {self._address} was not heard for {silent_s:.0f} s; when it is "
-                    f"there again, connect anew, with resume=state_dict() of the last checkpoint"
+                    f"the run at {self._address} sent nothing for {silent_s:.0f} s; when it is "
+                    f"available again, connect with resume=state_dict() of the last checkpoint"
                 )
             )
 
-    def _send_waiting(self) -> None:
+    def _send_queued(self) -> None:
         while self._outbox:
             frames = self._outbox.popleft()
             try:
                 self._socket.send(frames)
             except BadFrame as error:
-                self._refuse(frames, error)
+                self._fail_unsendable(frames, error)
 
-    def _refuse(self, frames: Sequence[bytes], error: BadFrame) -> None:
+    def _fail_unsendable(self, frames: Sequence[bytes], error: BadFrame) -> None:
         with self._lock:
             number = next((n for n, p in self._pending.items() if p.frames is frames), 0)
             pending = self._pending.pop(number, None)
@@ -189,13 +189,13 @@ class TrainerLink:
 
     def _receive(self) -> None:
         while (frames := self._socket.receive()) is not None:
-            self._heard_s = time.monotonic()
+            self._last_received_s = time.monotonic()
             try:
-                self._take(wire.decode_to_trainer(frames[0]), frames[1:])
+                self._handle(wire.decode_to_trainer(frames[0]), frames[1:])
             except BadFrame as error:
-                log.warning("address=%s said what can't be read: %s", self._address, error)
+                log.warning("address=%s sent a malformed message: %s", self._address, error)
 
-    def _take(self, message: Message, frames: Sequence[bytes]) -> None:
+    def _handle(self, message: Message, frames: Sequence[bytes]) -> None:
         match message:
             case wire.ReplyEnvelope():
                 if (pending := self._settle(message.request_id)) is not None:
@@ -203,7 +203,7 @@ class TrainerLink:
             case wire.RequestFailed():
                 error: Exception = _error(message.error, message.message)
                 if message.may_retry:
-                    error = MayRetry(message.message)
+                    error = RetryLater(message.message)
                 if (pending := self._settle(message.request_id)) is not None:
                     pending.future.set_exception(error)
             case wire.RunHeartbeat():
@@ -217,15 +217,15 @@ class TrainerLink:
             case wire.UnknownTrainer():
                 self._fail(
                     RunLost(
-                        f"the run at {self._address} does not know this trainer: it was started "
-                        f"anew, or another process has this rank now. Connect again, with resume="
-                        f"state_dict() of the last checkpoint"
+                        f"the run at {self._address} does not know this trainer, because the run "
+                        f"was restarted or another process has taken this rank; connect again with "
+                        f"resume=state_dict() of the last checkpoint"
                     )
                 )
             case wire.RunTerminated():
                 self._fail(_error(message.error, message.message))
 
-    def _settle(self, number: int) -> _Pending | None:
+    def _settle(self, number: int) -> _PendingRequest | None:
         with self._lock:
             pending = self._pending.pop(number, None)
         return pending if pending is not None and not pending.future.cancelled() else None
@@ -235,13 +235,13 @@ class TrainerLink:
             self._failure = self._failure or error
             pending, self._pending = list(self._pending.values()), {}
             self._outbox.clear()
-        for one in pending:
-            if not one.future.done():
-                one.future.set_exception(self._failure)
+        for request in pending:
+            if not request.future.done():
+                request.future.set_exception(self._failure)
 
 
 def _error(name: str, message: str) -> TidegateError:
-    """Return the run's error as its own class, with the message only, not its other fields."""
+    """Return the run's error as an instance of its class; of its fields only the message is set."""
     kind = getattr(errors, name, TidegateError)
     if not (isinstance(kind, type) and issubclass(kind, TidegateError)):
         kind = TidegateError

@@ -1,7 +1,7 @@
 """Listener for a trainer in another process: a ZeroMQ ROUTER socket, and a task for each request.
 
-Lost messages are requested again by number, and no request is carried out twice. `service.py`
-carries requests out. The listener ends when the trainer is done, or is gone for too long.
+Lost messages are requested again by number, and no request is executed twice. `service.py`
+executes them. The listener ends when the trainer is done, or has been gone for too long.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tidegate.transport.message import Message
 from tidegate.transport.security import OrchestratorKeys, read_orchestrator_keys
 from tidegate.transport.trainer_sockets import TrainerRouter
 
-LOOK_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Time between two checks whether the trainer is still there."""
 
 MESSAGES_PER_TURN = 64
@@ -57,7 +57,7 @@ class _Client:
     """Number up to which the client has all replies, except those in ``replies``."""
 
     def close(self) -> None:
-        """Cancel the client's requests, but for a publish that has begun."""
+        """Cancel the client's requests, except a publish, which runs to its end."""
         for task in self.running.values():
             if not task.get_name().startswith("Publish"):
                 task.cancel()
@@ -84,7 +84,8 @@ async def listen(
 
     Args:
         rollouts: the run, entered.
-        address: of ZeroMQ, e.g. ``tcp://0.0.0.0:5600``. One that other hosts can reach needs keys.
+        address: ZeroMQ endpoint, e.g. ``tcp://0.0.0.0:5600``. If other hosts can reach it, keys are
+            required.
         tasks: the run's tasks; without them, the trainer sends its own, as plain data.
         episode: runs the tasks; a string ``"module:function"`` is imported.
         episodes: further episodes that the trainer may name.
@@ -100,11 +101,12 @@ async def listen(
     if episode is not None:
         functions[""] = _imported(episode)
     if not functions or (tasks is not None and "" not in functions):
-        raise ConfigError("listen() needs an episode for its tasks: give episode=")
+        raise ConfigError("listen() needs an episode to run its tasks; pass episode=")
     if not trainer_timeout_s >= rank_timeout_s >= 3:
         raise ConfigError(
-            f"rank_timeout_s={rank_timeout_s} must be at least 3 s, three heartbeats, and "
-            f"trainer_timeout_s={trainer_timeout_s} not less"
+            f"rank_timeout_s must be at least 3 s, three heartbeats, and trainer_timeout_s must "
+            f"not be less; got rank_timeout_s={rank_timeout_s}, "
+            f"trainer_timeout_s={trainer_timeout_s}"
         )
     timeouts = TrainerTimeouts(trainer_timeout_s, rank_timeout_s)
     if keys is None and rollouts.settings.fleet.curve_key_directory is not None:
@@ -155,7 +157,7 @@ class _Listener:
 
     async def run(self) -> None:
         """Serve until the trainer is done."""
-        why = f"the run does not listen at {self._router.address} any more"
+        why = f"the run no longer listens at {self._router.address}"
         over = wire.RunTerminated(error="RunClosed", message=why)
         self._loop.add_reader(self._router.descriptor, self._drain)
         log.info("trainer_address=%s", self._router.address)
@@ -166,9 +168,10 @@ class _Listener:
                 for client in self._clients.values():
                     client.close()
         except BaseException as error:
-            error = _first(error)
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
             if not isinstance(error, asyncio.CancelledError):
-                over = wire.RunTerminated(error=_name(error), message=_say(error))
+                over = wire.RunTerminated(error=_class_name(error), message=_message(error))
             raise error from None
         finally:
             self._loop.remove_reader(self._router.descriptor)
@@ -185,11 +188,11 @@ class _Listener:
         """
         heard_s = self._loop.time()
         while not self._ranks.has_left_done:
-            await asyncio.sleep(LOOK_INTERVAL_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.time()
             self._rollouts.raise_if_over()
-            self._tell_silent(now_s)
-            if self._ranks.has_anybody(now_s, self._timeouts.rank_s):
+            self._log_silent_ranks(now_s)
+            if self._ranks.is_any_heard(now_s, self._timeouts.rank_s):
                 heard_s = now_s
             elif now_s - heard_s > self._timeouts.trainer_s:
                 raise TrainerLost(
@@ -199,7 +202,7 @@ class _Listener:
                     why=f"was not heard for {now_s - heard_s:.0f} s",
                 )
 
-    def _tell_silent(self, now_s: float) -> None:
+    def _log_silent_ranks(self, now_s: float) -> None:
         for peer, client in self._clients.items():
             silent_s = self._ranks.silent_s(client.rank, now_s) or 0.0
             if silent_s > self._timeouts.rank_s and peer not in self._silent:
@@ -209,13 +212,13 @@ class _Listener:
     # ------------------------------------------------------------ the socket
 
     def _drain(self) -> None:
-        """Read all waiting messages, because ZeroMQ's descriptor signals changes, not state."""
+        """Read all queued messages, because ZeroMQ's descriptor is edge-triggered."""
         for _ in range(MESSAGES_PER_TURN):
             received = self._router.receive()
             if received is None:
                 return
             try:
-                self._hear(*received)
+                self._receive(*received)
             except BadFrame as error:
                 self._router.malformed += 1
                 self._send(
@@ -229,30 +232,30 @@ class _Listener:
 
     def _send_frames(self, peer: bytes, frames: Sequence[bytes]) -> None:
         self._router.send(peer, frames)
-        self._loop.call_soon(self._drain_if_open)  # a send may take the signal away
+        self._loop.call_soon(self._drain_if_open)  # a send may clear the descriptor's signal
 
     def _drain_if_open(self) -> None:
         if not self._router.is_closed:
             self._drain()
 
-    def _hear(self, peer: bytes, frames: list[bytes]) -> None:
+    def _receive(self, peer: bytes, frames: list[bytes]) -> None:
         message = wire.decode_from_trainer(frames[0])
         process = self._ranks.heard(peer, self._loop.time())
         self._silent.discard(peer)
         client = self._clients.get(peer)
         if isinstance(message, wire.RequestEnvelope) and isinstance(message.request, wire.JoinRun):
-            self._begin(peer, message, b"")
+            self._start_request(peer, message, b"")
         elif process is None or client is None:
             self._send(peer, wire.UnknownTrainer())
         elif isinstance(message, wire.RequestEnvelope):
-            self._begin(peer, message, frames[1] if len(frames) > 1 else b"")
+            self._start_request(peer, message, frames[1] if len(frames) > 1 else b"")
         elif isinstance(message, wire.TrainerHeartbeat):
-            self._compare(client, message)
+            self._resend_lost(client, message)
         else:
-            self._part(client, is_done=message.is_done)
+            self._leave(client, is_done=message.is_done)
 
-    def _compare(self, client: _Client, alive: wire.TrainerHeartbeat) -> None:
-        """Repeat replies that were lost, and request what never arrived."""
+    def _resend_lost(self, client: _Client, alive: wire.TrainerHeartbeat) -> None:
+        """Resend replies that were lost, and ask the client for requests that never arrived."""
         pending = set(alive.pending_request_ids)
         client.settled = max(client.settled, min(pending, default=alive.last_request_id + 1) - 1)
         for number in [
@@ -266,7 +269,7 @@ class _Listener:
 
     # ------------------------------------------------------------ ranks
 
-    def _begin(self, peer: bytes, request: wire.RequestEnvelope, data: bytes) -> None:
+    def _start_request(self, peer: bytes, request: wire.RequestEnvelope, data: bytes) -> None:
         """Start a task for a request, unless the request is running or answered."""
         client = self._clients.get(peer)
         number = request.request_id
@@ -278,25 +281,25 @@ class _Listener:
             if len(client.running) >= REQUESTS_AT_ONCE_MAX:
                 raise BadFrame(f"more than {REQUESTS_AT_ONCE_MAX} requests at once")
         elif isinstance(request.request, wire.JoinRun):
-            client = self._joined(peer, number, request.request)
+            client = self._join(peer, number, request.request)
         if client is not None:
             name = f"{type(request.request).__name__} of rank {client.rank}"
             task = self._group.create_task(self._answer(client, request, data), name=name)
             client.running[number] = task
 
-    def _joined(self, peer: bytes, number: int, join: wire.JoinRun) -> _Client | None:
-        """Return the client of a process that joins; None if it is refused, with a reply."""
+    def _join(self, peer: bytes, number: int, join: wire.JoinRun) -> _Client | None:
+        """Return the client of a process that joins; refuse it by a reply, and return None."""
         try:
             self._check(join)
             is_new = self._ranks.join(peer, join.rank, join.world_size, self._loop.time())
         except (TidegateError, RankTaken) as error:
-            self._refuse(peer, number, error)
+            self._send(peer, _failed(number, error))
             return None
-        for other in [c for c in self._clients.values() if is_new or c.rank == join.rank]:
-            other.close()
-            del self._clients[other.peer]
-        is_near = is_on_this_host(self._router.address)
-        client = _Client(peer, join.rank, ReceivedWeights(join.shared_memory if is_near else None))
+        for replaced in [c for c in self._clients.values() if is_new or c.rank == join.rank]:
+            replaced.close()
+            del self._clients[replaced.peer]
+        is_local = is_on_this_host(self._router.address)
+        client = _Client(peer, join.rank, ReceivedWeights(join.shared_memory if is_local else None))
         client.settled = number - 1
         self._clients[peer] = client
         if is_new:
@@ -307,20 +310,21 @@ class _Listener:
     def _check(self, join: wire.JoinRun) -> None:
         if join.protocol != wire.PROTOCOL:
             raise ConfigError(
-                f"the trainer speaks version {join.protocol} of the protocol, the run "
-                f"{wire.PROTOCOL}; install the same Tidegate on both"
+                f"the trainer uses protocol version {join.protocol}, the run {wire.PROTOCOL}; "
+                f"install the same Tidegate version on both"
             )
         if join.run_id not in ("", self._run_id):
             raise ResumeMismatch(
-                f"the trainer's checkpoint is of run {join.run_id}, and this is run {self._run_id}"
+                f"the trainer's checkpoint is of run {join.run_id}, but this is run "
+                f"{self._run_id}; resume the run that the checkpoint belongs to"
             )
 
-    def _part(self, client: _Client, *, is_done: bool) -> None:
+    def _leave(self, client: _Client, *, is_done: bool) -> None:
         rank = self._ranks.leave(client.peer, is_done=is_done)
         client.close()
         del self._clients[client.peer]
         if rank is not None:
-            log.info("trainer rank=%d left, having done: %s", rank, is_done)
+            log.info("trainer rank=%d left is_done=%s", rank, is_done)
             self._service.left(rank)
 
     # ------------------------------------------------------------ replies
@@ -339,7 +343,7 @@ class _Listener:
             reply = wire.ReplyEnvelope(request_id=request.request_id, reply=answer)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - told to who asked; a run's own end is watched
+        except Exception as error:  # noqa: BLE001 - sent to the trainer; _watch raises a run's own
             reply = _failed(request.request_id, error)
         finally:
             client.running.pop(request.request_id, None)
@@ -347,31 +351,22 @@ class _Listener:
         client.replies[request.request_id] = sent
         self._send_frames(client.peer, sent)
 
-    def _refuse(self, peer: bytes, number: int, error: Exception) -> None:
-        self._send(peer, _failed(number, error))
-
 
 def _failed(number: int, error: Exception) -> wire.RequestFailed:
     return wire.RequestFailed(
         request_id=number,
-        error=_name(error),
-        message=_say(error),
+        error=_class_name(error),
+        message=_message(error),
         may_retry=isinstance(error, RankTaken),
     )
 
 
-def _name(error: BaseException) -> str:
+def _class_name(error: BaseException) -> str:
     return type(error).__name__ if isinstance(error, TidegateError) else "TidegateError"
 
 
-def _say(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return cut(str(error) if isinstance(error, TidegateError | RankTaken) else repr(error))
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _imported(episode: Any) -> EpisodeFunction:
@@ -386,5 +381,5 @@ def _imported(episode: Any) -> EpisodeFunction:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"episode={episode!r} is no 'module:function': {error}") from error
+        raise ConfigError(f"episode={episode!r} is not a 'module:function': {error}") from error
     return found  # type: ignore[no-any-return]

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
 BATCHES_KEPT_MAX = 8
-"""Number of batches kept that are handed over and not acknowledged. A trainer that has gone back to
-its checkpoint may request them again; a run resumed from its journal at that checkpoint has all."""
+"""Number of unacknowledged batches that are kept, for a trainer that restarts from its checkpoint.
+A run that is resumed from its journal at the same checkpoint hands all of them over again."""
 
 PublishKey = tuple[int, int]
 """Number of the batch that a publish follows, and its index among the publishes there."""
 
 
 class TrainerProgress:
-    """Batch up to which each rank is done, and batches that weights were published after."""
+    """Batches that each rank is done with, and batches kept for ranks that restart."""
 
     def __init__(self) -> None:
         self.world_size = 1
@@ -29,7 +29,7 @@ class TrainerProgress:
         self.done = 0
         """Batch up to which every rank is done, or from which weights were published."""
         self._acked = 0
-        """Batch up to which all are in a checkpoint on disk."""
+        """Newest batch that is in a checkpoint on disk."""
         self.consumed: dict[int, int] = {}
         """Last batch that each rank is done with."""
         self.wanted: dict[int, int] = {}
@@ -76,10 +76,10 @@ class TrainerProgress:
 
     def behind(self, number: int) -> list[int]:
         """Return the ranks that are not done with this batch and do not call publish after it."""
-        far = {r: max(self.consumed.get(r, -1), self._ready.get(r, -1)) for r in self._ranks}
-        return [rank for rank, reached in far.items() if reached < number]
+        reached = {r: max(self.consumed.get(r, -1), self._ready.get(r, -1)) for r in self._ranks}
+        return [rank for rank, batch in reached.items() if batch < number]
 
-    def not_asking(self, number: int) -> list[int]:
+    def without_request(self, number: int) -> list[int]:
         """Return the ranks that have not requested this batch yet."""
         return [r for r in self._ranks if self.wanted.get(r, 0) < number]
 
@@ -98,15 +98,15 @@ class TrainerProgress:
             del self._kept[next(iter(self._kept))]
 
     def begin_after(self, batches: int) -> None:
-        """Start after this batch: the run handed over those before to an earlier process."""
+        """Start after this batch; the run handed over the earlier ones to an earlier process."""
         self.newest = self.done = self._acked = batches
 
     def orphan_after(self, number: int) -> int | None:
-        """Return the newest batch if it follows this one and no living process has received it."""
+        """Return the newest batch's number if it is above ``number`` and no live rank has it."""
         is_orphan = self.newest > number and self.newest > self.done and not self._holders
         return self.newest if is_orphan and self.newest in self._kept else None
 
-    def gave_back(self, number: int) -> None:
+    def given_back(self, number: int) -> None:
         """Forget the newest batch, which was given back to the run."""
         self.newest = number - 1
         self._shards = (0, ())
@@ -132,9 +132,9 @@ class TrainerProgress:
         if batch is None:
             kept = f"{min(self._kept)} to {max(self._kept)}" if self._kept else "none"
             raise ResumeMismatch(
-                f"batch {number} is asked for again, and of those before {self.newest + 1} the run "
-                f"has {kept}; it keeps {BATCHES_KEPT_MAX}, and none that were acknowledged. Resume "
-                f"from a newer checkpoint, or start the run anew from this one: serve(resume=…) "
+                f"batch {number} was requested again, but of the batches up to {self.newest} the "
+                f"run keeps {kept}: at most {BATCHES_KEPT_MAX}, and no acknowledged ones. Resume "
+                f"from a newer checkpoint, or restart the run from this one by serve(resume=…) "
                 f"with a journal"
             )
         if number == self.newest:

@@ -1,7 +1,7 @@
 """Ranks of a remote trainer: which process holds which rank, and waits of ranks for each other.
 
-The listener reports every message and farewell with its time; `service.py` has the requests of
-ranks wait at the :class:`Barrier`, which names the ranks that it gave up.
+The listener reports every message and every leave with its time. `service.py` lets requests of
+ranks wait at the :class:`Barrier`, whose error names the lost ranks.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from tidegate.errors import ConfigError, TrainerLost
 
 TAKEOVER_SILENCE_S = 5.0
-"""Silence after which a rank may be taken over from its process: five heartbeats. The process has
-most likely died; if it speaks again, the run answers that it has lost the rank."""
+"""Silence after which another process may take over a rank: five heartbeats. The silent process
+has most likely died; if it sends a message again, the run answers that it has lost the rank."""
 
 WORLD_SIZE_MAX = 4096
 """Largest number of ranks of one trainer."""
@@ -51,20 +51,20 @@ class RankRegistry:
         """
         if not 0 <= rank < world_size <= WORLD_SIZE_MAX:
             raise ConfigError(
-                f"rank={rank} of world_size={world_size}: ranks count from 0, and there are at "
-                f"most {WORLD_SIZE_MAX}"
+                f"rank must be in [0, world_size), and world_size at most {WORLD_SIZE_MAX}; got "
+                f"rank={rank}, world_size={world_size}"
             )
-        living = [s for s in self._ranks.values() if s.peer != peer and self._lives(s, now_s)]
+        living = [p for p in self._ranks.values() if p.peer != peer and _is_alive(p, now_s)]
         if self.world_size not in (0, world_size) and living:
             raise RankTaken(
-                f"rank {living[0].rank} of {self.world_size} is still here, and this trainer says "
-                f"world_size={world_size}; end the others first"
+                f"rank {living[0].rank} of {self.world_size} is still connected, but this trainer "
+                f"has world_size={world_size}; end the other ranks first"
             )
         held = next((process for process in living if process.rank == rank), None)
         if held is not None and world_size == self.world_size:
             raise RankTaken(
                 f"rank {rank} of {world_size} is held by a process that was heard "
-                f"{now_s - held.heard_s:.1f} s ago; end it, or give this one another rank"
+                f"{now_s - held.heard_s:.1f} s ago; end that process, or use another rank"
             )
         is_new = self.world_size != world_size or (not living and self.has_left_done)
         if is_new:
@@ -113,27 +113,27 @@ class RankRegistry:
         process = self._ranks.get(rank)
         return None if process is None else now_s - process.heard_s
 
-    def has_anybody(self, now_s: float, within_s: float) -> bool:
+    def is_any_heard(self, now_s: float, within_s: float) -> bool:
         """Whether any rank was heard within the last ``within_s`` seconds."""
         return any(now_s - process.heard_s < within_s for process in self._ranks.values())
 
-    @staticmethod
-    def _lives(process: RankProcess, now_s: float) -> bool:
-        return now_s - process.heard_s < TAKEOVER_SILENCE_S
+
+def _is_alive(process: RankProcess, now_s: float) -> bool:
+    return now_s - process.heard_s < TAKEOVER_SILENCE_S
 
 
 # ---------------------------------------------------------------- waits
 
-LOOK_INTERVAL_S = 0.5
-"""Time between two checks for lost ranks, of a request that waits."""
+CHECK_INTERVAL_S = 0.5
+"""Time between two checks for lost ranks, by a waiting request."""
 
 BARRIER_TIMEOUT_S = 1800.0
-"""Longest wait for a rank that lives and does not arrive; torch.distributed waits as long."""
+"""Longest wait for a live rank that does not arrive; torch.distributed's default for Gloo."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerTimeouts:
-    """Times after which a trainer or one of its ranks is given up."""
+    """Times after which a trainer or one of its ranks counts as lost."""
 
     trainer_s: float
     """Longest wait for a trainer or rank that has not connected yet, or has to reconnect."""
@@ -142,7 +142,7 @@ class TrainerTimeouts:
 
 
 class Barrier:
-    """Waits of ranks' requests for the requests of other ranks."""
+    """Lets requests of ranks wait for requests of other ranks."""
 
     def __init__(self, ranks: RankRegistry, timeouts: TrainerTimeouts) -> None:
         self._ranks = ranks
@@ -167,7 +167,7 @@ class Barrier:
         while not is_ready():
             self._check(missing(), loop.time(), began_s, doing)
             try:
-                async with asyncio.timeout(LOOK_INTERVAL_S):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._changed.wait()
             except TimeoutError:
                 pass
@@ -183,14 +183,14 @@ class Barrier:
     def _why_lost(self, rank: int, now_s: float, waited_s: float) -> str | None:
         silent_s = self._ranks.silent_s(rank, now_s)
         if self._ranks.is_done(rank):
-            return "has done and left"
+            return "was done and has left"
         if self._ranks.has_left(rank):
             return "has failed and left" if waited_s > self._timeouts.rank_s else None
         if silent_s is None:
-            late = waited_s > self._timeouts.trainer_s
-            return f"has not come for {waited_s:.0f} s" if late else None
-        if min(silent_s, waited_s) > self._timeouts.rank_s:  # it may be on its way back
+            is_late = waited_s > self._timeouts.trainer_s
+            return f"has not connected for {waited_s:.0f} s" if is_late else None
+        if min(silent_s, waited_s) > self._timeouts.rank_s:  # waited_s: it may be reconnecting
             return f"was not heard for {silent_s:.0f} s"
         if waited_s > BARRIER_TIMEOUT_S:
-            return f"lives, but has not got there for {waited_s:.0f} s"
+            return f"is alive, but has not arrived for {waited_s:.0f} s"
         return None

@@ -1,16 +1,15 @@
-"""Handles of a run in another process, for one rank of a trainer: async, and blocking.
+"""Client handles of a run in another process, for one rank of a trainer: async and sync.
 
     async with tidegate.connect("tcp://host:5600", keys="trainer") as rollouts:
         async for batch in rollouts.batches():
             train_step(batch)
             await rollouts.publish(model.state_dict())
 
-As one of several data-parallel ranks a process gets its part of each batch. Requests travel over
-ZeroMQ by :class:`~tidegate.orchestrator.trainer.remote.link.TrainerLink`, and `listener.py` answers
-them.
+Each of several data-parallel ranks gets its part of each batch.
+:class:`~tidegate.orchestrator.trainer.remote.link.TrainerLink` sends requests over ZeroMQ, and
+`listener.py` answers them.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import os
@@ -20,8 +19,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 from typing_extensions import override
@@ -42,7 +40,7 @@ from tidegate.orchestrator.trainer.handle import (
     result_of,
 )
 from tidegate.orchestrator.trainer.remote.columns import from_frames
-from tidegate.orchestrator.trainer.remote.link import MayRetry, RequestAnswered, TrainerLink
+from tidegate.orchestrator.trainer.remote.link import RequestAnswered, RetryLater, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.orchestrator.trainer.rollouts import Evaluation
 from tidegate.transport import trainer_messages as wire
@@ -79,17 +77,17 @@ class RemoteRequests(RunRequests):
         self._link = link
 
     async def control(self, request: Any, **values: Any) -> Any:
-        """Send a small request by name; return what it gave."""
+        """Send a small request by name; return its result."""
         answered = await result_of(
-            self._link.ask(wire.ControlRun(action=request, arguments=values))
+            self._link.request(wire.ControlRun(action=request, arguments=values))
         )
         assert isinstance(answered.answer, wire.ResultReply)
         return answered.answer.value
 
     @override
-    async def score(self, asked: Sequence[ScoreQuery]) -> list[Score]:
-        request = wire.ScoreSequences(requests=[list(astuple(one)) for one in asked])
-        return _scores_of(await result_of(self._link.ask(request)))
+    async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
+        request = wire.ScoreSequences(requests=[list(astuple(query)) for query in queries])
+        return _scores_of(await result_of(self._link.request(request)))
 
     @override
     async def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> None:
@@ -108,7 +106,7 @@ class RemoteRequests(RunRequests):
 
 
 class RemoteRollouts(TrainerHandle):
-    """A run in another process, for a trainer that is async. Use it in ``async with``."""
+    """Async handle of a run in another process, for one rank of its trainer."""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class RemoteRollouts(TrainerHandle):
         self._welcome: wire.TrainerWelcome | None = None
         self._number = 0
         """Number of the batch received last."""
-        self._ordinal = 0
+        self._publish_index = 0
         """Number of publishes since that batch."""
         self._version = 0
         self._journal: dict[str, Any] | None = None
@@ -147,17 +145,18 @@ class RemoteRollouts(TrainerHandle):
     @property
     @override
     def is_resumed(self) -> bool:
-        """Whether to publish the checkpoint's weights first: ``resume`` was given, or the run
-        itself continues an earlier one."""
-        welcome = self._welcomed
-        return self._resume is not None or welcome.is_resumed
+        """Whether the trainer must publish its checkpoint's weights first.
+
+        True if ``resume`` was given, or the run itself continues an earlier one.
+        """
+        return self._resume is not None or self._welcomed.is_resumed
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return this trainer's position, for its checkpoint; ``connect(resume=…)`` takes it.
 
-        Take it when the batch last received is trained. Its ``journal`` is what ``serve(resume=…)``
-        takes, should the run itself have to be started again.
+        Take it when the batch last received is trained. If the run itself must be restarted, pass
+        the state's ``journal`` to ``serve(resume=…)``.
         """
         state = RemoteState(self._welcomed.run_id, self._number, self._journal)
         return msgspec.structs.asdict(state)
@@ -177,17 +176,18 @@ class RemoteRollouts(TrainerHandle):
         return self._welcome
 
     def _open(self) -> None:
-        """Join the run as this rank. Blocks until the run is there and no dead process holds it.
+        """Join the run as this rank. Blocks until the run listens and the rank is free.
 
         Raises:
-            RunLost: there is no run, or another process holds the rank, until the timeout.
+            RunLost: no run answered, or another process held the rank, until the timeout.
             ConfigError, ResumeMismatch: the run refuses this trainer.
         """
         if self._link_or_none is not None:
-            raise RuntimeError("a connection is used once; call connect() again for another")
-        if not 0 <= self.rank < self.world_size:  # no run would have it, nor need be asked
+            raise RuntimeError("a connection can't be used twice; call connect() again")
+        if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"rank={self.rank} of world_size={self.world_size}: ranks count from 0"
+                f"rank must be in [0, world_size), got rank={self.rank}, "
+                f"world_size={self.world_size}"
             )
         link = TrainerLink(self.address, self._keys, run_timeout_s=self._run_timeout_s)
         self._link_or_none = link
@@ -199,21 +199,22 @@ class RemoteRollouts(TrainerHandle):
             last_batch=None if self._resume is None else self._resume.batches,
             shared_memory=self._weights.init,
         )
-        until_s, why = time.monotonic() + self._connect_timeout_s, "nobody answered"
+        until_s, why = time.monotonic() + self._connect_timeout_s, "no run answered"
         while (left_s := until_s - time.monotonic()) > 0:
             try:
-                answered = link.ask(join).result(min(left_s, JOIN_INTERVAL_S))
-            except MayRetry as refusal:
+                answered = link.request(join).result(min(left_s, JOIN_INTERVAL_S))
+            except RetryLater as refusal:
                 why = str(refusal)
                 time.sleep(min(RETRY_INTERVAL_S, left_s))
                 continue
             except TimeoutError:
-                continue  # a run that was restarted in between has not heard of it
+                continue  # a run that was restarted meanwhile has not received the request
             link.has_joined = True
             self._take_welcome(answered.answer)
             return
         raise RunLost(
-            f"no place at the run at {self.address} within {self._connect_timeout_s:.0f} s: {why}"
+            f"could not join the run at {self.address} within {self._connect_timeout_s:.0f} s: "
+            f"{why}"
         )
 
     def _take_welcome(self, answer: wire.AnyTrainerReply) -> None:
@@ -223,11 +224,16 @@ class RemoteRollouts(TrainerHandle):
         self._journal = answer.journal
         self._weights.reads_shared_memory = answer.reads_shared_memory
 
-    def _close(self, *, is_done: bool) -> None:
+    @override
+    async def _enter(self) -> None:
+        await in_thread(self._open)
+
+    @override
+    def _exit(self, error: BaseException | None) -> None:
         if self._link_or_none is not None:
             if self._link_or_none.owner_pid != os.getpid():
                 return  # a forked process: the connection is its parent's
-            self._link_or_none.close(is_done=is_done)
+            self._link_or_none.close(is_done=error is None)
         self._weights.close()
 
     def _batch(self, answered: RequestAnswered) -> "Batch | None":
@@ -237,7 +243,7 @@ class RemoteRollouts(TrainerHandle):
             return None
         assert isinstance(answered.answer, wire.BatchReply)
         batch = batch_from_wire(answered.answer, answered.frames)
-        self._number, self._ordinal = batch.number, 0
+        self._number, self._publish_index = batch.number, 0
         self._version = max(self._version, answered.answer.version)
         self._journal = answered.answer.journal
         return batch
@@ -257,7 +263,7 @@ class RemoteRollouts(TrainerHandle):
         """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.PublishWeights(
             batch_number=self._number,
-            publish_index=self._ordinal,
+            publish_index=self._publish_index,
             wait=wait,
             partial=partial,
             is_rollback=is_rollback,
@@ -265,31 +271,15 @@ class RemoteRollouts(TrainerHandle):
         )
         if self.rank == 0:
             if state_dict is None:
-                raise ConfigError("rank 0 publishes the weights of all ranks; give a state_dict")
+                raise ConfigError("rank 0 publishes for all ranks, and needs a state_dict")
             publish = self._weights.send(self._link, state_dict, publish)
-        return self._link.ask(publish)
+        return self._link.request(publish)
 
     def _published(self, answered: RequestAnswered) -> int:
         assert isinstance(answered.answer, wire.PublishReply)
-        self._ordinal += 1
+        self._publish_index += 1
         self._version = max(self._version, answered.answer.version)
         return answered.answer.version
-
-    async def __aenter__(self) -> Self:
-        try:
-            await asyncio.to_thread(self._open)
-        except BaseException:
-            self._close(is_done=False)
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._close(is_done=kind is None)
 
     @property
     def _requests(self) -> RemoteRequests:
@@ -302,15 +292,15 @@ class RemoteRollouts(TrainerHandle):
     ) -> AsyncIterator["Batch"]:
         """Yield this rank's part of each batch, until the run's tasks are used up.
 
-        Where the run listens without tasks, rank 0 gives them: an iterable of plain data (what
-        MessagePack holds; tuples become lists), for an ``episode`` that the run knows by name.
+        If the run listens without tasks, rank 0 passes them: an iterable of values that MessagePack
+        can hold (tuples become lists), for an ``episode`` that the run knows by name.
 
-        A batch that this process got and was not done with when it died is the first of the next
-        process's. A rank is done with a batch once it asks for another, or has published after it.
+        A rank is done with a batch once it requests another, or has published after it. If the
+        rank's process dies before, the process that replaces it gets the batch again.
 
         Raises:
-            TrainerLost: another rank is gone.
-            RunLost: the run is gone.
+            TrainerLost: another rank is lost.
+            RunLost: the run is lost.
             EngineLost, EpisodeError, PublishNeeded: as :meth:`~tidegate.Rollouts.batches`.
         """
         feeder = None if tasks is None else await self.offer(tasks, episode)
@@ -320,10 +310,10 @@ class RemoteRollouts(TrainerHandle):
             feeder.raise_failure()
 
     async def offer(self, tasks: Iterable[Any], episode: str | None) -> "TaskFeeder":
-        """Give the run this trainer's tasks, for the episode of that name; return their feeder.
+        """Offer this trainer's tasks to the run, for the episode of that name; return the feeder.
 
-        The feeder's thread sends a task whenever the run has room for one. :meth:`next_batch`
-        returns the batches made from them; :meth:`batches` does both.
+        The feeder's thread sends a task whenever the run accepts one. :meth:`next_batch` returns
+        the batches made from the tasks; :meth:`batches` does both.
         """
         feeder = TaskFeeder(self._link, tasks, episode)
         await result_of(feeder.offered)
@@ -332,7 +322,7 @@ class RemoteRollouts(TrainerHandle):
 
     async def next_batch(self) -> "Batch | None":
         """Return this rank's part of the next batch, or None once the tasks are used up."""
-        return self._batch(await result_of(self._link.ask(self._next_batch())))
+        return self._batch(await result_of(self._link.request(self._next_batch())))
 
     async def discard(
         self, batch: "Batch | int", rows: Sequence[SupportsIndex], *, reason: str = NOT_TRAINED
@@ -352,14 +342,14 @@ class RemoteRollouts(TrainerHandle):
         )
 
     async def ack(self, state: Mapping[str, Any]) -> None:
-        """Acknowledge that this ``state_dict()`` is on disk: no batch before it need be kept."""
-        known = _state(state)
-        await self._requests.control("ack", batches=known.batches, journal=known.journal)
+        """Acknowledge that this ``state_dict()`` is on disk; the run drops older batches."""
+        saved = _state(state)
+        await self._requests.control("ack", batches=saved.batches, journal=saved.journal)
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: str | None = None) -> Evaluation:
         """As :meth:`~tidegate.Rollouts.evaluate`, by an episode that the run knows by name."""
         request = wire.Evaluate(tasks=list(tasks), episode=episode or "")
-        answered = await result_of(self._link.ask(request))
+        answered = await result_of(self._link.request(request))
         assert isinstance(answered.answer, wire.EvaluateReply)
         return Evaluation(answered.answer.rewards)
 
@@ -378,18 +368,17 @@ class RemoteRollouts(TrainerHandle):
         wait: PublishWait = "live",
         partial: bool = False,
     ) -> int:
-        """Bring new weights to the engines once every rank is done; return the weights' version.
+        """Bring rank 0's weights to the engines once every rank is done; return their version.
 
-        Rank 0's are published. The others either call this too, as often, without weights, and get
-        the same version; or they ask for the next batch, which says as much. Otherwise as
-        :meth:`~tidegate.Rollouts.publish`.
+        The other ranks either call this equally often, without weights, and get the same version;
+        or they request the next batch instead. Otherwise as :meth:`~tidegate.Rollouts.publish`.
 
         Raises:
-            TrainerLost: a rank that is waited for is gone.
-            WeightsRefused, EngineLagging, PublishDropped: as there.
+            TrainerLost: a rank that is waited for is lost.
+            WeightsRefused, EngineLagging, PublishDropped: as :meth:`~tidegate.Rollouts.publish`.
         """
-        asked = await in_thread(self._publish, state_dict, wait=wait, partial=partial)
-        return self._published(await result_of(asked))
+        answer = await in_thread(self._publish, state_dict, wait=wait, partial=partial)
+        return self._published(await result_of(answer))
 
     async def rollback(
         self,
@@ -398,33 +387,14 @@ class RemoteRollouts(TrainerHandle):
         first_bad: int | None = None,
     ) -> int:
         """As :meth:`~tidegate.Rollouts.rollback`, with ranks as in :meth:`publish`."""
-        asked = await in_thread(self._publish, state_dict, is_rollback=True, first_bad=first_bad)
-        return self._published(await result_of(asked))
+        answer = await in_thread(self._publish, state_dict, is_rollback=True, first_bad=first_bad)
+        return self._published(await result_of(answer))
 
 
 class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
-    """A run in another process, for a trainer that is not async: :class:`RemoteRollouts`, blocking.
-
-    Use it in ``with``.
-    """
+    """Sync variant of :class:`RemoteRollouts`, whose calls block."""
 
     _handle: RemoteRollouts
-
-    def __enter__(self) -> Self:
-        try:
-            self._handle._open()
-        except BaseException:
-            self._handle._close(is_done=False)
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._handle._close(is_done=kind is None)
 
     @property
     def rank(self) -> int:
@@ -458,19 +428,19 @@ class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
 
 
 class TaskFeeder:
-    """Thread that sends a trainer's own tasks to the run, as there is room for them."""
+    """Thread that sends a trainer's own tasks to the run, as fast as the run accepts them."""
 
     def __init__(self, link: TrainerLink, tasks: Iterable[Any], episode: str | None) -> None:
         self._link = link
         self._tasks = iter(tasks)
-        self._offer = uuid.uuid4().hex
-        self.offered = link.ask(wire.OpenTaskStream(stream=self._offer, episode=episode or ""))
+        self._stream = uuid.uuid4().hex
+        self.offered = link.request(wire.OpenTaskStream(stream=self._stream, episode=episode or ""))
         """Done once the run has accepted the offer."""
         self.failure: BaseException | None = None
-        """Error that the iterator raised, or of a task that can't be sent."""
+        """Error of the iterator, or of a task that can't be encoded; None if there was none."""
 
     def start(self) -> None:
-        """Start the thread. It ends with the tasks, the connection, or the next offer."""
+        """Start the thread. It ends after the last task, on disconnect, or at the next offer."""
         threading.Thread(target=self._run, name="tidegate tasks", daemon=True).start()
 
     def raise_failure(self) -> None:
@@ -482,27 +452,27 @@ class TaskFeeder:
         is_end = False
         try:
             while not is_end:
-                # One by one: what the iterator waits for may be what the last task leads to.
+                # One at a time, because the iterator may wait for results of its last task.
                 task = next(self._tasks, NO_MORE)
                 is_end = task is NO_MORE
-                is_wanted = self._give([] if is_end else [task], is_end=is_end)
+                is_wanted = self._send([] if is_end else [task], is_end=is_end)
                 is_end = is_end or not is_wanted
         except (TidegateError, concurrent.futures.CancelledError) as error:
             if isinstance(error, BadFrame):
-                self._end_with(error)
-        except Exception as error:  # noqa: BLE001 - the user's iterator's: raised to the user
-            self._end_with(error)
+                self._fail(error)
+        except Exception as error:  # noqa: BLE001 - of the user's iterator: batches() raises it
+            self._fail(error)
 
-    def _give(self, tasks: list[Any], *, is_end: bool) -> bool:
-        ask = wire.SendTasks(stream=self._offer, tasks=tasks, is_last=is_end)
-        answer = self._link.ask(ask).result().answer
+    def _send(self, tasks: list[Any], *, is_end: bool) -> bool:
+        request = wire.SendTasks(stream=self._stream, tasks=tasks, is_last=is_end)
+        answer = self._link.request(request).result().answer
         return isinstance(answer, wire.ResultReply) and bool(answer.value)
 
-    def _end_with(self, error: Exception) -> None:
-        """End the tasks. Those sent are trained, then ``batches()`` raises ``error``."""
+    def _fail(self, error: Exception) -> None:
+        """End the tasks. Once the sent ones are trained, ``batches()`` raises ``error``."""
         self.failure = error
-        with contextlib.suppress(TidegateError):  # the run is gone, too
-            self._give([], is_end=True)
+        with contextlib.suppress(TidegateError):  # the run is lost, too
+            self._send([], is_end=True)
 
 
 def _state(state: Mapping[str, Any]) -> RemoteState:
@@ -510,7 +480,7 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
         return msgspec.convert(dict(state), RemoteState)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise ResumeMismatch(
-            f"resume must be what a remote run's state_dict() returned, got {state!r:.200}: {error}"
+            f"resume must be a result of a remote run's state_dict(), got {state!r:.200}: {error}"
         ) from None
 
 
@@ -521,19 +491,23 @@ def _scores_of(answered: RequestAnswered) -> list[Score]:
     arrays = iter(from_frames(message.columns, answered.frames))
     names = iter(message.columns)
     scores: list[Score] = []
-    for version, engine, number in message.metadata:
+    for (
+        version,
+        engine,
+        number,
+    ) in message.metadata:  # number: rows of a Readout, start of TokenScores
         column = next(names)
         values: Any = next(arrays)
         if column.name == "values":
-            shaped = values.reshape(number, -1) if number else values
-            scores.append(Readout(version, engine, shaped))
+            rows = values.reshape(number, -1) if number else values
+            scores.append(Readout(version, engine, rows))
             continue
         next(names), next(names)
         ids: Any = next(arrays)
-        tops: Any = next(arrays)
+        top: Any = next(arrays)
         shape = (len(values), ids.size // max(1, len(values)))
         scores.append(
-            TokenScores(version, engine, number, values, ids.reshape(shape), tops.reshape(shape))
+            TokenScores(version, engine, number, values, ids.reshape(shape), top.reshape(shape))
         )
     return scores
 
@@ -552,11 +526,12 @@ def connect(
 
     ``keys`` is a directory that ``tidegate keys`` made, for addresses on other hosts. Each of
     ``world_size`` data-parallel processes connects with its own ``rank`` and gets its part of each
-    batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: later batches
-    are handed over again, as long as the run keeps them.
+    batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: the run hands
+    later batches over again, as long as it keeps them.
 
-    The run need not be there yet, and a process that has died may still hold the rank: both are
-    waited for, up to ``connect_timeout_s``. A run that is silent for ``run_timeout_s`` is given up.
+    For up to ``connect_timeout_s``, entering the handle waits for the run to listen, and for the
+    rank to become free if a dead process still holds it. Calls fail with ``RunLost`` if the run
+    sends nothing for ``run_timeout_s``.
 
     Raises:
         ConfigError: the address, the keys or the rank are wrong.

@@ -1,7 +1,7 @@
-"""Handler of a remote trainer's requests: acts as the run's one trainer for all of its ranks.
+"""Handler of a remote trainer's requests: the run's single trainer, on behalf of all ranks.
 
 The listener calls it for each request. It requests batches and publishes once for all ranks, and
-makes ranks wait for each other; `ranks.py` knows which process holds a rank.
+lets ranks wait for each other; `ranks.py` records which process holds a rank.
 """
 
 import asyncio
@@ -13,8 +13,7 @@ import numpy as np
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
-from tidegate.orchestrator.fleet.scores import Score as Scored
-from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
+from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.trainer.remote.columns import to_frames
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
@@ -26,16 +25,16 @@ from tidegate.transport import trainer_messages as wire
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
 
-Answered = tuple[wire.AnyTrainerReply, Sequence[bytes]]
+AnswerAndFrames = tuple[wire.AnyTrainerReply, Sequence[bytes]]
 
 
 @dataclass(slots=True)
 class _Publish:
-    """Outcome of one publish, now or later."""
+    """Outcome of one publish."""
 
     version: "asyncio.Future[int]"
-    told: set[int] = field(default_factory=set)
-    """Ranks that were told that it failed: their next call is another attempt."""
+    ranks_done: set[int] = field(default_factory=set)
+    """Ranks that got the failure, or joined later: their next call is another attempt."""
 
 
 class TrainerService:
@@ -63,7 +62,7 @@ class TrainerService:
         self._published: dict[PublishKey, _Publish] = {}
         self._fetching: asyncio.Task[Batch | None] | None = None
         self._has_ended = not has_own_tasks
-        """Whether there are no tasks: they are used up, or not offered yet."""
+        """Whether the run has no tasks, because they are used up or not offered yet."""
         self._pipe: tuple[str, TaskPipe] | None = None
         self._publishing = asyncio.Lock()
 
@@ -75,8 +74,8 @@ class TrainerService:
 
     async def answer(
         self, rank: int, weights: ReceivedWeights, ask: wire.TrainerRequest, data: bytes
-    ) -> Answered:
-        """Carry out a request of a rank; return the answer and its frames.
+    ) -> AnswerAndFrames:
+        """Execute a request of a rank; return the answer and its frames.
 
         Raises:
             TidegateError: the request is refused, or failed.
@@ -96,19 +95,16 @@ class TrainerService:
                 is_wanted = await self._pipe_of(ask.stream).put(ask.tasks, is_end=ask.is_last)
                 return wire.ResultReply(value=is_wanted), ()
             case wire.Evaluate():
-                done = await self._rollouts.evaluate(
+                evaluation = await self._rollouts.evaluate(
                     ask.tasks, episode=self._episode_of(ask.episode)
                 )
-                return wire.EvaluateReply(rewards=done.rewards), ()
+                return wire.EvaluateReply(rewards=evaluation.rewards), ()
             case wire.ScoreSequences():
-                return _scores(
-                    await self._rollouts.score_queries(
-                        [ScoreQuery(*asked) for asked in ask.requests]
-                    )
-                )
+                queries = [ScoreQuery(*fields) for fields in ask.requests]
+                return _scores(await self._rollouts.score_queries(queries))
             case wire.ControlRun():
                 return wire.ResultReply(value=await self._control(ask)), ()
-        raise ConfigError(f"no such request: {type(ask).__name__}")
+        raise ConfigError(f"the run doesn't handle requests of type {type(ask).__name__}")
 
     # ------------------------------------------------------------ ranks
 
@@ -119,12 +115,12 @@ class TrainerService:
     async def join(
         self, rank: int, ask: wire.JoinRun, weights: ReceivedWeights
     ) -> wire.TrainerWelcome:
-        """Answer a process that has joined as a rank: where it continues."""
+        """Welcome a process that has joined as a rank; the answer says where it continues."""
         if rank == 0:
-            async with self._publishing:  # one that a process before it began
+            async with self._publishing:  # an earlier process of the rank may still publish
                 self._published.clear()
         for publish in self._published.values():
-            publish.told.add(rank)
+            publish.ranks_done.add(rank)
         batches = self.progress.join(rank, ask.last_batch)
         self._barrier.notify()
         return wire.TrainerWelcome(
@@ -143,7 +139,7 @@ class TrainerService:
 
     # ------------------------------------------------------------ batches
 
-    async def _next_batch(self, rank: int, after: int) -> Answered:
+    async def _next_batch(self, rank: int, after: int) -> AnswerAndFrames:
         progress, number = self.progress, after + 1
         progress.note_consumed(rank, after)
         progress.wanted[rank] = number
@@ -151,36 +147,36 @@ class TrainerService:
         while progress.newest < number:
             if self._has_ended:
                 return wire.NoMoreBatches(), ()
-            coming = progress.newest + 1
+            next_number = progress.newest + 1
             if self._fetching is None:
                 await self._barrier.until(
-                    lambda n=coming: (
+                    lambda n=next_number: (
                         progress.newest >= n  # type: ignore[misc]
                         or self._fetching is not None
                         or self._has_ended
-                        or not progress.not_asking(n)
+                        or not progress.without_request(n)
                     ),
-                    lambda n=coming: progress.not_asking(n),  # type: ignore[misc]
-                    doing=f"waiting for all ranks to ask for batch {coming}",
+                    lambda n=next_number: progress.without_request(n),  # type: ignore[misc]
+                    doing=f"waiting for all ranks to request batch {next_number}",
                 )
-            if progress.newest < coming and not self._has_ended:
-                await asyncio.shield(self._fetch())
+            if progress.newest < next_number and not self._has_ended:
+                await asyncio.shield(self._start_fetch())
         return self._shard(number, rank)
 
-    def _shard(self, number: int, rank: int) -> Answered:
+    def _shard(self, number: int, rank: int) -> AnswerAndFrames:
         from tidegate.orchestrator.trainer.remote.batch_wire import batch_to_wire  # torch
 
         shard = self.progress.shard(number, rank)
         return batch_to_wire(shard, self._journal(), version=self._rollouts.version)
 
-    def _fetch(self) -> "asyncio.Task[Batch | None]":
-        """Request the run's next batch, once for all ranks. It is kept even if all ranks vanish."""
+    def _start_fetch(self) -> "asyncio.Task[Batch | None]":
+        """Request the run's next batch, once for all ranks. It continues if all ranks vanish."""
         if self._fetching is None:
-            self._fetching = asyncio.create_task(self._fetched(), name="next batch")
+            self._fetching = asyncio.create_task(self._fetch(), name="next batch")
             self._fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._fetching
 
-    async def _fetched(self) -> "Batch | None":
+    async def _fetch(self) -> "Batch | None":
         try:
             batch = await self._rollouts.next_batch()
             if batch is None:
@@ -200,14 +196,14 @@ class TrainerService:
     async def _offer(self, rank: int, ask: wire.OpenTaskStream) -> None:
         if self._has_own_tasks:
             raise ConfigError(
-                "this run has tasks of its own: listen(tasks=…); call batches() without any"
+                "this run has its own tasks, from listen(tasks=…); call batches() without tasks"
             )
         if rank:
-            raise ConfigError(f"rank {rank} gives tasks; those of rank 0 are for all ranks")
+            raise ConfigError(f"rank {rank} offers tasks; only rank 0 may, on behalf of all ranks")
         if self._rollouts.settings.records.journal:
             raise ConfigError(
-                "a run with a journal needs its tasks again when it is resumed, and a trainer's "
-                "may be another's by then; give them to listen(tasks=…)"
+                "a run with a journal can't take a trainer's tasks, because a resume needs the "
+                "same tasks again; pass them to listen(tasks=…)"
             )
         episode = self._episode_of(ask.episode)
         before, self._pipe = self._pipe, (ask.stream, TaskPipe())
@@ -219,16 +215,16 @@ class TrainerService:
 
     def _pipe_of(self, offer: str) -> TaskPipe:
         if self._pipe is None or self._pipe[0] != offer:
-            raise ConfigError("other tasks were offered meanwhile; these are not taken any more")
+            raise ConfigError("a later offer of tasks has replaced this one")
         return self._pipe[1]
 
     def _episode_of(self, name: str) -> EpisodeFunction:
         episode = self._episodes.get(name)
         if episode is None:
-            there_are = ", ".join(repr(known) for known in self._episodes if known) or "no others"
+            known = ", ".join(repr(known) for known in self._episodes if known) or "none"
             raise ConfigError(
-                f"no episode {name!r} here: listen(episode=…) sets the one without a name, "
-                f"listen(episodes=…) those with names; there are {there_are}"
+                f"the run has no episode {name!r}: listen(episode=…) sets the unnamed one, "
+                f"listen(episodes=…) the named ones, which are: {known}"
             )
         return episode
 
@@ -239,7 +235,7 @@ class TrainerService:
         self._barrier.notify()
         key = (ask.batch_number, ask.publish_index)
         if rank:
-            version = await self._published_by_others(key, rank)
+            version = await self._published_by_rank_0(key, rank)
         else:
             version = await self._publish_once(key, weights, ask)
         self.progress.note_consumed(rank, ask.batch_number)
@@ -257,11 +253,11 @@ class TrainerService:
         version: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         version.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            doing = f"waiting for all ranks to have done with batch {number}, to publish"
+            doing = f"waiting for all ranks to be done with batch {number}, to publish"
             await self._barrier.until(lambda: not behind(), behind, doing=doing)
             async with self._publishing:
                 await self._give_back_orphans(number)
-                version.set_result(await self._bring(weights, ask))
+                version.set_result(await self._publish_received(weights, ask))
         except Exception as error:
             version.set_exception(error)
             raise
@@ -272,44 +268,47 @@ class TrainerService:
         return version.result()
 
     async def _give_back_orphans(self, number: int) -> None:
-        """Give back batches that only dead processes had: weights made without them make them
-        older, so they are selected anew when they are asked for."""
+        """Give back batches that only dead processes had received.
+
+        The weights to be published were made without them and make them older, so the run selects
+        their groups again.
+        """
         while (orphan := self.progress.orphan_after(number)) is not None:
             if not await self._rollouts.give_back(orphan):
                 return
-            self.progress.gave_back(orphan)
+            self.progress.given_back(orphan)
 
-    async def _bring(self, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
+    async def _publish_received(self, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
         state_dict = weights.state_dict(ask)
         if ask.is_rollback:
             return await self._rollouts.rollback(state_dict, first_bad=ask.first_bad)
         return await self._rollouts.publish(state_dict, wait=ask.wait, partial=ask.partial)
 
-    async def _published_by_others(self, key: PublishKey, rank: int) -> int:
+    async def _published_by_rank_0(self, key: PublishKey, rank: int) -> int:
         """Wait for rank 0's publish; return its version, or raise its failure, once per rank."""
 
-        def is_there() -> bool:
+        def has_ended() -> bool:
             publish = self._published.get(key)
-            return publish is not None and rank not in publish.told
+            return publish is not None and rank not in publish.ranks_done
 
-        def has_passed() -> bool:
+        def was_skipped() -> bool:
             return self.progress.wanted.get(0, 0) > key[0] or self._ranks.is_done(0)
 
         await self._barrier.until(
-            lambda: is_there() or has_passed(),
+            lambda: has_ended() or was_skipped(),
             lambda: [0],
             doing=f"waiting for rank 0 to publish after batch {key[0]}",
         )
-        if not is_there():
+        if not has_ended():
             raise ConfigError(
-                f"rank 0 went on from batch {key[0]} without this publish; have all ranks call "
-                f"publish() as often, or rank 0 alone"
+                f"rank 0 has continued from batch {key[0]} without this publish; call publish() "
+                f"equally often on all ranks, or on rank 0 alone"
             )
         publish = self._published[key]
         try:
             return publish.version.result()
         except Exception:
-            publish.told.add(rank)
+            publish.ranks_done.add(rank)
             raise
 
     # ------------------------------------------------------------ small requests
@@ -339,13 +338,13 @@ class TrainerService:
         return None
 
 
-def _scores(scores: Sequence[Scored]) -> Answered:
-    """Return an answer with the scores: their arrays as frames, all else in the message."""
-    about: list[Any] = []
+def _scores(scores: Sequence[Score]) -> AnswerAndFrames:
+    """Return an answer with the scores: arrays as frames, all other fields in the message."""
+    metadata: list[Any] = []
     arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
     for score in scores:
         if isinstance(score, TokenScores):
-            about.append([score.version, score.engine, score.start])
+            metadata.append([score.version, score.engine, score.start])
             arrays += [
                 ("logprobs", score.logprobs),
                 ("top_ids", score.top_ids.reshape(-1)),
@@ -353,7 +352,7 @@ def _scores(scores: Sequence[Scored]) -> Answered:
             ]
         else:
             rows = score.values.shape[0] if score.values.ndim > 1 else 0
-            about.append([score.version, score.engine, rows])
+            metadata.append([score.version, score.engine, rows])
             arrays.append(("values", score.values.reshape(-1)))
     columns, frames = to_frames(arrays)
-    return wire.ScoresReply(metadata=about, columns=columns), frames
+    return wire.ScoresReply(metadata=metadata, columns=columns), frames

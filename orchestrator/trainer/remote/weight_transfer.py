@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     import torch
 
 WRITES_KEPT = 2
-"""Sets of weights that stay in shared memory: the one being read, whose publish may have been
-cancelled, and the newest."""
+"""Sets of weights that stay in shared memory: the newest, and the one before, which the run may
+still read because its publish was cancelled."""
 
 
 class WeightUpload:
-    """The trainer's end: writes weights to shared memory, or sends them in chunks."""
+    """Sender of weights, on the trainer's side: by shared memory, or in chunks over ZeroMQ."""
 
     def __init__(self) -> None:
         self._shared = ShmSender()
@@ -50,7 +50,7 @@ class WeightUpload:
         state_dict: "Mapping[str, torch.Tensor]",
         publish: wire.PublishWeights,
     ) -> wire.PublishWeights:
-        """Bring the tensors to the run; return ``publish`` with their place. Blocks.
+        """Bring the tensors to the run; return ``publish`` with their location. Blocks.
 
         Raises:
             WeightsRefused: a tensor can't be sent.
@@ -82,7 +82,7 @@ class WeightUpload:
             if len(answers) >= wire.CHUNKS_AHEAD:
                 answers.popleft().result()
             chunk = wire.UploadChunk(upload=upload, start=start, nbytes_total=nbytes)
-            answers.append(link.ask(chunk, (data,)))
+            answers.append(link.request(chunk, (data,)))
 
         send(0, b"")
         for spec, buffer in zip(specs, buffers, strict=True):
@@ -95,11 +95,11 @@ class WeightUpload:
 
 
 UPLOADS_MAX = 2
-"""Uploads held of one trainer: a publish that was cancelled may have left one unfinished."""
+"""Uploads held for one trainer: the current one, and an unfinished one of a cancelled publish."""
 
 
 class ReceivedWeights:
-    """The run's end: weights that one trainer process has sent and not published yet."""
+    """Receiver of weights, on the run's side: holds what one trainer process has not published."""
 
     def __init__(self, shared_memory: InitWeights | None) -> None:
         self._receiver: WeightReceiver | None = None
@@ -125,11 +125,11 @@ class ReceivedWeights:
         if upload is None:
             while len(self._uploads) >= UPLOADS_MAX:
                 del self._uploads[next(iter(self._uploads))]
-            upload = self._uploads[chunk.upload] = _room(chunk.nbytes_total)
+            upload = self._uploads[chunk.upload] = _buffer(chunk.nbytes_total)
         end = chunk.start + len(data)
         if end > len(upload):
             raise WeightsRefused(
-                f"a piece of weights at [{chunk.start}, {end}) of an upload of {len(upload)} bytes"
+                f"a chunk at bytes [{chunk.start}, {end}) of an upload of {len(upload)} bytes"
             )
         if data:
             upload[chunk.start : end] = np.frombuffer(data, np.uint8)
@@ -142,11 +142,11 @@ class ReceivedWeights:
         """
         if publish.shared is not None:
             if self._receiver is None:
-                raise WeightsRefused("weights lie in memory that this host doesn't share")
+                raise WeightsRefused("the weights are in shared memory that the run can't read")
             return _tensors(self._receiver.tensors(publish.shared))
         upload = self._uploads.pop(publish.upload, None)
         if upload is None:
-            raise WeightsRefused("weights were announced and never came; publish again")
+            raise WeightsRefused("the weights' upload has not arrived; publish again")
         return _tensors(views(publish.tensors, upload.data))
 
     def close(self) -> None:
@@ -156,15 +156,15 @@ class ReceivedWeights:
             self._receiver.close()
 
 
-def _room(nbytes: int) -> npt.NDArray[np.uint8]:
+def _buffer(nbytes: int) -> npt.NDArray[np.uint8]:
     try:
         return np.empty(nbytes, np.uint8)
     except (MemoryError, ValueError):
-        raise WeightsRefused(f"no memory for weights of {nbytes} bytes") from None
+        raise WeightsRefused(f"the run has no memory for weights of {nbytes} bytes") from None
 
 
-def _tensors(shown: Iterable[tuple[TensorSpec, memoryview]]) -> "dict[str, torch.Tensor]":
-    return {spec.name: _tensor(spec, view) for spec, view in shown}
+def _tensors(received: Iterable[tuple[TensorSpec, memoryview]]) -> "dict[str, torch.Tensor]":
+    return {spec.name: _tensor(spec, view) for spec, view in received}
 
 
 def _tensor(spec: TensorSpec, view: memoryview) -> "torch.Tensor":
@@ -172,7 +172,7 @@ def _tensor(spec: TensorSpec, view: memoryview) -> "torch.Tensor":
 
     dtype = getattr(torch, spec.dtype) if spec.dtype in ITEM_BYTES else None
     if dtype is None:
-        raise WeightsRefused(f"tensor {spec.name!r} has dtype {spec.dtype!r}")
+        raise WeightsRefused(f"tensor {spec.name!r} has unsupported dtype {spec.dtype!r}")
     if not math.prod(spec.shape):
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(view, dtype=dtype).view(spec.shape)

@@ -143,7 +143,7 @@ async def test_what_no_figures_can_be_told_to_is_refused_at_the_start(
         """Nobody would await it."""
 
     for on_batch in (log_later, "wandb"):
-        with pytest.raises(ConfigError, match="on_batch must be a function"):
+        with pytest.raises(ConfigError, match="on_batch must be a sync function"):
             tidegate_serve(**SMALL, on_batch=on_batch)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.journal.resuming import open_for
+from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.testing import ScriptedEngine, ServeInTests
 
@@ -229,7 +229,7 @@ def test_a_run_whose_policy_could_not_be_made_again_keeps_no_journal(tmp_path: P
         run_directory=tmp_path,
     )
     with pytest.raises(ConfigError, match="define them in a module, not in a function"):
-        open_for(settings, None)
+        open_run_journal(settings, None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ from tidegate.errors import JournalCorrupt, ResumeMismatch
 from tidegate.orchestrator.core.rules import Rules, made_of, record_of
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.replay import replay_journal
-from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, open_for
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, open_run_journal
 from tidegate.orchestrator.journal.run_journal import JournalHeader
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
@@ -72,7 +72,7 @@ def test_a_journal_starts_no_process_and_imports_no_module(
         with pytest.raises(ResumeMismatch, match=r"which is no policy of Tidegate's"):
             replay_journal(run)
         with pytest.raises(ResumeMismatch):
-            open_for(run_settings(model=tmp_path, journal=True, run_directory=run), True)
+            open_run_journal(run_settings(model=tmp_path, journal=True, run_directory=run), True)
         assert status_of(["replay", str(run)], monkeypatch) == 2
         assert name in capsys.readouterr().err
     assert not trap.exists()
@@ -101,8 +101,8 @@ def test_a_run_with_a_users_policy_is_resumed_by_the_policy_it_is_given(
         journal=True,
         run_directory=tmp_path / "run",
     )
-    open_for(settings, None).close()
-    reopened = open_for(settings, True)
+    open_run_journal(settings, None).close()
+    reopened = open_run_journal(settings, True)
     assert reopened.journal is not None
     assert type(reopened.journal.core.policy) is OurOwn
     reopened.close()

@@ -20,7 +20,7 @@ from tidegate.observability.audit.audit import audit_run
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.journal.replay import replay_journal
-from tidegate.orchestrator.journal.resuming import open_for
+from tidegate.orchestrator.journal.resuming import open_run_journal
 from tidegate.orchestrator.settings.config import run_settings
 
 pytestmark = pytest.mark.wire
@@ -149,14 +149,14 @@ def test_an_engine_serves_on_while_its_orchestrator_is_killed_and_started_again(
 
 def test_what_does_not_belong_together_is_refused(model: Path, tmp_path: Path) -> None:
     values = settings(model, tmp_path / "run")
-    opened = open_for(run_settings(**values), None)
+    opened = open_run_journal(run_settings(**values), None)
     assert opened.journal is not None
     token = {"run_id": opened.journal.header.run_id, "batches": 0, "version": 0, "offer": 0}
     with pytest.raises(JournalLocked, match="in use"):
-        open_for(run_settings(**values), True)
+        open_run_journal(run_settings(**values), True)
     opened.close()
     with pytest.raises(JournalExists, match="resume"):
-        open_for(run_settings(**values), None)
+        open_run_journal(run_settings(**values), None)
     refused: list[tuple[dict[str, Any], Any, str]] = [
         ({"group_size": 4}, True, "group_size=2.*group_size=4"),
         ({}, {**token, "batches": 7}, "7 batches.*only of 0"),
@@ -165,12 +165,12 @@ def test_what_does_not_belong_together_is_refused(model: Path, tmp_path: Path) -
     ]
     for changes, resume, why in refused:
         with pytest.raises(ResumeMismatch, match=why):
-            open_for(run_settings(**{**values, **changes}), resume)
-    reopened = open_for(run_settings(**values), token)
+            open_run_journal(run_settings(**{**values, **changes}), resume)
+    reopened = open_run_journal(run_settings(**values), token)
     assert reopened.resumed == ev.Resumed(0, 0)
     reopened.close()
     with pytest.raises(ConfigError, match="journal=True"):
-        open_for(run_settings(**{**values, "journal": False}), True)
+        open_run_journal(run_settings(**{**values, "journal": False}), True)
 
 
 async def test_other_tasks_than_before_end_the_run(model: Path, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_two_batches_at_once_are_refused_and_a_replaced_one_says_so(
         rollouts.publish(weights(model, 1))
         second = rollouts.batches(range(100, 104), episode=two_turns)
         next(second)
-        with pytest.raises(ConfigError, match=r"another batches\(\).*took the place"):
+        with pytest.raises(ConfigError, match=r"another batches\(\).*has replaced these tasks"):
             next(first)
         trained: set[object] = set()
         rollouts.publish(weights(model, 2))
@@ -283,7 +283,7 @@ async def test_a_second_batches_is_refused_while_the_first_waits(
     async with tidegate.serve(**{**SMALL, "model": model}) as rollouts:
         waiting = asyncio.ensure_future(anext(rollouts.batches(range(4), episode=slow)))
         assert await asyncio.to_thread(begun.wait, 60)
-        with pytest.raises(ConfigError, match="one run takes tasks from one iterator at a time"):
+        with pytest.raises(ConfigError, match="takes tasks from one iterator at a time"):
             await anext(rollouts.batches(range(4), episode=two_turns))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

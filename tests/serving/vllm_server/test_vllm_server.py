@@ -202,6 +202,6 @@ def test_a_server_whose_last_engine_is_gone_says_why(
             process.kill()
         with (
             ThreadPoolExecutor(1) as pool,
-            pytest.raises(EngineLost, match="the last engine is gone; 'engine-0': killed by"),
+            pytest.raises(EngineLost, match="the last engine, 'engine-0', has ended: killed by"),
         ):
             pool.submit(server.wait).result(60.0)

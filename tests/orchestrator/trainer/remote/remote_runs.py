@@ -55,7 +55,7 @@ async def refused(run: tidegate.Rollouts, address: str, **who: int) -> None:
     try:
         await asyncio.to_thread(late.__enter__)
     except RunLost as error:
-        if "nobody answered" not in str(error):
+        if "no run answered" not in str(error):
             raise
         late = joined(run, address, connect_timeout_s=30.0, **who)
         await asyncio.to_thread(late.__enter__)

@@ -84,7 +84,7 @@ def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
                 pass
             return got[0], wire.decode_from_trainer(got[1][0]), got[1]
 
-        asked = link.ask(wire.UploadChunk(upload="a", start=0, nbytes_total=4), (b"data",))
+        asked = link.request(wire.UploadChunk(upload="a", start=0, nbytes_total=4), (b"data",))
         peer, request, frames = received()
         link.has_joined = True
         alive = received()[1]

@@ -120,7 +120,7 @@ def test_a_rank_is_its_process_own_until_that_is_silent_or_leaves() -> None:
     assert not ranks.join(b"a", 0, 2, now_s=1.0)  # asked twice
     with pytest.raises(RankTaken, match="rank 0 of 2 is held"):
         ranks.join(b"c", 0, 2, now_s=2.0)
-    with pytest.raises(RankTaken, match=r"is still here.*world_size=1"):
+    with pytest.raises(RankTaken, match=r"is still connected.*world_size=1"):
         ranks.join(b"c", 0, 1, now_s=2.0)
     assert ranks.heard(b"b", TAKEOVER_SILENCE_S) is not None
     assert not ranks.join(b"c", 0, 2, now_s=1.0 + TAKEOVER_SILENCE_S)
@@ -137,7 +137,7 @@ def test_another_world_begins_once_all_of_the_one_before_are_gone() -> None:
     assert ranks.join(b"c", 2, 3, now_s=100.0)
     assert (ranks.world_size, ranks.peers) == (3, [b"c"])
     for rank, size in ((3, 3), (-1, 3), (0, 0), (0, 5000)):
-        with pytest.raises(ConfigError, match="ranks count from 0"):
+        with pytest.raises(ConfigError, match="rank must be in"):
             ranks.join(b"x", rank, size, now_s=0.0)
 
 
@@ -184,7 +184,7 @@ def test_ranks_wait_for_those_that_have_neither_done_nor_come_to_publish() -> No
     progress.note_ready(0, 1)
     progress.note_consumed(2, 1)
     progress.wanted[2] = 2
-    assert (progress.behind(1), progress.not_asking(2)) == ([1], [0, 1])
+    assert (progress.behind(1), progress.without_request(2)) == ([1], [0, 1])
     progress.note_ready(1, 1)
     assert progress.behind(1) == []
     progress.leave(1)
@@ -197,10 +197,10 @@ def test_batches_are_kept_until_acknowledged_a_few_of_them() -> None:
     for number in range(1, BATCHES_KEPT_MAX + 3):
         progress.handed_over(batch_of(1, number=number))
     assert progress.shard(3, 0).number == 3
-    with pytest.raises(ResumeMismatch, match=f"batch 2 .* has 3 to {BATCHES_KEPT_MAX + 2}"):
+    with pytest.raises(ResumeMismatch, match=f"batch 2 .* keeps 3 to {BATCHES_KEPT_MAX + 2}"):
         progress.shard(2, 0)
     progress.acknowledge(3)
-    with pytest.raises(ResumeMismatch, match="batch 3 is asked for again"):
+    with pytest.raises(ResumeMismatch, match="batch 3 was requested again"):
         progress.shard(3, 0)
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_cant_be_is_refused_before_any_run_is_waited_for(
     rank: int, world_size: int
 ) -> None:
     nobody = tidegate.connect_sync("ipc:///nobody/there", rank=rank, world_size=world_size)
-    with pytest.raises(ConfigError, match=f"rank={rank} of world_size={world_size}"):
+    with pytest.raises(ConfigError, match=f"rank={rank}, world_size={world_size}"):
         nobody.__enter__()
 
 
@@ -219,12 +219,12 @@ async def test_a_rank_is_waited_for_as_long_as_it_may_come_and_named_then() -> N
     for rank in range(2):
         ranks.join(bytes([65 + rank]), rank, 3, now_s)
     barrier = Barrier(ranks, TrainerTimeouts(trainer_s=0.02, rank_s=0.01))
-    with pytest.raises(TrainerLost, match="rank 2 of 3 has not come") as lost:
+    with pytest.raises(TrainerLost, match="rank 2 of 3 has not connected") as lost:
         await barrier.until(lambda: False, lambda: [2], doing="waiting")
     assert lost.value.ranks == [2]
     with pytest.raises(TrainerLost, match="rank 0, rank 1 of 3 was not heard"):
         await barrier.until(lambda: False, lambda: [0, 1], doing="waiting")
     ranks.leave(b"B", is_done=True)
-    with pytest.raises(TrainerLost, match="rank 1 of 3 has done and left"):
+    with pytest.raises(TrainerLost, match="rank 1 of 3 was done and has left"):
         await barrier.until(lambda: False, lambda: [1], doing="waiting")
     await barrier.until(lambda: True, lambda: [0], doing="waiting")

@@ -77,9 +77,9 @@ async def test_a_remote_run_answers_as_one_in_this_process_does(
             part = {"model.norm.weight": weights(model, 2)["model.norm.weight"]}
             after = await rollouts.publish(part, partial=True)
             statistics = await rollouts.statistics()
-            with pytest.raises(ConfigError, match=r"no episode 'unknown' here.*'named'"):
+            with pytest.raises(ConfigError, match=r"has no episode 'unknown'.*'named'"):
                 await rollouts.evaluate([1], episode="unknown")
-            with pytest.raises(ConfigError, match="has tasks of its own"):
+            with pytest.raises(ConfigError, match="has its own tasks"):
                 await anext(rollouts.batches([1]))
         await listen
     assert batch.number == run.batches_received
@@ -172,7 +172,7 @@ async def test_a_trainer_that_goes_back_to_its_checkpoint_gets_what_came_after_i
     async with listening(run, address, tasks=range(8)) as listen:
         first, state = await asyncio.to_thread(until, 3, None, acks=True)
         second, _ = await asyncio.to_thread(until, 0, state, acks=False)
-        with pytest.raises(ResumeMismatch, match="is asked for again, and of those before"):
+        with pytest.raises(ResumeMismatch, match="was requested again, but of the batches up to"):
             await asyncio.to_thread(until, 0, state | {"batches": state["batches"] - 1}, acks=False)
         with pytest.raises(ResumeMismatch, match="is of run other"):
             await asyncio.to_thread(until, 0, state | {"run_id": "other"}, acks=False)
@@ -193,7 +193,7 @@ async def test_what_only_a_dead_trainer_had_is_aged_by_the_weights_that_the_next
         trainer = joined(run, address)
         trainer.__enter__()
         number = next(trainer.batches()).number
-        trainer._handle._close(is_done=False)
+        trainer._handle._exit(RuntimeError())
         return number
 
     def restore_and_train() -> tuple[int, int, int, int]:
@@ -245,8 +245,8 @@ async def test_a_trainer_is_told_when_its_run_ends_and_gives_up_one_that_is_sile
             await waiting
         with pytest.raises(RunClosed):
             rollouts.statistics()
-        rollouts._handle._close(is_done=False)
-    with pytest.raises(RunLost, match=r"no place at the run at .* nobody answered"):
+        rollouts._handle._exit(RuntimeError())
+    with pytest.raises(RunLost, match=r"could not join the run at .* no run answered"):
         joined(run, address, connect_timeout_s=0.1).__enter__()
 
 
@@ -255,8 +255,8 @@ async def test_strangers_second_processes_and_impossible_ranks_are_refused_by_na
 ) -> None:
     refusals: list[tuple[dict[str, int], type[Exception], str]] = [
         ({}, RunLost, "rank 0 of 1 is held by a process that was heard"),
-        ({"world_size": 2}, RunLost, "rank 0 of 1 is still here"),
-        ({"rank": 3, "world_size": 2}, ConfigError, "rank=3 of world_size=2"),
+        ({"world_size": 2}, RunLost, "rank 0 of 1 is still connected"),
+        ({"rank": 3, "world_size": 2}, ConfigError, "got rank=3, world_size=2"),
     ]
     async with listening(run, address), tidegate.connect(address, keys=keys_of(run)):
         for who, kind, why in refusals:
