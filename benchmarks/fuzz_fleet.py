@@ -23,7 +23,7 @@ from tidegate.transport.messages import (
     WeightsLive,
     encode,
 )
-from tidegate.transport.zeromq import sendable
+from tidegate.transport.zeromq import encode_frame
 
 S_PER_FRAME = 0.002
 """Advance of the receiver's clock per frame: 500 frames are a second, so rate limits run out and
@@ -154,7 +154,7 @@ class FuzzedFleet:
         self._events.append(ev.BatchAsked())
 
     def _send(self, peer: bytes, message: Message) -> bool:
-        sendable(message)  # as the socket does: an oversized message would be our own bug
+        encode_frame(message)  # as the socket does: an oversized message would be our own bug
         state = {b"healthy": self._healthy, b"bad": self._bad}.get(peer)
         if state is not None and isinstance(message, SubmitTurn):
             state.turns = [*state.turns, message.turn][-TURNS_SHOWN:]

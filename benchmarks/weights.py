@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.namespaces import Network, are_allowed
 from benchmarks.table import Row, compared, show
 from tidegate.transport.messages import encode
-from tidegate.transport.security import passing_keys
+from tidegate.transport.security import ephemeral_keys
 from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
 from tidegate.transport.weight_channels.relay_sender import RelaySender
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
@@ -239,7 +239,7 @@ def network_rows(counts: list[int]) -> Iterator[Row]:
 
 def over(network: Network, hosts: int, make: Callable[[str, Any], WeightSender]) -> FanOut:
     """Measure one engine per host, with keys."""
-    orchestrator, engine = passing_keys()
+    orchestrator, engine = ephemeral_keys()
     address = f"tcp://{network.address}:5555"
     keys = [engine.public.decode(), engine.secret.decode(), engine.orchestrator.decode()]
     command = [sys.executable, "-m", "benchmarks.weight_engine", address, "", *keys]

@@ -29,7 +29,7 @@ from tidegate.transport.messages import (
     Welcome,
     encode,
 )
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.sleep_messages import MemoryTag
 from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
@@ -170,7 +170,7 @@ class OrchestratorLink:
     def _on_complaint(self, why: str) -> None:
         """Reconnect with a hello and a replay, because the orchestrator drops steps
         after a bad one."""
-        say(f"orchestrator complained: {why}")
+        print_stderr(f"orchestrator complained: {why}")
         first_seq = self._window.first_seq
         self._complaints.append(first_seq)
         if self._complaints.count(first_seq) == REFUSALS_MAX:

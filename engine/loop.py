@@ -44,7 +44,7 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsLive,
 )
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 STAGING_POLL_S = 0.002
@@ -325,7 +325,7 @@ class EngineLoop:
     def _report_out_of_memory(self, shortage: str) -> None:
         self._out_of_memory_steps += 1
         consequence = f"continues with steps of at most {self._scheduler.step_tokens_max} tokens"
-        say(f"warning: {shortage}; {consequence}")
+        print_stderr(f"warning: {shortage}; {consequence}")
         self._link.send(MessageRejected(message=cut(f"{shortage}; {consequence}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:

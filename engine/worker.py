@@ -38,7 +38,7 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.regular_files import check_all_regular
 from tidegate.transport.security import EngineKeys, read_engine_keys
@@ -88,12 +88,12 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         runner = ranks.lead(_runner(model, limits), keys)
         socket = DealerSocket(arguments.connect, arguments.engine.encode(), keys=keys)
     except TidegateError as error:
-        say(f"error: {error}")
+        print_stderr(f"error: {error}")
         if ranks is not None:
             ranks.close()
         return UNUSABLE
     if model.warning is not None:
-        say(f"warning: {model.warning}")
+        print_stderr(f"warning: {model.warning}")
     # All objects so far live to the end, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
@@ -309,18 +309,18 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
         reason, status = loop.run(), ENDED
     except TidegateError as error:
         reason, status = str(error), DEFECT
-        say(f"error: {reason}")
+        print_stderr(f"error: {reason}")
     except Exception as error:  # noqa: BLE001  (any failure must reach the orchestrator)
         traceback.print_exc()
         reason, status = f"failed: {type(error).__name__}: {error}", DEFECT
     finally:
         staging.close()
     if loop.refusal is not None:  # a refused engine sends no goodbye
-        say(f"error: the orchestrator refused this engine: {loop.refusal}")
+        print_stderr(f"error: the orchestrator refused this engine: {loop.refusal}")
         return REFUSED
     link.send_goodbye(reason, has_failed=status == DEFECT)
     if status == ENDED:
-        say(f"engine ends: {reason}")
+        print_stderr(f"engine ends: {reason}")
     return status
 
 

@@ -26,7 +26,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
-from tidegate.transport.zeromq import sendable
+from tidegate.transport.zeromq import encode_frame
 
 LAST_FRAMES_MAX = 40
 """Number of frames shown in the report of a failure: a screenful."""
@@ -318,7 +318,7 @@ class SimulatedRouter:
     def send(self, peer: bytes, message: Message) -> bool:
         """Send one message; return False if the peer isn't connected."""
         link = self._links.get(peer)
-        return link is not None and link.send_to_engine(sendable(message))
+        return link is not None and link.send_to_engine(encode_frame(message))
 
     def attach(
         self,

@@ -47,7 +47,7 @@ def is_on_this_host(address: str) -> bool:
     return match is None or _is_loopback(match["host"])
 
 
-def as_seen_here(address: str) -> str:
+def connectable_address(address: str) -> str:
     """Return the address to connect to a listener of this host; a wildcard becomes the loopback."""
     match = _TCP.fullmatch(address)
     if match is None:
@@ -56,21 +56,21 @@ def as_seen_here(address: str) -> str:
     return f"tcp://{loopback.get(match['host'], match['host'])}:{match['port']}"
 
 
-def any_port(address: str) -> str | None:
+def with_any_port(address: str) -> str | None:
     """Return the same interface with a wildcard port; None for an address without ports."""
     match = _TCP.fullmatch(address)
     return None if match is None else f"tcp://{match['host']}:*"
 
 
-def at_host_of(address: str, told: str) -> str:
-    """Replace a wildcard host in ``told`` (``tcp://*:PORT``) with the host of ``address``."""
-    match, open_to_all = _TCP.fullmatch(address), _TCP.fullmatch(told)
-    if match is None or open_to_all is None or open_to_all["host"] != "*":
-        return told
-    return f"tcp://{match['host']}:{open_to_all['port']}"
+def resolve_wildcard_host(address: str, template: str) -> str:
+    """Replace a wildcard host in ``template`` (``tcp://*:PORT``) with the host of ``address``."""
+    match, wildcard = _TCP.fullmatch(address), _TCP.fullmatch(template)
+    if match is None or wildcard is None or wildcard["host"] != "*":
+        return template
+    return f"tcp://{match['host']}:{wildcard['port']}"
 
 
-def own_address_towards(address: str) -> str | None:
+def local_address_towards(address: str) -> str | None:
     """Return a wildcard-port address of the interface towards ``address``; None if no ports.
 
     Connects a UDP socket to look up the route, which sends nothing.
@@ -80,9 +80,9 @@ def own_address_towards(address: str) -> str | None:
         return None
     host, port = match["host"].strip("[]"), int(match["port"])
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)
+            probe.connect(target)
             own = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(f"this host knows no way to {address!r}: {error}") from error
@@ -96,7 +96,7 @@ def listening_host(address: str | None) -> str:
     return "0.0.0.0" if host == "*" else host
 
 
-def refuse_living_listener(address: str) -> None:
+def check_not_in_use(address: str) -> None:
     """Raise AddressInUse if a process listens on this ipc path.
 
     ZeroMQ would silently take the path over from the listener. A socket file that a dead process
@@ -118,8 +118,8 @@ def refuse_living_listener(address: str) -> None:
 
 
 def _check(address: str, *, has_keys: bool, listens: bool) -> None:
-    scheme, separator, rest = address.partition("://")
-    if not separator or not rest or "\0" in address:
+    scheme, separator, path = address.partition("://")
+    if not separator or not path or "\0" in address:
         raise ConfigError(f"{address!r} is no address; {_EXAMPLES}")
     match scheme:
         case "inproc":
@@ -129,7 +129,7 @@ def _check(address: str, *, has_keys: bool, listens: bool) -> None:
                     f"them out, or {_EXAMPLES}"
                 )
         case "ipc":
-            _check_ipc(address, rest)
+            _check_ipc(address, path)
         case "tcp":
             _check_tcp(address, has_keys=has_keys, listens=listens)
         case _:

@@ -22,11 +22,11 @@ from tidegate.transport.messages import (
 from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.security import EngineKeys, secure_connector
 from tidegate.transport.zeromq import (
-    COMPLAINTS_PER_S_MAX,
     QUEUED_MESSAGES_MAX,
+    REJECTIONS_PER_S_MAX,
     SocketStatistics,
+    encode_frame,
     new_socket,
-    sendable,
     skip_frames,
 )
 
@@ -77,7 +77,7 @@ class DealerSocket:
         self._is_unknown = False
         """Whether the orchestrator has rejected this engine's public key."""
         self._frames = self._bytes = self._malformed = 0
-        self._patience = RateLimiter(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
+        self._rate_limiter = RateLimiter(replies_max=REJECTIONS_PER_S_MAX, interval_s=1.0)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -90,7 +90,7 @@ class DealerSocket:
         Raises:
             BadFrame: the message exceeds the size limit of its kind.
         """
-        frame = sendable(message)
+        frame = encode_frame(message)
         self.send_again(frame)
         return frame
 
@@ -106,8 +106,8 @@ class DealerSocket:
 
         Unreadable messages are counted, answered with a ``MessageRejected``, and left out.
         """
-        messages, is_quiet = self._read()
-        if is_quiet and timeout_s > 0 and self._socket.poll(max(1, round(timeout_s * 1000))):
+        messages, is_empty = self._read()
+        if is_empty and timeout_s > 0 and self._socket.poll(max(1, round(timeout_s * 1000))):
             messages, _ = self._read()
         return messages
 
@@ -125,10 +125,10 @@ class DealerSocket:
         it.
         """
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._note(recv_monitor_message(self._monitor)["event"])
+            self._on_monitor_event(recv_monitor_message(self._monitor)["event"])
         return self._connections if self._is_connected else None
 
-    def _note(self, event: int) -> None:
+    def _on_monitor_event(self, event: int) -> None:
         self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._is_connected:
             self._connections += 1
@@ -177,21 +177,21 @@ class DealerSocket:
     def _read(self) -> tuple[list[FromOrchestrator], bool]:
         """Read the pending messages; return them, and whether the socket was empty."""
         messages: list[FromOrchestrator] = []
-        is_quiet = True
+        is_empty = True
         # bounded, so that a flood cannot keep the engine from its steps
         for _ in range(QUEUED_MESSAGES_MAX):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK, copy=False, track=False)
             except zmq.Again:
                 break
-            is_quiet = False
+            is_empty = False
             try:
                 messages.append(self._decode(frame))
             except BadFrame as error:
                 self._malformed += 1
-                if self._patience.has(b"", time.monotonic()):
+                if self._rate_limiter.has(b"", time.monotonic()):
                     self.send(MessageRejected(message=cut(str(error))))
-        return messages, is_quiet
+        return messages, is_empty
 
     def _decode(self, frame: zmq.Frame) -> FromOrchestrator:
         if frame.more:

@@ -22,8 +22,8 @@ def printable(text: str, *, keeps: str = "") -> str:
     Characters in ``keeps`` are not escaped, for example the newline in multi-line text.
     """
 
-    def escaped(found: re.Match[str]) -> str:
-        return found[0] if found[0] in keeps else found[0].encode("unicode_escape").decode()
+    def escaped(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keeps else match[0].encode("unicode_escape").decode()
 
     return CONTROLS.sub(escaped, text)
 
@@ -37,7 +37,7 @@ def printable_values(value: Any) -> Any:
     return [printable_values(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write a line to standard error, escaped."""
     sys.stderr.write(printable(text) + "\n")
 

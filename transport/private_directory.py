@@ -36,13 +36,13 @@ class PrivateDirectory:
         """
         remove_abandoned()
         readable = "".join(c for c in name if c.isascii() and (c.isalnum() or c in "-_"))
-        made = Path(
+        unfinished = Path(
             tempfile.mkdtemp(prefix=f"{UNFINISHED_PREFIX}{readable[:NAME_CHARACTERS_MAX]}-")
         )
-        self._lock = os.open(made / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(unfinished / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.with_name(PREFIX + made.name.removeprefix(UNFINISHED_PREFIX))
-        made.rename(self.path)
+        self.path = unfinished.with_name(PREFIX + unfinished.name.removeprefix(UNFINISHED_PREFIX))
+        unfinished.rename(self.path)
         self._is_removed = False
 
     def remove(self) -> None:

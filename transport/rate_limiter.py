@@ -9,13 +9,13 @@ PEERS_MAX = 8192
 
 
 class RateLimiter:
-    """Allows ``answers_max`` replies per peer and fixed interval."""
+    """Allows ``replies_max`` replies per peer and fixed interval."""
 
-    def __init__(self, *, answers_max: int, interval_s: float) -> None:
-        self._answers_max = answers_max
+    def __init__(self, *, replies_max: int, interval_s: float) -> None:
+        self._replies_max = replies_max
         self._interval_s = interval_s
         self._until_s = float("-inf")
-        self._answered: dict[bytes, int] = {}
+        self._replies: dict[bytes, int] = {}
         """Replies per peer in the interval that ends at ``_until_s``; at most :data:`PEERS_MAX`
         peers."""
 
@@ -23,9 +23,9 @@ class RateLimiter:
         """Return whether ``peer`` may get one more reply now, and count it if so."""
         if now_s >= self._until_s:
             self._until_s = now_s + self._interval_s
-            self._answered.clear()
-        answered = self._answered.get(peer, 0)
-        if answered >= self._answers_max or (not answered and len(self._answered) >= PEERS_MAX):
+            self._replies.clear()
+        replies = self._replies.get(peer, 0)
+        if replies >= self._replies_max or (not replies and len(self._replies) >= PEERS_MAX):
             return False
-        self._answered[peer] = answered + 1
+        self._replies[peer] = replies + 1
         return True

@@ -62,7 +62,7 @@ def read_regular(path: Path | str, bytes_max: int = TEXT_BYTES_MAX) -> bytes:
     return content
 
 
-def read_whole(fd: int, buffer: memoryview, offset: int) -> None:
+def read_exactly(fd: int, buffer: memoryview, offset: int) -> None:
     """Fill a buffer from a file, starting at ``offset``.
 
     Raises:

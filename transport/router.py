@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from tidegate.errors import AddressInUse, ConfigError
-from tidegate.transport.addresses import check_listener, refuse_living_listener
+from tidegate.transport.addresses import check_listener, check_not_in_use
 from tidegate.transport.limits import ENGINE_FRAME_BYTES_MAX, cut
 from tidegate.transport.messages import Ack, Message, MessageRejected
 from tidegate.transport.private_directory import PrivateDirectory
@@ -28,12 +28,12 @@ from tidegate.transport.rate_limiter import RateLimiter
 from tidegate.transport.security import OrchestratorKeys, secure_listener
 from tidegate.transport.zap_authenticator import ZapAuthenticator
 from tidegate.transport.zeromq import (
-    COMPLAINTS_PER_S_MAX,
+    REJECTIONS_PER_S_MAX,
     Context,
     Socket,
     SocketStatistics,
+    encode_frame,
     new_socket,
-    sendable,
     skip_frames,
 )
 
@@ -45,11 +45,11 @@ WAKEUPS_PER_SEND = 4
 """No switch if more than one message per this many wakeups is sent, because peers may wait for the
 answers."""
 
-LOOK_INTERVAL_S = 0.004
+POLL_INTERVAL_S = 0.004
 """Default polling interval in seconds: well below a decode step of most models, and four messages
 per poll at a thousand messages a second."""
 
-QUIET_LOOK_INTERVAL_S = 0.032
+QUIET_POLL_INTERVAL_S = 0.032
 """Longest polling interval in seconds, used while only acknowledgements are sent, because then only
 tokens of running turns arrive. The interval doubles up to this value, so the end of a stream is
 noticed within twice the time that nothing has been sent. One poll costs 400 us beside its messages,
@@ -60,7 +60,7 @@ MESSAGES_PER_ACK = 16
 wait for the next poll. An engine also waits if it uses up its credit between two polls: with 256
 steps at 8,000 a second, with 16 at 500."""
 
-VAIN_LOOKS_MAX = 3
+UNPRODUCTIVE_POLLS_MAX = 3
 """Consecutive polls that find nothing, or messages that need answers, before switching back to
 wakeups."""
 
@@ -73,13 +73,20 @@ class PollSchedule:
     it makes no difference.
     """
 
-    __slots__ = ("_counted_since_s", "_interval_s", "_vain_looks", "_wakeups", "acks", "sends")
+    __slots__ = (
+        "_counted_since_s",
+        "_interval_s",
+        "_unproductive_polls",
+        "_wakeups",
+        "acks",
+        "sends",
+    )
 
     def __init__(self) -> None:
         self.sends = self.acks = 0
         """Messages and acknowledgements sent since the last count; the sender increments them."""
-        self._interval_s = LOOK_INTERVAL_S
-        self._wakeups = self._vain_looks = 0
+        self._interval_s = POLL_INTERVAL_S
+        self._wakeups = self._unproductive_polls = 0
         self._counted_since_s = 0.0
 
     def woken(self, now_s: float) -> float | None:
@@ -89,58 +96,58 @@ class PollSchedule:
         self._wakeups += 1
         if self._wakeups < max(BUSY_WAKEUPS, WAKEUPS_PER_SEND * (self.sends + self.acks)):
             return None
-        self._wakeups = self._vain_looks = 0
-        self._interval_s = LOOK_INTERVAL_S
-        return LOOK_INTERVAL_S
+        self._wakeups = self._unproductive_polls = 0
+        self._interval_s = POLL_INTERVAL_S
+        return POLL_INTERVAL_S
 
-    def looked(self, messages: int) -> float | None:
+    def polled(self, messages: int) -> float | None:
         """Count a poll that found ``messages``; return the seconds to the next poll.
 
         Returns None to switch back to wakeups: nothing arrives, or much of it needs answers.
         """
         sends, acks = self.sends, self.acks
         self.sends = self.acks = 0
-        is_vain = not messages or WAKEUPS_PER_SEND * (sends + acks) > messages
-        self._vain_looks = self._vain_looks + 1 if is_vain else 0
-        if self._vain_looks >= VAIN_LOOKS_MAX:
+        is_unproductive = not messages or WAKEUPS_PER_SEND * (sends + acks) > messages
+        self._unproductive_polls = self._unproductive_polls + 1 if is_unproductive else 0
+        if self._unproductive_polls >= UNPRODUCTIVE_POLLS_MAX:
             return None
         is_quiet = messages and not sends and MESSAGES_PER_ACK * acks <= messages
-        longest_s = QUIET_LOOK_INTERVAL_S if is_quiet else LOOK_INTERVAL_S
+        longest_s = QUIET_POLL_INTERVAL_S if is_quiet else POLL_INTERVAL_S
         self._interval_s = min(2 * self._interval_s, longest_s)
         return self._interval_s
 
 
 @dataclass(frozen=True, slots=True)
 class MoreFrames:
-    """Fast ``RCVMORE`` query: call :attr:`ask` after reading a frame; then ``answer.value`` is true
-    if more frames follow.
+    """Fast ``RCVMORE`` query: after :attr:`query` is called, ``result.value`` is true if more
+    frames follow the frame just read.
 
     Asking libzmq itself instead of pyzmq's ``getsockopt`` receives 1.7 times the messages per
     CPU-second (``benchmarks.transport messages``, medians of 5 pairs).
     """
 
-    ask: Callable[[], object]
+    query: Callable[[], object]
     """Valid only while the socket is open: libzmq would dereference a freed pointer."""
-    answer: ctypes.c_int
+    result: ctypes.c_int
 
 
 def more_frames(socket: Socket) -> MoreFrames:
     """Return the ``RCVMORE`` query of one socket, for the thread that reads from it."""
-    answer = ctypes.c_int()
+    result = ctypes.c_int()
     libzmq = _libzmq()
     if libzmq is None:
-        return MoreFrames(partial(_ask_pyzmq, socket, answer), answer)
-    ask = libzmq.zmq_getsockopt
-    ask.restype = None  # cannot fail: the socket is open, the option exists, the size is right
-    size = ctypes.c_size_t(ctypes.sizeof(answer))
+        return MoreFrames(partial(_query_pyzmq, socket, result), result)
+    query = libzmq.zmq_getsockopt
+    query.restype = None  # cannot fail: the socket is open, the option exists, the size is right
+    size = ctypes.c_size_t(ctypes.sizeof(result))
     handle = ctypes.c_void_p(socket.underlying)
     option = ctypes.c_int(zmq.RCVMORE)
-    call = partial(ask, handle, option, ctypes.byref(answer), ctypes.byref(size))
-    return MoreFrames(call, answer)
+    call = partial(query, handle, option, ctypes.byref(result), ctypes.byref(size))
+    return MoreFrames(call, result)
 
 
-def _ask_pyzmq(socket: Socket, answer: ctypes.c_int) -> None:
-    answer.value = int(socket.getsockopt(zmq.RCVMORE))
+def _query_pyzmq(socket: Socket, result: ctypes.c_int) -> None:
+    result.value = int(socket.getsockopt(zmq.RCVMORE))
 
 
 def _libzmq() -> Any:
@@ -195,17 +202,17 @@ class RouterSocket:
         self._on_frames: OnFrames = _no_frames
         self._budget = FRAMES_PER_DRAIN
         self._scheduled: asyncio.Handle | None = None
-        self._clock: asyncio.TimerHandle | None = None
+        self._poll_timer: asyncio.TimerHandle | None = None
         """Timer of the next poll; None while the descriptor wakes the loop."""
-        self._is_next_look_far = False
-        self._looks = PollSchedule()
+        self._is_polling_slowly = False
+        self._poll_schedule = PollSchedule()
         self._frames = self._bytes = self._malformed = 0
-        self._patience = RateLimiter(answers_max=COMPLAINTS_PER_S_MAX, interval_s=1.0)
+        self._rate_limiter = RateLimiter(replies_max=REJECTIONS_PER_S_MAX, interval_s=1.0)
         try:
             if self._directory is not None:
                 address = f"ipc://{self._directory.path}/orchestrator"
             assert address is not None
-            self._socket, self._authenticator = bound_router(address, keys)
+            self._socket, self._authenticator = bind_router(address, keys)
             self._more = more_frames(self._socket)
         except BaseException:
             self._remove_directory()
@@ -220,11 +227,11 @@ class RouterSocket:
         Raises:
             BadFrame: the message exceeds the size limit of its kind.
         """
-        frame = sendable(message)
+        frame = encode_frame(message)
         if type(message) is Ack:
-            self._looks.acks += 1
+            self._poll_schedule.acks += 1
         else:
-            self._looks.sends += 1
+            self._poll_schedule.sends += 1
         try:
             self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             self._socket.send(frame, zmq.NOBLOCK)
@@ -236,19 +243,19 @@ class RouterSocket:
             # A send also processes the socket's internal mailbox and may thereby consume the
             # edge-triggered signal that messages have arrived. One read per turn of the loop makes
             # up for all its sends.
-            if self._clock is None:
+            if self._poll_timer is None:
                 self._schedule_drain()
-            elif self._is_next_look_far:
-                self._clock.cancel()
-                self._look_in(LOOK_INTERVAL_S)  # an answer may come
+            elif self._is_polling_slowly:
+                self._poll_timer.cancel()
+                self._poll_in(POLL_INTERVAL_S)  # an answer may come
         return True
 
-    def complain(self, peer: bytes, why: str) -> None:
+    def reject(self, peer: bytes, reason: str) -> None:
         """Count a malformed message of ``peer``, and reply with a ``MessageRejected`` within the
         rate limit."""
         self._malformed += 1
-        if self._patience.has(peer, time.monotonic()):
-            self.send(peer, MessageRejected(message=cut(why)))
+        if self._rate_limiter.has(peer, time.monotonic()):
+            self.send(peer, MessageRejected(message=cut(reason)))
 
     def attach(
         self,
@@ -276,9 +283,9 @@ class RouterSocket:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+        if self._poll_timer is not None:
+            self._poll_timer.cancel()
+            self._poll_timer = None
         self._loop.remove_reader(self._socket.FD)
         self._loop = None
         self._on_frames = _no_frames
@@ -301,30 +308,30 @@ class RouterSocket:
         """Handle a readable descriptor; switch to polling if wakeups are too frequent."""
         loop = self._loop
         assert loop is not None
-        interval_s = self._looks.woken(loop.time())
+        interval_s = self._poll_schedule.woken(loop.time())
         if interval_s is not None:
             loop.remove_reader(self._socket.FD)
-            self._look_in(interval_s)
+            self._poll_in(interval_s)
         self._drain()
 
-    def _look_in(self, interval_s: float) -> None:
+    def _poll_in(self, interval_s: float) -> None:
         assert self._loop is not None
-        self._is_next_look_far = interval_s > LOOK_INTERVAL_S
-        self._clock = self._loop.call_later(interval_s, self._on_clock)
+        self._is_polling_slowly = interval_s > POLL_INTERVAL_S
+        self._poll_timer = self._loop.call_later(interval_s, self._on_poll_timer)
 
-    def _on_clock(self) -> None:
+    def _on_poll_timer(self) -> None:
         """Poll by timer, and switch back to wakeups when polling no longer pays."""
         before = self._frames + self._malformed
-        self._is_next_look_far = False
+        self._is_polling_slowly = False
         try:
             self._drain()
         finally:  # the callback may raise, or detach
             if self._loop is not None:
-                interval_s = self._looks.looked(self._frames + self._malformed - before)
+                interval_s = self._poll_schedule.polled(self._frames + self._malformed - before)
                 if interval_s is not None:
-                    self._look_in(interval_s)
+                    self._poll_in(interval_s)
                 else:
-                    self._clock = None
+                    self._poll_timer = None
                     self._loop.add_reader(self._socket.FD, self._on_readable)
 
     def _drain(self) -> None:
@@ -352,14 +359,14 @@ class RouterSocket:
         """
         batch: list[tuple[bytes, bytes]] = []
         receive, append, no_wait = self._socket.recv, batch.append, int(zmq.NOBLOCK)
-        ask, more = self._more.ask, self._more.answer
+        query, more = self._more.query, self._more.result
         size = 0
         is_empty = False
         try:
             for _ in range(self._budget):
                 peer = receive(no_wait)
                 body = receive(no_wait)
-                ask()
+                query()
                 if more.value:
                     self._refuse_frames(peer)
                     continue
@@ -376,7 +383,7 @@ class RouterSocket:
     def _refuse_frames(self, peer: bytes) -> None:
         """Read the remaining frames of a message with too many frames, and complain."""
         count = 1 + skip_frames(self._socket)
-        self.complain(peer, f"a message is one frame, but yours had {count}")
+        self.reject(peer, f"a message is one frame, but yours had {count}")
 
     def _schedule_drain(self) -> None:
         if self._loop is not None and self._scheduled is None:
@@ -391,7 +398,7 @@ def _no_frames(batch: list[tuple[bytes, bytes]]) -> None:
     """Discard frames while no callback is attached."""
 
 
-def bound_router(
+def bind_router(
     address: str,
     keys: OrchestratorKeys | None,
     *,
@@ -404,7 +411,7 @@ def bound_router(
         ConfigError: the address is malformed, needs keys, or cannot be bound.
     """
     check_listener(address, has_keys=keys is not None)
-    refuse_living_listener(address)
+    check_not_in_use(address)
     context: Context | None = zmq.Context() if keys else None
     socket = new_socket(zmq.ROUTER, address, frame_bytes_max=frame_bytes_max, context=context)
     socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES_MAX)

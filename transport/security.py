@@ -83,36 +83,36 @@ def make_keys(directory: Path, engine: str = ENGINE_DEFAULT) -> Path:
             f"or remove the directory and its copies"
         )
     try:
-        _make(directory, own, engine)
+        _write_keys(directory, own, engine)
     except OSError as error:
         raise ConfigError(f"can't write keys into {directory}: {error}") from error
     return own
 
 
-def _make(directory: Path, own: Path, engine: str) -> None:
+def _write_keys(directory: Path, own: Path, engine: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / _ALLOWED).mkdir(mode=0o700, exist_ok=True)
     if not (directory / _ORCHESTRATOR_SECRET).exists():
         public, secret = zmq.curve_keypair()
-        about = "The orchestrator's {}. Whoever has the secret one can pose as it: it stays here."
-        _write(directory / _ORCHESTRATOR_PUBLIC, about.format("public key"), public)
-        _write(directory / _ORCHESTRATOR_SECRET, about.format("keys"), public, secret)
+        comment = "The orchestrator's {}. Whoever has the secret one can pose as it: it stays here."
+        _write(directory / _ORCHESTRATOR_PUBLIC, comment.format("public key"), public)
+        _write(directory / _ORCHESTRATOR_SECRET, comment.format("keys"), public, secret)
     orchestrator = read_orchestrator_keys(directory).public
     public, secret = zmq.curve_keypair()
     own.mkdir(mode=0o700)
     _write(own / _ORCHESTRATOR_PUBLIC, "The orchestrator that this engine talks to.", orchestrator)
     _write(own / _ENGINE_SECRET, "An engine's keys. Whoever has them is let in.", public, secret)
-    about = f"The public key of {engine!r}, which may connect as long as this file is here."
-    _write(_allowed_file(directory, engine), about, public)
+    comment = f"The public key of {engine!r}, which may connect as long as this file is here."
+    _write(_allowed_file(directory, engine), comment, public)
 
 
 def _allowed_file(directory: Path, engine: str) -> Path:
     return directory / _ALLOWED / f"{engine}.key"
 
 
-def _write(path: Path, about: str, public: bytes, secret: bytes | None = None) -> None:
+def _write(path: Path, comment: str, public: bytes, secret: bytes | None = None) -> None:
     """Write a certificate that is never readable by others."""
-    lines = [f"# Tidegate. {about}", "metadata", "curve", f'    public-key = "{public.decode()}"']
+    lines = [f"# Tidegate. {comment}", "metadata", "curve", f'    public-key = "{public.decode()}"']
     if secret is not None:
         lines.append(f'    secret-key = "{secret.decode()}"')
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -120,7 +120,7 @@ def _write(path: Path, about: str, public: bytes, secret: bytes | None = None) -
         file.write("\n".join(lines) + "\n")
 
 
-def passing_keys() -> tuple[OrchestratorKeys, EngineKeys]:
+def ephemeral_keys() -> tuple[OrchestratorKeys, EngineKeys]:
     """Create keys of both ends that are never written to disk, and end with their processes."""
     _check_curve()
     own_public, own_secret = zmq.curve_keypair()
@@ -168,7 +168,7 @@ def read_allowed(directory: Path | frozenset[bytes]) -> dict[bytes, str]:
         mode = directory.stat().st_mode
         paths = sorted(directory.glob("*.key"))
     except OSError as error:
-        raise ConfigError(f"can't read who may connect: {error}; {_HOW}") from error
+        raise ConfigError(f"can't read who may connect: {error}; {_HINT}") from error
     _check_mode(directory, mode, 0o022)
     allowed = {}
     for path in paths:
@@ -177,14 +177,14 @@ def read_allowed(directory: Path | frozenset[bytes]) -> dict[bytes, str]:
     return allowed
 
 
-_HOW = "`tidegate keys DIRECTORY` makes a set of keys and says what goes where"
+_HINT = "`tidegate keys DIRECTORY` makes a set of keys and says what goes where"
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:
     _check_file(path, forbidden=0o077)
     public, secret = _read(path)
     if secret is None:
-        raise ConfigError(f"{path} has no secret key; {_HOW}")
+        raise ConfigError(f"{path} has no secret key; {_HINT}")
     if zmq.curve_public(secret) != public:
         raise ConfigError(f"{path} is damaged: its public key does not belong to its secret key")
     return public, secret
@@ -198,8 +198,8 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
             if key is not None and len(z85.decode(key)) != KEY_BYTES:
                 raise ValueError(f"a key has 40 characters, not {len(key)}")
     except (OSError, ValueError, KeyError) as error:
-        why = "a character that is in no key" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{path} holds no key that can be read: {why}; {_HOW}") from error
+        reason = "a character that is in no key" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} holds no key that can be read: {reason}; {_HINT}") from error
     return public, secret
 
 
@@ -207,17 +207,17 @@ def _check_file(path: Path, *, forbidden: int) -> None:
     try:
         status = path.stat()
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}; {_HOW}") from error
+        raise ConfigError(f"can't read {path}: {error.strerror}; {_HINT}") from error
     if not stat.S_ISREG(status.st_mode) or status.st_size > KEY_FILE_BYTES_MAX:
-        raise ConfigError(f"{path} is no file of keys; {_HOW}")
+        raise ConfigError(f"{path} is no file of keys; {_HINT}")
     _check_mode(path, status.st_mode, forbidden)
 
 
 def _check_mode(path: Path, mode: int, forbidden: int) -> None:
     if mode & forbidden:
-        what = "read" if forbidden & 0o044 else "change"
+        access = "read" if forbidden & 0o044 else "change"
         raise ConfigError(
-            f"others may {what} {path} (mode {stat.S_IMODE(mode):03o}); take that from them: "
+            f"others may {access} {path} (mode {stat.S_IMODE(mode):03o}); take that from them: "
             f"chmod go-{'rwx' if forbidden & 0o044 else 'w'} {path}"
         )
 

@@ -34,7 +34,7 @@ recorded."""
 
 FILE_BYTES_MAX = 65_536
 
-HOW = (
+HINT = (
     f"put the key into the environment variable {VARIABLE}, or into a file that {FILE_VARIABLE} "
     f"names, with a line `URL KEY` for each server that has its own"
 )
@@ -55,7 +55,7 @@ def refuse_secrets(url: str) -> None:
         host, has_secrets = None, "@" in url or "?" in url
     if has_secrets:
         which = "an engine's url" if host is None else f"the engine's url with the host {host}"
-        raise ConfigError(f"{which} has a password or a query in it, and urls are logged; {HOW}")
+        raise ConfigError(f"{which} has a password or a query in it, and urls are logged; {HINT}")
 
 
 def key_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -89,12 +89,12 @@ def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str |
     return _checked(lines[0][0], path)
 
 
-def _read(path: Path, variable: str = FILE_VARIABLE, how: str = HOW) -> list[list[str]]:
+def _read(path: Path, variable: str = FILE_VARIABLE, hint: str = HINT) -> list[list[str]]:
     """Return a private file's lines, split into words, without comments."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > FILE_BYTES_MAX:
-            raise ConfigError(f"{variable} names {path}, which is no file of keys; {how}")
+            raise ConfigError(f"{variable} names {path}, which is no file of keys; {hint}")
         if status.st_mode & 0o077:
             raise ConfigError(
                 f"others may read the keys in {path} (mode {stat.S_IMODE(status.st_mode):03o}); "
@@ -104,24 +104,24 @@ def _read(path: Path, variable: str = FILE_VARIABLE, how: str = HOW) -> list[lis
     except OSError as error:
         raise ConfigError(f"can't read {path} of {variable}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} holds something else than keys; {how}") from error
+        raise ConfigError(f"{path} holds something else than keys; {hint}") from error
     lines = (line.split() for line in text.splitlines())
-    return [words for words in lines if words and not words[0].startswith("#")]
+    return [fields for fields in lines if fields and not fields[0].startswith("#")]
 
 
 def _find(lines: list[list[str]], url: str, path: str) -> str | None:
-    found = None
-    for words in lines:
-        if len(words) == 1 and len(lines) == 1:
-            return _checked(words[0], path)
-        if len(words) != 2:
-            raise ConfigError(f"{path} has a line of {len(words)} words; {HOW}")
-        if _place(words[0]) == _place(url):
-            found = _checked(words[1], path)
-    return found
+    key = None
+    for fields in lines:
+        if len(fields) == 1 and len(lines) == 1:
+            return _checked(fields[0], path)
+        if len(fields) != 2:
+            raise ConfigError(f"{path} has a line of {len(fields)} words; {HINT}")
+        if _normalized(fields[0]) == _normalized(url):
+            key = _checked(fields[1], path)
+    return key
 
 
-def _place(url: str) -> str:
+def _normalized(url: str) -> str:
     """Normalise a server's URL, so that different spellings compare equal."""
     address = url.partition("+")[2] if re.match(r"[a-z0-9_-]+\+https?:", url) else url
     return address.partition("#")[0].rstrip("/").lower()

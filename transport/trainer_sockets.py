@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tidegate.errors import BadFrame
 from tidegate.transport.addresses import check_connector
 from tidegate.transport.limits import FRAME_BYTES_MAX
-from tidegate.transport.router import bound_router, close_socket, stop_listening
+from tidegate.transport.router import bind_router, close_socket, stop_listening
 from tidegate.transport.security import EngineKeys, OrchestratorKeys, secure_connector
 from tidegate.transport.zeromq import new_socket
 
@@ -35,7 +35,7 @@ class TrainerRouter:
             AddressInUse: another process listens there.
             ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
-        self._socket, self._authenticator = bound_router(
+        self._socket, self._authenticator = bind_router(
             address, keys, frame_bytes_max=FRAME_BYTES_MAX
         )
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -103,10 +103,10 @@ class TrainerDealer:
         if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
         recv_monitor_message(self._monitor)
-        what = "does not know these keys, or has others" if self._has_keys else "wants keys"
+        problem = "does not know these keys, or has others" if self._has_keys else "wants keys"
         return (
-            f"{self._address} {what}: `tidegate keys DIRECTORY --engine trainer` makes some where "
-            f"the run is; copy DIRECTORY/trainer here, and give it as keys="
+            f"{self._address} {problem}: `tidegate keys DIRECTORY --engine trainer` makes some "
+            f"where the run is; copy DIRECTORY/trainer here, and give it as keys="
         )
 
     def wait(self, descriptor: int, timeout_s: float) -> None:

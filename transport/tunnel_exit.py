@@ -20,8 +20,8 @@ from tidegate.transport.tunnels import (
     FRAME_BYTES_MAX,
     PIECE_BYTES,
     Piece,
-    What,
-    decoded_piece,
+    PieceKind,
+    decode_piece,
     encode_piece,
 )
 from tidegate.transport.zeromq import Socket, new_socket
@@ -29,7 +29,7 @@ from tidegate.transport.zeromq import Socket, new_socket
 PIECES_UNSENT_MAX = 64
 """While this many pieces wait for the network, nothing more is read from the process."""
 
-LAST_WORDS_S = 1.0
+FINAL_OUTPUT_S = 1.0
 """Time to read the output of a process that has ended, because its children may keep the pipe
 open."""
 
@@ -55,7 +55,7 @@ class TunnelExit:
         self._unread = bytearray()
         """Bytes that the process has not read yet. Unbounded, so that a hanging process can still
         be killed; the bytes are requests to it, so few."""
-        self._is_all_said = False
+        self._is_input_ended = False
         """Whether the near end will send no more bytes to the process."""
 
     def carry(self, connection: socket.socket, output: IO[bytes], end: Callable[[], str]) -> None:
@@ -67,57 +67,59 @@ class TunnelExit:
         poller = zmq.Poller()
         for source in (self._socket, connection.fileno(), output.fileno()):
             poller.register(source, zmq.POLLIN)
-        is_printing = is_speaking = True
+        is_output_open = is_connected = True
         end_s: float | None = None
         try:
-            while is_speaking or is_printing:
+            while is_connected or is_output_open:
                 left_ms = None if end_s is None else round(1000 * (end_s - time.monotonic()))
                 if left_ms is not None and left_ms <= 0:
                     break
                 ready = dict(poller.poll(left_ms))
-                if self._socket in ready and not self._take():
+                if self._socket in ready and not self._receive_piece():
                     break
                 if output.fileno() in ready:
-                    is_printing = self._pass("printed", os.read(output.fileno(), PIECE_BYTES))
-                    if not is_printing:
+                    is_output_open = self._send_piece(
+                        "printed", os.read(output.fileno(), PIECE_BYTES)
+                    )
+                    if not is_output_open:
                         poller.unregister(output.fileno())
-                if not is_speaking:
+                if not is_connected:
                     continue
                 if ready.get(connection.fileno(), 0) & ~zmq.POLLOUT:
-                    is_speaking = self._pass("said", _received(connection))
-                if is_speaking:
+                    is_connected = self._send_piece("said", _received(connection))
+                if is_connected:
                     poller.register(connection.fileno(), self._feed(connection))
                 else:
                     poller.unregister(connection.fileno())
-                    end_s = time.monotonic() + LAST_WORDS_S
+                    end_s = time.monotonic() + FINAL_OUTPUT_S
         finally:
-            self._pass("ended", cut(end()).encode())
+            self._send_piece("ended", cut(end()).encode())
             self._socket.close()
 
-    def _pass(self, what: What, body: bytes) -> bool:
+    def _send_piece(self, kind: PieceKind, body: bytes) -> bool:
         if body:
-            self._socket.send(encode_piece(Piece(self._sent, what, body)))
+            self._socket.send(encode_piece(Piece(self._sent, kind, body)))
             self._sent += 1
         return bool(body)
 
-    def _take(self) -> bool:
+    def _receive_piece(self) -> bool:
         """Handle one piece from the near end; return whether to continue."""
         try:
-            piece = decoded_piece(self._socket.recv(), self._received)
+            piece = decode_piece(self._socket.recv(), self._received)
         except BadFrame:
             return False
         self._received += 1
-        if piece.what == "said":
+        if piece.kind == "said":
             self._unread += piece.body
-        self._is_all_said |= piece.what == "ended"
-        return piece.what != "kill"
+        self._is_input_ended |= piece.kind == "ended"
+        return piece.kind != "kill"
 
     def _feed(self, connection: socket.socket) -> int:
         """Write what the process accepts now; return the poll flags of its connection."""
         try:
             while self._unread:
                 del self._unread[: connection.send(self._unread)]
-            if self._is_all_said:
+            if self._is_input_ended:
                 connection.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             return zmq.POLLIN | zmq.POLLOUT

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from tidegate.errors import BadFrame
-from tidegate.transport.router import bound_router, close_socket, stop_listening
+from tidegate.transport.router import bind_router, close_socket, stop_listening
 from tidegate.transport.security import OrchestratorKeys
 from tidegate.transport.wakeup import Wakeup
 
@@ -30,14 +30,14 @@ FRAME_BYTES_MAX = PIECE_BYTES + 64
 RETRY_MS = 20
 """Delay before a piece is offered again to a far end whose queue was full."""
 
-What = Literal["said", "printed", "ended", "kill"]
+PieceKind = Literal["said", "printed", "ended", "kill"]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Numbered piece of a tunnel's byte stream, or a control piece (``ended``, ``kill``)."""
 
     number: int
-    what: What
+    kind: PieceKind
     body: bytes = b""
     """The bytes; for ``ended`` from the far end, how the process there ended."""
 
@@ -46,7 +46,7 @@ encode_piece = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Piece)
 
 
-def decoded_piece(frame: bytes, number: int) -> Piece:
+def decode_piece(frame: bytes, number: int) -> Piece:
     """Decode the piece with this number.
 
     Raises:
@@ -87,7 +87,7 @@ class _Inside:
     sent: int = 0
     unsent: bytes | None = None
     """Frame that the far end's full queue did not accept yet."""
-    is_over: bool = False
+    is_ended: bool = False
 
 
 class TunnelEntrance:
@@ -100,12 +100,12 @@ class TunnelEntrance:
             AddressInUse: another process listens there.
             ConfigError: the address is malformed, needs keys, or cannot be bound.
         """
-        self._socket, self._authenticator = bound_router(
+        self._socket, self._authenticator = bind_router(
             address, keys, frame_bytes_max=FRAME_BYTES_MAX
         )
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._inside: dict[bytes, _Inside] = {}
-        self._asked: deque[Callable[[], None]] = deque()
+        self._submitted: deque[Callable[[], None]] = deque()
         self._wakeup = Wakeup()
         self._is_closing = False
         self._poller = zmq.Poller()
@@ -116,25 +116,25 @@ class TunnelEntrance:
 
     def open(self, name: str) -> Tunnel:
         """Create a tunnel for the far end of that name. Thread-safe."""
-        ours, inner = socket.socketpair()
+        outer, inner = socket.socketpair()
         read, write = os.pipe2(os.O_CLOEXEC)
-        tunnel = Tunnel(name, ours, os.fdopen(read, "rb", buffering=0))
+        tunnel = Tunnel(name, outer, os.fdopen(read, "rb", buffering=0))
         inside = _Inside(tunnel, inner, write)
 
         def begin() -> None:
             self._inside[name.encode()] = inside
             self._poller.register(inner.fileno(), zmq.POLLIN)
 
-        self._ask(begin)
+        self._submit(begin)
         return tunnel
 
     def kill(self, tunnel: Tunnel, how: str = "killed") -> None:
         """Have the far end kill its process, if it is there. Thread-safe."""
-        self._ask(lambda: self._end(tunnel.name.encode(), how, tell="kill"))
+        self._submit(lambda: self._end(tunnel.name.encode(), how, notify="kill"))
 
     def lose(self, tunnel: Tunnel, how: str) -> None:
         """Declare the far end lost. Thread-safe; a no-op if its end was already reported."""
-        self._ask(lambda: self._lose(tunnel.name.encode(), how))
+        self._submit(lambda: self._lose(tunnel.name.encode(), how))
 
     def close(self) -> None:
         """Stop; queued pieces are still sent for a moment. Idempotent."""
@@ -142,8 +142,8 @@ class TunnelEntrance:
         self._wakeup.wake()
         self._thread.join()
 
-    def _ask(self, work: Callable[[], None]) -> None:
-        self._asked.append(work)
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._submitted.append(work)
         self._wakeup.wake()  # if the thread has ended, there is nothing to do
 
     # ------------------------------------------------------------ the thread
@@ -152,10 +152,10 @@ class TunnelEntrance:
         try:
             while not self._is_closing:
                 self._turn()
-            self._do_what_was_asked()
+            self._run_submitted()
         finally:
             for name in list(self._inside):
-                self._end(name, "the tunnel's near end was closed", tell="kill")
+                self._end(name, "the tunnel's near end was closed", notify="kill")
             stop_listening(self._socket, self.address)
             close_socket(self._socket, is_context_own=self._authenticator is not None)
             self._wakeup.close()
@@ -163,20 +163,20 @@ class TunnelEntrance:
     def _turn(self) -> None:
         blocked = [name for name, inside in self._inside.items() if inside.unsent is not None]
         ready = dict(self._poller.poll(RETRY_MS if blocked else None))
-        self._wakeup.quiet()
-        self._do_what_was_asked()
-        self._take_all()
+        self._wakeup.clear()
+        self._run_submitted()
+        self._receive_pieces()
         for name in blocked:
             self._send_again(name)
         for name, inside in list(self._inside.items()):
             if inside.unsent is None and inside.connection.fileno() in ready:
                 self._read(name, inside)
 
-    def _do_what_was_asked(self) -> None:
-        while self._asked:
-            self._asked.popleft()()
+    def _run_submitted(self) -> None:
+        while self._submitted:
+            self._submitted.popleft()()
 
-    def _take_all(self) -> None:
+    def _receive_pieces(self) -> None:
         while True:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -188,18 +188,18 @@ class TunnelEntrance:
                     self._socket.send_multipart([name, encode_piece(Piece(0, "kill"))], zmq.NOBLOCK)
                 continue
             try:
-                self._take(name, inside, decoded_piece(frames[0], inside.received))
+                self._handle_piece(name, inside, decode_piece(frames[0], inside.received))
             except BadFrame as error:
                 self._lose(name, f"lost: {error}")
 
-    def _take(self, name: bytes, inside: _Inside, piece: Piece) -> None:
+    def _handle_piece(self, name: bytes, inside: _Inside, piece: Piece) -> None:
         inside.received += 1
         with suppress(OSError):  # the owner has closed its end
-            if piece.what == "said":
+            if piece.kind == "said":
                 inside.connection.sendall(piece.body)
-            elif piece.what == "printed":
+            elif piece.kind == "printed":
                 _write(inside.output, piece.body)
-        if piece.what == "ended":
+        if piece.kind == "ended":
             self._end(name, piece.body.decode(errors="replace"))
 
     def _read(self, name: bytes, inside: _Inside) -> None:
@@ -213,8 +213,8 @@ class TunnelEntrance:
             self._poller.unregister(inside.connection.fileno())
         self._send(name, inside, "said" if body else "ended", body)
 
-    def _send(self, name: bytes, inside: _Inside, what: What, body: bytes = b"") -> None:
-        inside.unsent = encode_piece(Piece(inside.sent, what, body))
+    def _send(self, name: bytes, inside: _Inside, kind: PieceKind, body: bytes = b"") -> None:
+        inside.unsent = encode_piece(Piece(inside.sent, kind, body))
         inside.sent += 1
         self._send_again(name)
 
@@ -234,16 +234,16 @@ class TunnelEntrance:
     def _lose(self, name: bytes, how: str) -> None:
         if name in self._inside:
             self._inside[name].tunnel.was_lost = True
-        self._end(name, how, tell="kill")
+        self._end(name, how, notify="kill")
 
-    def _end(self, name: bytes, how: str, *, tell: What | None = None) -> None:
+    def _end(self, name: bytes, how: str, *, notify: PieceKind | None = None) -> None:
         inside = self._inside.get(name)
         if inside is None:
             return
         # set first, because a caller that sees the far end gone may read it
         inside.tunnel.how_it_ended = how
-        if tell is not None:
-            self._send(name, inside, tell)
+        if notify is not None:
+            self._send(name, inside, notify)
         del self._inside[name]
         with suppress(KeyError):
             self._poller.unregister(inside.connection.fileno())

@@ -34,7 +34,7 @@ class Wakeup:
             if self._descriptor is not None:
                 os.eventfd_write(self._descriptor, 1)
 
-    def quiet(self) -> None:
+    def clear(self) -> None:
         """Reset the counter, so that the next poll waits for a new wakeup."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._descriptor is not None:

@@ -29,18 +29,20 @@ def name_groups(state: Iterable[str], revert: Revert) -> list[NameGroup]:
     Two tensors of the ``state_dict()`` are in one group if a tensor of the directory contains parts
     of both.
     """
-    made: dict[str, tuple[str, ...]] = {name: tuple(revert([name])) for name in state}
+    directory_names: dict[str, tuple[str, ...]] = {name: tuple(revert([name])) for name in state}
     groups: dict[str, list[str]] = {}
-    for name, directory in made.items():
+    for name, directory in directory_names.items():
         if directory == (name,):
             continue
         joined = [name]
-        for other in {id(found): found for d in directory if (found := groups.get(d))}.values():
-            joined = other + joined
+        for group in {id(group): group for d in directory if (group := groups.get(d))}.values():
+            joined = group + joined
         for member in joined:
-            groups |= dict.fromkeys(made[member], joined)
+            groups |= dict.fromkeys(directory_names[member], joined)
     distinct = {id(members): members for members in groups.values()}
     return [
-        NameGroup(tuple(members), tuple(dict.fromkeys(d for m in members for d in made[m])))
+        NameGroup(
+            tuple(members), tuple(dict.fromkeys(d for m in members for d in directory_names[m]))
+        )
         for members in distinct.values()
     ]

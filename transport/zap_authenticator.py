@@ -44,10 +44,10 @@ class ZapAuthenticator:
         self.refused = 0
         """Number of connections that were rejected."""
         self._keys = keys
-        self._patience = RateLimiter(answers_max=WARNINGS_PER_MINUTE_MAX, interval_s=60.0)
-        self._questions = context.socket(zmq.REP)
-        self._questions.setsockopt(zmq.LINGER, 0)
-        self._questions.bind(_ZAP_ADDRESS)
+        self._rate_limiter = RateLimiter(replies_max=WARNINGS_PER_MINUTE_MAX, interval_s=60.0)
+        self._requests = context.socket(zmq.REP)
+        self._requests.setsockopt(zmq.LINGER, 0)
+        self._requests.bind(_ZAP_ADDRESS)
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
         listener.monitor(_EVENTS_ADDRESS, _REFUSALS)
@@ -56,13 +56,13 @@ class ZapAuthenticator:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._questions, zmq.POLLIN)
+        poller.register(self._requests, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
         try:
             while True:
                 for socket, _ in poller.poll():
-                    if socket is self._questions:
-                        self._answer(self._questions.recv_multipart())
+                    if socket is self._requests:
+                        self._answer(self._requests.recv_multipart())
                     else:
                         event = recv_monitor_message(self._events)["event"]
                         self.refused += bool(event & _REFUSALS)
@@ -70,28 +70,28 @@ class ZapAuthenticator:
             pass
         # also after an exception: without an authenticator, libzmq rejects every connection
         finally:
-            self._questions.close()
+            self._requests.close()
             self._events.close()
 
-    def _answer(self, question: list[bytes]) -> None:
+    def _answer(self, frames: list[bytes]) -> None:
         """Reply with ZAP status 200 (accept), 400 (reject) or 300 (temporary failure; retry
         later)."""
-        _, request, _, origin, _, mechanism, *credentials = question
-        status, why, name = b"400", b"unknown key", ""
+        _, request, _, origin, _, mechanism, *credentials = frames
+        status, text, name = b"400", b"unknown key", ""
         try:
             allowed = read_allowed(self._keys.allowed)
         except ConfigError as error:
-            status, why = b"300", b"the list of keys can't be read"
+            status, text = b"300", b"the list of keys can't be read"
             self._warn(f"nobody is let in: {error}")
         else:
             key = credentials[0] if credentials else b""
             name = allowed.get(key, "") if mechanism == b"CURVE" else ""
             if name and len(key) == KEY_BYTES:
-                status, why = b"200", b"OK"
+                status, text = b"200", b"OK"
             else:
                 self._warn(f"a stranger at {origin.decode(errors='replace')} is not let in")
-        self._questions.send_multipart([b"1.0", request, status, why, name.encode(), b""])
+        self._requests.send_multipart([b"1.0", request, status, text, name.encode(), b""])
 
-    def _warn(self, what: str) -> None:
-        if self._patience.has(b"", time.monotonic()):
-            log.warning("ZAP: %s", what)
+    def _warn(self, message: str) -> None:
+        if self._rate_limiter.has(b"", time.monotonic()):
+            log.warning("ZAP: %s", message)

@@ -34,16 +34,16 @@ CONNECT_TIMEOUT_MS = 5_000
 double: after an outage of a minute, a connection would come back only half a minute after the
 repair."""
 
-ASKED_AFTER_S = 5
+KEEPALIVE_INTERVAL_S = 5
 """TCP keep-alive idle time and interval, in seconds."""
 
-UNANSWERED_MAX_S = 15
+TCP_USER_TIMEOUT_S = 15
 """TCP user timeout, in seconds: a connection with data or a keep-alive probe unacknowledged for
 this long is closed. The system's defaults are a quarter of an hour, and unlimited for idle
 connections: a half-open connection would look alive for that long, and messages sent on it would be
 lost."""
 
-COMPLAINTS_PER_S_MAX = 32
+REJECTIONS_PER_S_MAX = 32
 """Maximum ``Complaint`` replies per second to one peer; further malformed messages are only
 counted."""
 
@@ -77,11 +77,11 @@ def new_socket(
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
-    outlive_links(socket)
+    enable_keepalive(socket)
     return socket
 
 
-def outlive_links(socket: Socket) -> None:
+def enable_keepalive(socket: Socket) -> None:
     """Detect a silently broken TCP link within some 20 s, and a repaired one within 5 s.
 
     TCP's own timers count bytes that arrive, not messages, so a large message may take its time on
@@ -91,16 +91,16 @@ def outlive_links(socket: Socket) -> None:
     """
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, ASKED_AFTER_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, ASKED_AFTER_S)
-    socket.setsockopt(zmq.TCP_MAXRT, 1000 * UNANSWERED_MAX_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * TCP_USER_TIMEOUT_S)
 
 
-def expect_life(socket: Socket, silent_s: float) -> None:
+def enable_heartbeats(socket: Socket, silent_s: float) -> None:
     """Renew a connection whose peer is silent for this long, by ZMTP heartbeats.
 
     For connections with few messages that are repeated if unanswered, because messages in flight
-    are lost. Call it before connecting. It goes beyond :func:`outlive_links`: it tests the peer
+    are lost. Call it before connecting. It goes beyond :func:`enable_keepalive`: it tests the peer
     process, not only its operating system.
     """
     interval_ms = round(1000 * silent_s / 4)
@@ -120,7 +120,7 @@ def shared_context(pid: int) -> Context:
     return context
 
 
-def sendable(message: Message) -> bytes:
+def encode_frame(message: Message) -> bytes:
     """Encode a message as a frame.
 
     Raises:

@@ -94,7 +94,7 @@ class Http:
             connection.close()
         if answer.status == UNAUTHORIZED:
             sent = "another key than it was sent" if self._headers else "a key"
-            raise ConfigError(f"{self.url} wants {sent}; {server_keys.HOW}")
+            raise ConfigError(f"{self.url} wants {sent}; {server_keys.HINT}")
         return HttpReply(status=answer.status, body=_parsed(raw))
 
 

@@ -43,7 +43,7 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsStaged,
 )
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.scoring import CancelScore, ScoreTokens
 
 TICK_S = 0.02
@@ -156,7 +156,7 @@ class ExternalEngineLoop:
                     await self._adapter.resume()
                 await self._swapper.loras.close()
         except (TidegateError, TimeoutError) as error:
-            say(f"warning: the engine may be left paused or with adapters loaded: {error}")
+            print_stderr(f"warning: the engine may be left paused or with adapters loaded: {error}")
 
     def end(self, why: str) -> None:
         """Make ``run`` return soon."""

@@ -190,7 +190,7 @@ class HttpEngine:
         why = _message(data)
         if status == UNAUTHORIZED:
             sent = "another key than it was sent" if self._headers else "a key"
-            why = f"{self.url} requires {sent} ({why}); {server_keys.HOW}"
+            why = f"{self.url} requires {sent} ({why}); {server_keys.HINT}"
         return HttpStatusError(path, status, why)
 
     def _connection_error(self, path: str, error: BaseException) -> EngineGone:

@@ -36,7 +36,7 @@ from tidegate.engine.external.sglang_server import (
 from tidegate.engine.external.sglang_weights import BucketSender, load, make_sender
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
 UPDATED_ANYWAY = "Weights were updated"
@@ -102,7 +102,7 @@ class SglangAdapter:
         server = await read_server_info(self._http, self._architecture)
         self._is_incremental = server.streams_incrementally
         if server.samples_ahead:
-            say(
+            print_stderr(
                 f"SGLang at {self._http.url} uses its overlap scheduler, so kv_policy='keep' is "
                 "refused: "
                 "it would label tokens of old weights as new; start it with "

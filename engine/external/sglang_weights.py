@@ -20,7 +20,7 @@ import torch
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.sglang_server import SglangServerInfo
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
-from tidegate.transport.addresses import listening_host, own_address_towards
+from tidegate.transport.addresses import listening_host, local_address_towards
 from tidegate.transport.weight_channels.collective import (
     BroadcastGroup,
     RoundAssignment,
@@ -217,7 +217,7 @@ class SglangBroadcastSender:
         parts = urlsplit(self._http.url)
         host = parts.hostname or ""
         url_host = f"[{host}]" if ":" in host else host
-        own_host = listening_host(own_address_towards(f"tcp://{url_host}:{parts.port or 80}"))
+        own_host = listening_host(local_address_towards(f"tcp://{url_host}:{parts.port or 80}"))
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         with socket.create_server((own_host, 0), family=family) as listener:
             port = listener.getsockname()[1]

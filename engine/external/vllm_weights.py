@@ -17,7 +17,7 @@ from tidegate.engine.external.vllm_nccl import VllmNcclSender
 from tidegate.engine.external.vllm_releases import VllmServerInfo, refuse_transfer
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import ConfigError, EngineGone, WeightsRefused
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.weight_channels.cuda_memory import CudaGpu as gpu_of
 from tidegate.transport.weight_channels.cuda_nccl import NcclFailed, nccl_library, own_device
 
@@ -103,7 +103,7 @@ class VllmWeights:
             return
         is_another = _differs(Path(release.model), self._model)
         if not release.has_labels or is_another or await self._label() != UNNAMED_LABEL:
-            say(f"{self._http.url} may have other weights; loading {self._model}")
+            print_stderr(f"{self._http.url} may have other weights; loading {self._model}")
             await self._load_files(self._model, label)
         elif release.has_labels:
             await self._set_label(label)

@@ -32,7 +32,7 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.engine.worker import DEFECT, ENDED, PR_SET_PDEATHSIG, REFUSED, UNUSABLE
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.transport.messages import PROTOCOL, Hello
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
 from tidegate.transport.security import read_engine_keys
 from tidegate.transport.server_keys import refuse_secrets
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return uvloop.run(_main(arguments))
     except TidegateError as error:
-        say(f"error: {error}")
+        print_stderr(f"error: {error}")
         return UNUSABLE
     finally:
         remove_abandoned()
@@ -182,13 +182,13 @@ async def _serve(
 
 def _end(link: OrchestratorLink, engine_loop: ExternalEngineLoop, reason: str) -> int:
     if engine_loop.refusal is not None:
-        say(f"error: the orchestrator refused this engine: {engine_loop.refusal}")
+        print_stderr(f"error: the orchestrator refused this engine: {engine_loop.refusal}")
         return REFUSED
     link.send_goodbye(reason, has_failed=engine_loop.failure is not None)
     if engine_loop.failure is not None:
-        say(f"error: {reason}")
+        print_stderr(f"error: {reason}")
         return DEFECT
-    say(f"adapter ends: {reason}")
+    print_stderr(f"adapter ends: {reason}")
     return ENDED
 
 

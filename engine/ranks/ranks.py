@@ -32,7 +32,7 @@ from tidegate.transport.messages import (
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.rank_messages import InitProcessGroup, RunStep
 from tidegate.transport.security import EngineKeys
-from tidegate.transport.weight_channels import CHANNELS, NOWHERE, WeightReceiverConfig
+from tidegate.transport.weight_channels import CHANNELS, LOCAL_CONFIG, WeightReceiverConfig
 
 if TYPE_CHECKING:
     from tidegate.engine.models.rank_group import RankGroup
@@ -96,7 +96,7 @@ class MultiRankStaging(Staging):
         self,
         allocate: Callable[[], WeightStore],
         peers: RankProcesses,
-        receiver_config: WeightReceiverConfig = NOWHERE,
+        receiver_config: WeightReceiverConfig = LOCAL_CONFIG,
     ) -> None:
         super().__init__(allocate, receiver_config)
         self._peers = peers

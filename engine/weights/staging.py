@@ -31,13 +31,13 @@ from tidegate.transport.messages import (
     WeightsStaged,
 )
 from tidegate.transport.weight_channels import (
-    NOWHERE,
+    LOCAL_CONFIG,
     WeightReceiver,
     WeightReceiverConfig,
     cuda_ipc,
     receiver,
 )
-from tidegate.transport.weight_channels.checksums import check_sum
+from tidegate.transport.weight_channels.checksums import verify_checksum
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
 
 JOIN_TIMEOUT_S = 5.0
@@ -103,7 +103,9 @@ class Staging:
     """The buffer beside the live weights, and the thread that fills it."""
 
     def __init__(
-        self, allocate: Callable[[], WeightStore], receiver_config: WeightReceiverConfig = NOWHERE
+        self,
+        allocate: Callable[[], WeightStore],
+        receiver_config: WeightReceiverConfig = LOCAL_CONFIG,
     ) -> None:
         self._allocate = allocate
         self._receiver_config = receiver_config
@@ -312,9 +314,9 @@ class Staging:
             self._store(update, message.adapter, spec.name, tensor)
             # After the copy: bytes that match now were right when they were copied.
             if isinstance(view, memoryview):
-                check_sum(spec, view)
+                verify_checksum(spec, view)
             elif spec.crc32 is not None:
-                check_sum(spec, host_bytes(view))
+                verify_checksum(spec, host_bytes(view))
         if not message.is_last:
             return None
         update.adapters = {

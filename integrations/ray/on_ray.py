@@ -39,7 +39,7 @@ from tidegate.transport.security import (
     ENGINE_DEFAULT,
     EngineKeys,
     OrchestratorKeys,
-    passing_keys,
+    ephemeral_keys,
     read_engine_keys,
     read_orchestrator_keys,
 )
@@ -123,7 +123,7 @@ class RayCluster:
             self.keys = read_orchestrator_keys(settings.fleet.curve_key_directory)
             self.engine_keys = read_engine_keys(settings.fleet.curve_key_directory / ENGINE_DEFAULT)
         else:
-            self.keys, self.engine_keys = passing_keys()
+            self.keys, self.engine_keys = ephemeral_keys()
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
         """Return the engines, not started yet; Ray keeps their logs."""

@@ -22,7 +22,7 @@ from tidegate.integrations.ray.ray_places import (
     own_address,
     said,
 )
-from tidegate.transport.security import EngineKeys, passing_keys
+from tidegate.transport.security import EngineKeys, ephemeral_keys
 from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
@@ -80,7 +80,7 @@ class RayWorkers:
         self._ray = connected_ray()
         self._room = RayRoom(self._ray, places)
         self._told = python, memory_bytes, pass_variables
-        keys, self._worker_keys = passing_keys()
+        keys, self._worker_keys = ephemeral_keys()
         self._entrance = TunnelEntrance(own_address(self._ray), keys)
         self._numbers = itertools.count()
         self._free: list[int] = []

@@ -23,7 +23,7 @@ from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.trainer.remote.listener import listen
 from tidegate.orchestrator.trainer.remote.rollouts import SyncRemoteRollouts, connect_sync
-from tidegate.transport.security import EngineKeys, passing_keys
+from tidegate.transport.security import EngineKeys, ephemeral_keys
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.trainer.rollouts import Rollouts
@@ -63,7 +63,7 @@ async def train_on_ray(
     if world_size < 1:
         raise ConfigError(f"world_size counts the trainer's ranks, at least one, got {world_size}")
     ray = connected_ray()
-    keys, rank_keys = passing_keys()
+    keys, rank_keys = ephemeral_keys()
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     listening = listen(
         rollouts,

@@ -239,8 +239,8 @@ class Fleet:
         """Longest context that any engine so far reads; 0 before the first has joined."""
         self._have_fine_tokens = False
         """Whether all token ids and log-probs of the steps being handled are in range."""
-        self._answers = RateLimiter(answers_max=ANSWERS_PER_S_MAX, interval_s=1.0)
-        self._hellos = RateLimiter(answers_max=HELLOS_PER_S_MAX, interval_s=1.0)
+        self._answers = RateLimiter(replies_max=ANSWERS_PER_S_MAX, interval_s=1.0)
+        self._hellos = RateLimiter(replies_max=HELLOS_PER_S_MAX, interval_s=1.0)
 
     def resume(self, streams: Mapping[str, tuple[int, int]], away: list[str], now_s: float) -> None:
         """Expect the engines of a crashed process, which reconnect and replay their steps."""

@@ -22,7 +22,7 @@ from tidegate.orchestrator.journal.reading import (
     read_records,
     read_snapshot,
 )
-from tidegate.transport.printable import say
+from tidegate.transport.printable import print_stderr
 
 RECORDS_PER_COMMIT = 10_000
 """Records in one commit, which takes milliseconds however small: at most about 50 MB."""
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lsn = salvage(options.damaged, options.target)
     except TidegateError as error:
-        say(f"error: {error}")
+        print_stderr(f"error: {error}")
         return 2
     sys.stdout.write(f"{options.target} holds all records up to {lsn}\n")
     return 0

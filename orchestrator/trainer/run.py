@@ -41,7 +41,7 @@ from tidegate.orchestrator.telemetry.recorder import Recorder, RunObservers
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.channel import open_channel
 from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
-from tidegate.transport.addresses import as_seen_here
+from tidegate.transport.addresses import connectable_address
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.sockets import RouterSocket
@@ -334,7 +334,7 @@ class Run:
             elif engines.are_gone and not scheduler.fleet.engines:
                 scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
-        address = as_seen_here(router.address)
+        address = connectable_address(router.address)
         engines = self._launcher.engines(address, logs, on_exit=on_exit)
         self._engines = engines
         scheduler.engines.on_silent = engines.kill

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidegate.transport.regular_files import open_regular, read_whole
+from tidegate.transport.regular_files import open_regular, read_exactly
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +43,12 @@ def read_header(fd: int) -> tuple[dict[str, dict[str, Any]], int]:
         OSError, ValueError: the file is cut off, or not of this format.
     """
     length = bytearray(8)
-    read_whole(fd, memoryview(length), 0)
+    read_exactly(fd, memoryview(length), 0)
     nbytes = int.from_bytes(length, "little")
     if nbytes > HEADER_BYTES_MAX:
         raise ValueError(f"its header is said to have {nbytes} bytes; is it a safetensors file?")
     text = bytearray(nbytes)
-    read_whole(fd, memoryview(text), 8)
+    read_exactly(fd, memoryview(text), 8)
     header = json.loads(text)
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object; is it a safetensors file?")
@@ -90,5 +90,5 @@ def _read(fd: int, name: str, facts: Any, start: int) -> "torch.Tensor":
     tensor = torch.empty(shape, dtype=dtype)
     if nbytes:
         flat = tensor.view(-1).view(torch.uint8)
-        read_whole(fd, flat.numpy().data, start + begin)
+        read_exactly(fd, flat.numpy().data, start + begin)
     return tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server.pickled_facts import NotFacts, read_facts
 from tidegate.serving.vllm_server.receivers import AnnouncedTensor, announced_tensors, unpacked
-from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, flaw_of_counter
+from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, ref_counter_problem
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ def _check_extent(handle: Handle) -> None:
         raise NotFacts(f"a tensor reaches to byte {end} of {handle.storage_bytes}")
     if len(handle.event) != EVENT_BYTES:
         raise NotFacts(f"a handle of an event has {EVENT_BYTES} bytes, got {len(handle.event)}")
-    if flaw := flaw_of_counter(handle.counter, handle.counter_offset):
+    if flaw := ref_counter_problem(handle.counter, handle.counter_offset):
         raise NotFacts(flaw)
 
 

@@ -87,10 +87,10 @@ class HeldSender(ZmqSender):
         self.is_asked, self.may_answer = threading.Event(), threading.Event()
         super().__init__()
 
-    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         self.is_asked.set()
         assert self.may_answer.wait(PATIENCE_S)
-        super()._answer(peer, frames)
+        super()._reply(peer, frames)
 
 
 def test_decode_steps_go_on_while_a_version_is_copied_however_long_that_takes(

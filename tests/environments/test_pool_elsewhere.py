@@ -12,7 +12,7 @@ from tidegate import EnvironmentPool, RayPlaces
 from tidegate.environments.started_worker import StartedWorker
 from tidegate.errors import ConfigError, EnvironmentCrashed, EnvironmentHung
 from tidegate.integrations.ray.ray_environments import RayEnvironmentWorker, RayWorker, ray_workers
-from tidegate.transport.security import passing_keys
+from tidegate.transport.security import ephemeral_keys
 from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
 pytestmark = pytest.mark.wire
@@ -24,7 +24,7 @@ class Actors:
     """Threads in place of Ray actors."""
 
     def __init__(self) -> None:
-        keys, self._worker_keys = passing_keys()
+        keys, self._worker_keys = ephemeral_keys()
         self.entrance = TunnelEntrance("tcp://127.0.0.1:*", keys)
         self.tunnels: list[Tunnel] = []
         self._names = (f"actor-{n}" for n in itertools.count())

@@ -8,9 +8,9 @@ import pytest
 
 from tidegate.errors import AddressInUse, ConfigError
 from tidegate.transport.addresses import (
-    as_seen_here,
     check_connector,
     check_listener,
+    connectable_address,
     is_on_this_host,
 )
 from tidegate.transport.sockets import DealerSocket, RouterSocket
@@ -26,7 +26,7 @@ def test_addresses_on_this_host_need_no_keys(address: str) -> None:
     check_listener(address, has_keys=False)
     check_connector(address, has_keys=False)
     assert is_on_this_host(address)
-    assert as_seen_here(address) == address
+    assert connectable_address(address) == address
 
 
 BEYOND = ["tcp://192.168.1.7:5555", "tcp://[fe80::1]:5555", "tcp://localhost:5", "tcp://a-b.c_d:5"]
@@ -50,8 +50,8 @@ def test_addresses_beyond_this_host_are_served_with_keys_only(address: str) -> N
 def test_every_interface_is_where_to_listen_and_not_where_to_connect(address: str) -> None:
     with pytest.raises(ConfigError, match="is where to listen, on every interface"):
         check_connector(address, has_keys=True)
-    check_connector(as_seen_here(address), has_keys=True)
-    assert as_seen_here(address) == WILDCARDS[address]
+    check_connector(connectable_address(address), has_keys=True)
+    assert connectable_address(address) == WILDCARDS[address]
 
 
 def test_keys_are_not_taken_where_they_would_protect_nothing() -> None:

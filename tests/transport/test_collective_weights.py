@@ -107,7 +107,7 @@ def test_one_that_comes_late_gets_the_newest_and_what_is_kept(weights: Collectiv
     assert late.fetch(kept).result(WAIT_S) == as_bytes(old)
     assert first.fetch(newest).result(WAIT_S) == as_bytes(new)
     weights.write(3, tensors(5))
-    with pytest.raises(WeightsRefused, match="not here, or not any more"):
+    with pytest.raises(WeightsRefused, match="not served, or no longer"):
         late.fetch(kept).result(WAIT_S)
     first.close()
     late.close()
@@ -241,14 +241,14 @@ def test_one_that_refuses_its_place_in_a_round_says_so(weights: CollectiveSender
         WeightsRefused, match="would send 8 bytes of weights where the update has 4"
     ):
         engine.fetch(msgspec.structs.replace(update, tensors=[half])).result(WAIT_S)
-    wait_until(lambda: weights._is_left)
+    wait_until(lambda: weights._has_member_left)
     assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
     engine.close()
 
 
 def wait_for_two(weights: CollectiveSender) -> None:
     """Wait until the other process has sent its request."""
-    wait_until(lambda: len(weights._known) == 2)
+    wait_until(lambda: len(weights._receivers_heard_s) == 2)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -17,7 +17,7 @@ from tidegate.observability.logs import JsonLines
 from tidegate.observability.progress import RunProgress
 from tidegate.observability.recording import RunRecorder
 from tidegate.observability.report import write_report
-from tidegate.transport.printable import printable, say
+from tidegate.transport.printable import print_stderr, printable
 
 pytestmark = pytest.mark.wire
 
@@ -60,7 +60,7 @@ def test_what_a_command_or_an_engine_prints_has_no_controls(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     echo(f"worst: {HOSTILE}\nnext")
-    say(f"error: {HOSTILE}\nforged")
+    print_stderr(f"error: {HOSTILE}\nforged")
     said = capsys.readouterr()
     assert is_harmless(said.out)
     assert is_harmless(said.err)

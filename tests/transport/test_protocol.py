@@ -334,7 +334,7 @@ async def test_such_a_worker_says_all_again_when_complained_of(router: RouterSoc
     sampling = SamplingParams(max_tokens=2)
     router.send(b"elsie", SubmitTurn(turn=6, token_ids=prompt, sampling=sampling))
     await inbox.wait_for(3)
-    router.complain(b"elsie", "step 0 could not be read")
+    router.reject(b"elsie", "step 0 could not be read")
     hello = decode_from_engine((await inbox.wait_for(4))[3][1])
     assert isinstance(hello, Hello)
     assert (hello.first_seq, hello.next_seq, hello.turns) == (0, 2, b"")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.transport.regular_files import check_all_regular, read_regular, read_whole
+from tidegate.transport.regular_files import check_all_regular, read_exactly, read_regular
 
 pytestmark = pytest.mark.wire
 
@@ -49,4 +49,4 @@ def test_a_file_that_was_cut_off_since_it_was_opened_says_where(tmp_path: Path) 
     with path.open("rb") as file:
         os.truncate(path, 6)
         with pytest.raises(OSError, match="it ends at byte 6, 3 bytes too early"):
-            read_whole(file.fileno(), memoryview(bytearray(7)), 2)
+            read_exactly(file.fileno(), memoryview(bytearray(7)), 2)

@@ -58,13 +58,13 @@ class Sender(RelaySender):
 
     served_bytes = 1 << 60
 
-    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         if (
             decode_parent_request(frames[0]) is None
             and decode_fetch_request(frames).end > self.served_bytes
         ):
             return
-        super()._answer(peer, frames)
+        super()._reply(peer, frames)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_what_is_not_there_any_more_is_refused(weights: Sender, engines: list[En
     [old] = weights.write(1, tensors())
     [new] = weights.write(2, sent := tensors())
     refused, taken = engines[0].fetch(old), engines[2].fetch(new)
-    with pytest.raises(WeightsRefused, match="not here, or not any more"):
+    with pytest.raises(WeightsRefused, match="not served, or no longer"):
         refused.result(WAIT_S)
     assert taken.result(WAIT_S) == as_bytes(sent)
 
@@ -281,7 +281,7 @@ def test_with_keys_relays_serve_each_other_and_nobody_without(tmp_path: Path) ->
     for engine in engines:
         assert engine.fetch(update).result(WAIT_S) == as_bytes(sent)
     assert weights.sent_bytes < TOTAL_BYTES
-    [line] = weights._lines.values()
+    [line] = weights._trees.values()
     assert not answers(line.relays[0], FetchRequest(update.location, 0, 1))
     for engine in engines:
         engine.close()
@@ -292,7 +292,7 @@ def test_a_relay_without_keys_answers_what_is_asked_well(weights: Sender) -> Non
     engine = Engine(weights, "a")
     [update] = weights.write(1, tensors())
     engine.fetch(update).result(WAIT_S)
-    [line] = weights._lines.values()
+    [line] = weights._trees.values()
     for fetch in (FetchRequest(update.location, 1, 2), FetchRequest(update.location, 0, 1 << 40)):
         assert answers(line.relays[0], fetch) == [
             encode_chunk(ChunkHeader(update.location, fetch.start, "that can't be had here"))

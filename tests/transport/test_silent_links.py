@@ -23,7 +23,7 @@ from tidegate.transport.weight_channels.base import WeightReceiverConfig
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream
 from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
 from tidegate.transport.weight_channels.zmq_sender import ZmqSender
-from tidegate.transport.zeromq import ASKED_AFTER_S
+from tidegate.transport.zeromq import KEEPALIVE_INTERVAL_S
 
 pytestmark = pytest.mark.wire
 
@@ -90,14 +90,14 @@ def sender() -> Iterator["zmq.Socket[bytes]"]:
 def test_a_relay_asks_over_another_connection_when_one_is_silent(
     sender: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_sockets, "GUIDE_SILENT_S", 1.0)
+    monkeypatch.setattr(relay_sockets, "SENDER_TIMEOUT_S", 1.0)
     link = Link(sender.bind_to_random_port("tcp://127.0.0.1"))
     sockets = RelaySockets(Upstream(link.address, None, None))
 
     def ask() -> bytes:
         give_up_s = time.monotonic() + WAIT_S
         while time.monotonic() < give_up_s:
-            sockets.guide.send(b"where?")
+            sockets.sender.send(b"where?")
             if sender.poll(100):
                 return sender.recv_multipart()[0]
         raise AssertionError("nobody was asked")
@@ -148,8 +148,8 @@ def relay_and_relay(open_: ExitStack) -> str:
     sender = open_.enter_context(closing(ZmqSender(ANYWHERE)))
     up = Upstream(sender.address.replace("*", "127.0.0.1"), None, None)
     first, next_ = (open_.enter_context(closing(RelaySockets(up))) for _ in range(2))
-    open_.enter_context(next_.to_parent(first.here))
-    return first.here
+    open_.enter_context(next_.to_parent(first.address))
+    return first.address
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,6 @@ def of_port(port: int) -> list[tuple[str, float]]:
 
 
 def all_are_asked(ends: list[tuple[str, float]]) -> bool:
-    return len(ends) >= 2 and all(what == KEEPALIVE and s <= ASKED_AFTER_S for what, s in ends)
+    return len(ends) >= 2 and all(
+        what == KEEPALIVE and s <= KEEPALIVE_INTERVAL_S for what, s in ends
+    )

@@ -337,7 +337,7 @@ def test_bytes_that_are_not_even_zeromq_disturb_nobody_else(
 async def test_a_complaint_reaches_the_peer_and_is_counted(router: RouterSocket) -> None:
     dealer = DealerSocket(router.address, b"engine-0")
     await hello(dealer, Inbox(router))
-    router.complain(b"engine-0", "what was that?")
+    router.reject(b"engine-0", "what was that?")
     assert dealer.receive(WAIT_S) == [MessageRejected(message="what was that?")]
     assert router.statistics().malformed == 1
     dealer.close()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from tidegate.transport.security import EngineKeys, passing_keys
+from tidegate.transport.security import EngineKeys, ephemeral_keys
 from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
@@ -51,7 +51,7 @@ class FarEnd:
 
 @pytest.fixture
 def entrance() -> Iterator[tuple[TunnelEntrance, EngineKeys]]:
-    keys, far_keys = passing_keys()
+    keys, far_keys = ephemeral_keys()
     made = TunnelEntrance("tcp://127.0.0.1:*", keys)
     yield made, far_keys
     made.close()

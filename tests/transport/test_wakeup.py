@@ -24,9 +24,9 @@ def test_it_wakes_who_waits_until_it_is_quieted() -> None:
     waking.start()
     assert is_readable(wakeup, wait_ms=WAIT_MS)
     waking.join(WAIT_MS / 1000)
-    wakeup.quiet()
+    wakeup.clear()
     assert not is_readable(wakeup)
-    wakeup.quiet()  # nothing to forget
+    wakeup.clear()  # nothing to forget
     wakeup.close()
 
 
@@ -38,7 +38,7 @@ def test_once_closed_it_touches_no_file_that_has_its_number_since() -> None:
     os.dup2(other, number)
     try:
         wakeup.wake()
-        wakeup.quiet()
+        wakeup.clear()
         wakeup.close()
         with pytest.raises(BlockingIOError):  # nothing was written, and it is open
             os.eventfd_read(number)

@@ -18,7 +18,7 @@ from tidegate.transport.weight_channels.base import (
 
 __all__ = [
     "CHANNELS",
-    "NOWHERE",
+    "LOCAL_CONFIG",
     "NamedBuffer",
     "WeightReceiver",
     "WeightReceiverConfig",
@@ -30,7 +30,7 @@ __all__ = [
 CHANNELS = ("shm", "zmq", "relay", "collective", "disk")
 """Names of the available channels, the fastest first."""
 
-NOWHERE = WeightReceiverConfig()
+LOCAL_CONFIG = WeightReceiverConfig()
 """Home of an engine that needs no network to fetch weights: the buffer is on its host."""
 
 
@@ -74,8 +74,8 @@ def sender(
     raise ConfigError(f"no weight channel {channel!r}; there are {', '.join(CHANNELS)}")
 
 
-def receiver(init: InitWeights, home: WeightReceiverConfig = NOWHERE) -> WeightReceiver:
-    """Create an engine's end; ``home`` is how it reaches its orchestrator.
+def receiver(init: InitWeights, config: WeightReceiverConfig = LOCAL_CONFIG) -> WeightReceiver:
+    """Create an engine's end; ``config`` is how it reaches its orchestrator.
 
     Raises:
         WeightsRefused: the channel is unknown here, or the sender's buffer is unreachable.
@@ -88,15 +88,15 @@ def receiver(init: InitWeights, home: WeightReceiverConfig = NOWHERE) -> WeightR
         case "zmq":
             from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
 
-            return ZmqReceiver(init, home)
+            return ZmqReceiver(init, config)
         case "relay":
             from tidegate.transport.weight_channels.relay_receiver import RelayReceiver
 
-            return RelayReceiver(init, home)
+            return RelayReceiver(init, config)
         case "collective":
             from tidegate.transport.weight_channels.collective_receiver import CollectiveReceiver
 
-            return CollectiveReceiver(init, home)
+            return CollectiveReceiver(init, config)
         case "disk":
             from tidegate.transport.weight_channels.disk import DiskReceiver
 

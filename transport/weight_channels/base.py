@@ -135,11 +135,11 @@ def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
     """Check tensors before sending, by the receiver's rules."""
     names = set()
     for tensor in tensors:
-        wanted = checked_nbytes(tensor.name, tensor.dtype, tensor.shape)
-        if tensor.data.nbytes != wanted:
+        expected = checked_nbytes(tensor.name, tensor.dtype, tensor.shape)
+        if tensor.data.nbytes != expected:
             raise WeightsRefused(
                 f"tensor {tensor.name!r} of dtype {tensor.dtype} and shape {list(tensor.shape)} "
-                f"takes {wanted} bytes, but its data has {tensor.data.nbytes}"
+                f"takes {expected} bytes, but its data has {tensor.data.nbytes}"
             )
         if not tensor.data.c_contiguous:
             raise WeightsRefused(
@@ -176,11 +176,11 @@ def check_specs(specs: Sequence[TensorSpec], buffer_bytes: int) -> None:
     """Check that specs are consistent, distinct, and inside of the buffer."""
     names = set()
     for spec in specs:
-        wanted = checked_nbytes(spec.name, spec.dtype, spec.shape)
-        if spec.nbytes != wanted:
+        expected = checked_nbytes(spec.name, spec.dtype, spec.shape)
+        if spec.nbytes != expected:
             raise WeightsRefused(
                 f"tensor {spec.name!r} of dtype {spec.dtype} and shape {spec.shape} takes "
-                f"{wanted} bytes, but its spec says {spec.nbytes}"
+                f"{expected} bytes, but its spec says {spec.nbytes}"
             )
         if spec.offset < 0 or spec.offset + spec.nbytes > buffer_bytes:
             raise WeightsRefused(

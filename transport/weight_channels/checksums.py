@@ -21,22 +21,22 @@ def checksums(tensors: Iterable[NamedBuffer]) -> dict[str, int]:
 
 def with_checksums(chunks: Iterable[UpdateWeights], sums: Mapping[str, int]) -> list[UpdateWeights]:
     """Return the update messages with the checksums filled in."""
-    replaced = msgspec.structs.replace
+    replace = msgspec.structs.replace
     return [
-        replaced(c, tensors=[replaced(spec, crc32=sums[spec.name]) for spec in c.tensors])
+        replace(c, tensors=[replace(spec, crc32=sums[spec.name]) for spec in c.tensors])
         for c in chunks
     ]
 
 
-def check_sum(spec: TensorSpec, view: memoryview) -> None:
+def verify_checksum(spec: TensorSpec, view: memoryview) -> None:
     """Compare a tensor's bytes with its checksum, if it has one.
 
     Raises:
         WeightsRefused: the bytes differ.
     """
-    if spec.crc32 is not None and (found := zlib.crc32(view)) != spec.crc32:
+    if spec.crc32 is not None and (actual := zlib.crc32(view)) != spec.crc32:
         raise WeightsRefused(
-            f"tensor {spec.name!r} has the checksum {found:#010x} where {spec.crc32:#010x} was "
+            f"tensor {spec.name!r} has the checksum {actual:#010x} where {spec.crc32:#010x} was "
             f"sent: its bytes changed on the way; publish again, and suspect the memory, disk or "
             f"network that it came through"
         )

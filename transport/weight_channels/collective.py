@@ -147,10 +147,10 @@ class BroadcastGroup:
 
         options = BroadcastOptions()
         options.rootRank = 0
-        there = tensor.to(self.device)
-        self._group.broadcast([there], options).wait()
-        if there is not tensor:
-            tensor.copy_(there)
+        staged = tensor.to(self.device)
+        self._group.broadcast([staged], options).wait()
+        if staged is not tensor:
+            tensor.copy_(staged)
 
     def abort(self) -> None:
         """Abort the operation in progress, on NCCL only."""
@@ -193,10 +193,10 @@ class BroadcastMember:
         Raises:
             RuntimeError: a member is gone, or did not join.
         """
-        sent = self._thread.submit(self._broadcast, piece)
+        future = self._thread.submit(self._broadcast, piece)
         while is_wanted():
-            if wait([sent], POLL_S).done:
-                sent.result()
+            if wait([future], POLL_S).done:
+                future.result()
                 return True
         return False
 
@@ -254,18 +254,18 @@ def join_group(round_: RoundAssignment, store: Any, *, own_host: str | None) -> 
 
     dist: Any = torch.distributed  # its type stubs are incomplete
     timeout = timedelta(seconds=ROUND_TIMEOUT_S)
-    place = dist.PrefixStore(round_.group, store)
+    prefix_store = dist.PrefixStore(round_.group, store)
     if round_.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(place, round_.rank, round_.world_size, options)
+        nccl = dist.ProcessGroupNCCL(prefix_store, round_.rank, round_.world_size, options)
         return BroadcastGroup(nccl, "cuda")
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     device = gloo.create_device(hostname=own_host) if own_host else gloo.create_default_device()
     options._devices = [device]
-    return BroadcastGroup(gloo(place, round_.rank, round_.world_size, options), "cpu")
+    return BroadcastGroup(gloo(prefix_store, round_.rank, round_.world_size, options), "cpu")
 
 
 def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:

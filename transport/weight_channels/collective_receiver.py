@@ -14,10 +14,10 @@ import zmq
 
 from tidegate.errors import BadFrame, ConfigError, WeightsRefused
 from tidegate.transport.addresses import (
-    at_host_of,
     check_connector,
     listening_host,
-    own_address_towards,
+    local_address_towards,
+    resolve_wildcard_host,
 )
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
@@ -38,7 +38,7 @@ from tidegate.transport.weight_channels.collective import (
 from tidegate.transport.zeromq import new_socket
 
 ANSWER_TIMEOUT_S = 3 * ROUND_TIMEOUT_S
-"""Timeout for a place in a round; an earlier round may take long to fail."""
+"""Timeout for a round assignment; an earlier round may take long to fail."""
 
 
 LOOPBACK = "tcp://127.0.0.1:1"
@@ -48,28 +48,28 @@ LOOPBACK = "tcp://127.0.0.1:1"
 class CollectiveReceiver:
     """A socket to the sender, a membership in its group, and the buffer; for one thread."""
 
-    def __init__(self, init: InitWeights, home: WeightReceiverConfig) -> None:
+    def __init__(self, init: InitWeights, config: WeightReceiverConfig) -> None:
         """Connect to the address in ``init``, which need not answer yet.
 
         Raises:
             WeightsRefused: the address is invalid.
         """
-        self._address = at_host_of(home.address, str(init.info.get("address")))
+        self._address = resolve_wildcard_host(config.address, str(init.info.get("address")))
         try:
-            check_connector(self._address, has_keys=home.keys is not None)
-            own = own_address_towards(self._address)
+            check_connector(self._address, has_keys=config.keys is not None)
+            own = local_address_towards(self._address)
         except ConfigError as error:
-            raise WeightsRefused(f"weights are to come from a strange place: {error}") from error
+            raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
         self._own_host = listening_host(own)
         self._gpu = own_gpu()
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._is_written_to = False
+        self._is_buffer_in_use = False
         """Whether an abandoned broadcast may still write to the buffer."""
         self._member: BroadcastMember | None = None
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
-        if home.keys is not None:
-            secure_connector(self._socket, home.keys)
+        if config.keys is not None:
+            secure_connector(self._socket, config.keys)
         self._socket.connect(self._address)
         self._socket.send(encode(RoundRequest("")))
 
@@ -78,11 +78,11 @@ class CollectiveReceiver:
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
         """Yield views of the buffer, each as soon as it is complete."""
         nbytes = max((spec.offset + spec.nbytes for spec in update.tensors), default=0)
-        if nbytes > len(self._buffer) or self._is_written_to:
-            self._is_written_to = False
+        if nbytes > len(self._buffer) or self._is_buffer_in_use:
+            self._is_buffer_in_use = False
             self._buffer = np.empty(nbytes, np.uint8)
-        shown = views(update.tensors, self._buffer.data[:nbytes])
-        return self._fetched(shown, _Arriving(update.location, nbytes), is_wanted)
+        tensor_views = views(update.tensors, self._buffer.data[:nbytes])
+        return self._fetched(tensor_views, _RoundTransfer(update.location, nbytes), is_wanted)
 
     def close(self) -> None:
         """Leave the group and close the socket. Idempotent."""
@@ -91,106 +91,112 @@ class CollectiveReceiver:
 
     def _fetched(
         self,
-        shown: Iterator[tuple[TensorSpec, memoryview]],
-        arriving: "_Arriving",
+        tensor_views: Iterator[tuple[TensorSpec, memoryview]],
+        transfer: "_RoundTransfer",
         is_wanted: Callable[[], bool],
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
         try:
-            for spec, view in shown:
-                while arriving.have_bytes < spec.offset + spec.nbytes:
-                    if not is_wanted() or not self._advance(arriving, is_wanted):
+            for spec, view in tensor_views:
+                while transfer.complete_bytes < spec.offset + spec.nbytes:
+                    if not is_wanted() or not self._advance(transfer, is_wanted):
                         return
                 yield spec, view
             # trailing padding; the other members wait for us to receive it
-            if not arriving.is_used_up:
-                self._advance(arriving, is_wanted)
+            if not transfer.is_round_done:
+                self._advance(transfer, is_wanted)
         finally:
-            if not arriving.is_used_up:
+            if not transfer.is_round_done:
                 self._leave()
                 self._socket.send(encode(RoundRequest("")))  # lets the others continue without us
 
-    def _advance(self, arriving: "_Arriving", is_wanted: Callable[[], bool]) -> bool:
+    def _advance(self, transfer: "_RoundTransfer", is_wanted: Callable[[], bool]) -> bool:
         """Receive one piece, joining a round if needed; False if the weights are no longer
         wanted."""
         try:
-            if arriving.round is None:
-                arriving.round = self._asked(arriving, is_wanted)
-                if arriving.round is None:
+            if transfer.round is None:
+                transfer.round = self._request_round(transfer, is_wanted)
+                if transfer.round is None:
                     return False
-                arriving.at = arriving.round.start
-                self._join(arriving.round)
+                transfer.offset = transfer.round.start
+                self._join(transfer.round)
             assert self._member is not None
-            end = min(arriving.at + PIECE_BYTES, arriving.round.nbytes)
-            group, piece = arriving.round.group, self._buffer[arriving.at : end]
-            if not self._member.broadcast(piece, lambda: is_wanted() and not self._is_over(group)):
-                self._is_written_to = True
+            end = min(transfer.offset + PIECE_BYTES, transfer.round.nbytes)
+            group, piece = transfer.round.group, self._buffer[transfer.offset : end]
+            if not self._member.broadcast(
+                piece, lambda: is_wanted() and not self._has_failed(group)
+            ):
+                self._is_buffer_in_use = True
                 if not is_wanted():
                     return False
-                raise RuntimeError("another member has left")
-            arriving.at = end
-            arriving.have_bytes = max(arriving.have_bytes, end)
+                raise RuntimeError("another member left the round")
+            transfer.offset = end
+            transfer.complete_bytes = max(transfer.complete_bytes, end)
         except RuntimeError as error:
             self._leave()
-            arriving.round = None
-            arriving.attempts += 1
-            if arriving.attempts == ATTEMPTS_MAX:
+            transfer.round = None
+            transfer.attempts += 1
+            if transfer.attempts == ATTEMPTS_MAX:
                 raise WeightsRefused(
                     f"{ATTEMPTS_MAX} rounds of broadcasting weights have failed; the last: {error}"
                 ) from error
         return True
 
-    def _asked(
-        self, arriving: "_Arriving", is_wanted: Callable[[], bool]
+    def _request_round(
+        self, transfer: "_RoundTransfer", is_wanted: Callable[[], bool]
     ) -> RoundAssignment | None:
-        """Request a place in a round and wait for it. If none is taken, tell the sender, because
-        the other members would wait."""
-        told = None
-        self._socket.send(encode(RoundRequest(arriving.location, arriving.have_bytes, self._gpu)))
+        """Request a round and wait for the assignment. If none is accepted, withdraw the request,
+        because the other members would wait."""
+        assignment = None
+        self._socket.send(
+            encode(RoundRequest(transfer.location, transfer.complete_bytes, self._gpu))
+        )
         try:
-            told = self._answer(arriving, is_wanted)
+            assignment = self._wait_for_round(transfer, is_wanted)
         finally:
-            if told is None:
+            if assignment is None:
                 self._socket.send(encode(RoundRequest("")))
-        return told
+        return assignment
 
-    def _answer(
-        self, arriving: "_Arriving", is_wanted: Callable[[], bool]
+    def _wait_for_round(
+        self, transfer: "_RoundTransfer", is_wanted: Callable[[], bool]
     ) -> RoundAssignment | None:
-        give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         while is_wanted():
             if self._socket.poll(round(POLL_S * 1000)):
-                told = self._told(arriving)
-                if told is not None:
-                    return told
-            elif time.monotonic() > give_up_s:
+                assignment = self._read_assignment(transfer)
+                if assignment is not None:
+                    return assignment
+            elif time.monotonic() > deadline_s:
                 raise WeightsRefused(
                     f"{self._address} has offered no round of weights for {ANSWER_TIMEOUT_S:g} s; "
                     f"is the orchestrator alive, and are this engine's keys allowed?"
                 )
         return None
 
-    def _told(self, arriving: "_Arriving") -> RoundAssignment | None:
+    def _read_assignment(self, transfer: "_RoundTransfer") -> RoundAssignment | None:
         try:
-            told = decode_round_assignment(self._socket.recv_multipart()[0])
+            assignment = decode_round_assignment(self._socket.recv_multipart()[0])
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
-        if told.location != arriving.location or (told.world_size == 0 and not told.refusal):
+        if assignment.location != transfer.location or (
+            assignment.world_size == 0 and not assignment.refusal
+        ):
             return None  # answer to an abandoned attempt
-        if told.refusal:
-            raise WeightsRefused(f"weights can't be fetched: {told.refusal}")
-        if told.nbytes > len(self._buffer):
+        if assignment.refusal:
+            raise WeightsRefused(f"weights can't be fetched: {assignment.refusal}")
+        if assignment.nbytes > len(self._buffer):
             raise WeightsRefused(
-                f"{self._address} would send {told.nbytes} bytes of weights where the update has "
-                f"{len(self._buffer)}"
+                f"{self._address} would send {assignment.nbytes} bytes of weights where the update "
+                f"has {len(self._buffer)}"
             )
-        return told
+        return assignment
 
-    def _is_over(self, group: str) -> bool:
+    def _has_failed(self, group: str) -> bool:
         """Return whether the sender has reported that this group's round has failed."""
         while self._socket.poll(0):
             with suppress(BadFrame):  # an unreadable frame is ignored; the request is repeated
-                told = decode_round_assignment(self._socket.recv_multipart()[0])
-                if told.group == group and told.world_size == 0:
+                assignment = decode_round_assignment(self._socket.recv_multipart()[0])
+                if assignment.group == group and assignment.world_size == 0:
                     return True
         return False
 
@@ -199,7 +205,7 @@ class CollectiveReceiver:
             return
         self._leave()
         reached = self._address if self._address.startswith("tcp:") else LOOPBACK
-        host, _, port = at_host_of(reached, round_.store)[6:].rpartition(":")
+        host, _, port = resolve_wildcard_host(reached, round_.store)[6:].rpartition(":")
         store = partial(open_store, host.strip("[]"), int(port))
         self._member = BroadcastMember(round_, store, own_host=self._own_host)
 
@@ -209,20 +215,20 @@ class CollectiveReceiver:
             member.close()
 
 
-class _Arriving:
+class _RoundTransfer:
     """Progress of one version's transfer, and its current round."""
 
     def __init__(self, location: str, nbytes: int) -> None:
         self.location = location
         self.nbytes = nbytes
-        self.have_bytes = 0
+        self.complete_bytes = 0
         """Number of leading bytes that are complete."""
         self.round: RoundAssignment | None = None
-        self.at = 0
+        self.offset = 0
         """Offset at which the round continues."""
         self.attempts = 0
 
     @property
-    def is_used_up(self) -> bool:
+    def is_round_done(self) -> bool:
         """Whether the current round, if any, has sent all its bytes."""
-        return self.round is None or self.at >= self.round.nbytes
+        return self.round is None or self.offset >= self.round.nbytes

@@ -27,7 +27,7 @@ from tidegate.transport.weight_channels.collective import (
     open_store,
     own_gpu,
 )
-from tidegate.transport.weight_channels.zmq_sender import Place, ZmqSender
+from tidegate.transport.weight_channels.zmq_sender import StoredVersion, ZmqSender
 
 TICK_MS = 50
 """Polling interval for due rounds while requests are waiting."""
@@ -52,14 +52,14 @@ class CollectiveSender(ZmqSender):
         self._members: tuple[bytes, ...] = ()
         """Peers in the current group beside this end, in rank order."""
         self._groups = 0
-        self._asked: dict[bytes, RoundRequest] = {}
-        self._first_asked_s = 0.0
-        self._known: dict[bytes, float] = {}
+        self._requests: dict[bytes, RoundRequest] = {}
+        self._first_request_s = 0.0
+        self._receivers_heard_s: dict[bytes, float] = {}
         """Known receivers, with the time of their last request."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
         self._running: Future[RoundAssignment | None] | None = None
         """Running round; its result is sent to the members if it failed."""
-        self._is_left = False
+        self._has_member_left = False
         """Whether a member has left the running round."""
         self._is_closed = False
         self.rounds = 0
@@ -82,32 +82,32 @@ class CollectiveSender(ZmqSender):
     def _serve(self) -> None:
         try:
             while True:
-                is_quiet = not self._asked and self._running is None
-                if is_quiet or self._socket.poll(TICK_MS):
+                is_idle = not self._requests and self._running is None
+                if is_idle or self._socket.poll(TICK_MS):
                     peer, *frames = self._socket.recv_multipart()
-                    self._answer(peer, frames)
-                self._end_if_over()
-                self._begin_if_due()
+                    self._reply(peer, frames)
+                self._finish_round_if_done()
+                self._start_round_if_due()
         except zmq.ContextTerminated:
             pass
         finally:
             self._socket.close()
 
-    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        join = decode_round_request(frames[0]) if len(frames) == 1 else None
-        if join is None:
-            super()._answer(peer, frames)
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
+        request = decode_round_request(frames[0]) if len(frames) == 1 else None
+        if request is None:
+            super()._reply(peer, frames)
             return
-        self._known[peer] = now_s = time.monotonic()
-        if not join.location:
-            self._asked.pop(peer, None)
-            self._is_left |= peer in self._members
+        self._receivers_heard_s[peer] = now_s = time.monotonic()
+        if not request.location:
+            self._requests.pop(peer, None)
+            self._has_member_left |= peer in self._members
             return
-        if not self._asked:
-            self._first_asked_s = now_s
-        self._asked[peer] = join
+        if not self._requests:
+            self._first_request_s = now_s
+        self._requests[peer] = request
 
-    def _end_if_over(self) -> None:
+    def _finish_round_if_done(self) -> None:
         if self._running is None or not self._running.done():
             return
         failed, self._running = self._running.result(), None
@@ -115,30 +115,41 @@ class CollectiveSender(ZmqSender):
             for peer in self._members:
                 self._socket.send_multipart([peer, encode(failed)])
 
-    def _begin_if_due(self) -> None:
-        if not self._asked or self._running is not None:
+    def _start_round_if_due(self) -> None:
+        if not self._requests or self._running is not None:
             return
         now_s = time.monotonic()
-        known = {peer for peer, heard_s in self._known.items() if now_s - heard_s < LOST_AFTER_S}
-        if known <= self._asked.keys() or now_s - self._first_asked_s > GATHER_S:
-            self._begin()
+        receivers = {
+            peer
+            for peer, heard_s in self._receivers_heard_s.items()
+            if now_s - heard_s < LOST_AFTER_S
+        }
+        if receivers <= self._requests.keys() or now_s - self._first_request_s > GATHER_S:
+            self._start_round()
 
-    def _begin(self) -> None:
-        """Start a round for all who want the version that the oldest request wants."""
-        location = next(iter(self._asked.values())).location
-        asked = {peer: join for peer, join in self._asked.items() if join.location == location}
-        for peer in asked:
-            del self._asked[peer]
+    def _start_round(self) -> None:
+        """Start a round of all requests for the version that the oldest request asks for."""
+        location = next(iter(self._requests.values())).location
+        requests = {
+            peer: request
+            for peer, request in self._requests.items()
+            if request.location == location
+        }
+        for peer in requests:
+            del self._requests[peer]
         with self._lock:
-            place = next((p for p in self._places if p.location == location), None)
-        if place is None:
-            why = f"{location!r} is not here, or not any more"
-            for peer in asked:
-                self._socket.send_multipart([peer, encode(RoundAssignment(location, refusal=why))])
+            stored = next((p for p in self._stored if p.location == location), None)
+        if stored is None:
+            reason = f"{location!r} is not served, or no longer"
+            for peer in requests:
+                self._socket.send_multipart(
+                    [peer, encode(RoundAssignment(location, refusal=reason))]
+                )
             return
-        start = min(join.received_bytes for join in asked.values()) // PIECE_BYTES * PIECE_BYTES
-        backend = self._backend(asked)
-        peers = tuple(sorted(asked))
+        received_bytes = min(request.received_bytes for request in requests.values())
+        start = received_bytes // PIECE_BYTES * PIECE_BYTES
+        backend = self._backend(requests)
+        peers = tuple(sorted(requests))
         name = self._group_name(peers, backend)
         size = len(peers) + 1
         rounds = [
@@ -149,21 +160,21 @@ class CollectiveSender(ZmqSender):
                 backend=backend,
                 rank=rank,
                 world_size=size,
-                start=min(start, place.nbytes),
-                nbytes=place.nbytes,
+                start=min(start, stored.nbytes),
+                nbytes=stored.nbytes,
             )
             for rank in range(size)
         ]
-        for peer, told in zip(peers, rounds[1:], strict=True):
-            self._socket.send_multipart([peer, encode(told)])
+        for peer, assignment in zip(peers, rounds[1:], strict=True):
+            self._socket.send_multipart([peer, encode(assignment)])
         self.rounds += 1
-        self._is_left = False
-        self._running = self._pool.submit(self._broadcast, rounds[0], place)
+        self._has_member_left = False
+        self._running = self._pool.submit(self._broadcast, rounds[0], stored)
 
-    def _backend(self, asked: dict[bytes, RoundRequest]) -> str:
+    def _backend(self, requests: dict[bytes, RoundRequest]) -> str:
         """Return ``nccl`` only if every member has a GPU of its own, because NCCL refuses to share
         one."""
-        gpus = [self._gpu, *(join.gpu for join in asked.values())]
+        gpus = [self._gpu, *(request.gpu for request in requests.values())]
         return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
     def _group_name(self, peers: tuple[bytes, ...], backend: str) -> str:
@@ -181,7 +192,7 @@ class CollectiveSender(ZmqSender):
 
     # ------------------------------------------------------------ the round's thread
 
-    def _broadcast(self, round_: RoundAssignment, place: Place) -> RoundAssignment | None:
+    def _broadcast(self, round_: RoundAssignment, stored: StoredVersion) -> RoundAssignment | None:
         """Broadcast a version; return the failure notice for the members, or None."""
         member = self._member
         if member is None or member.name != round_.group:
@@ -189,8 +200,8 @@ class CollectiveSender(ZmqSender):
             member = self._member = BroadcastMember(round_, lambda: self._store, own_host=host)
         try:
             for start in range(round_.start, round_.nbytes, PIECE_BYTES):
-                piece = place.memory.bytes[start : min(start + PIECE_BYTES, round_.nbytes)]
-                if not member.broadcast(piece, lambda: self._is_served(place)):
+                piece = stored.memory.bytes[start : min(start + PIECE_BYTES, round_.nbytes)]
+                if not member.broadcast(piece, lambda: self._is_wanted(stored)):
                     break
                 self.sent_bytes += len(piece)
             else:
@@ -200,26 +211,28 @@ class CollectiveSender(ZmqSender):
         self._leave()
         return RoundAssignment(round_.location, group=round_.group)
 
-    def _is_served(self, place: Place) -> bool:
+    def _is_wanted(self, stored: StoredVersion) -> bool:
         with self._lock:
-            served = (other.location for other in self._places)
-            is_over = self._is_closed or self._is_left
-            return not is_over and place.location in served
+            served = (stored_version.location for stored_version in self._stored)
+            is_stopped = self._is_closed or self._has_member_left
+            return not is_stopped and stored.location in served
 
 
 def _store(host: str) -> tuple[Any, int]:
     """Open the store on the interface that serves weights, and on no other."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    seen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connect_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
         with socket.socket(family) as listener:
             listener.bind((host, 0))
             listener.listen()
             port = listener.getsockname()[1]
-            return open_store(seen, port, listen_fd=listener.detach()), port
+            return open_store(connect_host, port, listen_fd=listener.detach()), port
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"weight_channel='collective' needs torch.distributed, and this torch has none: {error}"
         ) from error
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"groups for weights can't meet at {host!r}: {error}") from error
+        raise ConfigError(
+            f"can't serve the TCPStore of weight broadcasts at {host!r}: {error}"
+        ) from error

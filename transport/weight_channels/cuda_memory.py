@@ -88,7 +88,7 @@ class Gpu(Protocol):
         ...
 
 
-def flaw_of_counter(name: bytes, offset: int) -> str | None:
+def ref_counter_problem(name: bytes, offset: int) -> str | None:
     """Return why a reference counter is invalid, or None. torch would write to arbitrary memory."""
     if not _COUNTER_NAME.fullmatch(name):
         return f"{name[:80]!r} is no name that torch gives its reference counters"
@@ -114,8 +114,8 @@ def check_memory(memory: CudaIpcHandle, gpu: Gpu) -> None:
             f"a GPU as this torch spells it: {HANDLE_BYTES} bytes, the second 'c'; do trainer and "
             f"engine have the same torch?"
         )
-    if flaw := flaw_of_counter(memory.ref_counter_handle, memory.ref_counter_offset):
-        raise WeightsRefused(f"memory on a GPU is not opened: {flaw}")
+    if problem := ref_counter_problem(memory.ref_counter_handle, memory.ref_counter_offset):
+        raise WeightsRefused(f"memory on a GPU is not opened: {problem}")
     end = memory.offset + memory.nbytes
     if memory.nbytes < 1 or memory.offset < 0 or end > gpu.total_bytes:
         raise WeightsRefused(
@@ -141,10 +141,10 @@ class CudaGpu:
         """``device`` must have an index."""
         import torch
 
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         self._device = device
-        self._uuid = str(found.uuid)
-        self._total_bytes = int(found.total_memory)
+        self._uuid = str(properties.uuid)
+        self._total_bytes = int(properties.total_memory)
 
     @property
     def uuid(self) -> str:
@@ -182,12 +182,12 @@ class CudaGpu:
     def share(self, room: "torch.Tensor") -> CudaIpcHandle:
         """See :class:`Gpu`."""
         try:
-            told = room.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+            shared = room.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise WeightsRefused(
                 f"memory on {self._device} can't be shared with another process: {error}"
             ) from error
-        _, handle, nbytes, offset, counter, counter_offset, _, _ = told
+        _, handle, nbytes, offset, counter, counter_offset, _, _ = shared
         memory = CudaIpcHandle(
             self._uuid, bytes(handle), nbytes, offset, bytes(counter), counter_offset
         )

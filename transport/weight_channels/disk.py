@@ -14,7 +14,7 @@ from pathlib import Path
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
-from tidegate.transport.regular_files import open_regular, read_whole
+from tidegate.transport.regular_files import open_regular, read_exactly
 from tidegate.transport.weight_channels.base import (
     ITEM_BYTES,
     NamedBuffer,
@@ -112,9 +112,10 @@ class DiskSender:
         if path not in self._files:
             self._files.append(path)
         kept = {self._path(version) for version in keep}
-        for old in [old for old in self._files if old not in kept][:-VERSIONS_KEPT]:
-            self._files.remove(old)
-            old.unlink(missing_ok=True)
+        obsolete = [file for file in self._files if file not in kept][:-VERSIONS_KEPT]
+        for file in obsolete:
+            self._files.remove(file)
+            file.unlink(missing_ok=True)
 
 
 class DiskReceiver:
@@ -173,7 +174,7 @@ def _read(path: Path, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memor
         for spec in update.tensors:
             data = memoryview(bytearray(spec.nbytes))
             try:
-                read_whole(fd, data, spec.offset)
+                read_exactly(fd, data, spec.offset)
             except OSError as error:
                 raise WeightsRefused(
                     f"{update.location!r} was changed while it was read: {error.strerror}"

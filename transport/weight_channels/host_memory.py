@@ -79,16 +79,16 @@ def _closed(fd: int) -> int:
 
 def listen(name: str) -> socket.socket | None:
     """Bind ``name`` and listen; None if another process has it."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        made.bind("\0" + name)
-        made.listen()
+        unix_socket.bind("\0" + name)
+        unix_socket.listen()
     except OSError as error:
-        made.close()
+        unix_socket.close()
         if error.errno == errno.EADDRINUSE:
             return None
         raise
-    return made
+    return unix_socket
 
 
 def connect(name: str) -> socket.socket | None:
@@ -97,25 +97,25 @@ def connect(name: str) -> socket.socket | None:
     Raises:
         WeightsRefused: the process belongs to another user.
     """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        made.connect("\0" + name)
+        unix_socket.connect("\0" + name)
     except OSError:
-        made.close()
+        unix_socket.close()
         return None
-    if not is_own_user(made):
-        made.close()
+    if not is_own_user(unix_socket):
+        unix_socket.close()
         raise WeightsRefused(
             f"the local name {name!r} is held by another user's process, which is not to be "
             f"trusted with weights; end it, or use the weight channel 'zmq'"
         )
-    return made
+    return unix_socket
 
 
 def is_own_user(connection: socket.socket) -> bool:
     """Return whether the peer runs as this process's user (SO_PEERCRED)."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1]) == os.geteuid()
 
 
 def retry_until(deadline_s: float) -> bool:

@@ -37,7 +37,7 @@ from tidegate.transport.weight_channels.relay import (
 )
 from tidegate.transport.weight_channels.relay_slot import RelayBootstrap, Slot
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream, is_readable
-from tidegate.transport.weight_channels.transfer import keep_freed_chunks, take_chunk
+from tidegate.transport.weight_channels.transfer import keep_freed_chunks, receive_chunk
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     CHUNKS_PER_REQUEST_MAX,
@@ -56,7 +56,7 @@ class Client:
     link: socket.socket
     location: str = ""
     """Location that the engine waits for."""
-    told_bytes: int = -1
+    reported_bytes: int = -1
     """Number of bytes last reported to the engine; -1: it has not got the memory yet."""
 
 
@@ -67,32 +67,32 @@ class Clients:
         self,
         listener: socket.socket,
         *,
-        watch: Callable[[int, Callable[[], None]], None],
-        unwatch: Callable[[int], None],
+        register: Callable[[int, Callable[[], None]], None],
+        unregister: Callable[[int], None],
         slot: Callable[[str], Slot | None],
     ) -> None:
         """``slot`` looks up the slot of a location; it returns None if there are too many."""
         self._listener = listener
-        self._watch = watch
-        self._unwatch = unwatch
+        self._register = register
+        self._unregister = unregister
         self._slot = slot
         self._all: dict[int, Client] = {}
         """Clients by file descriptor."""
-        watch(listener.fileno(), self._admit)
+        register(listener.fileno(), self._admit)
 
-    def tell(self, slot: Slot, *, again: bool = False) -> None:
+    def report(self, slot: Slot, *, again: bool = False) -> None:
         """Report progress to the engines that wait for a slot; ``again`` reports even without
         progress."""
         for client in list(self._all.values()):
             if client.location == slot.location:
-                self._tell(client, slot, again=again)
+                self._report_to(client, slot, again=again)
 
-    def refuse(self, location: str, why: str) -> None:
+    def refuse(self, location: str, reason: str) -> None:
         """Tell the engines that wait for a location that it cannot be fetched."""
         for client in list(self._all.values()):
             if client.location == location:
                 client.location = ""
-                self._send(client, LocationProgress(location, refusal=why))
+                self._send(client, LocationProgress(location, refusal=reason))
 
     def close(self) -> None:
         """Close the listener first, so that the name is free for the first engine that notices."""
@@ -108,52 +108,56 @@ class Clients:
                 return
             link.setblocking(False)
             client = self._all[link.fileno()] = Client(link)
-            self._watch(link.fileno(), lambda: self._hear(client))
+            self._register(link.fileno(), lambda: self._on_request(client))
 
-    def _hear(self, client: Client) -> None:
+    def _on_request(self, client: Client) -> None:
         try:
             frame = client.link.recv(MESSAGE_BYTES_MAX)
-            want = decode_location_request(frame) if frame else None
+            request = decode_location_request(frame) if frame else None
         except BlockingIOError:
             return
         except (OSError, BadFrame):
-            want = None
-        if want is None:
-            self._drop(client)
+            request = None
+        if request is None:
+            self._disconnect(client)
             return
-        client.location, client.told_bytes = want.location, -1
-        slot = self._slot(want.location)
+        client.location, client.reported_bytes = request.location, -1
+        slot = self._slot(request.location)
         if slot is None:
-            self._send(client, LocationProgress(want.location, refusal="too many versions at once"))
+            self._send(
+                client, LocationProgress(request.location, refusal="too many versions at once")
+            )
         else:
-            self._tell(client, slot)
+            self._report_to(client, slot)
 
-    def _tell(self, client: Client, slot: Slot, *, again: bool = False) -> None:
+    def _report_to(self, client: Client, slot: Slot, *, again: bool = False) -> None:
         if slot.memory is None:
             if again:
                 self._send(client, LocationProgress(""))  # empty location: keep-alive
             return
-        there = slot.complete_bytes
-        if client.told_bytes == there and (slot.is_complete or not again):
+        ready_bytes = slot.complete_bytes
+        if client.reported_bytes == ready_bytes and (slot.is_complete or not again):
             return
-        fds = [slot.memory.fd] if client.told_bytes < 0 else []
-        if self._send(client, LocationProgress(slot.location, there), fds):
-            client.told_bytes = there
+        fds = [slot.memory.fd] if client.reported_bytes < 0 else []
+        if self._send(client, LocationProgress(slot.location, ready_bytes), fds):
+            client.reported_bytes = ready_bytes
 
-    def _send(self, client: Client, ready: LocationProgress, fds: list[int] | None = None) -> bool:
+    def _send(
+        self, client: Client, progress: LocationProgress, fds: list[int] | None = None
+    ) -> bool:
         try:
-            socket.send_fds(client.link, [encode(ready)], fds or [])
+            socket.send_fds(client.link, [encode(progress)], fds or [])
         except BlockingIOError:
             return False  # its socket buffer is full; the next tick reports again
         except OSError:
-            self._drop(client)
+            self._disconnect(client)
             return False
         return True
 
-    def _drop(self, client: Client) -> None:
+    def _disconnect(self, client: Client) -> None:
         fileno = client.link.fileno()
         if self._all.pop(fileno, None) is not None:
-            self._unwatch(fileno)
+            self._unregister(fileno)
             client.link.close()
 
 
@@ -174,16 +178,16 @@ class RelayNode:
     """The relay of a host, as a thread; it serves as long as it holds the host's socket name."""
 
     def __init__(
-        self, upstream: Upstream, listener: socket.socket, seed: RelayBootstrap | None
+        self, upstream: Upstream, listener: socket.socket, bootstrap: RelayBootstrap | None
     ) -> None:
         """Take over ``listener``, which holds the host's socket name until :meth:`close`.
 
         Raises:
-            ConfigError: this host has no route to the sender. ``listener`` and ``seed`` are closed
-                then.
+            ConfigError: this host has no route to the sender; ``listener`` and ``bootstrap`` are
+                closed.
         """
         self._upstream = upstream
-        self._seed = seed
+        self._bootstrap = bootstrap
         self._slots: dict[str, Slot] = {}
         self._spare: list[HostMemory] = []
         self._poller = zmq.Poller()
@@ -192,18 +196,20 @@ class RelayNode:
             self._sockets = RelaySockets(upstream)
         except BaseException:
             listener.close()
-            if seed is not None:
-                os.close(seed.fd)
+            if bootstrap is not None:
+                os.close(bootstrap.fd)
             raise
-        self._door = self._sockets.door
-        self._clients = Clients(listener, watch=self._watch, unwatch=self._unwatch, slot=self._slot)
+        self._router = self._sockets.router
+        self._clients = Clients(
+            listener, register=self._register, unregister=self._unregister, slot=self._slot
+        )
         keep_freed_chunks()
         self._wakeup = Wakeup()
         self._is_closing = False
-        self._signs_due_s = 0.0
-        self._watch(self._wakeup.fileno(), self._wakeup.quiet)
-        self._watch(self._sockets.guide, self._hear_sender)
-        self._watch(self._door, self._serve_relays)
+        self._next_keep_alive_s = 0.0
+        self._register(self._wakeup.fileno(), self._wakeup.clear)
+        self._register(self._sockets.sender, self._on_sender_readable)
+        self._register(self._router, self._serve_relays)
         self._thread = threading.Thread(target=self._run, name="weights relay", daemon=True)
         self._thread.start()
 
@@ -216,13 +222,13 @@ class RelayNode:
 
     # ------------------------------------------------------------ sockets
 
-    def _watch(self, what: Socket | int, handler: Callable[[], None]) -> None:
-        self._handlers[what] = handler
-        self._poller.register(what, zmq.POLLIN)
+    def _register(self, source: Socket | int, handler: Callable[[], None]) -> None:
+        self._handlers[source] = handler
+        self._poller.register(source, zmq.POLLIN)
 
-    def _unwatch(self, what: Socket | int) -> None:
-        if self._handlers.pop(what, None) is not None:
-            self._poller.unregister(what)
+    def _unregister(self, source: Socket | int) -> None:
+        if self._handlers.pop(source, None) is not None:
+            self._poller.unregister(source)
 
     # ------------------------------------------------------------ the thread
 
@@ -233,15 +239,15 @@ class RelayNode:
                     handler = self._handlers.get(ready)
                     if handler is not None:  # a handler called before may have removed it
                         handler()
-                self._look_after(time.monotonic())
+                self._tick(time.monotonic())
         finally:
             self._end()
 
     def _end(self) -> None:
         with ExitStack() as ending:  # last first; every callback runs, even if one raises
             ending.callback(self._wakeup.close)
-            if self._seed is not None:
-                ending.callback(os.close, self._seed.fd)
+            if self._bootstrap is not None:
+                ending.callback(os.close, self._bootstrap.fd)
             for memory in self._spare:
                 ending.callback(memory.close)
             for slot in self._slots.values():
@@ -252,26 +258,26 @@ class RelayNode:
             for slot in self._slots.values():
                 ending.callback(slot.stop_fetching)
 
-    def _look_after(self, now_s: float) -> None:
-        signs_due = now_s >= self._signs_due_s
-        if signs_due:
-            self._signs_due_s = now_s + KEEP_ALIVE_INTERVAL_S
+    def _tick(self, now_s: float) -> None:
+        are_keep_alives_due = now_s >= self._next_keep_alive_s
+        if are_keep_alives_due:
+            self._next_keep_alive_s = now_s + KEEP_ALIVE_INTERVAL_S
         for slot in list(self._slots.values()):
-            self._clients.tell(slot, again=signs_due)
+            self._clients.report(slot, again=are_keep_alives_due)
             if slot.is_complete:
                 continue
             if now_s - slot.moved_s > STALL_TIMEOUT_S:
                 self._fail(
                     slot,
-                    f"none have come from {slot.parent or self._upstream.address} for "
+                    f"nothing arrived from {slot.parent or self._upstream.address} for "
                     f"{STALL_TIMEOUT_S:g} s; is the orchestrator alive, and does a firewall let "
                     f"this host reach that port?",
                 )
-            elif now_s - max(slot.asked_s, slot.heard_s) > PARENT_TIMEOUT_S:
-                self._ask_where(slot, avoid=slot.parent)
-            elif signs_due:
+            elif now_s - max(slot.requested_s, slot.heard_s) > PARENT_TIMEOUT_S:
+                self._request_parent(slot, silent_parent=slot.parent)
+            elif are_keep_alives_due:
                 for peer in slot.waiting:
-                    self._door.send_multipart([peer, encode_chunk(keep_alive(slot.location))])
+                    self._router.send_multipart([peer, encode_chunk(keep_alive(slot.location))])
 
     # ------------------------------------------------------------ upstream: the parent
 
@@ -281,22 +287,24 @@ class RelayNode:
         if slot is None and len(self._slots) < SLOTS_MAX:
             now_s = time.monotonic()
             slot = self._slots[location] = Slot(location, now_s, now_s)
-            if self._seed is not None and self._seed.location == location:
-                slot.seed, self._seed = self._seed, None
-            self._ask_where(slot)
+            if self._bootstrap is not None and self._bootstrap.location == location:
+                slot.bootstrap, self._bootstrap = self._bootstrap, None
+            self._request_parent(slot)
         return slot
 
-    def _ask_where(self, slot: Slot, avoid: str = "") -> None:
-        slot.asked_s = time.monotonic()
-        self._sockets.guide.send(encode(ParentRequest(slot.location, self._sockets.here, avoid)))
+    def _request_parent(self, slot: Slot, silent_parent: str = "") -> None:
+        slot.requested_s = time.monotonic()
+        self._sockets.sender.send(
+            encode(ParentRequest(slot.location, self._sockets.address, silent_parent))
+        )
 
-    def _hear_sender(self) -> None:
-        guide = self._sockets.guide
-        while is_readable(guide):
+    def _on_sender_readable(self) -> None:
+        sender = self._sockets.sender
+        while is_readable(sender):
             with suppress(BadFrame):  # the request is repeated
-                self._follow(decode_parent_assignment(guide.recv_multipart()[0]))
+                self._apply_assignment(decode_parent_assignment(sender.recv_multipart()[0]))
 
-    def _follow(self, parent: ParentAssignment) -> None:
+    def _apply_assignment(self, parent: ParentAssignment) -> None:
         slot = self._slots.get(parent.location)
         if slot is None or slot.is_complete:
             return
@@ -304,41 +312,41 @@ class RelayNode:
             self._fail(slot, parent.refusal)
             return
         if slot.transfer is None:
-            self._forget_all_but({*parent.kept_locations, parent.location})
+            self._drop_locations_except({*parent.kept_locations, parent.location})
             self._open(slot, parent.nbytes)
         self._stop_fetching(slot)
         if slot.is_complete:  # from its seed
-            self._moved(slot)
+            self._on_progress(slot)
             return
         slot.parent, slot.heard_s = parent.address, time.monotonic()
         slot.source = self._sockets.to_parent(parent.address)
-        self._watch(slot.source, lambda: self._fetch(slot))
+        self._register(slot.source, lambda: self._fetch(slot))
         assert slot.transfer is not None
         self._request(slot, [*slot.transfer.outstanding(), *slot.transfer.next_requests()])
 
     def _open(self, slot: Slot, nbytes: int) -> None:
-        seed = slot.seed
-        if seed is not None:
-            memory = HostMemory(nbytes, seed.fd)
-            whole = seed.complete_bytes >= nbytes
-            start = nbytes if whole else seed.complete_bytes // CHUNK_BYTES * CHUNK_BYTES
-            slot.seed = None
+        bootstrap = slot.bootstrap
+        if bootstrap is not None:
+            memory = HostMemory(nbytes, bootstrap.fd)
+            is_whole = bootstrap.complete_bytes >= nbytes
+            start = nbytes if is_whole else bootstrap.complete_bytes // CHUNK_BYTES * CHUNK_BYTES
+            slot.bootstrap = None
         else:
-            memory, start = self._room(nbytes), 0
+            memory, start = self._memory_for(nbytes), 0
         slot.open(memory, nbytes, start)
 
-    def _room(self, nbytes: int) -> HostMemory:
+    def _memory_for(self, nbytes: int) -> HostMemory:
         """Reuse spare memory that is large enough, because first touches of pages are expensive."""
-        found = min(
+        chosen = min(
             (m for m in self._spare if m.nbytes >= nbytes), key=lambda m: m.nbytes, default=None
         )
         for memory in self._spare:
-            if memory is not found and (found is not None or memory.nbytes <= nbytes):
+            if memory is not chosen and (chosen is not None or memory.nbytes <= nbytes):
                 memory.close()
-        self._spare = [m for m in self._spare if found is None and m.nbytes > nbytes]
-        return found if found is not None else HostMemory(nbytes)
+        self._spare = [m for m in self._spare if chosen is None and m.nbytes > nbytes]
+        return chosen if chosen is not None else HostMemory(nbytes)
 
-    def _forget_all_but(self, kept: set[str]) -> None:
+    def _drop_locations_except(self, kept: set[str]) -> None:
         for location in [location for location in self._slots if location not in kept]:
             slot = self._slots.pop(location)
             self._stop_fetching(slot)
@@ -349,7 +357,7 @@ class RelayNode:
 
     def _stop_fetching(self, slot: Slot) -> None:
         if slot.source is not None:
-            self._unwatch(slot.source)
+            self._unregister(slot.source)
         slot.stop_fetching()
 
     def _request(self, slot: Slot, requests: list[FetchRequest]) -> None:
@@ -366,38 +374,38 @@ class RelayNode:
             if not is_readable(slot.source):
                 break
             try:
-                start = take_chunk(slot.source, slot.transfer, slot.parent)
+                start = receive_chunk(slot.source, slot.transfer, slot.parent)
             except WeightsRefused as error:
-                self._be_refused(slot, str(error))
+                self._on_refusal(slot, str(error))
                 return
             if start is not None:
                 slot.moved_s = slot.heard_s
-                self._pass_on(slot, start)
+                self._forward(slot, start)
         self._request(slot, slot.transfer.next_requests())
-        self._moved(slot)
+        self._on_progress(slot)
 
-    def _be_refused(self, slot: Slot, why: str) -> None:
+    def _on_refusal(self, slot: Slot, reason: str) -> None:
         if slot.parent:
             self._stop_fetching(slot)
-            self._ask_where(slot, avoid=slot.parent)
+            self._request_parent(slot, silent_parent=slot.parent)
         else:
-            self._fail(slot, why)
+            self._fail(slot, reason)
 
-    def _fail(self, slot: Slot, why: str) -> None:
+    def _fail(self, slot: Slot, reason: str) -> None:
         """Drop a location and report the failure; a later request tries again."""
         del self._slots[slot.location]
         self._stop_fetching(slot)
-        self._clients.refuse(slot.location, cut(why))
+        self._clients.refuse(slot.location, cut(reason))
         for peer in slot.waiting:
-            refusal = ChunkHeader(slot.location, 0, cut(why))
-            self._door.send_multipart([peer, encode_chunk(refusal)])
+            refusal = ChunkHeader(slot.location, 0, cut(reason))
+            self._router.send_multipart([peer, encode_chunk(refusal)])
         slot.close()
 
     # ------------------------------------------------------------ downstream: other relays
 
     def _serve_relays(self) -> None:
-        while is_readable(self._door):
-            peer, *frames = self._door.recv_multipart()
+        while is_readable(self._router):
+            peer, *frames = self._router.recv_multipart()
             try:
                 fetch = decode_fetch_request(frames)
             except BadFrame:
@@ -406,35 +414,39 @@ class RelayNode:
 
     def _serve(self, peer: bytes, fetch: FetchRequest) -> None:
         slot = self._slot(fetch.location)
-        if slot is None or fetch.start % CHUNK_BYTES or not _is_fair(fetch):
-            refusal = ChunkHeader(fetch.location, fetch.start, "that can't be had here")
-            self._door.send_multipart([peer, encode_chunk(refusal)])
+        if slot is None or fetch.start % CHUNK_BYTES or not _is_valid_range(fetch):
+            refusal = ChunkHeader(
+                fetch.location,
+                fetch.start,
+                f"{fetch.location!r} is not served, or the range is invalid",
+            )
+            self._router.send_multipart([peer, encode_chunk(refusal)])
             return
         for start in range(fetch.start, fetch.end, CHUNK_BYTES):
             if not self._send_chunk(slot, peer, start):
-                slot.hold(peer, range(start, start + 1))
+                slot.add_waiting(peer, range(start, start + 1))
 
     def _send_chunk(self, slot: Slot, peer: bytes, start: int) -> bool:
         chunk = slot.chunk(start)
         if chunk is None:
             return False
         header = encode_chunk(ChunkHeader(slot.location, start))
-        self._door.send_multipart([peer, header], zmq.SNDMORE)
-        self._door.send(chunk, copy=False)
+        self._router.send_multipart([peer, header], zmq.SNDMORE)
+        self._router.send(chunk, copy=False)
         return True
 
-    def _pass_on(self, slot: Slot, start: int) -> None:
-        for peer in slot.held.pop(start, ()):
+    def _forward(self, slot: Slot, start: int) -> None:
+        for peer in slot.waiting_peers.pop(start, ()):
             self._send_chunk(slot, peer, start)
 
-    def _moved(self, slot: Slot) -> None:
+    def _on_progress(self, slot: Slot) -> None:
         """Report progress to engines, and to waiting relays if a seed completed the slot."""
         if slot.is_complete:
             self._stop_fetching(slot)
-            for start in list(slot.held):
-                self._pass_on(slot, start)
-        self._clients.tell(slot)
+            for start in list(slot.waiting_peers):
+                self._forward(slot, start)
+        self._clients.report(slot)
 
 
-def _is_fair(fetch: FetchRequest) -> bool:
+def _is_valid_range(fetch: FetchRequest) -> bool:
     return 0 < fetch.end - fetch.start <= CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES

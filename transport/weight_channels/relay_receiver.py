@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from tidegate.errors import BadFrame, ConfigError, WeightsRefused
-from tidegate.transport.addresses import at_host_of, check_connector
+from tidegate.transport.addresses import check_connector, resolve_wildcard_host
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.weight_channels.base import WeightReceiverConfig, check_specs
 from tidegate.transport.weight_channels.host_memory import (
@@ -43,19 +43,19 @@ SILENT_MAX_S = 2 * STALL_TIMEOUT_S
 class RelayReceiver:
     """A connection to this host's relay, and the memory it shares; for one thread."""
 
-    def __init__(self, init: InitWeights, home: WeightReceiverConfig) -> None:
+    def __init__(self, init: InitWeights, config: WeightReceiverConfig) -> None:
         """Connect to the host's relay, or become it.
 
         Raises:
             WeightsRefused: the sender's address is invalid, or the relay belongs to another user.
         """
-        address = at_host_of(home.address, str(init.info.get("address")))
+        address = resolve_wildcard_host(config.address, str(init.info.get("address")))
         try:
-            check_connector(address, has_keys=home.keys is not None)
+            check_connector(address, has_keys=config.keys is not None)
         except ConfigError as error:
-            raise WeightsRefused(f"weights are to come from a strange place: {error}") from error
-        self._upstream = Upstream.of(address, init, home.keys)
-        self._name = f"tidegate-weights-{init.info.get('sender')}{home.host}"
+            raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
+        self._upstream = Upstream.of(address, init, config.keys)
+        self._name = f"tidegate-weights-{init.info.get('sender')}{config.host}"
         self._node: RelayNode | None = None
         self._memory: ReadOnlyHostMemory | None = None
         self._location = ""
@@ -64,9 +64,9 @@ class RelayReceiver:
         """Total size of the location, in bytes."""
         self._ready_bytes = 0
         """Number of leading bytes that have arrived."""
-        self._is_shown = False
+        self._is_location_mapped = False
         """Whether the mapped memory is that of the wanted location."""
-        self._link = self._found_relay()
+        self._link = self._connect_or_become_relay()
 
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
@@ -91,93 +91,97 @@ class RelayReceiver:
         self, update: UpdateWeights, nbytes: int, is_wanted: Callable[[], bool]
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
         self._location, self._nbytes = update.location, nbytes
-        self._ready_bytes, self._is_shown = 0, False
-        self._ask()
+        self._ready_bytes, self._is_location_mapped = 0, False
+        self._send_request()
         for spec in update.tensors:
             end = spec.offset + spec.nbytes
-            while not self._is_shown or self._ready_bytes < end:
-                if not self._hear(is_wanted):
+            while not self._is_location_mapped or self._ready_bytes < end:
+                if not self._wait_for_message(is_wanted):
                     return
             assert self._memory is not None
             yield spec, self._memory.buffer[spec.offset : end]
 
     # ------------------------------------------------------------ the host's relay
 
-    def _ask(self) -> None:
+    def _send_request(self) -> None:
         try:
             self._link.send(encode(LocationRequest(self._location)))
         except OSError:
-            self._go_on_elsewhere()
+            self._fail_over()
 
-    def _hear(self, is_wanted: Callable[[], bool]) -> bool:
+    def _wait_for_message(self, is_wanted: Callable[[], bool]) -> bool:
         """Wait for one message of the relay; False if the weights are no longer wanted."""
-        give_up_s = time.monotonic() + SILENT_MAX_S
+        deadline_s = time.monotonic() + SILENT_MAX_S
         while is_wanted():
             if select.select([self._link], [], [], POLL_S)[0]:
-                self._take()
+                self._receive_message()
                 return True
-            if time.monotonic() > give_up_s:
+            if time.monotonic() > deadline_s:
                 raise WeightsRefused(
                     f"the engine that fetches weights for this host has said nothing for "
                     f"{SILENT_MAX_S:g} s; is its process stopped?"
                 )
         return False
 
-    def _take(self) -> None:
+    def _receive_message(self) -> None:
         try:
             frame, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES_MAX, 1)
         except OSError:
             frame, fds = b"", []
         if not frame:
-            self._go_on_elsewhere()
+            self._fail_over()
             return
         try:
-            ready = decode_location_progress(frame)
+            progress = decode_location_progress(frame)
         except BadFrame as error:
             raise WeightsRefused(str(error)) from error
-        if ready.location != self._location:
+        if progress.location != self._location:
             for fd in fds:
                 os.close(fd)
             return
-        self._note(ready, fds)
+        self._handle_progress(progress, fds)
 
-    def _note(self, ready: LocationProgress, fds: list[int]) -> None:
-        if ready.refusal:
-            raise WeightsRefused(f"weights can't be fetched: {ready.refusal}")
+    def _handle_progress(self, progress: LocationProgress, fds: list[int]) -> None:
+        if progress.refusal:
+            raise WeightsRefused(f"weights can't be fetched: {progress.refusal}")
         for fd in fds:
             self._map(fd)
-        self._ready_bytes = ready.ready_bytes
+        self._ready_bytes = progress.ready_bytes
 
     def _map(self, fd: int) -> None:
         """Map the memory of the location, unless it is mapped already."""
-        old = self._memory
-        if old is not None and old.inode == os.fstat(fd).st_ino and old.nbytes >= self._nbytes:
+        previous = self._memory
+        if (
+            previous is not None
+            and previous.inode == os.fstat(fd).st_ino
+            and previous.nbytes >= self._nbytes
+        ):
             os.close(fd)
         else:
-            if old is not None:
-                old.close()
+            if previous is not None:
+                previous.close()
             self._memory = ReadOnlyHostMemory(fd)
             if self._memory.nbytes < self._nbytes:
                 raise WeightsRefused(
                     f"this host's relay has {self._memory.nbytes} bytes of {self._location!r} "
                     f"where the update has {self._nbytes}"
                 )
-        self._is_shown = True
+        self._is_location_mapped = True
 
-    def _go_on_elsewhere(self) -> None:
+    def _fail_over(self) -> None:
         """Fail over: connect to the next relay, or become it, seeded with the mapped memory."""
         self._link.close()
-        self._link = self._found_relay()
+        self._link = self._connect_or_become_relay()
         self._link.send(encode(LocationRequest(self._location)))
 
-    def _found_relay(self) -> socket.socket:
+    def _connect_or_become_relay(self) -> socket.socket:
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             listener = listen(self._name)
             if listener is not None:
                 if self._node is not None:
                     self._node.close()
-                self._node = RelayNode(self._upstream, listener, self._seed())
+                self._node = RelayNode(self._upstream, listener, self._bootstrap())
             link = connect(self._name)
             if link is not None:
                 return link
@@ -186,8 +190,8 @@ class RelayReceiver:
                     f"this host's relay of weights, {self._name!r}, takes no connections"
                 )
 
-    def _seed(self) -> RelayBootstrap | None:
+    def _bootstrap(self) -> RelayBootstrap | None:
         """Return what a new relay can start with."""
-        if self._memory is None or not self._is_shown:
+        if self._memory is None or not self._is_location_mapped:
             return None
         return RelayBootstrap(self._location, os.dup(self._memory.fd), self._ready_bytes)

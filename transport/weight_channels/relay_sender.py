@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from tidegate.transport.messages import InitWeights
-from tidegate.transport.security import OrchestratorKeys, passing_keys
+from tidegate.transport.security import OrchestratorKeys, ephemeral_keys
 from tidegate.transport.weight_channels.relay import (
     NAME,
     ParentAssignment,
@@ -29,20 +29,20 @@ class RelayTree:
     silent: set[str] = field(default_factory=set)
     """Relays that a child has reported as silent."""
 
-    def parent(self, where: ParentRequest, *, fan_out: int = 1) -> str:
+    def parent(self, request: ParentRequest, *, fan_out: int = 1) -> str:
         """Return the address of the asker's parent; empty for the sender.
 
         The sender is node 0 and the asker node n + 1 of a tree in which each serves ``fan_out``.
         """
-        if where.silent_parent:
-            self.silent.add(where.silent_parent)
-        self.silent.discard(where.relay_address)  # it has just sent a message
-        if where.relay_address not in self.relays:
-            self.relays.append(where.relay_address)
-        before = self.relays[: self.relays.index(where.relay_address)]
-        able = [relay for relay in before if relay not in self.silent]
-        node = len(able) // fan_out
-        return able[node - 1] if node else ""
+        if request.silent_parent:
+            self.silent.add(request.silent_parent)
+        self.silent.discard(request.relay_address)  # it has just sent a message
+        if request.relay_address not in self.relays:
+            self.relays.append(request.relay_address)
+        before = self.relays[: self.relays.index(request.relay_address)]
+        candidates = [relay for relay in before if relay not in self.silent]
+        index = len(candidates) // fan_out
+        return candidates[index - 1] if index else ""
 
 
 class RelaySender(ZmqSender):
@@ -56,10 +56,10 @@ class RelaySender(ZmqSender):
         Raises:
             ConfigError: the address cannot be bound.
         """
-        self._lines: dict[str, RelayTree] = {}
+        self._trees: dict[str, RelayTree] = {}
         """One line per requested location; accessed by the serving thread only."""
         self._fan_out = fan_out
-        self._relay_keys = None if keys is None else passing_keys()[1]
+        self._relay_keys = None if keys is None else ephemeral_keys()[1]
         """Keys shared by all relays. Engines get them with the first message, which is encrypted.
         Any process that has them can serve and fetch the run's weights."""
         super().__init__(address, keys=keys)
@@ -67,7 +67,7 @@ class RelaySender(ZmqSender):
     @property
     def silent_relays(self) -> int:
         """Number of relays reported silent for the most recently requested version."""
-        return sum(len(line.silent) for line in list(self._lines.values())[-1:])
+        return sum(len(tree.silent) for tree in list(self._trees.values())[-1:])
 
     def init(self) -> InitWeights:
         """Return the phase-1 message: the address to ask, and the relays' shared keys."""
@@ -77,21 +77,21 @@ class RelaySender(ZmqSender):
             info["secret"] = self._relay_keys.secret.decode()
         return InitWeights(channel=NAME, info=info)
 
-    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        where = decode_parent_request(frames[0]) if len(frames) == 1 else None
-        if where is None:
-            super()._answer(peer, frames)
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
+        request = decode_parent_request(frames[0]) if len(frames) == 1 else None
+        if request is None:
+            super()._reply(peer, frames)
         else:
-            self._socket.send_multipart([peer, encode(self._parent(where))], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, encode(self._parent(request))], zmq.NOBLOCK)
 
-    def _parent(self, where: ParentRequest) -> ParentAssignment:
+    def _parent(self, request: ParentRequest) -> ParentAssignment:
         with self._lock:
-            sizes = {place.location: place.nbytes for place in self._places}
-        self._lines = {at: line for at, line in self._lines.items() if at in sizes}
-        nbytes = sizes.get(where.location)
+            sizes = {stored.location: stored.nbytes for stored in self._stored}
+        self._trees = {at: tree for at, tree in self._trees.items() if at in sizes}
+        nbytes = sizes.get(request.location)
         if nbytes is None:
-            why = f"{where.location!r} is not here, or not any more"
-            return ParentAssignment(where.location, kept_locations=list(sizes), refusal=why)
-        line = self._lines.setdefault(where.location, RelayTree())
-        address = line.parent(where, fan_out=self._fan_out)
-        return ParentAssignment(where.location, address, nbytes, list(sizes))
+            reason = f"{request.location!r} is not served, or no longer"
+            return ParentAssignment(request.location, kept_locations=list(sizes), refusal=reason)
+        tree = self._trees.setdefault(request.location, RelayTree())
+        address = tree.parent(request, fan_out=self._fan_out)
+        return ParentAssignment(request.location, address, nbytes, list(sizes))

@@ -27,13 +27,13 @@ class Slot:
     """One location in a relay."""
 
     location: str
-    asked_s: float
+    requested_s: float
     """Monotonic time of the last parent request to the sender."""
     moved_s: float
     """Monotonic time of the last received chunk."""
     heard_s: float = 0.0
     """Monotonic time of the last message from the parent."""
-    seed: RelayBootstrap | None = None
+    bootstrap: RelayBootstrap | None = None
     memory: HostMemory | None = None
     nbytes: int = 0
     transfer: Transfer | None = None
@@ -42,7 +42,7 @@ class Slot:
     """Address of the parent; empty: the sender itself."""
     source: Socket | None = None
     """Socket to the parent; None while nothing is being fetched."""
-    held: dict[int, list[bytes]] = field(default_factory=dict)
+    waiting_peers: dict[int, list[bytes]] = field(default_factory=dict)
     """Relays waiting for a chunk that has not arrived, by the chunk's start."""
 
     @property
@@ -66,17 +66,17 @@ class Slot:
             return None
         return self.memory.view(self.nbytes)[start : start + CHUNK_BYTES]
 
-    def hold(self, peer: bytes, starts: Iterator[int] | range) -> None:
+    def add_waiting(self, peer: bytes, starts: Iterator[int] | range) -> None:
         """Register a peer that waits for these chunks."""
         for start in starts:
-            waiting = self.held.setdefault(start, [])
+            waiting = self.waiting_peers.setdefault(start, [])
             if peer not in waiting:
                 waiting.append(peer)
 
     @property
     def waiting(self) -> set[bytes]:
         """Peers that wait for any chunk."""
-        return {peer for peers in self.held.values() for peer in peers}
+        return {peer for peers in self.waiting_peers.values() for peer in peers}
 
     def stop_fetching(self) -> None:
         """Close the socket to the parent; received chunks stay."""
@@ -87,8 +87,8 @@ class Slot:
     def close(self) -> None:
         """Release the memory and the seed."""
         memory, self.memory = self.memory, None
-        seed, self.seed = self.seed, None
+        bootstrap, self.bootstrap = self.bootstrap, None
         if memory is not None:
             memory.close()
-        if seed is not None:
-            os.close(seed.fd)
+        if bootstrap is not None:
+            os.close(bootstrap.fd)

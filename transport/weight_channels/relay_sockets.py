@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from tidegate.transport.addresses import own_address_towards
+from tidegate.transport.addresses import local_address_towards
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.private_directory import PrivateDirectory
 from tidegate.transport.security import (
@@ -17,11 +17,11 @@ from tidegate.transport.security import (
     secure_listener,
 )
 from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
-from tidegate.transport.weight_channels.zmq_sender import QUEUED_MAX, REQUEST_BYTES_MAX
+from tidegate.transport.weight_channels.zmq_sender import QUEUED_CHUNKS_MAX, REQUEST_BYTES_MAX
 from tidegate.transport.zap_authenticator import ZapAuthenticator
-from tidegate.transport.zeromq import Context, Socket, expect_life, outlive_links
+from tidegate.transport.zeromq import Context, Socket, enable_heartbeats, enable_keepalive
 
-GUIDE_SILENT_S = 10.0
+SENDER_TIMEOUT_S = 10.0
 """Silence after which the connection to the sender is renewed. Its messages fit a packet, and
 sockets to parents are renewed anyway."""
 
@@ -55,11 +55,11 @@ class RelaySockets:
         self._context: Context = zmq.Context()
         self._private: PrivateDirectory | None = None
         try:
-            self.guide = self.to_parent("", silent_s=GUIDE_SILENT_S)
+            self.sender = self.to_parent("", silent_s=SENDER_TIMEOUT_S)
             """DEALER to the sender, which assigns parents."""
-            self.door = self._bound()
+            self.router = self._bind()
             """ROUTER for relays of other hosts."""
-            self.here = self.door.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+            self.address = self.router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -71,46 +71,46 @@ class RelaySockets:
         """
         keys = self._upstream.relay_keys if address else self._upstream.keys
         address = address or self._upstream.address
-        made = self._context.socket(zmq.DEALER)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.IPV6, "[" in address)
-        outlive_links(made)
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        enable_keepalive(socket)
         if silent_s is not None:
-            expect_life(made, silent_s)
+            enable_heartbeats(socket, silent_s)
         if keys is not None:
-            secure_connector(made, keys)
-        made.connect(address)
-        return made
+            secure_connector(socket, keys)
+        socket.connect(address)
+        return socket
 
     def close(self) -> None:
         """Close the sockets; all sockets to parents must be closed before."""
-        self.guide.close()
-        self.door.close()
+        self.sender.close()
+        self.router.close()
         self._context.term()  # the authenticator thread notices, and closes its sockets
         if self._private is not None:
             self._private.remove()
 
-    def _bound(self) -> Socket:
-        made = self._context.socket(zmq.ROUTER)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.SNDHWM, QUEUED_MAX)
-        made.setsockopt(zmq.RCVHWM, QUEUED_MAX)
-        made.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-        outlive_links(made)
+    def _bind(self) -> Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS_MAX)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        enable_keepalive(socket)
         keys = self._upstream.relay_keys
         if keys is not None:
             own = OrchestratorKeys(keys.public, keys.secret, frozenset({keys.public}))
-            secure_listener(made, own)
-            ZapAuthenticator(made, own)
-        address = own_address_towards(self._upstream.address)
+            secure_listener(socket, own)
+            ZapAuthenticator(socket, own)
+        address = local_address_towards(self._upstream.address)
         if address is None:
             self._private = PrivateDirectory("relay")
             address = f"ipc://{self._private.path}/relay"
         else:
-            made.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
-            made.setsockopt(zmq.IPV6, "[" in address)
-        made.bind(address)
-        return made
+            socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
+            socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.bind(address)
+        return socket
 
 
 def is_readable(socket: Socket) -> bool:

@@ -37,7 +37,7 @@ class ShmSender:
         os.ftruncate(self._fd, mmap.PAGESIZE)
         self._mapping = mmap.mmap(self._fd, mmap.PAGESIZE)
         self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self._places: dict[int, range] = {}
+        self._ranges: dict[int, range] = {}
         """Byte range of each version in the segment: the newest, and the kept ones."""
         self._is_closed = False
 
@@ -53,12 +53,12 @@ class ShmSender:
     ) -> list[UpdateWeights]:
         """Copy the tensors into the segment beside the kept versions, over all others."""
         check_buffers(tensors)
-        kept = {v: place for v, place in self._places.items() if v in keep}
+        kept = {v: occupied for v, occupied in self._ranges.items() if v in keep}
         start = _first_gap(kept.values(), layout(tensors)[1])
         specs, end = layout(tensors, start)
         if end > len(self._mapping):
             self._grow(end)
-        self._places = {**kept, version: range(start, end)}
+        self._ranges = {**kept, version: range(start, end)}
         target = np.frombuffer(self._mapping, dtype=np.uint8)
         for spec, tensor in zip(specs, tensors, strict=True):
             if spec.nbytes:  # numpy rejects empty buffers
@@ -80,13 +80,13 @@ class ShmSender:
         self._mapping = mmap.mmap(self._fd, pages * mmap.PAGESIZE)
 
 
-def _first_gap(taken: Iterable[range], nbytes: int) -> int:
+def _first_gap(used: Iterable[range], nbytes: int) -> int:
     """Return the first offset where ``nbytes`` fit, aligned as all places are."""
     start = 0
-    for place in sorted(taken, key=lambda place: place.start):
-        if start + nbytes <= place.start:
+    for occupied in sorted(used, key=lambda occupied: occupied.start):
+        if start + nbytes <= occupied.start:
             break
-        start = max(start, -(-place.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        start = max(start, -(-occupied.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return start
 
 

@@ -26,17 +26,17 @@ class Transfer:
         """Bytes before ``start``, a chunk boundary, are valid already."""
         self._location = location
         self._buffer = buffer
-        self._unasked = start
+        self._next_start = start
         """Offset from which nothing has been requested yet."""
-        self._asked: dict[int, memoryview] = {}
+        self._requested: dict[int, memoryview] = {}
         """Requested chunks that have not arrived, by start in ascending order, with their buffer
         slices."""
 
     @property
     def missing_bytes(self) -> int:
         """Number of bytes that have not arrived."""
-        on_their_way = sum(place.nbytes for place in self._asked.values())
-        return self._buffer.nbytes - self._unasked + on_their_way
+        requested_bytes = sum(target.nbytes for target in self._requested.values())
+        return self._buffer.nbytes - self._next_start + requested_bytes
 
     def has(self, end: int) -> bool:
         """Return whether all bytes before ``end`` have arrived."""
@@ -45,36 +45,38 @@ class Transfer:
     @property
     def complete_bytes(self) -> int:
         """Number of leading bytes that have arrived without a gap."""
-        return min(self._asked, default=self._unasked)
+        return min(self._requested, default=self._next_start)
 
     def has_chunk(self, start: int) -> bool:
         """Return whether the chunk at ``start`` has arrived."""
-        return start < self._unasked and start not in self._asked
+        return start < self._next_start and start not in self._requested
 
     def next_requests(self) -> list[FetchRequest]:
         """Return the requests to send now; each asks for several chunks, once that many fit the
         window."""
         requests = []
         while (
-            self._unasked < self._buffer.nbytes
-            and len(self._asked) + CHUNKS_PER_REQUEST_MAX <= CHUNKS_AHEAD
+            self._next_start < self._buffer.nbytes
+            and len(self._requested) + CHUNKS_PER_REQUEST_MAX <= CHUNKS_AHEAD
         ):
-            start = self._unasked
+            start = self._next_start
             end = min(start + CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES, self._buffer.nbytes)
-            for at in range(start, end, CHUNK_BYTES):
-                self._asked[at] = self._buffer[at : min(at + CHUNK_BYTES, end)]
+            for chunk_start in range(start, end, CHUNK_BYTES):
+                self._requested[chunk_start] = self._buffer[
+                    chunk_start : min(chunk_start + CHUNK_BYTES, end)
+                ]
             requests.append(FetchRequest(self._location, start, end))
-            self._unasked = end
+            self._next_start = end
         return requests
 
     def outstanding(self) -> list[FetchRequest]:
         """Return requests for all chunks that were requested and have not arrived."""
         return [
-            FetchRequest(self._location, start, start + place.nbytes)
-            for start, place in self._asked.items()
+            FetchRequest(self._location, start, start + target.nbytes)
+            for start, target in self._requested.items()
         ]
 
-    def place_of(self, chunk: ChunkHeader) -> memoryview | None:
+    def buffer_for(self, chunk: ChunkHeader) -> memoryview | None:
         """Return the buffer slice for a chunk; None for a duplicate or another transfer.
 
         Raises:
@@ -82,11 +84,11 @@ class Transfer:
         """
         if chunk.refusal and chunk.location in ("", self._location):
             raise WeightsRefused(f"weights can't be fetched: {chunk.refusal}")
-        return self._asked.get(chunk.start) if chunk.location == self._location else None
+        return self._requested.get(chunk.start) if chunk.location == self._location else None
 
-    def got(self, chunk: ChunkHeader) -> None:
+    def mark_arrived(self, chunk: ChunkHeader) -> None:
         """Mark a chunk as arrived."""
-        del self._asked[chunk.start]
+        del self._requested[chunk.start]
 
 
 def keep_freed_chunks() -> None:
@@ -99,7 +101,7 @@ def keep_freed_chunks() -> None:
     np.empty(CHUNKS_AHEAD * CHUNK_BYTES, np.uint8)
 
 
-def take_chunk(
+def receive_chunk(
     socket: Socket, transfer: Transfer, address: str, *, flags: int = zmq.NOBLOCK
 ) -> int | None:
     """Read one answer; return the chunk's start, or None if this transfer does not wait for it.
@@ -113,17 +115,17 @@ def take_chunk(
     header = socket.recv(flags, copy=False)
     try:
         chunk = decode_chunk_header(header.bytes)
-        place = transfer.place_of(chunk)
-        if place is None or not header.more:
+        target = transfer.buffer_for(chunk)
+        if target is None or not header.more:
             if header.more:
                 skip_frames(socket)
             return None
-        received = socket.recv_into(place, flags=zmq.NOBLOCK)
+        received = socket.recv_into(target, flags=zmq.NOBLOCK)
     except BadFrame as error:
         raise WeightsRefused(str(error)) from error
-    if received != place.nbytes or socket.getsockopt(zmq.RCVMORE):
+    if received != target.nbytes or socket.getsockopt(zmq.RCVMORE):
         raise WeightsRefused(
-            f"{address} sent {received} bytes of weights where {place.nbytes} were asked for"
+            f"{address} sent {received} bytes of weights where {target.nbytes} were asked for"
         )
-    transfer.got(chunk)
+    transfer.mark_arrived(chunk)
     return chunk.start

@@ -13,14 +13,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tidegate.errors import ConfigError, WeightsRefused
-from tidegate.transport.addresses import at_host_of, check_connector
+from tidegate.transport.addresses import check_connector, resolve_wildcard_host
 from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
 from tidegate.transport.security import secure_connector
 from tidegate.transport.weight_channels.base import WeightReceiverConfig, views
 from tidegate.transport.weight_channels.transfer import (
     Transfer,
     keep_freed_chunks,
-    take_chunk,
+    receive_chunk,
 )
 from tidegate.transport.weight_channels.zmq import FetchRequest, encode
 from tidegate.transport.zeromq import new_socket
@@ -31,30 +31,30 @@ STALL_TIMEOUT_S = 30.0
 POLL_S = 0.1
 """Polling interval for whether the weights are still wanted."""
 
-_NOT_LET_IN = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_REJECTED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class ZmqReceiver:
     """A DEALER to one sender, and the buffer; for one thread."""
 
-    def __init__(self, init: InitWeights, home: WeightReceiverConfig) -> None:
+    def __init__(self, init: InitWeights, config: WeightReceiverConfig) -> None:
         """Connect to the address in ``init``, which need not answer yet.
 
         Raises:
             WeightsRefused: the address is invalid.
         """
-        self._address = at_host_of(home.address, str(init.info.get("address")))
+        self._address = resolve_wildcard_host(config.address, str(init.info.get("address")))
         self._buffer: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         try:
-            check_connector(self._address, has_keys=home.keys is not None)
+            check_connector(self._address, has_keys=config.keys is not None)
         except ConfigError as error:
-            raise WeightsRefused(f"weights are to come from a strange place: {error}") from error
+            raise WeightsRefused(f"invalid address of the weight sender: {error}") from error
         self._socket = new_socket(zmq.DEALER, self._address)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, round(1000 * POLL_S))
-        if home.keys is not None:
-            secure_connector(self._socket, home.keys)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _NOT_LET_IN)
+        if config.keys is not None:
+            secure_connector(self._socket, config.keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _REJECTED)
         self._connections = 0
         keep_freed_chunks()
         self._socket.connect(self._address)
@@ -67,8 +67,8 @@ class ZmqReceiver:
         if nbytes > len(self._buffer):
             self._buffer = np.empty(nbytes, np.uint8)
         buffer = self._buffer.data[:nbytes]
-        shown = views(update.tensors, buffer)
-        return self._fetched(shown, Transfer(update.location, buffer), is_wanted)
+        tensor_views = views(update.tensors, buffer)
+        return self._fetched(tensor_views, Transfer(update.location, buffer), is_wanted)
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -79,50 +79,50 @@ class ZmqReceiver:
 
     def _fetched(
         self,
-        shown: Iterator[tuple[TensorSpec, memoryview]],
+        tensor_views: Iterator[tuple[TensorSpec, memoryview]],
         transfer: Transfer,
         is_wanted: Callable[[], bool],
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        self._ask(transfer.next_requests())
-        for spec, view in shown:
+        self._send_requests(transfer.next_requests())
+        for spec, view in tensor_views:
             while not transfer.has(spec.offset + spec.nbytes):
                 if not self._receive(transfer, is_wanted):
                     return
-                self._ask(transfer.next_requests())
+                self._send_requests(transfer.next_requests())
             yield spec, view
 
     # ------------------------------------------------------------ the wire
 
-    def _ask(self, requests: list[FetchRequest]) -> None:
+    def _send_requests(self, requests: list[FetchRequest]) -> None:
         for request in requests:
             self._socket.send(encode(request))
 
     def _receive(self, transfer: Transfer, is_wanted: Callable[[], bool]) -> bool:
         """Wait for one chunk of this transfer; False if the weights are no longer wanted."""
-        give_up_s = time.monotonic() + STALL_TIMEOUT_S
+        deadline_s = time.monotonic() + STALL_TIMEOUT_S
         while is_wanted():
             try:
-                if take_chunk(self._socket, transfer, self._address, flags=0) is not None:
+                if receive_chunk(self._socket, transfer, self._address, flags=0) is not None:
                     return True
             except zmq.Again:
-                self._ask_again_if_reconnected(transfer)
-                if time.monotonic() > give_up_s:
+                self._resend_if_reconnected(transfer)
+                if time.monotonic() > deadline_s:
                     raise WeightsRefused(
-                        f"no weights have come from {self._address} for {STALL_TIMEOUT_S:g} s, "
-                        f"with {transfer.missing_bytes} bytes still to come; is the orchestrator "
+                        f"no weights arrived from {self._address} for {STALL_TIMEOUT_S:g} s, with "
+                        f"{transfer.missing_bytes} bytes missing; is the orchestrator "
                         f"alive, and does a firewall let this host reach that port?"
                     ) from None
         return False
 
-    def _ask_again_if_reconnected(self, transfer: Transfer) -> None:
+    def _resend_if_reconnected(self, transfer: Transfer) -> None:
         """Repeat the outstanding requests, which a broken connection has lost."""
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]
-            if event & _NOT_LET_IN:
+            if event & _REJECTED:
                 raise WeightsRefused(
-                    f"{self._address} does not let this engine in to fetch weights; its keys are "
-                    f"not among those that the orchestrator allows, or of another one"
+                    f"{self._address} rejected this engine's keys; copy the directory that "
+                    f"`tidegate keys` made for engines from that orchestrator's host"
                 )
             self._connections += 1
             if self._connections > 1:
-                self._ask(transfer.outstanding())
+                self._send_requests(transfer.outstanding())

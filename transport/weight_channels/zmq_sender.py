@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from tidegate.errors import BadFrame, ConfigError
-from tidegate.transport.addresses import any_port
+from tidegate.transport.addresses import with_any_port
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import InitWeights, UpdateWeights
 from tidegate.transport.private_directory import PrivateDirectory
@@ -30,7 +30,7 @@ from tidegate.transport.weight_channels.zmq import (
     encode,
 )
 from tidegate.transport.zap_authenticator import ZapAuthenticator
-from tidegate.transport.zeromq import Context, Socket, outlive_links
+from tidegate.transport.zeromq import Context, Socket, enable_keepalive
 
 
 class SendableMemory:
@@ -49,26 +49,26 @@ class SendableMemory:
     def frame(self, start: int, end: int) -> zmq.Frame:
         """Return a zero-copy frame of ``[start, end)``; it shows later writes until it is sent."""
         if start % CHUNK_BYTES or end - start != CHUNK_BYTES:
-            return self._made(start, end)
+            return self._new_frame(start, end)
         frame = self._frames.get(start)
         if frame is None:
-            frame = self._frames[start] = self._made(start, end)
+            frame = self._frames[start] = self._new_frame(start, end)
         return frame
 
-    def _made(self, start: int, end: int) -> zmq.Frame:
+    def _new_frame(self, start: int, end: int) -> zmq.Frame:
         return zmq.Frame(self.bytes.data[start:end], copy=False)
 
 
 REQUEST_BYTES_MAX = 1024
 """Maximum request size; a request is 60 bytes, and larger frames are refused unread."""
 
-QUEUED_MAX = 64
+QUEUED_CHUNKS_MAX = 64
 """High-water marks: requests of one engine, and chunks queued to it. Legitimate engines have a few;
 a flood's excess is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredVersion:
     """One version in memory."""
 
     version: int
@@ -89,7 +89,7 @@ class ZmqSender:
         self._private: PrivateDirectory | None = None
         self._id = uuid.uuid4().hex
         self._writes = 0
-        self._places: list[Place] = []
+        self._stored: list[StoredVersion] = []
         """Versions being served: the newest, and the kept ones."""
         self._spare = SendableMemory(0)
         """Memory that may be overwritten."""
@@ -99,7 +99,7 @@ class ZmqSender:
         """Total bytes of weights sent to all engines."""
         self._context: Context = zmq.Context()
         try:
-            self._socket = self._bound(address, keys)
+            self._socket = self._bind(address, keys)
         except BaseException:
             self._context.destroy(linger=0)
             self._remove_directory()
@@ -119,10 +119,10 @@ class ZmqSender:
         specs, nbytes = layout(tensors)
         with self._lock:
             # If a version was written twice, keep the later one.
-            kept = {place.version: place for place in self._places if place.version in keep}
-            dropped = [p for p in self._places if kept.get(p.version) is not p]
-            self._places = list(kept.values())
-        target = self._room(nbytes, [self._spare, *(place.memory for place in dropped)])
+            kept = {stored.version: stored for stored in self._stored if stored.version in keep}
+            dropped = [p for p in self._stored if kept.get(p.version) is not p]
+            self._stored = list(kept.values())
+        target = self._buffer_for(nbytes, [self._spare, *(stored.memory for stored in dropped)])
         for spec, tensor in zip(specs, tensors, strict=True):
             if spec.nbytes:  # numpy rejects empty buffers
                 source = np.frombuffer(tensor.data.cast("B"), np.uint8)
@@ -131,7 +131,7 @@ class ZmqSender:
         # Unique per write, because the same version may be written twice.
         location = f"{self._id}/{self._writes}"
         with self._lock:
-            self._places = [*kept.values(), Place(version, location, target, nbytes)]
+            self._stored = [*kept.values(), StoredVersion(version, location, target, nbytes)]
         return [UpdateWeights(version=version, location=location, tensors=specs)]
 
     def close(self) -> None:
@@ -139,30 +139,30 @@ class ZmqSender:
         self._context.term()  # the thread notices, and closes its socket
         self._remove_directory()
 
-    def _room(self, nbytes: int, free: list[SendableMemory]) -> SendableMemory:
+    def _buffer_for(self, nbytes: int, free: list[SendableMemory]) -> SendableMemory:
         """Return the smallest free buffer that is large enough, or a new one; keep the largest
         other."""
-        found = min((m for m in free if len(m) >= nbytes), key=len, default=None)
-        left = [memory for memory in free if memory is not found]
-        if found is None:
-            # Drop buffers that are too small, but keep larger ones: after a partial update, the
-            # next full set needs that room.
-            left = [memory for memory in left if len(memory) > nbytes]
-            found = SendableMemory(nbytes)
-        self._spare = max(left, key=len, default=SendableMemory(0))
-        return found
+        chosen = min((m for m in free if len(m) >= nbytes), key=len, default=None)
+        unused = [memory for memory in free if memory is not chosen]
+        if chosen is None:
+            # Drop buffers that are too small, but keep larger ones: the next full set after a
+            # partial update needs one.
+            unused = [memory for memory in unused if len(memory) > nbytes]
+            chosen = SendableMemory(nbytes)
+        self._spare = max(unused, key=len, default=SendableMemory(0))
+        return chosen
 
-    def _bound(self, address: str | None, keys: OrchestratorKeys | None) -> Socket:
+    def _bind(self, address: str | None, keys: OrchestratorKeys | None) -> Socket:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
-        socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
+        socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS_MAX)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_CHUNKS_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
-        outlive_links(socket)
+        enable_keepalive(socket)
         if keys is not None:
             secure_listener(socket, keys)
             ZapAuthenticator(socket, keys)
-        own = None if address is None else any_port(address)
+        own = None if address is None else with_any_port(address)
         if own is None:
             self._private = PrivateDirectory("weights")
             self.address = f"ipc://{self._private.path}/weights"
@@ -188,13 +188,13 @@ class ZmqSender:
         try:
             while True:
                 peer, *frames = self._socket.recv_multipart()
-                self._answer(peer, frames)
+                self._reply(peer, frames)
         except zmq.ContextTerminated:
             pass
         finally:
             self._socket.close()
 
-    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         try:
             fetch = decode_fetch_request(frames)
         except BadFrame as error:
@@ -202,28 +202,28 @@ class ZmqSender:
             self._socket.send_multipart([peer, encode(ChunkHeader("", 0, cut(str(error))))])
             return
         with self._lock:
-            place = next((p for p in self._places if p.location == fetch.location), None)
-        if why := _objection(fetch, place):
-            refusal = ChunkHeader(cut(fetch.location), fetch.start, cut(why))
+            stored = next((p for p in self._stored if p.location == fetch.location), None)
+        if reason := _refusal(fetch, stored):
+            refusal = ChunkHeader(cut(fetch.location), fetch.start, cut(reason))
             self._socket.send_multipart([peer, encode(refusal)])
             return
-        assert place is not None
+        assert stored is not None
         for start in range(fetch.start, fetch.end, CHUNK_BYTES):
             header = encode(ChunkHeader(fetch.location, start))
             end = min(start + CHUNK_BYTES, fetch.end)
             self._socket.send_multipart([peer, header], zmq.SNDMORE)
-            self._socket.send(place.memory.frame(start, end), copy=False)
+            self._socket.send(stored.memory.frame(start, end), copy=False)
             self.sent_bytes += end - start
 
 
-def _objection(fetch: FetchRequest, place: Place | None) -> str | None:
+def _refusal(fetch: FetchRequest, stored: StoredVersion | None) -> str | None:
     """Return why a request cannot be served, or None."""
-    if place is None:
-        return f"{fetch.location!r} is not here, or not any more"
-    most = CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES
-    if not 0 < fetch.end - fetch.start <= most or fetch.end > place.nbytes:
+    if stored is None:
+        return f"{fetch.location!r} is not served, or no longer"
+    bytes_max = CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES
+    if not 0 < fetch.end - fetch.start <= bytes_max or fetch.end > stored.nbytes:
         return (
-            f"[{fetch.start}, {fetch.end}) is no piece of 1 to {most} bytes of the {place.nbytes} "
-            f"there are"
+            f"bytes [{fetch.start}, {fetch.end}) are not 1 to {bytes_max} bytes within the "
+            f"{stored.nbytes} of this version"
         )
     return None

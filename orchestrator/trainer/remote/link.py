@@ -138,7 +138,7 @@ class TrainerLink:
                 self._receive()
                 due_in_s = beat_s + HEARTBEAT_INTERVAL_S - time.monotonic()
                 self._socket.wait(self._wakeup.fileno(), due_in_s)
-                self._wakeup.quiet()
+                self._wakeup.clear()
         except Exception as error:
             log.exception("the link to the run failed")
             self._fail(RunLost(f"the link to {self._address} failed: {error!r}"))

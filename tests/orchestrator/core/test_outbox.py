@@ -15,7 +15,7 @@ from tidegate.transport.messages import (
     SubmitTurns,
 )
 from tidegate.transport.scoring import ScoreTokens
-from tidegate.transport.zeromq import sendable
+from tidegate.transport.zeromq import encode_frame
 
 PLAIN = SamplingParams(max_tokens=8)
 
@@ -39,7 +39,7 @@ class Sent:
         self.refused: list[tuple[str, Message]] = []
 
     def _send(self, engine: str, message: Message) -> None:
-        sendable(message)
+        encode_frame(message)
         self.sent.append((engine, message))
 
 

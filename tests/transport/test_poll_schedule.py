@@ -13,10 +13,10 @@ from tidegate.transport.messages import Ack, TurnsResumed, encode
 from tidegate.transport.router import (
     BUSY_WAKEUPS,
     BUSY_WITHIN_S,
-    LOOK_INTERVAL_S,
     MESSAGES_PER_ACK,
-    QUIET_LOOK_INTERVAL_S,
-    VAIN_LOOKS_MAX,
+    POLL_INTERVAL_S,
+    QUIET_POLL_INTERVAL_S,
+    UNPRODUCTIVE_POLLS_MAX,
     PollSchedule,
     RouterSocket,
 )
@@ -28,7 +28,7 @@ def by_the_clock() -> PollSchedule:
     """Return the schedule of a thousand messages a second, at the end of its first wakeups."""
     looks = PollSchedule()
     firsts = [looks.woken(1.0 + 0.001 * index) for index in range(BUSY_WAKEUPS)]
-    assert firsts == [None] * (BUSY_WAKEUPS - 1) + [LOOK_INTERVAL_S]
+    assert firsts == [None] * (BUSY_WAKEUPS - 1) + [POLL_INTERVAL_S]
     return looks
 
 
@@ -42,10 +42,10 @@ def test_wakeups_that_are_far_between_or_answered_stay_wakeups() -> None:
 
 def test_a_stream_that_nobody_answers_is_looked_for_ever_less_often() -> None:
     looks = by_the_clock()
-    assert [looks.looked(16) for _ in range(5)] == [0.008, 0.016, 0.032, 0.032, 0.032]
-    assert QUIET_LOOK_INTERVAL_S == 0.032
+    assert [looks.polled(16) for _ in range(5)] == [0.008, 0.016, 0.032, 0.032, 0.032]
+    assert QUIET_POLL_INTERVAL_S == 0.032
     looks.sends = 1
-    assert [looks.looked(16) for _ in range(3)] == [LOOK_INTERVAL_S, 0.008, 0.016]
+    assert [looks.polled(16) for _ in range(3)] == [POLL_INTERVAL_S, 0.008, 0.016]
 
 
 def test_acknowledgements_are_no_answers_unless_an_engine_may_wait_for_them() -> None:
@@ -53,15 +53,15 @@ def test_acknowledgements_are_no_answers_unless_an_engine_may_wait_for_them() ->
     told = []
     for messages in (MESSAGES_PER_ACK, MESSAGES_PER_ACK, MESSAGES_PER_ACK - 1):
         looks.acks = 1
-        told.append(looks.looked(messages))
-    assert told == [0.008, 0.016, LOOK_INTERVAL_S]
+        told.append(looks.polled(messages))
+    assert told == [0.008, 0.016, POLL_INTERVAL_S]
 
 
 def test_a_stream_that_is_answered_now_and_then_is_looked_for_at_short_intervals() -> None:
     looks = by_the_clock()
     for _ in range(9):
         looks.sends = 4
-        assert looks.looked(16) == LOOK_INTERVAL_S
+        assert looks.polled(16) == POLL_INTERVAL_S
 
 
 @pytest.mark.parametrize(("messages", "sends"), [(0, 0), (16, 5)])
@@ -70,10 +70,10 @@ def test_the_descriptor_wakes_again_where_nothing_comes_or_much_is_answered(
 ) -> None:
     looks = by_the_clock()
     told = []
-    for _ in range(VAIN_LOOKS_MAX):
+    for _ in range(UNPRODUCTIVE_POLLS_MAX):
         looks.sends = sends
-        told.append(looks.looked(messages))
-    assert told == [LOOK_INTERVAL_S] * (VAIN_LOOKS_MAX - 1) + [None]
+        told.append(looks.polled(messages))
+    assert told == [POLL_INTERVAL_S] * (UNPRODUCTIVE_POLLS_MAX - 1) + [None]
 
 
 @dataclass(eq=False)
@@ -142,13 +142,13 @@ def test_what_is_sent_into_a_quiet_stream_has_its_answer_looked_for_sooner(
         loop.wake()
     dealer.send(TurnsResumed())
     assert router._socket.poll(round(1000 * WAIT_S))
-    assert loop.fire() == LOOK_INTERVAL_S
+    assert loop.fire() == POLL_INTERVAL_S
     assert seen == [encode(TurnsResumed())]
-    assert [timer.delay_s for timer in loop.timers] == [2 * LOOK_INTERVAL_S]
+    assert [timer.delay_s for timer in loop.timers] == [2 * POLL_INTERVAL_S]
 
     assert router.send(b"engine-0", Ack(seq=0))
-    assert (router._looks.acks, router._looks.sends) == (1, 0)
+    assert (router._poll_schedule.acks, router._poll_schedule.sends) == (1, 0)
     assert router.send(b"engine-0", TurnsResumed())
-    assert (router._looks.acks, router._looks.sends) == (1, 1)
-    assert [timer.delay_s for timer in loop.timers] == [LOOK_INTERVAL_S]
+    assert (router._poll_schedule.acks, router._poll_schedule.sends) == (1, 1)
+    assert [timer.delay_s for timer in loop.timers] == [POLL_INTERVAL_S]
     router.detach()
