@@ -131,14 +131,14 @@ class BoundedStaleness(StalenessPolicy):
         if self.consumption_order == "admission":
             return in_admission_order(waiting, groups)
         if self.deadline_policy == "split":
-            due_floor = trainer_version - self.max_staleness
-            return split_at_deadline(waiting, groups, due_floor=due_floor)
+            due_version = trainer_version - self.max_staleness
+            return split_at_deadline(waiting, groups, due_version=due_version)
         if self.deadline_policy == "wait":
             return by_deadline(
                 waiting,
                 groups,
                 groups_per_batch=self.groups_per_batch,
-                due_floor=trainer_version - self.max_staleness,
+                due_version=trainer_version - self.max_staleness,
             )
         return in_completion_order(waiting, groups)
 
@@ -169,9 +169,9 @@ class OneStepOffPolicy(StalenessPolicy):
         return 2 * self.groups_per_batch
 
     def admit(self, waiting: OutstandingGroups[OutstandingGroup], *, training_groups: int) -> int:
-        """Return the free places of one batch, once the batch before it is handed over."""
+        """Return the free admission slots of one batch, once the batch before it is handed over."""
         free = super().admit(waiting, training_groups=training_groups)
-        return max(0, min(free, self.groups_per_batch - waiting.places))
+        return max(0, min(free, self.groups_per_batch - waiting.admission_slots))
 
     def select(
         self, waiting: OutstandingGroups[G], *, groups: int, trainer_version: int

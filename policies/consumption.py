@@ -69,12 +69,12 @@ def in_completion_order(waiting: OutstandingGroups[G], groups: int) -> list[G] |
 
 
 def by_deadline(
-    waiting: OutstandingGroups[G], groups: int, *, groups_per_batch: int, due_floor: int
+    waiting: OutstandingGroups[G], groups: int, *, groups_per_batch: int, due_version: int
 ) -> list[G] | None:
     """Return the groups that ended first, if every other group can still be trained in time.
 
     This is earliest-deadline-first scheduling. A group whose oldest token has version f must be
-    trained at version ``f + η``, its deadline, or before. ``due_floor`` is ``v - η``: groups of
+    trained at version ``f + η``, its deadline, or before. ``due_version`` is ``v - η``: groups of
     that version are due in this batch. Whatever is chosen now, the batches left until a deadline d
     must hold all groups due by d. So at least ``(number due by d) - (d - v)·B`` of the groups due
     by d must be in this batch; if they have not ended, the batch waits for them.
@@ -86,17 +86,17 @@ def by_deadline(
     """
     if len(waiting.ended) < groups:
         return None
-    needed = _needed_by_floor(waiting, groups, groups_per_batch, due_floor)
+    needed = _needed_by_version(waiting, groups, groups_per_batch, due_version)
     if not needed:
         return in_completion_order(waiting, groups)
-    if any(_ended_by(waiting, floor) < count for floor, count in needed):
+    if any(_ended_by(waiting, version) < count for version, count in needed):
         return None  # return before scanning thousands of ended groups
     chosen: dict[int, G] = {}
-    for floor, count in needed:
+    for version, count in needed:
         for group in waiting.ended:
             if len(chosen) >= count:
                 break
-            if group.version_floor <= floor:
+            if group.oldest_possible_version <= version:
                 chosen[group.group_id] = group
     for group in waiting.ended:
         if len(chosen) >= groups:
@@ -106,7 +106,7 @@ def by_deadline(
 
 
 def split_at_deadline(
-    waiting: OutstandingGroups[G], groups: int, *, due_floor: int
+    waiting: OutstandingGroups[G], groups: int, *, due_version: int
 ) -> list[G] | None:
     """Return due groups ended at least by half, then the oldest ended ones, and remainders.
 
@@ -115,42 +115,46 @@ def split_at_deadline(
     fewer than half has ended is left for later, and its old tokens are masked then.
     """
     due_running = sum(
-        n - waiting.ended_floors.get(f, 0) for f, n in waiting.floors.items() if f <= due_floor
+        n - waiting.ended_counts_by_version.get(f, 0)
+        for f, n in waiting.counts_by_version.items()
+        if f <= due_version
     )
     if len(waiting.ended) + due_running < groups:
         return None
     due: list[G] = []
-    others: list[G] = []
-    rests: list[G] = []
+    not_due: list[G] = []
+    remainders: list[G] = []
     for group in waiting.in_order:
-        is_due = group.version_floor <= due_floor
-        if group.is_rest:
-            rests += [] if group.running else [group]
+        is_due = group.oldest_possible_version <= due_version
+        if group.is_split_remainder:
+            remainders += [] if group.running else [group]
         elif not group.running:
-            (due if is_due else others).append(group)
+            (due if is_due else not_due).append(group)
         elif is_due and group.finished >= max(COMPARED_MIN, group.running):
             due.append(group)
-    if len(due) + len(others) < groups:
+    if len(due) + len(not_due) < groups:
         return None
     due.sort(key=lambda group: group.running > 0)
-    others.sort(key=lambda group: (group.version_floor, group.group_id))
-    return [*due[:groups], *others[: groups - min(groups, len(due))], *rests]
+    not_due.sort(key=lambda group: (group.oldest_possible_version, group.group_id))
+    return [*due[:groups], *not_due[: groups - min(groups, len(due))], *remainders]
 
 
-def _needed_by_floor(
-    waiting: OutstandingGroups[G], groups: int, groups_per_batch: int, due_floor: int
+def _needed_by_version(
+    waiting: OutstandingGroups[G], groups: int, groups_per_batch: int, due_version: int
 ) -> list[tuple[int, int]]:
     """Return (version floor, minimum groups of that version or older in the batch), increasing."""
     needed: list[tuple[int, int]] = []
     due = 0
-    for floor in sorted(waiting.floors):
-        due += waiting.floors[floor]
-        count = min(groups, due - max(0, floor - due_floor) * groups_per_batch)
+    for version in sorted(waiting.counts_by_version):
+        due += waiting.counts_by_version[version]
+        count = min(groups, due - max(0, version - due_version) * groups_per_batch)
         if count > (needed[-1][1] if needed else 0):
-            needed.append((floor, count))
+            needed.append((version, count))
     return needed
 
 
-def _ended_by(waiting: OutstandingGroups[G], floor: int) -> int:
-    """Return the number of ended groups with this version floor or an older one."""
-    return sum(groups for version, groups in waiting.ended_floors.items() if version <= floor)
+def _ended_by(waiting: OutstandingGroups[G], version_max: int) -> int:
+    """Return the number of ended groups whose oldest possible version is ``version_max`` or
+    older."""
+    counts = waiting.ended_counts_by_version.items()
+    return sum(groups for version, groups in counts if version <= version_max)

@@ -54,7 +54,7 @@ class GroupFilter:
 class DynamicSampling(GroupFilter):
     """Drops groups whose rewards are all equal, because their advantages are 0.
 
-    Other prompts take their places, so batches stay full (DAPO, arXiv:2503.14476). ``decide_after``
+    Other prompts replace them, so batches stay full (DAPO, arXiv:2503.14476). ``decide_after``
     drops a group before its last rollout has ended, which saves generating its stragglers but loses
     the few groups whose later rewards would have differed. ``solved_at`` skips prompts that are
     solved (ScaleRL, arXiv:2510.13786, skips those with a mean reward of 0.9).

@@ -35,8 +35,8 @@ def work_conserving_batch_s(
     No device is ever idle, because devices switch between rollout and training at no cost. Source:
     conservation of work, Kleinrock 1975, "Queueing Systems" I.
     """
-    _refuse_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
-    _refuse_none(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
+    _check_not_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
+    _check_positive(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
     return (rollout_work_s + trainer_work_s) / (rollout_devices + trainer_devices)
 
 
@@ -48,8 +48,8 @@ def disaggregated_batch_s(
     It equals :func:`work_conserving_batch_s` at rho = 1 only, that is ``N_t / N_r = W_T / W_R``.
     Source: the slower of two pipeline stages limits throughput.
     """
-    _refuse_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
-    _refuse_none(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
+    _check_not_negative(rollout_work_s=rollout_work_s, trainer_work_s=trainer_work_s)
+    _check_positive(rollout_devices=rollout_devices, trainer_devices=trainer_devices)
     return max(rollout_work_s / rollout_devices, trainer_work_s / trainer_devices)
 
 
@@ -58,8 +58,8 @@ def throughput_ratio(*, rollout_batch_s: float, trainer_batch_s: float) -> float
 
     Source: Applied Compute, July 2026, on staleness in asynchronous RL.
     """
-    _refuse_none(rollout_batch_s=rollout_batch_s)
-    _refuse_negative(trainer_batch_s=trainer_batch_s)
+    _check_positive(rollout_batch_s=rollout_batch_s)
+    _check_not_negative(trainer_batch_s=trainer_batch_s)
     return trainer_batch_s / rollout_batch_s
 
 
@@ -103,7 +103,7 @@ def mean_context_in_flight_tokens(mean_tokens: float, mean_squared_tokens: float
     It exceeds half of E[L], because at any instant long rollouts are more likely to be running: the
     inspection paradox. Source: Cox 1962, "Renewal Theory" (the age of the item in use).
     """
-    _refuse_none(mean_tokens=mean_tokens)
+    _check_positive(mean_tokens=mean_tokens)
     return mean_squared_tokens / (2 * mean_tokens)
 
 
@@ -121,7 +121,7 @@ def abort_cost_s(
     costs the same, ``keep`` with kept KV nothing. Source: AReaL, arXiv 2505.24298, for the
     mechanism; :func:`mean_context_in_flight_tokens` for the prefilled context.
     """
-    _refuse_none(prefill_tokens_per_s=prefill_tokens_per_s)
+    _check_positive(prefill_tokens_per_s=prefill_tokens_per_s)
     context = prompt_tokens + mean_context_in_flight_tokens(mean_tokens, mean_squared_tokens)
     return slots_per_engine * context / prefill_tokens_per_s
 
@@ -151,7 +151,7 @@ def staleness_from_generation(
     rollout lives M_tail times as long. If the trainer is the bottleneck (rho > 1), versions come
     rho times as slowly. It holds for completion order. Source: Applied Compute 2026.
     """
-    _refuse_none(rollouts_per_batch=rollouts_per_batch)
+    _check_positive(rollouts_per_batch=rollouts_per_batch)
     return slots * tail_factor / (rollouts_per_batch * max(1.0, rho))
 
 
@@ -161,7 +161,7 @@ def staleness_from_queue(*, rho: float, queue_batches: float = 1.0) -> float:
     q is how many batches the queue holds before the oldest is dropped. The batch in training is
     counted. Source: Applied Compute 2026.
     """
-    _refuse_negative(rho=rho, queue_batches=queue_batches)
+    _check_not_negative(rho=rho, queue_batches=queue_batches)
     return rho if rho < 1 else (2 * queue_batches + rho - 1) / (2 * rho)
 
 
@@ -188,7 +188,7 @@ def staleness_in_order(
     Source: resequencing behind infinitely many servers, Harrus & Plateau 1982, "Queueing analysis
     of a reordering issue", here with arrivals at equal distances.
     """
-    _refuse_none(groups_per_batch=groups_per_batch)
+    _check_positive(groups_per_batch=groups_per_batch)
     # Number of groups that start while the longest one runs.
     groups = max(1.0, longest_versions * groups_per_batch)
     stride = max(1, min(math.ceil(GRID_PER_VERSION / groups_per_batch), int(POINTS_MAX / groups)))
@@ -198,12 +198,14 @@ def staleness_in_order(
     logs = [_log(share_done((point + 0.5) * step)) for point in range(points)]
     if window_groups is None:
         return step * sum(-math.expm1(log) for log in logs)
-    behind = [0.0] * (points + stride)
+    suffix_log = [0.0] * (points + stride)
     for point in reversed(range(points)):  # sums over this group and all earlier ones
-        behind[point] = merged * logs[point] + behind[point + stride]
-    skip = math.ceil(window_groups / merged) * stride
-    skipped = itertools.chain(behind[skip:], itertools.repeat(0.0))
-    return step * sum(-math.expm1(log + others) for log, others in zip(logs, skipped, strict=False))
+        suffix_log[point] = merged * logs[point] + suffix_log[point + stride]
+    window_points = math.ceil(window_groups / merged) * stride
+    earlier_logs = itertools.chain(suffix_log[window_points:], itertools.repeat(0.0))
+    return step * sum(
+        -math.expm1(log + earlier_log) for log, earlier_log in zip(logs, earlier_logs, strict=False)
+    )
 
 
 def max_useful_staleness(in_flight: float, in_queue: float) -> int:
@@ -211,7 +213,7 @@ def max_useful_staleness(in_flight: float, in_queue: float) -> int:
 
     Source: as :func:`mean_staleness`.
     """
-    _refuse_negative(in_flight=in_flight, in_queue=in_queue)
+    _check_not_negative(in_flight=in_flight, in_queue=in_queue)
     return math.ceil(in_flight + in_queue - 1e-9)
 
 
@@ -238,7 +240,7 @@ def allowed_staleness(*, outstanding_groups_max: float, groups_per_version: floa
 
     Source: Little 1961, "A proof for the queuing formula L = λW".
     """
-    _refuse_none(groups_per_version=groups_per_version)
+    _check_positive(groups_per_version=groups_per_version)
     return max(0.0, outstanding_groups_max / groups_per_version - 1)
 
 
@@ -254,10 +256,10 @@ def mean_staleness_so_far(
     limit = math.inf if allowed is None else allowed
     total, versions = 0.0, last_version - first_version + 1
     for version in range(first_version, last_version + 1):
-        now = min(version, limit, free + version * growth)
-        total += now
-        if now == limit or (now == free and not growth):  # constant from here on
-            return (total + now * (last_version - version)) / versions
+        staleness = min(version, limit, free + version * growth)
+        total += staleness
+        if staleness == limit or (staleness == free and not growth):  # constant from here on
+            return (total + staleness * (last_version - version)) / versions
     return total / versions
 
 
@@ -272,7 +274,7 @@ def staleness_from_latency(
 
     Use it if only durations are known. Source: Huang 2026, "Is frontier async RL solved?".
     """
-    _refuse_none(train_step_s=train_step_s, trainer_devices=trainer_devices)
+    _check_positive(train_step_s=train_step_s, trainer_devices=trainer_devices)
     return rollout_latency_s / train_step_s * (rollout_devices / trainer_devices)
 
 
@@ -280,14 +282,14 @@ def _log(share: float) -> float:
     return math.log(share) if share > 0 else -math.inf
 
 
-def _refuse_none(**values: float) -> None:
+def _check_positive(**values: float) -> None:
     """Check divisors."""
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(f"{name} must be > 0, got {value}")
 
 
-def _refuse_negative(**values: float) -> None:
+def _check_not_negative(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ConfigError(f"{name} must be >= 0, got {value}")

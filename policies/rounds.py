@@ -99,12 +99,12 @@ class TailPacking(StalenessPolicy):
         return round(self.factor * self.groups_per_batch)
 
     def admit(self, waiting: OutstandingGroups[OutstandingGroup], *, training_groups: int) -> int:
-        """Return the free places of this round; 0 until the previous batch's version is live."""
+        """Return this round's free admission slots; 0 until the previous batch's version is live."""
         if training_groups:
             return 0
         free = super().admit(waiting, training_groups=0)
         if self.prefers_returned(waiting):
-            return max(0, min(free, self.groups_per_batch - waiting.places))
+            return max(0, min(free, self.groups_per_batch - waiting.admission_slots))
         return free
 
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:
@@ -125,7 +125,7 @@ class TailPacking(StalenessPolicy):
         return in_completion_order(waiting, groups)
 
     def expire(self, waiting: OutstandingGroups[G], *, trainer_version: int) -> list[G]:
-        """Return all groups that are left when a batch is handed over."""
+        """Return all groups that remain when a batch is handed over."""
         return list(waiting.in_order)
 
     @property

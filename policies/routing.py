@@ -141,7 +141,7 @@ class PowerOfTwoChoices(Routing):
         names = loads.names
         if len(names) < 2:
             return loads.least()
-        drawn = _mixed(turn.number, self.seed)
+        drawn = _splitmix64(turn.number, self.seed)
         first = (drawn & 0xFFFFFFFF) % len(names)
         second = (drawn >> 32) % (len(names) - 1)
         second += second >= first  # differs from the first; all others are equally likely
@@ -194,9 +194,9 @@ class PrefixAffinity(Routing):
         """Return the group's preferred engine, or ask ``otherwise``; see :meth:`Routing.choose`."""
         names = loads.names
         if names:
-            home = names[turn.group_id % len(names)]
-            if loads.is_near_least(home, self.margin_turns):
-                return home
+            preferred = names[turn.group_id % len(names)]
+            if loads.is_near_least(preferred, self.margin_turns):
+                return preferred
         return self.otherwise.choose(loads, turn)
 
 
@@ -208,7 +208,7 @@ def _check_margin(margin_turns: int) -> None:
         )
 
 
-def _mixed(number: int, seed: int) -> int:
+def _splitmix64(number: int, seed: int) -> int:
     """Return 64 pseudo-random bits: splitmix64 (Steele, Lea, Flood 2014, figure 16)."""
     z = (number * 0x9E3779B97F4A7C15 + seed * 0xD1B54A32D192ED03) & MASK_64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64

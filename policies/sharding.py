@@ -25,26 +25,26 @@ def split_rows(
     if ranks < 1:
         raise ConfigError(f"a batch is split among ranks, at least 1; got ranks={ranks}")
     rows = len(group_ids)
-    room = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    rows_left = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
     tokens = [0] * ranks
     chosen: list[list[int]] = [[] for _ in range(ranks)]
 
-    def give(part: list[int], size: int) -> bool:
-        able = [rank for rank in range(ranks) if room[rank] >= len(part)]
-        if not able:
+    def assign(part: list[int], part_tokens: int) -> bool:
+        candidates = [rank for rank in range(ranks) if rows_left[rank] >= len(part)]
+        if not candidates:
             return False
-        rank = min(able, key=lambda r: (tokens[r], r))
+        rank = min(candidates, key=lambda r: (tokens[r], r))
         chosen[rank] += part
-        room[rank] -= len(part)
-        tokens[rank] += size
+        rows_left[rank] -= len(part)
+        tokens[rank] += part_tokens
         return True
 
-    left: list[int] = []
+    unassigned: list[int] = []
     for part in _longest_first(group_ids, lengths_tokens):
-        if not give(part, sum(lengths_tokens[row] for row in part)):
-            left += part
-    for row in sorted(left, key=lambda row: (-lengths_tokens[row], row)):
-        give([row], lengths_tokens[row])
+        if not assign(part, sum(lengths_tokens[row] for row in part)):
+            unassigned += part
+    for row in sorted(unassigned, key=lambda row: (-lengths_tokens[row], row)):
+        assign([row], lengths_tokens[row])
     return [sorted(part) for part in chosen]
 
 

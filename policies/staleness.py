@@ -22,15 +22,15 @@ class OutstandingGroup(Protocol):
     """Number of the group in the order of admission."""
     running: int
     """Number of rollouts still generating; 0: the group has ended and may be trained on."""
-    version_floor: int
+    oldest_possible_version: int
     """Lower bound on the version of any of the group's tokens, present and future."""
     is_retaken: bool
     """Whether the group's task was discarded before with another group, and taken again."""
 
     @property
-    def is_rest(self) -> bool:
-        """Whether this is a split remainder: the group's other rollouts were trained. It holds no
-        place."""
+    def is_split_remainder(self) -> bool:
+        """Whether this is a split remainder: the group's other rollouts were trained. It takes
+        no admission slot."""
 
     @property
     def finished(self) -> int:
@@ -66,15 +66,15 @@ class OutstandingGroups(Protocol[G_co]):
         running."""
 
     @property
-    def floors(self) -> Mapping[int, int]:
-        """Number of groups by :attr:`~OutstandingGroup.version_floor`."""
+    def counts_by_version(self) -> Mapping[int, int]:
+        """Number of groups by :attr:`~OutstandingGroup.oldest_possible_version`."""
 
     @property
-    def ended_floors(self) -> Mapping[int, int]:
-        """Number of ended groups by :attr:`~OutstandingGroup.version_floor`."""
+    def ended_counts_by_version(self) -> Mapping[int, int]:
+        """Number of ended groups by :attr:`~OutstandingGroup.oldest_possible_version`."""
 
     @property
-    def places(self) -> int:
+    def admission_slots(self) -> int:
         """Number of groups that count for admission: all but split remainders."""
 
     @property
@@ -124,7 +124,7 @@ class StalenessPolicy:
                 f"({self.groups_per_batch}), or make batches smaller"
             )
 
-    # ------------------------------------------------------------ what it promises
+    # ------------------------------------------------------------ bounds
 
     @property
     def guaranteed_bound(self) -> int | None:
@@ -134,7 +134,7 @@ class StalenessPolicy:
     @property
     def allowed_groups(self) -> int:
         """Number of groups that may be outstanding, before ``outstanding_groups_limit`` applies."""
-        raise NotImplementedError(f"{type(self).__name__} must say how many groups it allows")
+        raise NotImplementedError(f"{type(self).__name__} must define allowed_groups")
 
     @cached_property
     def outstanding_groups_max(self) -> int:
@@ -163,7 +163,7 @@ class StalenessPolicy:
         every engine. Called when a group starts, ends or is discarded, not for each rollout of a
         running group.
         """
-        return max(0, self.outstanding_groups_max - waiting.places - training_groups)
+        return max(0, self.outstanding_groups_max - waiting.admission_slots - training_groups)
 
     def prefers_returned(self, waiting: OutstandingGroups[OutstandingGroup]) -> bool:
         """Return whether the next group takes a returned task rather than a new one."""
@@ -172,8 +172,8 @@ class StalenessPolicy:
     def can_fill_batch(self, *, unpublished_groups: int) -> bool:
         """Return whether a batch can still fill while ``unpublished_groups`` wait for a publish.
 
-        Groups handed to the trainer hold their places until then. Once fewer than B places are
-        left, a request for another batch would wait forever.
+        Groups handed to the trainer hold their admission slots until then. Once fewer than B slots
+        are free, a request for another batch would wait forever.
         """
         return self.outstanding_groups_max - unpublished_groups >= self.groups_per_batch
 
@@ -238,7 +238,7 @@ class StalenessPolicy:
 
 
 def refuse_selection(
-    policy: StalenessPolicy, batch: Sequence[OutstandingGroup], wanted: int
+    policy: StalenessPolicy, batch: Sequence[OutstandingGroup], groups_expected: int
 ) -> None:
     """Validate a policy's selection before it takes effect, because users write policies too.
 
@@ -246,17 +246,17 @@ def refuse_selection(
         PolicyBroken: the batch has too few, too many or duplicate groups, or a running group.
     """
     name = type(policy).__name__
-    places = len(batch) - sum([group.is_rest for group in batch])
-    if places != wanted or len({group.group_id for group in batch}) != len(batch):
+    selected = len(batch) - sum([group.is_split_remainder for group in batch])
+    if selected != groups_expected or len({group.group_id for group in batch}) != len(batch):
         raise PolicyBroken(
-            f"{name}.select() returned {places} groups, asked for {wanted} different ones; "
-            f"return exactly so many, or None to wait"
+            f"{name}.select() returned {selected} groups, asked for {groups_expected} distinct "
+            f"groups; return exactly so many, or None to wait"
         )
     for group in batch:
         if not group.running:
             continue
-        if not policy.splits_groups or not group.finished or group.is_rest:
+        if not policy.splits_groups or not group.finished or group.is_split_remainder:
             raise PolicyBroken(
                 f"{name}.select() chose group {group.group_id}, {group.running} of whose rollouts "
-                f"go on; choose from waiting.ended"
+                f"are running; choose from waiting.ended"
             )

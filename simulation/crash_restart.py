@@ -634,7 +634,7 @@ class CrashRestartRun:
             self._check_age(batch, scheduler.core.trainer_version)
             await asyncio.sleep(scenario.train_s)
             batches = batch.number
-            whole = [group.task for group in batch.groups if not group.is_rest]
+            whole = [group.task for group in batch.groups if not group.is_split_remainder]
             taken = [task for task in whole if isinstance(task, int)]
             self._trained += tuple(Trained(task, self.report.processes) for task in taken)
             discarded_tokens += await self._discard_rows(scheduler, batch)

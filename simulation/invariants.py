@@ -378,7 +378,7 @@ class InvariantChecker:
         self.trained_rows.returned(number)
         for group in batch.groups:
             assert isinstance(group.task, int)
-            self.trained[group.task] -= not group.is_rest
+            self.trained[group.task] -= not group.is_split_remainder
 
     def _check_submit(self, engine: str) -> None:
         version = self._serving.get(engine, -1)
@@ -420,7 +420,7 @@ class InvariantChecker:
             f"batch {batch.number} is counted as consumed {ahead} versions after the published "
             f"one, but the trainer holds {self._unpublished} unpublished batches"
         )
-        slots = sum(not group.is_rest for group in batch.groups)
+        slots = sum(not group.is_split_remainder for group in batch.groups)
         assert batch.groups
         assert slots <= self._scenario.groups_per_batch
         self.progress += 1
@@ -486,15 +486,15 @@ class InvariantChecker:
     def _check_group(self, group: Group, oldest_trainable: int, version: int) -> None:
         task = group.task
         assert isinstance(task, int)
-        needed = 1 if group.is_rest else min(2, self._scenario.group_size)
+        needed = 1 if group.is_split_remainder else min(2, self._scenario.group_size)
         assert group.num_kept >= needed, f"group of {group.num_kept} kept rollouts, not {needed}"
         roots = [rollout for rollout in group.rollouts if rollout.branch_of is None]
         is_whole = len(roots) == self._scenario.group_size
-        if group.is_rest:
+        if group.is_split_remainder:
             self._coverage.note(CoverageMark.SPLIT)
         if self._scenario.filters_groups and is_whole:
             assert len({rollout.reward for rollout in group.kept}) > 1, "all rewards are equal"
-        self.trained[task] += not group.is_rest
+        self.trained[task] += not group.is_split_remainder
         assert self.trained[task] == 1, f"task {task} is trained {self.trained[task]} times"
         for rollout in group.kept:
             self._check_rollout(rollout, task, oldest_trainable, version)

@@ -97,7 +97,9 @@ def frame(seen: Observation) -> dict[str, Any]:
         },
         "stuck": [str(each) for each in s.stuck],
         "engines": _engines(s),
-        "groups": [[g.group_id, g.rollouts, g.running, g.version_floor] for g in seen.groups],
+        "groups": [
+            [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in seen.groups
+        ],
         "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in noted.batches],
         "timeline": timeline(seen),
     }

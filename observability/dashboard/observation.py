@@ -30,7 +30,7 @@ class GroupLine:
     """Number of rows, branches included."""
     running: int
     """Number of rollouts whose episode is running; 0 if the group is buffered."""
-    version_floor: int
+    oldest_possible_version: int
     """Oldest version that any token of the group has or can get."""
 
 
@@ -77,7 +77,9 @@ def group_lines(core: Core) -> tuple[GroupLine, ...]:
         if len(lines) == GROUPS_SHOWN_MAX:
             break
         lines.append(
-            GroupLine(group.group_id, len(group.rollouts), group.running, group.version_floor)
+            GroupLine(
+                group.group_id, len(group.rollouts), group.running, group.oldest_possible_version
+            )
         )
     return tuple(lines)
 

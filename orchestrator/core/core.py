@@ -96,7 +96,7 @@ def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
     """Discard a group, and put its task back to be started again."""
     assert group.key is not None
     commands: list[ev.Command] = []
-    if not group.is_rest:  # else the rest of its group was trained, or is discarded too
+    if not group.is_split_remainder:  # else the rest of its group was trained, or is discarded too
         if group.body or group.key.offer >= core.tasks.gone_before:
             core.tasks.put_back(group.key, group.task, group.body)
         else:
@@ -146,7 +146,7 @@ class Core:
     @property
     def outstanding_groups(self) -> int:
         """Number of groups running, buffered, or in training until their version is live."""
-        return self.groups.places + self.handed.num_groups
+        return self.groups.admission_slots + self.handed.num_groups
 
     @property
     def admissible_groups(self) -> int:
@@ -356,7 +356,7 @@ class Core:
         """Return the groups of the next batch; it is short only when there are no more tasks."""
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
-            wanted = min(wanted, self.groups.places)
+            wanted = min(wanted, self.groups.admission_slots)
         if self.awaited:
             return None  # until the user's iterator has given all unfinished tasks again
         if self.handed.again and (undone := self._undone_batch()) is not None:
@@ -401,7 +401,7 @@ class Core:
         commands: list[ev.Command] = []
         oldest_trainable = self.policy.oldest_trainable(self.consumption_version)
         for group in batch:
-            if group.version_floor >= oldest_trainable:
+            if group.oldest_possible_version >= oldest_trainable:
                 continue  # no token is older than that
             oldest = group.oldest_version
             if oldest is not None and oldest < oldest_trainable and group in self.groups:
@@ -413,7 +413,7 @@ class Core:
         key = group.key
         assert key is not None
         commands = self.groups.give_up_group(group, reason)
-        if group.is_rest or not self.tasks.can_be_taken_again(key, group.body):
+        if group.is_split_remainder or not self.tasks.can_be_taken_again(key, group.body):
             return commands
         commands += [c for g in self.groups.rests_of(group) for c in self._give_up_anew(g, reason)]
         self.tasks.put_back(key, group.task, group.body)

@@ -38,7 +38,7 @@ class Group:
     """Its ``group_size`` rollouts, then their branches."""
     running: int = 0
     """Number of rollouts whose episode runs; branches are not counted."""
-    version_floor: int = 0
+    oldest_possible_version: int = 0
     """Lower bound on the version of all its tokens, present and future."""
     is_retaken: bool = False
     """Whether an earlier group of the same task was discarded."""
@@ -51,7 +51,7 @@ class Group:
     """Whether the group is for measuring only, and is never trained."""
 
     @property
-    def is_rest(self) -> bool:
+    def is_split_remainder(self) -> bool:
         """Whether it is the rest of a split group, whose other rollouts were trained before."""
         return self.split_from is not None
 

@@ -71,7 +71,7 @@ class GroupTracker(OutstandingGroupIndex):
             self.next_group_id, event.task, key, event.digest, event.body, is_retaken=is_retaken
         )
         self.next_group_id += 1
-        group.version_floor = self._turns.live_version
+        group.oldest_possible_version = self._turns.live_version
         self._add(group)
         return self._start(group, self.group_size)
 
@@ -224,7 +224,9 @@ class GroupTracker(OutstandingGroupIndex):
         return [] if reason is None else self.give_up_group(group, reason)
 
     def _needed(self, group: Group) -> int:
-        return 1 if group.is_rest else self._needed_mostly  # the rest's siblings were trained
+        return (
+            1 if group.is_split_remainder else self._needed_mostly
+        )  # the rest's siblings were trained
 
     def _judge(self, group: Group) -> str | None:
         """Return the filter's reason to reject a group, one rollout of which has ended, or None."""
@@ -326,7 +328,10 @@ class GroupTracker(OutstandingGroupIndex):
         self._forget(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
         part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)
-        part.version_floor, part.is_retaken = group.version_floor, group.is_retaken
+        part.oldest_possible_version, part.is_retaken = (
+            group.oldest_possible_version,
+            group.is_retaken,
+        )
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1
         group.sibling_rewards = part.kept_rewards

@@ -263,7 +263,7 @@ def _group(group: Group, is_replayed: bool = False) -> SavedGroup:
         group.digest,
         group.running,
         rollouts,
-        group.version_floor,
+        group.oldest_possible_version,
         group.is_retaken,
         group.split_from,
         [*group.sibling_rewards],
@@ -475,7 +475,7 @@ def _loaded_group(saved: SavedGroup) -> Group:
         sibling_rewards=saved.sibling_rewards,
         is_evaluation=saved.group_id < 0,
     )
-    group.running, group.version_floor = saved.running, saved.version_floor
+    group.running, group.oldest_possible_version = saved.running, saved.version_floor
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
     by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
     for each in saved.rollouts:

@@ -27,7 +27,7 @@ class OutstandingGroupIndex:
         """Ids of waiting groups that were removed from ``_line``: all admitted before its first."""
         self._floors: dict[int, int] = {}
         """Waiting groups by version floor. A Counter's items take three times as long to set."""
-        self._ended_floors: dict[int, int] = {}
+        self._ended_counts_by_version: dict[int, int] = {}
         """Number of buffered groups by version floor."""
         self._rests = 0
         """Number of waiting groups that are rests of split groups."""
@@ -74,17 +74,17 @@ class OutstandingGroupIndex:
         return len(self._ahead)
 
     @property
-    def floors(self) -> Mapping[int, int]:
+    def counts_by_version(self) -> Mapping[int, int]:
         """Number of waiting groups by version floor: none of their tokens is older."""
         return self._floors
 
     @property
-    def ended_floors(self) -> Mapping[int, int]:
+    def ended_counts_by_version(self) -> Mapping[int, int]:
         """Number of buffered groups by version floor."""
-        return self._ended_floors
+        return self._ended_counts_by_version
 
     @property
-    def places(self) -> int:
+    def admission_slots(self) -> int:
         """Number of groups that count in admission: all but rests."""
         return len(self._waiting) - self._rests
 
@@ -113,7 +113,7 @@ class OutstandingGroupIndex:
         raised: dict[int, int] = {}
         """Number of groups without a token whose floor was raised here, by their old floor."""
         for group in self._going.values():
-            before = group.version_floor
+            before = group.oldest_possible_version
             if before >= live_version:
                 continue
             for rollout in group.rollouts:
@@ -122,7 +122,7 @@ class OutstandingGroupIndex:
                     self._raise_floor(group, live_version)
                     break
             else:
-                group.version_floor = live_version
+                group.oldest_possible_version = live_version
                 raised[before] = raised.get(before, 0) + 1
         for before, groups in raised.items():
             _take(self._floors, before, groups)
@@ -131,21 +131,21 @@ class OutstandingGroupIndex:
     def _raise_floor(self, group: Group, live_version: int) -> None:
         oldest = group.oldest_version  # future turns start under live weights or newer
         floor = live_version if oldest is None else min(oldest, live_version)
-        if floor != group.version_floor:
-            _move(self._floors, group.version_floor, floor)
-            group.version_floor = floor
+        if floor != group.oldest_possible_version:
+            _move(self._floors, group.oldest_possible_version, floor)
+            group.oldest_possible_version = floor
 
     def restore(self, groups: Iterable[Group], *, ended: Iterable[int]) -> None:
         """Replace all groups, in the order of admission; ``ended`` are ids in the order of ends."""
         self._waiting = {group.group_id: group for group in groups}
         self._ended = {group_id: self._waiting[group_id] for group_id in ended}
         self._going = OrderedDict((i, g) for i, g in self._waiting.items() if g.running)
-        self._rests = sum(group.is_rest for group in self._waiting.values())
+        self._rests = sum(group.is_split_remainder for group in self._waiting.values())
         self._count_anew()
 
     def _add(self, group: Group) -> None:
         self._waiting[group.group_id] = self._going[group.group_id] = group
-        _put(self._floors, group.version_floor)
+        _put(self._floors, group.oldest_possible_version)
         self._line.append(group.group_id)
         if len(self._line) > 2 * len(self._waiting) + 16:  # keeps stale ids below half of the line
             self._line = deque(i for i in self._line if i in self._waiting)
@@ -156,16 +156,16 @@ class OutstandingGroupIndex:
         self._rests += 1
         self._add(rest)
         self._waiting[part.group_id] = self._ended[part.group_id] = part
-        _put(self._floors, part.version_floor)
-        _put(self._ended_floors, part.version_floor)
+        _put(self._floors, part.oldest_possible_version)
+        _put(self._ended_counts_by_version, part.oldest_possible_version)
 
-    def _note_end(self, group: Group, version_floor: int) -> None:
+    def _note_end(self, group: Group, oldest_possible_version: int) -> None:
         """Move a group whose last episode has ended to the buffer."""
         self.revision += 1
-        if group.version_floor != version_floor:
-            _move(self._floors, group.version_floor, version_floor)
-            group.version_floor = version_floor
-        _put(self._ended_floors, version_floor)
+        if group.oldest_possible_version != oldest_possible_version:
+            _move(self._floors, group.oldest_possible_version, oldest_possible_version)
+            group.oldest_possible_version = oldest_possible_version
+        _put(self._ended_counts_by_version, oldest_possible_version)
         del self._going[group.group_id]
         self._ended[group.group_id] = group
 
@@ -176,11 +176,11 @@ class OutstandingGroupIndex:
         self._ahead.discard(group_id)
         if group.split_from is not None:
             self._rests -= 1
-        _take(self._floors, group.version_floor)
+        _take(self._floors, group.oldest_possible_version)
         if self._ended.pop(group_id, None) is None:
             self._going.pop(group_id, None)
         else:
-            _take(self._ended_floors, group.version_floor)
+            _take(self._ended_counts_by_version, group.oldest_possible_version)
 
     def _forget_batch(self, groups: list[Group]) -> None:
         """Remove buffered groups in one call, because each may be of one rollout."""
@@ -192,14 +192,14 @@ class OutstandingGroupIndex:
             ahead.discard(group_id)
             if group.split_from is not None:
                 self._rests -= 1
-        for version, count in Counter([group.version_floor for group in groups]).items():
+        for version, count in Counter([group.oldest_possible_version for group in groups]).items():
             _take(self._floors, version, count)
-            _take(self._ended_floors, version, count)
+            _take(self._ended_counts_by_version, version, count)
 
     def _put_back(self, groups: list[Group]) -> None:
         """Return groups to the buffer, as ended before all others."""
         self.revision += 1
-        self._rests += sum(group.is_rest for group in groups)
+        self._rests += sum(group.is_split_remainder for group in groups)
         by_id = {group.group_id: group for group in groups}
         self._waiting = dict(sorted({**self._waiting, **by_id}.items()))
         self._ended = {**by_id, **self._ended}
@@ -208,8 +208,10 @@ class OutstandingGroupIndex:
     def _count_anew(self) -> None:
         self._line = deque(self._waiting)
         self._ahead.clear()
-        self._floors = dict(Counter([g.version_floor for g in self._waiting.values()]))
-        self._ended_floors = dict(Counter([g.version_floor for g in self._ended.values()]))
+        self._floors = dict(Counter([g.oldest_possible_version for g in self._waiting.values()]))
+        self._ended_counts_by_version = dict(
+            Counter([g.oldest_possible_version for g in self._ended.values()])
+        )
 
 
 def _put(counts: dict[int, int], version: int, groups: int = 1) -> None:

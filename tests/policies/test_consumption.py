@@ -22,15 +22,15 @@ class Job:
     """A group, as a policy sees it."""
 
     group_id: int
-    version_floor: int
+    oldest_possible_version: int
     running: int = 1
     is_retaken: bool = False
-    is_rest: bool = False
+    is_split_remainder: bool = False
     finished: int = 0
 
     @property
     def oldest_version(self) -> int | None:
-        return self.version_floor
+        return self.oldest_possible_version
 
 
 class Queue:
@@ -50,7 +50,7 @@ class Queue:
         return self.done.values()
 
     @property
-    def places(self) -> int:
+    def admission_slots(self) -> int:
         return len(self.jobs)
 
     @property
@@ -58,12 +58,12 @@ class Queue:
         return next((job for job in self.jobs.values() if job.running), None)
 
     @property
-    def floors(self) -> Mapping[int, int]:
-        return Counter(job.version_floor for job in self.in_order)
+    def counts_by_version(self) -> Mapping[int, int]:
+        return Counter(job.oldest_possible_version for job in self.in_order)
 
     @property
-    def ended_floors(self) -> Mapping[int, int]:
-        return Counter(job.version_floor for job in self.ended)
+    def ended_counts_by_version(self) -> Mapping[int, int]:
+        return Counter(job.oldest_possible_version for job in self.ended)
 
     @property
     def ended_ahead(self) -> int:
@@ -115,7 +115,7 @@ def train(policy: StalenessPolicy, *, seed: int, versions: int) -> Outcome:
         oldest = policy.oldest_trainable(version)
         for job in batch:
             del queue.jobs[job.group_id], queue.done[job.group_id]
-            version_trained = job.version_floor
+            version_trained = job.oldest_possible_version
             if policy.masks_old_tokens:
                 version_trained = max(version_trained, oldest)
             outcome.staleness.append(version - version_trained)
@@ -184,8 +184,8 @@ class Unread(Queue):
     """A queue whose groups must not be iterated: two have ended, an old one has not."""
 
     ended_ahead = 0
-    floors = {0: 1, 1: 2}  # noqa: RUF012
-    ended_floors = {1: 2}  # noqa: RUF012
+    counts_by_version = {0: 1, 1: 2}  # noqa: RUF012
+    ended_counts_by_version = {1: 2}  # noqa: RUF012
 
     @property
     def in_order(self) -> Collection[Job]:

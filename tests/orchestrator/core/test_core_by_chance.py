@@ -218,8 +218,12 @@ class AnyRun(RuleBasedStateMachine):
         in_order = sorted(groups.in_order, key=lambda group: group.group_id)
         ahead = takewhile(lambda group: not group.running, in_order)
         assert groups.ended_ahead == len(list(ahead))
-        assert groups.floors == Counter(group.version_floor for group in in_order)
-        assert groups.ended_floors == Counter(group.version_floor for group in groups.ended)
+        assert groups.counts_by_version == Counter(
+            group.oldest_possible_version for group in in_order
+        )
+        assert groups.ended_counts_by_version == Counter(
+            group.oldest_possible_version for group in groups.ended
+        )
 
     # ------------------------------------------------------------ what must hold
 
@@ -232,7 +236,7 @@ class AnyRun(RuleBasedStateMachine):
         assert len(ids) == len(set(ids))
         if self.policy.consumption_order == "admission":
             assert self.has_rolled_back or ids == sorted(ids)
-        keys = [group.key for group in groups if not group.is_rest]
+        keys = [group.key for group in groups if not group.is_split_remainder]
         assert len(keys) == len(set(keys))
         bound = self.driver.core.policy.guaranteed_bound
         assert bound is not None
