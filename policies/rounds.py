@@ -99,7 +99,7 @@ class TailPacking(StalenessPolicy):
         return round(self.factor * self.groups_per_batch)
 
     def admit(self, waiting: OutstandingGroups[OutstandingGroup], *, training_groups: int) -> int:
-        """Return free admission slots of the round; 0 until the previous batch's version is live."""
+        """Return the round's free slots; 0 until the previous batch's version is live."""
         if training_groups:
             return 0
         free = super().admit(waiting, training_groups=0)
