@@ -295,9 +295,8 @@ def test_a_relay_without_keys_answers_what_is_asked_well(weights: Sender) -> Non
     [line] = weights._trees.values()
     for fetch in (FetchRequest(update.location, 1, 2), FetchRequest(update.location, 0, 1 << 40)):
         why = f"{update.location!r} is not served, or the range is invalid"
-    assert answers(line.relays[0], fetch) == [
-        encode_chunk(ChunkHeader(update.location, fetch.start, why))
-    ]
+        header = ChunkHeader(update.location, fetch.start, why)
+        assert answers(line.relays[0], fetch) == [encode_chunk(header)]
     assert answers(line.relays[0], FetchRequest(update.location, 0, 1))[0] == encode_chunk(
         ChunkHeader(update.location, 0)
     )
