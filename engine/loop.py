@@ -117,7 +117,7 @@ class EngineLoop:
         """Send a hello. Only turns and live weights outlive the previous connection.
 
         The next orchestrator may be another process, which knows neither pauses nor staged weights,
-        and may reuse the numbers of those weights for others.
+        and may reuse their version numbers for other weights.
         """
         self._scheduler.forget_orchestrator()
         self._staging.abandon()

@@ -346,7 +346,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         model_code=model.code,
         dtype=model.dtype,
         speculative_method=(arguments.speculative_method or "").partition(":")[0],
-        score_kinds=list(model.scoring.wants),
+        score_kinds=list(model.scoring.score_kinds),
         is_deterministic=arguments.deterministic,
         sleep_levels=[1, 2],
         tensor_parallel_size=arguments.tensor_parallel_size,

@@ -1,1 +1,1 @@
-"""The engine on a GPU: weights, KV and steps on a device, by our Triton kernels."""
+"""The engine on a GPU: weights, KV and steps on a device, by Triton kernels."""

@@ -1,9 +1,8 @@
 """GPU memory for sleep: releases the bytes of storages, and reallocates them for the same tensors.
 
 Implements ``sleep.SleepableMemory`` with torch's caching allocator, for ``SleepController``. A
-storage resized to 0 keeps its identity, so tensors and views of it stay valid and nobody has to be
-notified. It may return at another address, which is safe because no kernel keeps an address between
-steps."""
+storage resized to 0 keeps its identity, so tensors and views of the storage stay valid. Its address
+may change, which is safe because no kernel keeps an address between steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ def refuse_on_device(
     """Refuse settings that have no GPU support yet.
 
     Raises:
-        ConfigError: such a setting is on.
+        ConfigError: a setting has no GPU support.
     """
     draft_model = (
         speculative_method
@@ -74,8 +74,7 @@ def refuse_on_device(
         if value is not None:
             raise ConfigError(
                 f"{name}={value!r} is not supported yet on device={device}; leave {name} out, or "
-                "set "
-                f"device to cpu"
+                "set device to cpu"
             )
 
 

@@ -4,7 +4,7 @@ Used by ``DeviceRunner``, which uploads them in one transfer. Rows of one token 
 others, because attention launches them separately: they have so much more context than queries that
 the context is split.
 
-Letters in shapes: R rows of a group, T tokens, B blocks of a row, S tokens asked for.
+Letters in shapes: R rows of a group, T tokens, B blocks of a row, S output tokens.
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,8 @@ and synchronises once, for tokens, log-probs and scores. Matrix products are tor
 rotary embedding, cache writes and norms are Triton kernels. A layer's residual sum and its last
 term are kept apart, because the next norm's kernel adds them.
 
-Letters in shapes: T tokens of a step, S tokens asked for, P positions scored, H hidden size, A
-query heads, K KV heads, D head width, V vocabulary.
+Letters in shapes: T tokens of a step, S output tokens, P positions scored, H hidden size, A query
+heads, K KV heads, D head width, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,7 +120,7 @@ class LayerAttention:
 def device_forward(
     weights: Weights, attentions: Sequence[LayerAttention], plan: DevicePlan
 ) -> torch.Tensor:
-    """Launch a forward pass; return the normed hidden states [S, H] of the tokens asked for."""
+    """Launch a forward pass; return the normed hidden states [S, H] of the plan's output tokens."""
     config = weights.config
     total = weights.embedding.take(plan.token_ids)
     if config.embedding_scale != 1.0:  # rounded first, as transformers does

@@ -26,9 +26,8 @@ def open_drafts(
     """
     if model.code != "tidegate":
         raise ConfigError(
-            f"speculative_method={name!r} can't speed up {model.architecture}, which "
-            f"{model.code} computes "
-            f"one token at a time; leave it out"
+            f"speculative_method={name!r} can't speed up {model.architecture}, which {model.code} "
+            "computes one token at a time; leave it out"
         )
     kind, _, directory = name.partition(":")
     if name == "lookup":
@@ -38,9 +37,8 @@ def open_drafts(
     if kind == "draft" and directory:
         return _model_drafts(Path(directory), model, limits, dtype)
     raise ConfigError(
-        "speculative_method must be 'lookup', 'rollouts' or 'draft:DIRECTORY' of a smaller "
-        "model, got "
-        f"{name!r}"
+        "speculative_method must be 'lookup', 'rollouts' or 'draft:DIRECTORY' of a smaller model, "
+        f"got {name!r}"
     )
 
 
@@ -50,9 +48,8 @@ def _model_drafts(
     small = open_model(path, dtype)
     if small.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"speculative_method='draft:{path}': its vocabulary has {small.vocab_size} tokens, "
-            "the model's "
-            f"{model.vocab_size}; take a smaller model of the same family"
+            f"speculative_method='draft:{path}': its vocabulary has {small.vocab_size} tokens, the "
+            f"model's {model.vocab_size}; take a smaller model of the same family"
         )
     with blame_memory(doing=f"for the KV cache of {path}", remedy="lower num_kv_blocks"):
         runner = small.make_runner(num_blocks=limits.num_blocks, block_tokens=limits.block_tokens)

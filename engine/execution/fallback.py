@@ -76,7 +76,8 @@ class FallbackRunner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row]) -> StepOutput:
-        """Run the rows one by one, sampling or scoring after each that asks for it."""
+        """Run the rows one by one; sample after rows with ``sampling``, score rows with
+        ``scoring``."""
         scores: list[RowScore] = []
         logits: list[torch.Tensor] = []
         sampling: list[RowSampling] = []
@@ -149,8 +150,7 @@ def refuse_recurrent_state(module: Any, vocab_size: int) -> None:
         raise ModelError(
             f"{name} keeps more state of a context than keys and values: log-probs differ by "
             f"{difference:.2g} on average if the context is read in chunks. State-space and "
-            "recurrent "
-            f"models can't be served by this engine. {SUPPORTED_MODELS_HINT}"
+            f"recurrent models can't be served by this engine. {SUPPORTED_MODELS_HINT}"
         )
 
 
@@ -202,7 +202,7 @@ def _read_all(
     *,
     last_tokens: int,
 ) -> torch.Tensor:
-    """Like ``_read``, but return the logits [told, V] of the last ``last_tokens`` tokens."""
+    """Like ``_read``, but return the logits [last_tokens, V] of the last tokens."""
     past = len(slots) - len(token_ids)
     cache = transformers.DynamicCache()
     if past:

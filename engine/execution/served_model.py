@@ -20,7 +20,7 @@ from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Quantization, Weights, fill_from_directory
 from tidegate.engine.models.shards import WHOLE, TensorShard
-from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringCapabilities
+from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabilities
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
@@ -187,7 +187,7 @@ class OwnModel:
         self.context_tokens_max = config.context_tokens_max
         self.scoring = ScoringCapabilities(
             hidden_size=config.hidden_size,
-            wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
+            score_kinds=("rewards" if config.labels else "logprobs", *HIDDEN_STATE_SCORES),
             labels=config.labels,
             pad_token_id=config.pad_token_id,
         )
@@ -274,7 +274,7 @@ class FallbackModel:
         has_head = weights.module.get_output_embeddings() is not None
         self.scoring = ScoringCapabilities(
             hidden_size=config.get_text_config().hidden_size,
-            wants=("logprobs", *(HIDDEN_WANTS if has_head else ())),
+            score_kinds=("logprobs", *(HIDDEN_STATE_SCORES if has_head else ())),
         )
         warnings = [
             f"{reason}. So transformers computes it: the same tokens and log-probs, one turn after "

@@ -140,7 +140,7 @@ class ScoreRequest:
     """A request to score given tokens. The engine must not use cached KV of any salt."""
 
     token_ids: Sequence[int]
-    want: ScoreKind
+    score_kind: ScoreKind
     start: int
     top_logprobs: int
     temperature: float

@@ -108,15 +108,14 @@ class HostWeights(WeightStore):
         if not capabilities.lora_rank_max:
             raise WeightsRefused(
                 f"{capabilities.engine} takes no LoRA adapters: "
-                f"{capabilities.lora_lacks or 'it has none'}. Or "
-                f"merge them into the weights, and publish those"
+                f"{capabilities.lora_lacks or 'it has none'}. Or merge them into the weights, and "
+                "publish those"
             )
         check_adapter(tensors, {**self._joint_targets, **self._copy_targets})
         if adapter.rank > capabilities.lora_rank_max:
             raise WeightsRefused(
                 f"{capabilities.engine} takes LoRA adapters of rank {capabilities.lora_rank_max} "
-                "at most, and this "
-                f"one has {adapter.rank}; start it with a larger --max-lora-rank"
+                f"at most, and this one has {adapter.rank}; start it with a larger --max-lora-rank"
             )
         return (
             HostAdapter(self._filled(tensors), scale)
@@ -166,35 +165,35 @@ class PublishedDirectories:
     def __init__(self, model: Path, parent: Path) -> None:
         """Directories are made in ``parent``, like ``model`` except for the tensors."""
         self.model, self.parent = model, parent
-        self._made: list[Path] = []
+        self._written: list[Path] = []
 
     def write(self, weights: HostWeights, label: str) -> Path:
         """Write a version's directory, and remove all but it and the one before."""
         path = self.parent / label
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        self._made.append(path)  # before writing, so that a partial directory is removed too
+        self._written.append(path)  # before writing, so that a partial directory is removed too
         for file in self.model.iterdir():
             if file.is_file() and not _holds_tensors(file):
                 shutil.copy(file, path / file.name)
         save_file(dict(weights.by_name), path / "model.safetensors", metadata={"format": "pt"})
-        for old in self._made[:-2]:
+        for old in self._written[:-2]:
             shutil.rmtree(old, ignore_errors=True)
-        del self._made[:-2]
+        del self._written[:-2]
         return path
 
     def forget(self, label: str) -> None:
         """Remove a directory that the engine does not serve, also from the newest two."""
         path = self.parent / label
         shutil.rmtree(path, ignore_errors=True)
-        if path in self._made:
-            self._made.remove(path)
+        if path in self._written:
+            self._written.remove(path)
 
     def close(self) -> None:
         """Remove all directories."""
-        for path in self._made:
+        for path in self._written:
             shutil.rmtree(path, ignore_errors=True)
-        self._made.clear()
+        self._written.clear()
 
 
 def _holds_tensors(file: Path) -> bool:

@@ -69,7 +69,7 @@ class HttpEngine:
     def _session(self, *, keep_alive: bool) -> Any:
         """Return the session. Control calls use a new connection each: a server closes idle
         connections silently, and reusing one would break the call and give up a sound engine.
-        Streams share theirs."""
+        Streams share kept-alive connections."""
         if keep_alive not in self._sessions:
             timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
             connector = self._aiohttp.TCPConnector(limit=0, force_close=not keep_alive)

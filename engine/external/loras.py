@@ -40,11 +40,11 @@ class HostAdapter:
 
     def is_as(self, other: "HostAdapter") -> bool:
         """Whether the other adapter has equal tensors and scale."""
-        mine, others = self.tensors, other.tensors
+        tensors, other_tensors = self.tensors, other.tensors
         return (
             self.scale == other.scale
-            and mine.keys() == others.keys()
-            and all(torch.equal(mine[name], others[name]) for name in mine)
+            and tensors.keys() == other_tensors.keys()
+            and all(torch.equal(tensors[name], other_tensors[name]) for name in tensors)
         )
 
     def write(self, directory: Path, model: Path) -> None:
@@ -136,8 +136,8 @@ class LoraRegistry:
 
     def set_live(self, loaded: dict[str, LoadedLora]) -> None:
         """Make these the adapters of the live version."""
-        kept = loaded.values()
-        self._retired += [lora for lora in self._live.values() if lora not in kept]
+        live_loras = loaded.values()
+        self._retired += [lora for lora in self._live.values() if lora not in live_loras]
         self._live, self._must_reload = loaded, False
 
     async def unload_unused(self, used: Collection[str]) -> None:

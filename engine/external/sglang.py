@@ -104,8 +104,7 @@ class SglangAdapter:
         if server.samples_ahead:
             print_stderr(
                 f"SGLang at {self._http.url} uses its overlap scheduler, so kv_policy='keep' is "
-                "refused: "
-                "it would label tokens of old weights as new; start it with "
+                "refused: it would label tokens of old weights as new; start it with "
                 "--disable-overlap-schedule"
             )
         await self.resume()  # a dead adapter may have left it paused
@@ -221,9 +220,8 @@ class SglangAdapter:
         largest_id = max(token_ids, default=0)
         if largest_id >= self._vocab_tokens or min(token_ids, default=0) < 0:
             raise TurnRefused(
-                f"token {largest_id} is not one of the model's {self._vocab_tokens}, and would "
-                "end the "
-                f"SGLang server; was the prompt made with another tokenizer?"
+                f"token {largest_id} is not one of the model's {self._vocab_tokens}, and would end "
+                "the SGLang server; was the prompt made with another tokenizer?"
             )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:

@@ -68,15 +68,13 @@ async def read_server_info(http: HttpEngine, architecture: str) -> SglangServerI
     architectures = info.get("architectures") or [architecture]
     if architecture not in architectures:
         raise ConfigError(
-            f"the SGLang server at {http.url} serves a {architectures[0]}, and the run's model "
-            "is a "
-            f"{architecture}; start it with the run's model directory"
+            f"the SGLang server at {http.url} serves a {architectures[0]}, and the run's model is "
+            f"a {architecture}; start it with the run's model directory"
         )
     if preferred := info.get("preferred_sampling_params"):
         raise ConfigError(
-            f"the SGLang server at {http.url} has sampling defaults of its own for options that "
-            "a turn "
-            f"leaves out ({preferred}); start it without --preferred-sampling-params"
+            f"the SGLang server at {http.url} has sampling defaults of its own for options that a "
+            f"turn leaves out ({preferred}); start it without --preferred-sampling-params"
         )
     await _refuse_old(http)
     settings = await _get(http, "/server_info")

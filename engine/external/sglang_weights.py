@@ -70,8 +70,8 @@ def make_sender(http: HttpEngine, name: str, server: SglangServerInfo) -> Bucket
     """
     if server.stages > 1:
         raise ConfigError(
-            f"SGLang at {http.url} is pipeline-parallel (--pp-size "
-            f"{server.stages}), and accepts weights for its first stage only; leave #weights= out"
+            f"SGLang at {http.url} is pipeline-parallel (--pp-size {server.stages}), and accepts "
+            "weights for its first stage only; leave #weights= out"
         )
     match name:
         case "http":

@@ -151,9 +151,8 @@ class Streams:
         if now != turn.preemptions:
             raise TurnRefused(
                 f"{self._capabilities.engine} ran out of KV blocks after this turn was kept over "
-                "new "
-                f"weights, and recomputed some turn's KV, perhaps this one's. Give the engine more "
-                f"memory for KV, or set kv_policy='recompute'"
+                "new weights, and recomputed some turn's KV, perhaps this one's. Give the engine "
+                "more memory for KV, or set kv_policy='recompute'"
             )
 
     # ------------------------------------------------------------ all requests

@@ -85,7 +85,7 @@ class ExternalTurnQueue:
         heapq.heappush(self._waiting, (turn.rank, turn))
 
     def set_adapters(self, names: Collection[str]) -> None:
-        """Set the live version's adapters; turns with others are refused."""
+        """Set the live version's adapters; turns with any other adapter are refused."""
         self._adapters = names
         for turn in list(self._turns.values()):
             if why := self._why_not(turn.adapter):

@@ -131,10 +131,8 @@ class ExternalTurn:
             return
         raise TurnRefused(
             f"the engine labels the tokens of this turn {_describe(labels)}, but when they came "
-            "they "
-            f"were reported as {_describe(self.reported_labels)}; the weights that sampled them "
-            "are "
-            f"unknown. Does another client load weights into this engine?"
+            f"they were reported as {_describe(self.reported_labels)}; the weights that sampled "
+            "them are unknown. Does another client load weights into this engine?"
         )
 
 
@@ -167,26 +165,24 @@ def read_turn(
         options.add("min_tokens")
     if unsupported_options := sorted(options - capabilities.sampling):
         raise TurnRefused(
-            f"{capabilities.engine} can't be asked for {', '.join(unsupported_options)} as "
-            "Tidegate means it; it can "
-            f"for {', '.join(sorted(capabilities.sampling))}. Leave it out, or use Tidegate's "
-            "own engine"
+            f"{capabilities.engine} does not implement {', '.join(unsupported_options)} as "
+            f"Tidegate does, only {', '.join(sorted(capabilities.sampling))}. Leave the rest out, "
+            "or use Tidegate's own engine"
         )
     if sampling.top_logprobs > capabilities.top_logprobs_max:
         raise TurnRefused(
-            f"{capabilities.engine} tells {capabilities.top_logprobs_max} top_logprobs at most, "
-            "and "
-            f"{sampling.top_logprobs} are asked for; start it with more (--max-logprobs in vLLM)"
+            f"{capabilities.engine} returns {capabilities.top_logprobs_max} top_logprobs at most, "
+            f"and {sampling.top_logprobs} are requested; start it with a higher limit "
+            "(--max-logprobs in vLLM)"
         )
     shaping = options - {"stop_token_ids", "min_tokens", "top_logprobs", "raw_logprobs"}
     if not capabilities.has_processed_logprobs and (
         shaping or sampling.temperature not in (0.0, 1.0)
     ):
         raise TurnRefused(
-            f"{capabilities.engine} tells log-probs as they are before temperature and sampling "
-            "options, "
-            f"which aren't those of what it samples from; start it with processed log-probs "
-            f"(--logprobs-mode processed_logprobs in vLLM), or sample at temperature 1 only"
+            f"{capabilities.engine} reports log-probs before temperature and sampling options, "
+            "which aren't those of what it samples from; start it with processed log-probs "
+            "(--logprobs-mode processed_logprobs in vLLM), or sample at temperature 1 only"
         )
     return ExternalTurn(message, tokens, len(tokens), arrival)
 

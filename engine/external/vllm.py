@@ -2,7 +2,7 @@
 
 Implements ``EngineAdapter``; made by ``external/worker.py``. `vllm_releases.py` has the differences
 between releases, docs/vllm-engine.md the server's observed behaviour that the adapter relies on.
-vLLM sleeps as a whole and wakes by parts: to put only a part to sleep, the others are woken again.
+vLLM sleeps as a whole and wakes by parts: to put only one part to sleep, the rest is woken again.
 """
 
 import json
@@ -102,7 +102,7 @@ def read_event(data: bytes) -> Event:
 
 
 def to_chunk(choice: _Choice, top_logprobs: int) -> GeneratedChunk:
-    """Convert an event's choice to a chunk, with the top log-probs that were asked for.
+    """Convert an event's choice to a chunk, with the requested number of top log-probs.
 
     Raises:
         TurnRefused: its finish reason is unknown.

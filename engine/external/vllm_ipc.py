@@ -1,8 +1,8 @@
 """Sends weights to a vLLM server on the same GPU by CUDA IPC.
 
-Used by ``VllmWeights`` for ``#weights=ipc``. Tensors are packed into a buffer on the shared GPU;
-vLLM is told over HTTP how to open it and what it contains. That message is a pickle of plain
-values, as vLLM's own trainers send it.
+Used by ``VllmWeights`` for ``#weights=ipc``. Tensors are packed into a buffer on the shared GPU; an
+HTTP message to vLLM says how to open the buffer and what it contains. The message is a pickle of
+plain values, as vLLM's own trainers send it.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ def _rebuild_arguments(memory: CudaIpcHandle) -> tuple[object, ...]:
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for the buffer as bytes.
 
     Source: torch 2.13, torch/multiprocessing/reductions.py. No event is needed, because the buffer
-    is complete before vLLM is told.
+    is complete before the message is sent.
     """
     return (
         torch.Tensor,

@@ -45,8 +45,8 @@ DEV_ROUTES = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/server_inf
 GENERATE = "/inference/v1/generate"
 
 START_HINT = (
-    "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and "
-    "--enable-scale-out --logprobs-mode processed_logprobs"
+    "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and --enable-scale-out "
+    "--logprobs-mode processed_logprobs"
 )
 
 RUNNING_TURNS_DEFAULT = 64

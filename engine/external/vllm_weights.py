@@ -77,9 +77,8 @@ class VllmWeights:
             )
             raise ConfigError(
                 f"weights can't go to {self._http.url} by {self._backend}, because this process "
-                "sees "
-                f"no GPU: start the adapter where {where}, or leave #weights= out to load "
-                f"files"
+                f"sees no GPU: start the adapter where {where}, or leave #weights= out to load "
+                "files"
             )
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from tidegate.errors import OutOfMemory
 
-_SAID_BY_TORCH = ("DefaultCPUAllocator", "not enough memory", "out of memory")
+_TORCH_MESSAGES = ("DefaultCPUAllocator", "not enough memory", "out of memory")
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_BY_TORCH)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCH_MESSAGES)
 
 
 def out_of_memory(error: Exception, *, doing: str, remedy: str) -> OutOfMemory:

@@ -38,9 +38,9 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 names = set(tensors.keys())
-                lacking = sorted(promised - names)
-                if lacking:
-                    raise ModelError(f"{file} lacks {lacking[0]}, which {INDEX_FILE} says it has")
+                missing = sorted(promised - names)
+                if missing:
+                    raise ModelError(f"{file} lacks {missing[0]}, which {INDEX_FILE} says it has")
                 for name in sorted(names):
                     yield name, tensors.get_tensor(name)
         except FileNotFoundError as error:

@@ -200,8 +200,7 @@ def shortened_context(config: Any) -> list[str]:
         return []
     return [
         f"Contexts end at {limit} of the {stated} tokens that config.json allows: its longrope "
-        "turns "
-        f"all positions differently beyond {limit}, and cached keys would be wrong"
+        f"turns all positions differently beyond {limit}, and cached keys would be wrong"
     ]
 
 

@@ -1,7 +1,7 @@
 """Forward pass of a decoder-only transformer on the CPU, from token ids to logits.
 
 Called by ``ModelRunner`` with a step's plan. Weights are an argument, so another version can be
-used in the next step. Depends on neither turns nor sampling.
+used in the next step.
 
 Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden size, A query
 heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vocabulary.
@@ -88,7 +88,7 @@ class StepPlan:
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
-    """Run a step; return the normed hidden states [S, H] of the tokens asked for.
+    """Run a step; return the normed hidden states [S, H] of the plan's output tokens.
 
     ``caches`` holds one KV cache per layer; the step's keys and values are written there.
     """

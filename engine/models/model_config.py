@@ -294,7 +294,7 @@ def _activation(file: Path, fields: ConfigFields, family: Family) -> str:
     activation = fields.hidden_activation or "" if family.is_gemma else fields.hidden_act
     if activation not in ACTIVATIONS:
         raise ModelNotComputed(
-            f"{file} asks for activation {activation!r}; Tidegate computes {', '.join(ACTIVATIONS)}"
+            f"{file} has activation {activation!r}; Tidegate computes {', '.join(ACTIVATIONS)}"
         )
     return activation
 

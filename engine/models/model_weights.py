@@ -5,7 +5,7 @@ LM head is float32 whatever the dtype. Matrices are packed for the fastest produ
 in the copy, at some GB/s, on the loading thread. One object is reused for update after update,
 because the first touch of fresh pages costs more than the copy.
 
-Letters in shapes: V vocabulary, H hidden size, L labels, T tokens, S tokens asked for.
+Letters in shapes: V vocabulary, H hidden size, L labels, T tokens, S output tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,7 +203,7 @@ def refuse_lacking(path: Path, names: Sequence[str]) -> None:
     """
     if names:
         raise ModelError(
-            f"{path} lacks {len(names)} of the tensors that config.json asks for, first {names[0]}"
+            f"{path} lacks {len(names)} of the tensors that config.json describes, first {names[0]}"
         )
 
 

@@ -80,7 +80,7 @@ def read_rope(file: Path, fields: ConfigFields) -> Rope:
 
 
 def read_local_rope(file: Path, fields: ConfigFields) -> tuple[Rope, Rope]:
-    """Read the two rotary embeddings of a Gemma 3: of layers with a window, and of the others.
+    """Read the two rotary embeddings of a Gemma 3: of layers with a window, and of layers without.
 
     Raises:
         ModelError: their fields are invalid.

@@ -70,14 +70,14 @@ class TensorShard:
         return -(-config.vocab_size // self.ranks)
 
     def layer_targets(
-        self, layer: LayerWeights, local: ModelConfig, whole: ModelConfig
+        self, layer: LayerWeights, local: ModelConfig, full_config: ModelConfig
     ) -> Iterator[tuple[str, CopyTarget]]:
         """Yield the copy target of this rank's part of each published tensor of a layer."""
         for name, target in layer_targets(layer, local):
             if self.is_whole or ".experts." in name:
                 yield name, target
             else:
-                yield name, self._cut(name, target, whole)
+                yield name, self._cut(name, target, full_config)
         if layer.router is not None and local.experts is not None:
             (inner, hidden), experts = layer.gate_up[0].shape, local.experts
             for expert in (n for n in range(experts.count) if n not in experts.local):
@@ -86,7 +86,7 @@ class TensorShard:
                 yield f"{prefix}.up_proj.weight", CopyTarget((inner // 2, hidden), ())
                 yield f"{prefix}.down_proj.weight", CopyTarget((hidden, inner // 2), ())
 
-    def _cut(self, name: str, target: CopyTarget, whole: ModelConfig) -> CopyTarget:
+    def _cut(self, name: str, target: CopyTarget, full_config: ModelConfig) -> CopyTarget:
         projection, kind = name.split(".")[-2:]
         if projection in CUT_BY_OUTPUTS:
             dim = 0
@@ -97,8 +97,8 @@ class TensorShard:
         count = target.shape[dim]
         full, first = count * self.ranks, count * self.rank
         if projection in KV_PROJECTIONS:
-            full = whole.num_kv_heads * whole.head_dim
-            first = self.rank * whole.num_kv_heads // self.ranks * whole.head_dim
+            full = full_config.num_kv_heads * full_config.head_dim
+            first = self.rank * full_config.num_kv_heads // self.ranks * full_config.head_dim
         shape = list(target.shape)
         shape[dim] = full
         return replace(target, shape=tuple(shape), part=TensorSlice(dim, first, count))
@@ -117,8 +117,8 @@ class TensorShard:
         if uneven:
             raise ConfigError(
                 f"tensor_parallel_size={self.ranks}: {config.architecture} has "
-                f"{' and '.join(uneven)}, "
-                f"which can't be split evenly over {self.ranks} ranks; set another number of ranks"
+                f"{' and '.join(uneven)}, which can't be split evenly over {self.ranks} ranks; set "
+                "another number of ranks"
             )
 
 

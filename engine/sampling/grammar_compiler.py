@@ -4,8 +4,8 @@ Used by ``grammar.py``. llguidance compiles some grammars in cubic time and giga
 ``{"multipleOf": 1000003}`` takes 5 s, and 32 KB of alternatives take a minute. Its own limits do
 not cover that work, and a thread that has begun it cannot be stopped. So a helper process, which
 RLIMIT_CPU and RLIMIT_AS can end, compiles every grammar once; only a grammar that it has compiled
-is compiled again in the engine, by a thread and without the GIL. The engine's loop meanwhile
-decodes other turns.
+is compiled again in the engine, by a thread and without the GIL, while the engine's loop decodes
+other turns.
 
 ``python -m tidegate.engine.sampling.grammar_compiler`` is the helper process. It imports no torch.
 """
@@ -114,12 +114,12 @@ class GrammarCompiler:
     def compile(self, vocabulary: Vocabulary, text: str) -> "Future[LLMatcher]":
         """Compile a grammar in llguidance's form; return the future matcher, to be copied per turn.
 
-        The caller must hold the future: a compilation that nobody holds is not started. The future
-        raises ValueError if the text is no grammar, or takes too much time or memory.
+        The caller must hold the future: a compilation whose future is dropped is not started. The
+        future raises ValueError if the text is no grammar, or takes too much time or memory.
 
         Raises:
             TurnRefused: llguidance is not installed.
-            ValueError: the grammar is too large, or too many others wait.
+            ValueError: the grammar is too large, or too many grammars are queued.
         """
         library()
         nbytes = len(text.encode())

@@ -192,9 +192,8 @@ class OptionReader:
     def _ban(self, options: RowOptions, stop_ids: Sequence[int]) -> None:
         if len(stop_ids) == self._vocab_size:
             raise TurnRefused(
-                f"min_tokens={options.min_tokens} leaves nothing to sample, because every token "
-                "is a "
-                f"stop token"
+                f"min_tokens={options.min_tokens} leaves nothing to sample, because every token is "
+                "a stop token"
             )
         options.banned = np.array(stop_ids, np.int64)
 
@@ -229,8 +228,8 @@ class OptionReader:
             if not -BIAS_MAX <= bias.bias <= BIAS_MAX:
                 raise TurnRefused(
                     f"logit_bias of token {bias.token_id} must be in [{-BIAS_MAX:g}, "
-                    f"{BIAS_MAX:g}], "
-                    f"got {bias.bias}; exclude tokens with the processor disallowed_tokens"
+                    f"{BIAS_MAX:g}], got {bias.bias}; exclude tokens with the processor "
+                    "disallowed_tokens"
                 )
 
 

@@ -78,9 +78,8 @@ class ProcessorRegistry:
         if make is None:
             raise TurnRefused(
                 f"unknown logit processor {processor_spec.name!r}; this engine has "
-                f"{', '.join(sorted(self._makers))}; start engines with "
-                "logits_processors=[module] to add "
-                f"your own"
+                f"{', '.join(sorted(self._makers))}; start engines with logits_processors=[module] "
+                "to add your own"
             )
         try:
             return processor_spec.name, make(processor_spec.arguments, setup)

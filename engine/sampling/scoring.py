@@ -22,7 +22,7 @@ Reads = Literal["logprobs", "hidden_states", "sum", "rewards"]
 """Result read from a chunk: the given tokens' log-probs, the hidden states, their sum, or a
 classification head's output at the last position."""
 
-HIDDEN_WANTS: tuple[ScoreKind, ...] = ("embedding", "mean_embedding", "hidden_states")
+HIDDEN_STATE_SCORES: tuple[ScoreKind, ...] = ("embedding", "mean_embedding", "hidden_states")
 """Scores that every model supports, because they need no head."""
 
 LOGITS_MAX = 8 * 1024 * 1024
@@ -39,7 +39,7 @@ class ScoringCapabilities:
     """Scores that a model can compute for given tokens."""
 
     hidden_size: int
-    wants: tuple[ScoreKind, ...] = ()
+    score_kinds: tuple[ScoreKind, ...] = ()
     labels: int = 0
     """Number of outputs of the classification head; 0 without one."""
     pad_token_id: int | None = None
@@ -95,8 +95,8 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
     parts = [part.logsumexp(-1) for part in torch.split(logits, VOCAB_PART, -1)]
     log_z = torch.stack(parts).logsumexp(0)
     token_ids = torch.from_numpy(row.token_ids).long().to(logits.device)
-    given = logits.gather(-1, token_ids[:, None])
-    logprobs = (given.squeeze(-1) - log_z).cpu().numpy()
+    token_logits = logits.gather(-1, token_ids[:, None])
+    logprobs = (token_logits.squeeze(-1) - log_z).cpu().numpy()
     if not row.top_logprobs:
         return RowScore(logprobs=logprobs)
     top = logits.topk(row.top_logprobs, -1)
@@ -104,7 +104,7 @@ def score_logits(logits: torch.Tensor, row: RowScoring) -> RowScore:
         logprobs=logprobs,
         top_ids=top.indices.cpu().numpy().astype(np.int32),
         top_logprobs=(top.values - log_z[:, None]).cpu().numpy(),
-        ranks=((logits > given).sum(-1) + 1).cpu().numpy().astype(np.int32),
+        ranks=((logits > token_logits).sum(-1) + 1).cpu().numpy().astype(np.int32),
     )
 
 

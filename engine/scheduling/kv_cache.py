@@ -11,8 +11,8 @@ computed the KV, so KV of one weight version is never found from another version
 
 A sequence that holds a node holds all of its ancestors, and releases descendants first. So the
 least recently used idle node has no idle descendants, and is evicted first. Blocks that an open
-session protects, because its next turn will reuse them, are evicted after all others; a session
-that protects a node protects all of its ancestors.
+session protects, because its next turn will reuse them, are evicted last; a session that protects a
+node protects all of its ancestors.
 """
 
 from collections import Counter, OrderedDict
@@ -225,8 +225,7 @@ class KvCache:
             if self._holders[block] != held[block] or states != 1:
                 raise AssertionError(
                     f"block {block} has a reference count of {self._holders[block]}, expected "
-                    f"{held[block]}, and "
-                    f"is in {states} of the states free, idle and held"
+                    f"{held[block]}, and is in {states} of the states free, idle and held"
                 )
             if held[block] > 1 and self._nodes[block] == NO_NODE:
                 raise AssertionError(f"block {block} is shared but was never cached")

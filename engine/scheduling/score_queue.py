@@ -59,7 +59,7 @@ _FLOAT32_BYTES = 4
 class ScoreState(EngineSequence):
     """One scoring request: its tokens, its KV, and the values computed so far."""
 
-    __slots__ = ("_message", "chunks", "first_position", "next_position", "want")
+    __slots__ = ("_message", "chunks", "first_position", "next_position", "score_kind")
 
     is_score = True
 
@@ -72,7 +72,7 @@ class ScoreState(EngineSequence):
         )
         super().__init__(submitted, tokens, arrival)
         self.length = end
-        self.want = message.score_kind
+        self.score_kind = message.score_kind
         self._message = message
         self.first_position = end - 1
         """First position whose hidden state is needed."""
@@ -108,8 +108,8 @@ class ScoreState(EngineSequence):
             following = self.tokens[end - positions + 1 : end + 1]
             row.scoring = RowScoring(
                 positions=positions,
-                reads=READS[self.want],
-                token_ids=following if self.want == "logprobs" else following[:0],
+                reads=READS[self.score_kind],
+                token_ids=following if self.score_kind == "logprobs" else following[:0],
                 top_logprobs=self._message.top_logprobs,
                 temperature=self._message.temperature,
             )
@@ -123,10 +123,10 @@ class ScoreState(EngineSequence):
         """
         scores = join_scores(self.chunks)
         _refuse_non_finite(scores, version)
-        if self.want == "logprobs":
+        if self.score_kind == "logprobs":
             return list(self._logprobs(scores, version))
         values = _column(scores.values)
-        if self.want == "mean_embedding":
+        if self.score_kind == "mean_embedding":
             values = values.sum(0, keepdims=True, dtype=np.float64) / (
                 self.length - self.first_position
             )
@@ -179,8 +179,7 @@ class ScoreQueue:
         if message.request_id in self._requests or len(self._requests) >= REQUESTS_MAX:
             raise ScoreRefused(
                 f"score request {message.request_id} refused: its number is in use, or the engine "
-                "holds "
-                f"its limit of {REQUESTS_MAX} score requests; wait for replies"
+                f"holds its limit of {REQUESTS_MAX} score requests; wait for replies"
             )
         state = admit_score(message, self._limits, self._capabilities, arrival)
         self._requests[state.handle] = state
@@ -247,8 +246,8 @@ def admit_score(
     Raises:
         ScoreRefused: it can never be answered as asked.
     """
-    if message.score_kind not in capabilities.wants:
-        supported = ", ".join(capabilities.wants) or "nothing"
+    if message.score_kind not in capabilities.score_kinds:
+        supported = ", ".join(capabilities.score_kinds) or "nothing"
         raise ScoreRefused(f"this engine scores {supported}, not {message.score_kind}")
     try:
         tokens = read_token_ids(message.token_ids, limits)
@@ -281,8 +280,7 @@ def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> N
     if not first <= message.start < tokens and message.score_kind not in ("embedding", "rewards"):
         raise ScoreRefused(
             f"start must be in [{first}, {tokens - 1}] for {message.score_kind} of {tokens} "
-            "tokens, got "
-            f"{message.start}"
+            f"tokens, got {message.start}"
             + ("; the first token has no log-prob, because no token precedes it" if first else "")
         )
     top_max = min(TOP_LOGPROBS_MAX, limits.vocab_size)
@@ -311,8 +309,8 @@ def _check_size(message: ScoreTokens, end: int, capabilities: ScoringCapabilitie
     if answer_bytes > ANSWER_BYTES_MAX:
         raise ScoreRefused(
             f"the requested {message.score_kind} are {answer_bytes} bytes, and the limit of an "
-            "answer is "
-            f"{ANSWER_BYTES_MAX}; raise start, lower top_logprobs, or score shorter sequences"
+            f"answer is {ANSWER_BYTES_MAX}; raise start, lower top_logprobs, or score shorter "
+            "sequences"
         )
 
 

@@ -158,7 +158,7 @@ class SequenceQueues:
             AssertionError: they disagree.
         """
         if any(sequence.blocks or sequence.is_running for _, sequence in self._waiting):
-            raise AssertionError("a waiting turn has blocks, or is said to run")
+            raise AssertionError("a waiting turn has blocks, or is_running is set")
         self._cache.check([sequence.blocks for sequence in self.running])
         holders = Counter(block for sequence in self.running for block in sequence.blocks)
         for sequence in self.running:

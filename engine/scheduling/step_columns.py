@@ -52,8 +52,8 @@ def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
 def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
     """Return the rows without a usable token, each with the reason.
 
-    Finite weights may still overflow for one context. Only that sequence fails; others are
-    unaffected.
+    Finite weights may still overflow for one context. Only that sequence fails; the rest of the
+    batch is unaffected.
     """
     is_finite = np.isfinite(output.logprobs)
     for index, details in output.details.items():
@@ -75,7 +75,7 @@ class SampledRows:
     handles: list[int] = field(default_factory=list)
     finish: bytearray = field(default_factory=bytearray)
     counts: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
+    accepted_indices: list[int] = field(default_factory=list)
     """Indices of the accepted tokens among the sampled ones."""
     drafted: int = 0
     """Number of draft tokens verified so far."""
@@ -96,7 +96,7 @@ class SampledRows:
         self.handles.append(sequence.handle)
         self.finish.append(accepted.finish)
         self.counts.append(accepted.tokens)
-        self.kept.extend(range(index, index + accepted.tokens))
+        self.accepted_indices.extend(range(index, index + accepted.tokens))
         return accepted
 
     def add_next(self, sequence: EngineSequence, index: int, token_id: int) -> int:
@@ -105,7 +105,7 @@ class SampledRows:
         self.handles.append(sequence.handle)
         self.finish.append(finish)
         self.counts.append(1)
-        self.kept.append(index)
+        self.accepted_indices.append(index)
         return finish
 
     def add_details(self, handle: int, details: Sequence[RowDetails | None]) -> None:
@@ -119,14 +119,14 @@ class SampledRows:
 
     def columns(self, output: StepOutput, version: int) -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""
-        keeps_all = len(self.kept) == len(output.token_ids)
-        kept = slice(None) if keeps_all else self.kept
-        accepted = len(self.kept) - len(self.handles)
+        keeps_all = len(self.accepted_indices) == len(output.token_ids)
+        accepted_indices = slice(None) if keeps_all else self.accepted_indices
+        accepted = len(self.accepted_indices) - len(self.handles)
         return StepColumns(
             version=version,
             turns=np.array(self.handles, dtype="<u4").tobytes(),
-            token_ids=output.token_ids[kept].tobytes(),
-            logprobs=output.logprobs[kept].tobytes(),
+            token_ids=output.token_ids[accepted_indices].tobytes(),
+            logprobs=output.logprobs[accepted_indices].tobytes(),
             finish=bytes(self.finish) if any(self.finish) else b"",
             counts=np.array(self.counts, dtype="<u4").tobytes() if accepted else b"",
             prefills=self.prefills,

@@ -144,7 +144,7 @@ class WeightStore:
                 self._refuse_unless_same(*early, loaded)
 
     def _compare_tied(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare a tensor with the one that it is tied to, now or once that one is loaded."""
+        """Compare a tensor with the tensor that it is tied to, now or once the latter is loaded."""
         tied = self.tied_to(name)
         target = None if tied is None else self._copy_targets.get(tied)
         if tied is None or target is None:

@@ -173,7 +173,7 @@ def test_an_engine_is_told_why_it_will_be_slow(tmp_path: Path) -> None:
     assert (model.vocab_size, model.context_tokens_max) == (96, 512)
     assert model.kv_token_bytes() == 2 * 2 * 64 * 4
     assert model.warning is not None
-    assert "GPT2LMHeadModel; our own code computes Gemma2ForCausalLM" in model.warning
+    assert "GPT2LMHeadModel; Tidegate's own code computes Gemma2ForCausalLM" in model.warning
     assert "transformers computes it" in model.warning
     assert open_model(make_model_directory(tmp_path / "own"), "float32").warning is None
 

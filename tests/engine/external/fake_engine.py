@@ -13,7 +13,7 @@ import numpy as np
 
 from tidegate.engine.execution.runner import ModelRunner, Row, StepOutput
 from tidegate.engine.models.model_weights import Weights
-from tidegate.engine.sampling.scoring import HIDDEN_WANTS, ScoringCapabilities
+from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
 from tidegate.engine.scheduling.sequences import EngineLimits
@@ -320,7 +320,7 @@ class DrivenEngine(FakeEngine):
         config = self._weights[0].config
         return ScoringCapabilities(
             hidden_size=config.hidden_size,
-            wants=("rewards" if config.labels else "logprobs", *HIDDEN_WANTS),
+            score_kinds=("rewards" if config.labels else "logprobs", *HIDDEN_STATE_SCORES),
             labels=config.labels,
             pad_token_id=config.pad_token_id,
         )

@@ -225,7 +225,7 @@ def test_labels_that_contradict_what_was_told_refuse_the_turn(
 ) -> None:
     double.mislabels = True
     engine.submit(PROMPT, SamplingParams(max_tokens=4))
-    assert "nobody knows which weights" in engine.await_one(TurnFailed).message
+    assert "the weights that sampled them are unknown" in engine.await_one(TurnFailed).message
     double.mislabels = False
 
 

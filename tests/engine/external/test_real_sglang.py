@@ -232,7 +232,7 @@ async def test_a_server_with_a_key_is_not_driven_without_it(
     monkeypatch.delenv("TIDEGATE_ENGINE_KEY")
     adapter = make_adapter(url, model)
     try:
-        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+        with pytest.raises(ConfigError, match=r"requires a key.*TIDEGATE_ENGINE_KEY"):
             await adapter.open("v0")
     finally:
         await adapter.close()

@@ -171,7 +171,7 @@ async def test_a_server_with_a_key_is_not_driven_without_it(
     monkeypatch.delenv("TIDEGATE_ENGINE_KEY")
     adapter = make_adapter(server.url, server.model)
     try:
-        with pytest.raises(ConfigError, match="wants a key"):
+        with pytest.raises(ConfigError, match="requires a key"):
             await adapter.open("v0")
     finally:
         await adapter.close()

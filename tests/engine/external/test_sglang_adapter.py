@@ -84,7 +84,7 @@ async def test_a_cumulative_stream_tells_each_token_once_with_its_log_prob(
 async def test_a_server_with_a_key_is_sent_it_with_every_call(
     models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+    with pytest.raises(ConfigError, match=r"requires a key.*TIDEGATE_ENGINE_KEY"):
         async with sglang(models[0], api_key="sesame"):
             pass
     monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
@@ -258,7 +258,7 @@ async def test_a_token_that_is_not_the_models_never_reaches_the_server(models: l
             with pytest.raises(TurnRefused, match="tokenizer"):
                 await anext(engine.adapter.generate(request))
         asked = ScoreRequest(
-            token_ids=[1, 96], want="logprobs", start=1, top_logprobs=0, temperature=1.0
+            token_ids=[1, 96], score_kind="logprobs", start=1, top_logprobs=0, temperature=1.0
         )
         with pytest.raises(ScoreRefused, match="tokenizer"):
             await engine.adapter.score(asked)
@@ -290,7 +290,7 @@ async def test_given_tokens_are_scored_by_nobodys_kv(models: list[Path]) -> None
         sampled = await engine.stream(SamplingParams(max_tokens=6)).end()
         asked = ScoreRequest(
             token_ids=PROMPT + sampled.tokens,
-            want="logprobs",
+            score_kind="logprobs",
             start=len(PROMPT),
             top_logprobs=2,
             temperature=1.0,

@@ -125,7 +125,7 @@ async def test_a_server_that_says_no_before_a_broadcast_is_not_waited_for(
 
 
 async def test_ways_that_there_are_not_are_refused_by_name(models: list[Path]) -> None:
-    for way, why in (("ipc", "ways are disk, http"), ("nccl", "sees no GPU")):
+    for way, why in (("ipc", "methods are disk, http"), ("nccl", "sees no GPU")):
         if way == "nccl" and torch.cuda.is_available():
             continue
         with pytest.raises(ConfigError, match=why):

@@ -100,11 +100,11 @@ async def test_a_server_with_a_key_is_sent_it_and_one_without_it_says_how(
     model = models.directories[0]
     with VllmDouble(model, api_key="sesame") as double:
         adapter = make_adapter(double.url, model)
-        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+        with pytest.raises(ConfigError, match=r"requires a key.*TIDEGATE_ENGINE_KEY"):
             await adapter.open("v0")
         await adapter.close()
         monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "simsim")
-        with pytest.raises(ConfigError, match="wants another key") as error:
+        with pytest.raises(ConfigError, match="requires another key") as error:
             async with opened(double, model):
                 pass
         assert "simsim" not in str(error.value)
@@ -122,7 +122,7 @@ async def test_a_server_of_another_kind_is_refused_with_its_address(
 ) -> None:
     for url in (f"{double.url}/v1", f"{double.url}/metrics?"):
         adapter = make_adapter(url, models.directories[0])
-        with pytest.raises(ConfigError, match="see that KIND") as error:
+        with pytest.raises(ConfigError, match="check that KIND") as error:
             await adapter.open("v0")
         assert url in str(error.value)
         await adapter.close()

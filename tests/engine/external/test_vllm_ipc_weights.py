@@ -139,4 +139,4 @@ async def test_servers_of_several_workers_or_another_transfer_are_refused_before
         double.transfers.workers = 2
         assert "has 2: start servers of one worker each" in await refusal(double)
         monkeypatch.setattr(vllm_weights, "own_device", lambda: None)
-        assert "by ipc, for this process sees no GPU" in await refusal(double)
+        assert "by ipc, because this process sees no GPU" in await refusal(double)

@@ -110,7 +110,7 @@ def test_a_tensor_that_the_model_has_no_use_for_is_named(tmp_path: Path) -> None
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     warning = open_model(path, "float32").warning
     assert warning is not None
-    assert "no use for 1 tensors" in warning
+    assert "ignores 1 tensors" in warning
     assert "score.weight" in warning
 
 

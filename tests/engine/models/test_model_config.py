@@ -145,7 +145,7 @@ def test_tokens_that_end_an_answer_are_those_of_the_generation_config_if_it_name
         ({"hidden_act": "relu"}, "relu"),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": 2 * ["full_attention"]},
-            "mistral doesn't know",
+            "mistral does not support",
         ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0},

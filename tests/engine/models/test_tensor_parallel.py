@@ -277,7 +277,7 @@ def test_a_model_that_ranks_cannot_share_evenly_is_refused_with_its_numbers(
     tmp_path: Path,
 ) -> None:
     config = ModelConfig.from_directory(make_model_directory(tmp_path))
-    with pytest.raises(ConfigError, match="has 4 query heads and 2 KV heads, which 3 ranks"):
+    with pytest.raises(ConfigError, match="has 4 query heads and 2 KV heads, which can't be split"):
         TensorShard(0, 3).local(config)
 
 
