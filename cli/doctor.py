@@ -63,21 +63,21 @@ def doctor(
 def lines(url: str, identity: Identity, found: list[Finding]) -> list[str]:
     """Return the report as text lines."""
     version = identity.version or "of an unknown version"
-    told = [f"{url}: {identity.kind} {version}, model {identity.model}"]
+    report = [f"{url}: {identity.kind} {version}, model {identity.model}"]
     for finding in found:
-        told.append(f"{finding.verdict:<5} {finding.check}: {finding.says}")
+        report.append(f"{finding.verdict:<5} {finding.check}: {finding.says}")
         if finding.remedy and finding.verdict != Verdict.OK:
-            told.append(f"      -> {finding.remedy}")
+            report.append(f"      -> {finding.remedy}")
         elif finding.remedy:
-            told.append(f"      ({finding.remedy})")
+            report.append(f"      ({finding.remedy})")
     failed = sum(finding.verdict == Verdict.FAIL for finding in found)
     warned = sum(finding.verdict == Verdict.WARN for finding in found)
-    told.append(
+    report.append(
         f"{failed} to mend before training, {warned} to know of"
         if failed or warned
         else "fit to train on"
     )
-    return told
+    return report
 
 
 def _as_json(

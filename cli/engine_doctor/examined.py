@@ -44,7 +44,7 @@ class ExaminedEngine(Protocol):
 
     identity: Identity
 
-    def ask(self, question: ProbeRequest) -> ProbeResponse:
+    def generate(self, request: ProbeRequest) -> ProbeResponse:
         """Generate.
 
         Raises:

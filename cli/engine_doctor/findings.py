@@ -11,13 +11,13 @@ from tidegate.cli.engine_doctor.measurements import (
     Distance,
     EngineKind,
     Identity,
+    LogprobMismatch,
     LogprobMode,
     Measurements,
-    Mismatch,
     PrefixCache,
     Repeats,
     TokenizerCheck,
-    WeightUpdate,
+    UpdateProbe,
 )
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let nobody else reach it"
@@ -162,7 +162,7 @@ KEPT_REMEDIES: dict[EngineKind, str] = {
 
 
 def update_findings(
-    kind: EngineKind, update: WeightUpdate, mismatch: Mismatch | None
+    kind: EngineKind, update: UpdateProbe, mismatch: LogprobMismatch | None
 ) -> list[Finding]:
     """Judge whether the engine takes new weights, and what its cache does on an update."""
     if update.is_left_out:
@@ -196,14 +196,14 @@ def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
             f"new weights, and their KV, at once: log-probs {distance.from_new:.2g} nats from "
             f"theirs, {distance.from_old:.2g} from the old ones'",
         )
-    told = (
+    measured = (
         f"log-probs {distance.from_new:.2g} nats from the new weights', {distance.from_old:.2g} "
         f"from the old ones', which are {distance.between:.2g} apart"
     )
     if distance.from_old <= SAME_SHARE_MAX * distance.between:
-        says = f"it takes new weights, and goes on with the old ones: {told}"
+        says = f"it takes new weights, and goes on with the old ones: {measured}"
         return _finding(Verdict.FAIL, says, UPDATE_REMEDIES[kind])
-    says = f"after an update that clears its cache it answers by neither weights: {told}"
+    says = f"after an update that clears its cache it answers by neither weights: {measured}"
     return _finding(Verdict.FAIL, says, NEITHER_REMEDIES[kind])
 
 
@@ -228,7 +228,7 @@ def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) ->
     return _finding(
         Verdict.FAIL,
         f"{says}, and a prompt with another salt finds it, too",
-        "clear the cache at every update: clear_cache=true, flush_cache=true",
+        CLEAR_REMEDY,
         check="cache over an update",
     )
 
@@ -275,6 +275,8 @@ INVARIANT_REMEDIES: dict[EngineKind, str] = {
     "sglang": "--enable-deterministic-inference; else expect that much noise in ratios",
     "tidegate": "serve(deterministic=True); else expect that much noise in ratios",
 }
+
+CLEAR_REMEDY = "clear the cache at every update: clear_cache=true, flush_cache=true"
 
 SALT_REMEDIES: dict[EngineKind, str] = {
     "vllm": "send a cache_salt that names the weight version, or pause with clear_cache=true",
@@ -392,7 +394,7 @@ def _truncation(mass: float | None) -> list[Finding]:
     ]
 
 
-def _mismatch(kind: EngineKind, mismatch: Mismatch | None) -> Finding:
+def _mismatch(kind: EngineKind, mismatch: LogprobMismatch | None) -> Finding:
     if mismatch is None:
         return Finding(
             check="mismatch",
@@ -538,6 +540,6 @@ def _salt(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
             verdict=Verdict.WARN,
             says=f"a prompt with another salt found {cache.salted_tokens} tokens there all the "
             f"same",
-            remedy="clear the cache at every update: clear_cache=true, flush_cache=true",
+            remedy=CLEAR_REMEDY,
         )
     ]

@@ -65,7 +65,7 @@ class Http:
             EngineLost: there is no response.
             ConfigError: the server requires a key, or another one.
         """
-        return self._ask("GET", path, None, self._timeout_s)
+        return self._request("GET", path, None, self._timeout_s)
 
     def post(self, path: str, body: object, *, timeout_s: float | None = None) -> HttpReply:
         """Send ``body`` as JSON; the default timeout is the client's.
@@ -75,9 +75,9 @@ class Http:
             ConfigError: the server requires a key, or another one.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return self._ask("POST", path, json.dumps(body).encode(), timeout_s)
+        return self._request("POST", path, json.dumps(body).encode(), timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None, timeout_s: float) -> HttpReply:
+    def _request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> HttpReply:
         connection = self._connect(self._netloc, timeout=timeout_s)
         try:
             headers = {} if body is None else {"Content-Type": "application/json"}

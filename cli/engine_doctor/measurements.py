@@ -63,7 +63,7 @@ class PrefixCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
+class LogprobMismatch:
     """Engine's log-probs against transformers', teacher-forced in float32 on its tokens."""
 
     tokens: int
@@ -92,7 +92,7 @@ class Distance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightUpdate:
+class UpdateProbe:
     """Responses to a prompt with cached KV, sent again after weight updates."""
 
     is_left_out: bool = False
@@ -117,11 +117,11 @@ class Measurements:
     cache: PrefixCache
     weight_spans: bool
     """Whether responses say which weights sampled which tokens."""
-    mismatch: Mismatch | None
+    mismatch: LogprobMismatch | None
     """None without a model directory to compare with."""
     tokenizer: TokenizerCheck | None
     """None without a model directory, or if the engine has no route to tokenize."""
-    update: WeightUpdate | None
+    update: UpdateProbe | None
     """None unless weight updates were requested."""
 
     @property

@@ -14,10 +14,10 @@ from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, Pr
 from tidegate.cli.engine_doctor.findings import MEAN_ROUNDED_NATS
 from tidegate.cli.engine_doctor.http import Http
 from tidegate.cli.engine_doctor.measurements import (
+    LogprobMismatch,
     Measurements,
-    Mismatch,
     TokenizerCheck,
-    WeightUpdate,
+    UpdateProbe,
 )
 from tidegate.cli.engine_doctor.probes import (
     OUTPUT_TOKENS,
@@ -96,7 +96,7 @@ def measure(
         reference = _load(model)
     progress("asking it for tokens")
     prompt = drawn_prompt(engine, reference, 24)
-    greedy = engine.ask(ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
+    greedy = engine.generate(ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
     if len(greedy.logprobs) != len(greedy.token_ids) or not greedy.token_ids:
         raise EngineLost(
             f"it told {len(greedy.logprobs)} log-probs of {len(greedy.token_ids)} tokens: nothing "
@@ -116,7 +116,7 @@ def measure(
         # The test leaves the engine with the model's weights: they must be those it has now.
         is_left_out = mismatch.mean > MEAN_ROUNDED_NATS
         update = (
-            WeightUpdate(is_left_out=True)
+            UpdateProbe(is_left_out=True)
             if is_left_out
             else _update(engine, model, reference, progress)
         )
@@ -137,7 +137,7 @@ def _update(
     model: Path,
     reference: "Reference",
     progress: Callable[[str], None],
-) -> WeightUpdate:
+) -> UpdateProbe:
     from tidegate.cli.engine_doctor.altered import altered  # torch, too
 
     progress("altering the model's weights")
@@ -176,36 +176,36 @@ def _long_prompt(engine: ExaminedEngine, reference: "Reference | None") -> tuple
 
 def _mismatch(
     engine: ExaminedEngine, prompt: tuple[int, ...], greedy: ProbeResponse, reference: "Reference"
-) -> Mismatch:
+) -> LogprobMismatch:
     """Compare log-probs at temperature 0 and 1, where raw and processed log-probs are equal."""
-    sampled = engine.ask(
+    sampled = engine.generate(
         ProbeRequest(token_ids=prompt, tokens_max=4 * OUTPUT_TOKENS, temperature=1.0)
     )
     differences = [
-        abs(told - true)
-        for answer in (greedy, sampled)
-        for told, true in _beside(prompt, answer, reference)
+        abs(reported - true)
+        for response in (greedy, sampled)
+        for reported, true in _with_reference(prompt, response, reference)
     ]
-    return Mismatch(
+    return LogprobMismatch(
         tokens=len(differences),
         mean=sum(differences) / len(differences),
         largest=max(differences),
     )
 
 
-def _beside(
-    prompt: Sequence[int], answer: ProbeResponse, reference: "Reference"
+def _with_reference(
+    prompt: Sequence[int], response: ProbeResponse, reference: "Reference"
 ) -> list[tuple[float, float]]:
-    true = reference.logprobs(prompt, answer.token_ids)
-    return list(zip(answer.logprobs, true, strict=True))
+    true = reference.logprobs(prompt, response.token_ids)
+    return list(zip(response.logprobs, true, strict=True))
 
 
 def _tokenizer(engine: ExaminedEngine, reference: "Reference") -> TokenizerCheck | None:
     different = []
     for text in TEXTS:
-        theirs, ours = engine.tokenize(text), reference.tokenize(text)
-        if theirs is None or ours is None:
+        engine_ids, reference_ids = engine.tokenize(text), reference.tokenize(text)
+        if engine_ids is None or reference_ids is None:
             return None
-        if theirs != ours:
+        if engine_ids != reference_ids:
             different.append(text)
     return TokenizerCheck(texts=len(TEXTS), different=tuple(different))

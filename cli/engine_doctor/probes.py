@@ -32,7 +32,7 @@ def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode
     for shift in range(3):
         start = prompt[shift:]
         warm, cool = (
-            engine.ask(
+            engine.generate(
                 ProbeRequest(
                     token_ids=start, tokens_max=1, temperature=temperature, top_logprobs=TOPS
                 )
@@ -40,7 +40,7 @@ def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode
             for temperature in (1.0, 0.5)
         )
         ratios += _gap_ratios(warm, cool)
-    cut = engine.ask(
+    cut = engine.generate(
         ProbeRequest(token_ids=prompt, tokens_max=1, temperature=1.0, top_k=2, top_logprobs=2)
     )
     return LogprobMode(
@@ -70,29 +70,29 @@ def _mass(cut: ProbeResponse) -> float | None:
 
 def repeats_of(engine: ExaminedEngine, prompt: tuple[int, ...], first: ProbeResponse) -> Repeats:
     """Repeat the request of ``first``: alone, beside others, and sampled with a seed."""
-    question = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
-    alone = [engine.ask(question) for _ in range(2)]
-    others = [
+    request = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
+    alone = [engine.generate(request) for _ in range(2)]
+    neighbours = [
         ProbeRequest(token_ids=prompt[n:] + prompt[:n], tokens_max=OUTPUT_TOKENS)
         for n in range(1, NEIGHBOURS + 1)
     ]
     with ThreadPoolExecutor(NEIGHBOURS + 1) as threads:
-        crowded = next(threads.map(engine.ask, [question, *others]))
+        crowded = next(threads.map(engine.generate, [request, *neighbours]))
     sampled = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS, temperature=1.0, seed=7)
     return Repeats(
         alone_same_tokens=all(again.token_ids == first.token_ids for again in alone),
         alone_difference=max(_difference(first, again) for again in alone),
         batch_same_tokens=crowded.token_ids == first.token_ids,
         batch_difference=_difference(first, crowded),
-        seed_same_tokens=engine.ask(sampled).token_ids == engine.ask(sampled).token_ids,
+        seed_same_tokens=engine.generate(sampled).token_ids == engine.generate(sampled).token_ids,
     )
 
 
 def _difference(one: ProbeResponse, other: ProbeResponse) -> float:
     """Return the largest log-prob difference before the first different token."""
     largest = 0.0
-    told = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
-    for token, again, logprob, logprob_again in told:
+    pairs = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
+    for token, again, logprob, logprob_again in pairs:
         if token != again:
             break
         largest = max(largest, abs(logprob - logprob_again))
@@ -102,22 +102,22 @@ def _difference(one: ProbeResponse, other: ProbeResponse) -> float:
 def prefix_cache(engine: ExaminedEngine, prompt: tuple[int, ...]) -> PrefixCache:
     """Send a new prompt, send it again, and send it with another salt."""
     salts = (None, None, f"doctor-{secrets.token_hex(4)}")
-    answers, found = [], []
+    responses, found = [], []
     for salt in salts:
         before = engine.cached_tokens_total()
-        question = ProbeRequest(token_ids=prompt, tokens_max=4, top_logprobs=TOPS, cache_salt=salt)
-        answers.append(engine.ask(question))
-        told = answers[-1].cached_tokens
+        request = ProbeRequest(token_ids=prompt, tokens_max=4, top_logprobs=TOPS, cache_salt=salt)
+        responses.append(engine.generate(request))
+        cached = responses[-1].cached_tokens
         after = engine.cached_tokens_total()
-        if told is None and before is not None and after is not None:
-            told = after - before
-        found.append(told)
+        if cached is None and before is not None and after is not None:
+            cached = after - before
+        found.append(cached)
     first, again, salted = found
     return PrefixCache(
         first_tokens=first,
         again_tokens=again,
         salted_tokens=salted,
-        difference=_next_token_difference(answers[0], answers[1]),
+        difference=_next_token_difference(responses[0], responses[1]),
     )
 
 

@@ -35,8 +35,8 @@ class Reference:
                 f"{vocab_tokens}; pass --model the directory of the weights it serves"
             )
         logits = self._model(torch.tensor([context])).logits[0, len(prompt) - 1 : -1].float()
-        told = torch.log_softmax(logits, dim=-1)
-        return torch.gather(told, 1, torch.tensor(output)[:, None])[:, 0].tolist()
+        logprobs = torch.log_softmax(logits, dim=-1)
+        return torch.gather(logprobs, 1, torch.tensor(output)[:, None])[:, 0].tolist()
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the token ids of ``text``, without special tokens; None without tokenizer.json."""

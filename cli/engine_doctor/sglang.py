@@ -30,18 +30,18 @@ def identify_sglang(http: Http) -> Identity | None:
     if not info.body["is_generation"]:
         raise EngineLost(f"{info.body.get('model_path')} at {http.url} embeds: it can't generate")
     server = http.get("/server_info")
-    told: dict[str, Any] = server.body if isinstance(server.body, dict) else {}
+    body: dict[str, Any] = server.body if isinstance(server.body, dict) else {}
     models = http.get("/v1/models")
     model = models.body["data"][0] if models.is_ok and isinstance(models.body, dict) else {}
     schema = http.get("/openapi.json")
     paths = schema.body.get("paths", ()) if schema.is_ok and isinstance(schema.body, dict) else ()
     return Identity(
         kind="sglang",
-        version=told.get("version"),
+        version=body.get("version"),
         model=info.body["model_path"],
         context_tokens_max=model.get("max_model_len"),
         paths=frozenset(paths),
-        settings={name: told[name] for name in SETTINGS if name in told},
+        settings={name: body[name] for name in SETTINGS if name in body},
     )
 
 
@@ -52,9 +52,9 @@ class ExaminedSglang:
         self.identity = identity
         self._http = http
 
-    def ask(self, question: ProbeRequest) -> ProbeResponse:
+    def generate(self, request: ProbeRequest) -> ProbeResponse:
         """Generate by ``/generate``; see :class:`ExaminedEngine`."""
-        reply = self._http.post("/generate", _body(question))
+        reply = self._http.post("/generate", _body(request))
         if not reply.is_ok or not isinstance(reply.body, dict):
             raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
         meta = reply.body["meta_info"]
@@ -85,33 +85,33 @@ class ExaminedSglang:
             "abort_all_requests": False,
         }
         reply = self._http.post("/update_weights_from_disk", body, timeout_s=LOAD_TIMEOUT_S)
-        told = reply.body if isinstance(reply.body, dict) else {}
-        if reply.is_ok and told.get("success", True):
+        reported = reply.body if isinstance(reply.body, dict) else {}
+        if reply.is_ok and reported.get("success", True):
             return None
-        return str(told.get("message", reply.body))
+        return str(reported.get("message", reply.body))
 
     def cached_tokens_total(self) -> int | None:
         """Return None: every response reports its own cached tokens."""
         return None
 
 
-def _body(question: ProbeRequest) -> dict[str, Any]:
+def _body(request: ProbeRequest) -> dict[str, Any]:
     sampling: dict[str, Any] = {
-        "max_new_tokens": question.tokens_max,
-        "temperature": question.temperature,
+        "max_new_tokens": request.tokens_max,
+        "temperature": request.temperature,
         "ignore_eos": True,
     }
-    if question.top_k is not None:
-        sampling["top_k"] = question.top_k
-    if question.seed is not None:
-        sampling["sampling_seed"] = question.seed
+    if request.top_k is not None:
+        sampling["top_k"] = request.top_k
+    if request.seed is not None:
+        sampling["sampling_seed"] = request.seed
     body: dict[str, Any] = {
-        "input_ids": list(question.token_ids),
+        "input_ids": list(request.token_ids),
         "sampling_params": sampling,
         "return_logprob": True,
-        "top_logprobs_num": question.top_logprobs,
+        "top_logprobs_num": request.top_logprobs,
     }
-    if question.cache_salt is not None:
+    if request.cache_salt is not None:
         # The radix tree's own key: cache_salt is newer, and older servers ignore unknown fields.
-        body["extra_key"] = question.cache_salt
+        body["extra_key"] = request.cache_salt
     return body

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.cli.engine_doctor.examined import ExaminedEngine, ProbeRequest, ProbeResponse
-from tidegate.cli.engine_doctor.measurements import Distance, WeightUpdate
+from tidegate.cli.engine_doctor.measurements import Distance, UpdateProbe
 from tidegate.cli.engine_doctor.probes import OUTPUT_TOKENS
 from tidegate.errors import EngineLost
 
@@ -25,7 +25,7 @@ def weight_update(
     served: tuple[Path, "Reference"],
     other: tuple[Path, "Reference"],
     progress: Callable[[str], None],
-) -> WeightUpdate:
+) -> UpdateProbe:
     """Load ``other`` weights, then the ``served`` ones again, and send the prompt after each.
 
     The first update clears the engine's cache and the second does not, to show what the cache does
@@ -36,20 +36,20 @@ def weight_update(
     """
     # First the weights it already has: an engine that refuses updates then loses nothing.
     if (refused := _load(engine, served[0])) is not None:
-        return WeightUpdate(refused=refused)
-    question = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
-    engine.ask(question)  # puts the prompt's KV into the cache, if there is one
+        return UpdateProbe(refused=refused)
+    request = ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS)
+    engine.generate(request)  # puts the prompt's KV into the cache, if there is one
     try:
         if (refused := _load(engine, other[0])) is not None:
-            return WeightUpdate(refused=refused)
+            return UpdateProbe(refused=refused)
         progress("asking it with other weights")
-        cleared = _distance(engine.ask(question), prompt, other[1], served[1])
+        cleared = _distance(engine.generate(request), prompt, other[1], served[1])
         _give_back(engine, served[0], clears_cache=False)
         progress("asking it with its own weights again")
-        kept = _distance(engine.ask(question), prompt, served[1], other[1])
+        kept = _distance(engine.generate(request), prompt, served[1], other[1])
         salt = f"doctor-{secrets.token_hex(4)}"
-        salted = engine.ask(replace(question, cache_salt=salt))
-        return WeightUpdate(
+        salted = engine.generate(replace(request, cache_salt=salt))
+        return UpdateProbe(
             cleared=cleared,
             kept=kept,
             salted=_distance(salted, prompt, served[1], other[1]),
@@ -76,17 +76,17 @@ def _give_back(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -
 
 
 def _distance(
-    answer: ProbeResponse, prompt: tuple[int, ...], now: "Reference", before: "Reference"
+    response: ProbeResponse, prompt: tuple[int, ...], now: "Reference", before: "Reference"
 ) -> Distance:
     """Compare on the engine's own tokens, teacher-forced in float32."""
-    of_now = now.logprobs(prompt, answer.token_ids)
-    of_before = before.logprobs(prompt, answer.token_ids)
+    of_now = now.logprobs(prompt, response.token_ids)
+    of_before = before.logprobs(prompt, response.token_ids)
     return Distance(
-        from_new=_mean_difference(answer.logprobs, of_now),
-        from_old=_mean_difference(answer.logprobs, of_before),
+        from_new=_mean_difference(response.logprobs, of_now),
+        from_old=_mean_difference(response.logprobs, of_before),
         between=_mean_difference(of_now, of_before),
     )
 
 
-def _mean_difference(some: tuple[float, ...] | list[float], others: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / len(others)
+def _mean_difference(first: tuple[float, ...] | list[float], second: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(second)

@@ -26,11 +26,11 @@ def identify_vllm(http: Http) -> Identity | None:
     if not models.is_ok or not isinstance(models.body, dict) or not models.body.get("data"):
         return None
     version = http.get("/version")
-    told: dict[str, Any] = version.body if isinstance(version.body, dict) else {}
+    reported: dict[str, Any] = version.body if isinstance(version.body, dict) else {}
     model = models.body["data"][0]
     return Identity(
-        kind=_kind(told, model),
-        version=told.get("version") if version.is_ok else None,
+        kind=_kind(reported, model),
+        version=reported.get("version") if version.is_ok else None,
         model=model["id"],
         context_tokens_max=model.get("max_model_len"),
         paths=_paths(http),
@@ -38,22 +38,22 @@ def identify_vllm(http: Http) -> Identity | None:
     )
 
 
-def _kind(told: Mapping[str, Any], model: Mapping[str, Any]) -> EngineKind:
+def _kind(reported: Mapping[str, Any], model: Mapping[str, Any]) -> EngineKind:
     owner = str(model.get("owned_by", ""))
-    return "tidegate" if "tidegate" in (owner + str(told)).lower() else "vllm"
+    return "tidegate" if "tidegate" in (owner + str(reported)).lower() else "vllm"
 
 
 def _paths(http: Http) -> frozenset[str]:
     schema = http.get("/openapi.json")
     paths = schema.body.get("paths", {}) if schema.is_ok and isinstance(schema.body, dict) else {}
-    has = set(paths)
+    routes = set(paths)
     # Listed even if switched off: only a request shows it. An empty prompt is always refused.
-    if GENERATE in has or not has:
+    if GENERATE in routes or not routes:
         refused = http.post(GENERATE, {"token_ids": [], "sampling_params": {}})
-        has.discard(GENERATE)
+        routes.discard(GENERATE)
         if refused.status not in (HTTP_FORBIDDEN, 404, 405):
-            has.add(GENERATE)
-    return frozenset(has)
+            routes.add(GENERATE)
+    return frozenset(routes)
 
 
 class ExaminedVllm:
@@ -64,31 +64,29 @@ class ExaminedVllm:
         self._http = http
         self._by_tokens = GENERATE in identity.paths
 
-    def ask(self, question: ProbeRequest) -> ProbeResponse:
+    def generate(self, request: ProbeRequest) -> ProbeResponse:
         """Generate by token ids or by ``/v1/completions``; see :class:`ExaminedEngine`."""
         if self._by_tokens:
-            return _from_tokens(_choice(self._http.post(GENERATE, self._token_body(question))))
-        return _from_openai(
-            _choice(self._http.post("/v1/completions", self._openai_body(question)))
-        )
+            return _from_tokens(_choice(self._http.post(GENERATE, self._token_body(request))))
+        return _from_openai(_choice(self._http.post("/v1/completions", self._openai_body(request))))
 
-    def _token_body(self, question: ProbeRequest) -> dict[str, Any]:
+    def _token_body(self, request: ProbeRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.identity.model,
-            "token_ids": list(question.token_ids),
-            "sampling_params": _sampling(question) | {"logprobs": question.top_logprobs},
+            "token_ids": list(request.token_ids),
+            "sampling_params": _sampling(request) | {"logprobs": request.top_logprobs},
         }
-        return body | _salt(question)
+        return body | _salt(request)
 
-    def _openai_body(self, question: ProbeRequest) -> dict[str, Any]:
+    def _openai_body(self, request: ProbeRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.identity.model,
-            "prompt": list(question.token_ids),
-            "logprobs": question.top_logprobs,
+            "prompt": list(request.token_ids),
+            "logprobs": request.top_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        return body | _sampling(question) | _salt(question)
+        return body | _sampling(request) | _salt(request)
 
     def tokenize(self, text: str) -> list[int] | None:
         """Tokenize by ``/tokenize``; see :class:`ExaminedEngine`."""
@@ -124,21 +122,21 @@ class ExaminedVllm:
         return int(sum(float(count) for count in hits)) if hits else None
 
 
-def _sampling(question: ProbeRequest) -> dict[str, Any]:
+def _sampling(request: ProbeRequest) -> dict[str, Any]:
     sampling: dict[str, Any] = {
-        "max_tokens": question.tokens_max,
-        "temperature": question.temperature,
+        "max_tokens": request.tokens_max,
+        "temperature": request.temperature,
         "ignore_eos": True,
     }
-    if question.top_k is not None:
-        sampling["top_k"] = question.top_k
-    if question.seed is not None:
-        sampling["seed"] = question.seed
+    if request.top_k is not None:
+        sampling["top_k"] = request.top_k
+    if request.seed is not None:
+        sampling["seed"] = request.seed
     return sampling
 
 
-def _salt(question: ProbeRequest) -> dict[str, Any]:
-    return {} if question.cache_salt is None else {"cache_salt": question.cache_salt}
+def _salt(request: ProbeRequest) -> dict[str, Any]:
+    return {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
 
 
 def _choice(reply: HttpReply) -> dict[str, Any]:

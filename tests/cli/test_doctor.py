@@ -19,9 +19,9 @@ from tidegate.cli.engine_doctor.finding import Verdict
 from tidegate.cli.engine_doctor.findings import findings
 from tidegate.cli.engine_doctor.measurements import (
     Identity,
+    LogprobMismatch,
     LogprobMode,
     Measurements,
-    Mismatch,
     PrefixCache,
     Repeats,
     TokenizerCheck,
@@ -218,7 +218,7 @@ def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> No
     unseeded = dataclasses.replace(SOUND.repeats, seed_same_tokens=False)
     blind = dataclasses.replace(SOUND.cache, again_tokens=None, salted_tokens=None)
     unsalted = dataclasses.replace(SOUND.cache, salted_tokens=256)
-    rounded = Mismatch(tokens=80, mean=0.01, largest=0.1)
+    rounded = LogprobMismatch(tokens=80, mean=0.01, largest=0.1)
     assert worst() == []
     for changes, check, verdict, remedy in (
         ({"logprobs": raw}, "log-probs", Verdict.FAIL, "processed_logprobs"),
@@ -266,7 +266,7 @@ SOUND = Measurements(
     ),
     cache=PrefixCache(first_tokens=0, again_tokens=256, salted_tokens=0, difference=0.0),
     weight_spans=True,
-    mismatch=Mismatch(tokens=80, mean=8e-7, largest=3e-6),
+    mismatch=LogprobMismatch(tokens=80, mean=8e-7, largest=3e-6),
     tokenizer=TokenizerCheck(texts=7, different=()),
     update=None,
 )

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def sglang(model: Path) -> Iterator[tuple[SglangDouble, str]]:
         yield double, url
 
 
-def told(measured: Measurements) -> dict[str, Finding]:
+def update_findings(measured: Measurements) -> dict[str, Finding]:
     return {found.check: found for found in findings(measured) if found.check in CHECKS}
 
 
@@ -80,7 +80,7 @@ def test_tidegates_own_server_forgets_its_cache_by_itself(
     about["weight_directories"] = [tempfile.gettempdir()]
     with tidegate.vllm_server(model=model, **about) as server:
         monkeypatch.setenv("TIDEGATE_ENGINE_KEY", server.control_token or "")
-        found = told(measure(examined(server.url), model, updates=True))
+        found = update_findings(measure(examined(server.url), model, updates=True))
     assert {check: one.verdict for check, one in found.items()} == dict.fromkeys(CHECKS, Verdict.OK)
     assert "by itself" in found["cache over an update"].says
 
@@ -93,44 +93,50 @@ def test_a_cache_that_a_clearing_update_leaves_is_found(model: Path) -> None:
             return await update(body | {"flush_cache": False})
 
         double.posts["/update_weights_from_disk"] = without_flushing
-        found = told(measure(examined(url), model, updates=True))
+        found = update_findings(measure(examined(url), model, updates=True))
     assert found["weight update"].verdict == Verdict.FAIL
     assert "by neither weights" in found["weight update"].says
 
 
-def test_an_update_that_leaves_one_matrix_as_it_was_is_found(model: Path) -> None:
-    with sglang(model) as (double, url):
-        update = double.posts["/update_weights_from_disk"]
-        [left] = [
-            tensor
-            for name, tensor in double.model.state_dict().items()
-            if name == "model.layers.0.mlp.down_proj.weight"
-        ]
+Update = Callable[[dict[str, Any]], Awaitable[Any]]
 
-        async def but_one(body: dict[str, Any]) -> Any:
+
+def finding_of_an_update(model: Path, changed: Callable[[Any, Update], Update]) -> Finding:
+    """Judge a server whose route for updates is replaced by ``changed(server, route)``."""
+    with sglang(model) as (double, url):
+        route = "/update_weights_from_disk"
+        double.posts[route] = changed(double, double.posts[route])
+        finding: Finding = update_findings(measure(examined(url), model, updates=True))[
+            "weight update"
+        ]
+    return finding
+
+
+def test_an_update_that_leaves_one_matrix_as_it_was_is_found(model: Path) -> None:
+    def but_one(double: Any, update: Update) -> Update:
+        left = double.model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+
+        async def updated(body: dict[str, Any]) -> Any:
             before = left.clone()
             try:
                 return await update(body)
             finally:
                 left.copy_(before)
 
-        double.posts["/update_weights_from_disk"] = but_one
-        found = told(measure(examined(url), model, updates=True))
-    assert found["weight update"].verdict == Verdict.FAIL
-    assert "by neither weights" in found["weight update"].says
+        return updated
+
+    found = finding_of_an_update(model, but_one)
+    assert found.verdict == Verdict.FAIL
+    assert "by neither weights" in found.says
 
 
 def test_an_update_that_changes_nothing_is_found(model: Path) -> None:
-    with sglang(model) as (double, url):
-        update = double.posts["/update_weights_from_disk"]
+    def to_its_own(double: Any, update: Update) -> Update:
+        return lambda body: update(body | {"model_path": str(model)})
 
-        async def to_its_own(body: dict[str, Any]) -> Any:
-            return await update(body | {"model_path": str(model)})
-
-        double.posts["/update_weights_from_disk"] = to_its_own
-        found = told(measure(examined(url), model, updates=True))
-    assert found["weight update"].verdict == Verdict.FAIL
-    assert "goes on with the old ones" in found["weight update"].says
+    found = finding_of_an_update(model, to_its_own)
+    assert found.verdict == Verdict.FAIL
+    assert "goes on with the old ones" in found.says
 
 
 def test_a_salt_that_finds_old_weights_kv_is_found(model: Path) -> None:
@@ -141,7 +147,7 @@ def test_a_salt_that_finds_old_weights_kv_is_found(model: Path) -> None:
             return await generate({name: body[name] for name in body if name != "extra_key"})
 
         double.posts["/generate"] = without_salt
-        found = told(measure(examined(url), model, updates=True))
+        found = update_findings(measure(examined(url), model, updates=True))
     assert found["weight update"].verdict == Verdict.OK
     assert found["cache over an update"].verdict == Verdict.FAIL
     assert "another salt finds it, too" in found["cache over an update"].says
@@ -153,7 +159,7 @@ def test_an_engine_that_can_not_read_the_directory_is_left_as_it_is(
     elsewhere = make_model_directory(tmp_path / "elsewhere")
     with sglang(elsewhere) as (double, url):
         double.posts["/update_weights_from_disk"] = refuse = Refusing(double)
-        found = told(measure(examined(url), elsewhere, updates=True))
+        found = update_findings(measure(examined(url), elsewhere, updates=True))
     assert found["weight update"].verdict == Verdict.FAIL
     assert "Failed to get weights iterator" in found["weight update"].says
     assert refuse.asked == [str(elsewhere)]
@@ -235,7 +241,7 @@ def test_an_engine_that_serves_other_weights_than_the_models_keeps_them(
         del double.posts["/update_weights_from_disk"]
         measured = measure(examined(url), model, updates=True)
     assert not measured.is_updated
-    found = told(measured)
+    found = update_findings(measured)
     assert found["weight update"].verdict == Verdict.FAIL
     assert found["weight update"].says.startswith("left out")
 
