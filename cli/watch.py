@@ -40,7 +40,7 @@ def top(
     """Show a run in the terminal: engines, groups, staleness, tokens, and its bottleneck."""
     from rich.console import Console
 
-    from tidegate.observability.dashboard.terminal import Watched, watch
+    from tidegate.observability.dashboard.terminal import WatchedRun, watch
 
-    watched = Watched.found(run if "://" in run else Path(run))
+    watched = WatchedRun.find(run if "://" in run else Path(run))
     watch(watched, Console(highlight=False), once=once)

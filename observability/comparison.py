@@ -53,18 +53,18 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("tokens discarded", "tokens_discarded", "d"),
     ("seconds", "wall_s", ".1f"),
     ("tokens per second", "tokens_per_s", ".0f"),
-    ("shortest step of engines, s", "step_time_min_s", ".3f"),
+    ("minimum step time, s", "step_time_min_s", ".3f"),
     ("trainer idle", "trainer_idle_share", ".1%"),
     ("engines idle", "engine_idle_share", ".1%"),
     ("staleness bound", "staleness_bound", "d"),
     ("highest staleness", "max_staleness", "d"),
     ("mean staleness", "mean_staleness", ".2f"),
     ("staleness from generation", "staleness_from_generation", ".2f"),
-    ("staleness from the queue", "staleness_from_queue", ".2f"),
-    ("over 2+ versions", "mixed_version_share", ".1%"),
-    ("group's wait for its last, s", "straggler_wait_s", ".3f"),
+    ("staleness from queue", "staleness_from_queue", ".2f"),
+    ("rollouts of 2+ versions", "mixed_version_share", ".1%"),
+    ("group wait for last rollout, s", "straggler_wait_s", ".3f"),
     ("seconds per publish", "publish_s", ".3f"),
-    ("engine's stall per weight swap, s", "weight_swap_stall_s", ".4f"),
+    ("engine stall per swap, s", "weight_swap_stall_s", ".4f"),
 )
 """Rows of the table: label, field of `Facts`, format specification."""
 
@@ -75,26 +75,26 @@ def comparison_lines(runs: Sequence[ComparedRun]) -> list[str]:
     """Return a Markdown table with one column per run. Settings are shown only if they differ."""
     lines = ["| |" + "".join(f" {run.name} |" for run in runs), "|---" * (len(runs) + 1) + "|"]
     for label, name in _SETTINGS:
-        said = [str(getattr(run.facts, name) or "-") for run in runs]
-        if len(set(said)) > 1:
-            lines.append(_line(label, said))
-    for label, name, form in _ROWS:
+        cells = [str(getattr(run.facts, name) or "-") for run in runs]
+        if len(set(cells)) > 1:
+            lines.append(_line(label, cells))
+    for label, name, format_spec in _ROWS:
         values = [getattr(run.facts, name) for run in runs]
         if any(value is not None for value in values):
-            lines.append(_line(label, [_written(value, form) for value in values]))
-    said = [_audited(run.facts) for run in runs]
-    return [*lines, _line("audit", said)]
+            lines.append(_line(label, [_formatted(value, format_spec) for value in values]))
+    cells = [_audit_cell(run.facts) for run in runs]
+    return [*lines, _line("audit", cells)]
 
 
 def _line(label: str, cells: Sequence[str]) -> str:
     return f"| {label} |" + "".join(f" {cell} |" for cell in cells)
 
 
-def _written(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _formatted(value: Any, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)
 
 
-def _audited(facts: Facts) -> str:
+def _audit_cell(facts: Facts) -> str:
     if facts.audit is None:
         return "-"
     return "agrees" if facts.audit.get("agrees") else "DISAGREES"
@@ -113,4 +113,4 @@ def curve(
 ) -> list[Point]:
     """Return the points of a figure over another one, for the batches that have both."""
     points = [(row.get(over), value(row)) for row in run.metrics]
-    return [(at, seen) for at, seen in points if at is not None and seen is not None]
+    return [(x, y) for x, y in points if x is not None and y is not None]

@@ -32,7 +32,7 @@ def draw_comparison(path: Path, runs: Sequence[ComparedRun]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _plain(axes: Axes, title: str) -> None:
+def _style_axes(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, color=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -40,7 +40,7 @@ def _plain(axes: Axes, title: str) -> None:
 
 
 def _draw_reward(axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: str) -> None:
-    _plain(axes, f"Reward over {named}")
+    _style_axes(axes, f"Reward over {named}")
     for run, colour in zip(runs, COLOURS, strict=False):
         points = curve(run, lambda row: row.get("reward"), over=over)
         if points:
@@ -51,25 +51,25 @@ def _draw_reward(axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: s
 
 def _draw_staleness(axes: Axes, runs: Sequence[ComparedRun]) -> None:
     """Draw the share of trained rollouts by staleness, one bar per run side by side."""
-    _plain(axes, "Trained rollouts by staleness")
+    _style_axes(axes, "Trained rollouts by staleness")
     width = 0.8 / len(runs)
-    for place, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
+    for index, (run, colour) in enumerate(zip(runs, COLOURS, strict=False)):
         histogram = {int(age): count for age, count in run.facts.staleness_histogram.items()}
         total = max(1, sum(histogram.values()))
-        ages = [age + width * (place - (len(runs) - 1) / 2) for age in histogram]
+        ages = [age + width * (index - (len(runs) - 1) / 2) for age in histogram]
         shares = [count / total for count in histogram.values()]
         axes.bar(ages, shares, width, color=colour, label=run.name)
     axes.set_xlabel("versions", color=INK, fontsize=8.5)
 
 
 def _draw_idle(axes: Axes, runs: Sequence[ComparedRun]) -> None:
-    _plain(axes, "Idle, of wall time")
-    places = range(len(runs))
+    _style_axes(axes, "Idle, of wall time")
+    rows = range(len(runs))
     trainer = [run.facts.trainer_idle_share for run in runs]
     engines = [run.facts.engine_idle_share for run in runs]
-    axes.barh([p - 0.2 for p in places], trainer, 0.38, color="#5b6670", label="trainer")
-    axes.barh([p + 0.2 for p in places], engines, 0.38, color="#b8c0c7", label="engines")
-    axes.set_yticks(list(places), [run.name for run in runs])
+    axes.barh([row - 0.2 for row in rows], trainer, 0.38, color="#5b6670", label="trainer")
+    axes.barh([row + 0.2 for row in rows], engines, 0.38, color="#b8c0c7", label="engines")
+    axes.set_yticks(list(rows), [run.name for run in runs])
     axes.set_xlim(0, 1)
     axes.invert_yaxis()
     axes.legend(frameon=False, fontsize=8)

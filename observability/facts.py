@@ -14,7 +14,7 @@ from tidegate.observability.audit.audit import AUDIT_FILE
 from tidegate.observability.run_directories import (
     RUN_FILE,
     has_ended,
-    lives,
+    process_directories,
     read_json,
     read_json_lines,
     read_run_file,
@@ -128,14 +128,14 @@ def read_facts(directory: Path) -> Facts:
 
 def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
     statistics, settings, extra = run["statistics"], run["settings"], run["extra"]
-    said = {**settings, **extra}
+    values = {**settings, **extra}
     ledger = statistics["ledger"]
-    warm_up = said.get("warm_up") or {}
+    warm_up = values.get("warm_up") or {}
     return Facts(
         run=printable(directory.resolve().name),
         model=run["model"],
-        reward_before=said.get("reward_before"),
-        reward_after=said.get("reward_after"),
+        reward_before=values.get("reward_before"),
+        reward_after=values.get("reward_after"),
         versions=statistics["trainer_version"],
         mixed_version_share=statistics["mixed_version_rollouts"]
         / max(1, statistics["trained_rollouts"]),
@@ -150,9 +150,9 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         tokens_per_s=statistics["tokens_per_s"],
         trainer_idle_share=statistics["trainer_idle_share"],
         engine_idle_share=statistics["engine_idle_share"],
-        mode=said.get("mode"),
-        pause_mode=said.get("pause_mode"),
-        kv_policy=said.get("kv_policy"),
+        mode=values.get("mode"),
+        pause_mode=values.get("pause_mode"),
+        kv_policy=values.get("kv_policy"),
         warm_up=warm_up if isinstance(warm_up, dict) else {"note": warm_up},
         discarded_rollouts=statistics["discarded_rollouts"],
         staleness_histogram=statistics["staleness_histogram"],
@@ -166,21 +166,21 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         cached_context_tokens=statistics.get("cached_context_tokens", 0),
         draft_tokens=_over_engines(statistics, "draft_tokens"),
         accepted_draft_tokens=_over_engines(statistics, "accepted_draft_tokens"),
-        quantization=said.get("quantization"),
-        step_time_min_s=said.get("step_time_min_s") or 0.0,
-        mismatch=said.get("mismatch"),
-        colocated=bool(said.get("colocated")),
-        memory_mb=said.get("memory_mb"),
+        quantization=values.get("quantization"),
+        step_time_min_s=values.get("step_time_min_s") or 0.0,
+        mismatch=values.get("mismatch"),
+        colocated=bool(values.get("colocated")),
+        memory_mb=values.get("memory_mb"),
         staleness_from_generation=_mean_of(statistics.get("staleness_from_generation")),
         staleness_from_queue=_mean_of(statistics.get("staleness_from_queue")),
-        straggler_wait_s=_per(
+        straggler_wait_s=_ratio(
             statistics.get("straggler_wait_s"), statistics.get("straggler_wait_groups")
         ),
-        weight_swap_stall_s=_per(
+        weight_swap_stall_s=_ratio(
             _over_engines(statistics, "weight_swap_stall_s"),
             _over_engines(statistics, "weight_swaps"),
         ),
-        publish_s=_per(
+        publish_s=_ratio(
             (statistics.get("trainer_activity_s") or {}).get("publish"), statistics.get("publishes")
         ),
         episode_activity_s=statistics.get("episode_activity_s") or {},
@@ -196,7 +196,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     Raises:
         AuditError: the file is missing, or can't be read.
     """
-    first, *later = lives(Path(directory))
+    first, *later = process_directories(Path(directory))
     runs = [read_run_file(first)]
     # A process may have been killed before it wrote the file.
     runs += [read_run_file(part) for part in later if (part / RUN_FILE).exists()]
@@ -217,7 +217,7 @@ def read_record(directory: Path) -> dict[str, Any]:
         ) from error
 
 
-_ADDED = (
+_SUMMED = (
     "wall_s",
     "context_tokens",
     "cached_context_tokens",
@@ -228,7 +228,7 @@ _ADDED = (
 )
 """Statistics that begin at 0 in each process."""
 
-_ADDED_BY_KEY = (
+_SUMMED_BY_KEY = (
     "staleness_from_generation",
     "staleness_from_queue",
     "episode_activity_s",
@@ -236,31 +236,34 @@ _ADDED_BY_KEY = (
 )
 """Mappings whose values begin at 0 in each process."""
 
-_OF_WALL_TIME = ("trainer_idle_share", "engine_idle_share", "tokens_per_s")
+_AVERAGED_OVER_TIME = ("trainer_idle_share", "engine_idle_share", "tokens_per_s")
 """Means over a process's ``wall_s``; merged with those weights."""
 
 
-def _over_processes(several: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+def _over_processes(statistics_of_processes: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Merge the statistics of a run's processes; None if none recorded any."""
-    known = [statistics for statistics in several if statistics is not None]
-    if not known:
+    recorded = [statistics for statistics in statistics_of_processes if statistics is not None]
+    if not recorded:
         return None
-    merged = dict(known[-1])
-    wall_s = sum(each["wall_s"] for each in known)
-    for name in _OF_WALL_TIME:
-        total = sum(each[name] * each["wall_s"] for each in known)
+    merged = dict(recorded[-1])
+    wall_s = sum(statistics["wall_s"] for statistics in recorded)
+    for name in _AVERAGED_OVER_TIME:
+        total = sum(statistics[name] * statistics["wall_s"] for statistics in recorded)
         merged[name] = total / wall_s if wall_s else 0.0
-    for name in _ADDED:
-        merged[name] = sum(each.get(name) or 0 for each in known)
-    for name in _ADDED_BY_KEY:
+    for name in _SUMMED:
+        merged[name] = sum(statistics.get(name) or 0 for statistics in recorded)
+    for name in _SUMMED_BY_KEY:
         counts: dict[str, Any] = {}
-        for each in known:
-            for key, count in (each.get(name) or {}).items():
+        for statistics in recorded:
+            for key, count in (statistics.get(name) or {}).items():
                 counts[key] = counts.get(key, 0) + count
         merged[name] = counts
-    merged["engines_before"] = [engine for each in known[:-1] for engine in each.get("engines", ())]
+    merged["engines_before"] = [
+        engine for statistics in recorded[:-1] for engine in statistics.get("engines", ())
+    ]
     merged["forecast"] = next(
-        (each["forecast"] for each in reversed(known) if each.get("forecast")), None
+        (statistics["forecast"] for statistics in reversed(recorded) if statistics.get("forecast")),
+        None,
     )
     return merged
 
@@ -275,27 +278,27 @@ def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict
     Raises:
         AuditError: the run has no such file, or a complete line of it can't be read.
     """
-    lines: list[dict[str, Any]] = []
-    for life in lives(Path(directory)):
-        if life != directory and not (life / METRICS_FILE).exists():
+    rows: list[dict[str, Any]] = []
+    for part in process_directories(Path(directory)):
+        if part != directory and not (part / METRICS_FILE).exists():
             continue
-        of_life = read_json_lines(life / METRICS_FILE, stops_at_damage=stops_at_damage)
-        if life != directory and of_life:
-            lines = _kept(lines, life, of_life)
-        lines += of_life
-    return lines
+        rows_of_part = read_json_lines(part / METRICS_FILE, stops_at_damage=stops_at_damage)
+        if part != directory and rows_of_part:
+            rows = _before_resume(rows, part, rows_of_part)
+        rows += rows_of_part
+    return rows
 
 
-def _kept(
-    lines: list[dict[str, Any]], part: Path, following: list[dict[str, Any]]
+def _before_resume(
+    rows: list[dict[str, Any]], part: Path, next_rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the ``lines`` of batches in the checkpoint that ``part``'s process resumed from."""
+    """Return the ``rows`` of batches in the checkpoint that ``part``'s process resumed from."""
     run = read_run_file(part) if (part / RUN_FILE).exists() else {}
     batches = run.get("resumed_batches")
     if isinstance(batches, int):
-        return lines[:batches]
-    first = following[0].get("version", 0)
-    return [line for line in lines if line.get("version", 0) < first]
+        return rows[:batches]
+    first = next_rows[0].get("version", 0)
+    return [line for line in rows if line.get("version", 0) < first]
 
 
 def runs_beside(directory: Path, facts: Facts) -> list[Facts]:
@@ -318,10 +321,10 @@ def _mean_of(histogram: Mapping[str, int] | None) -> float | None:
     """Return the histogram's mean; None if it is missing or empty."""
     if not histogram:
         return None
-    return sum(int(value) * n for value, n in histogram.items()) / sum(histogram.values())
+    return sum(int(value) * count for value, count in histogram.items()) / sum(histogram.values())
 
 
-def _per(total: float | None, count: int | None) -> float | None:
+def _ratio(total: float | None, count: int | None) -> float | None:
     return total / count if total is not None and count else None
 
 

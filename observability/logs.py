@@ -18,7 +18,7 @@ from tidegate.transport.printable import CONTROLS
 
 _FIELD = re.compile(
     r"%%|(?:(?P<name>\b[a-z_]+)=)?%[-#0 +]*(?:\d+)?(?:\.\d+)?[a-zA-Z]"
-    r"|(?P<word>\b[a-z_]+)=(?P<said>\w+)"
+    r"|(?P<literal_name>\b[a-z_]+)=(?P<literal>\w+)"
 )
 """Matches each ``%`` argument of a format string, with its key if any, and each ``key=word``."""
 
@@ -44,9 +44,9 @@ class JsonLines(logging.Formatter):
         if args is not None:  # JSON has escapes of its own
             record = copy.copy(record)
             record.args = args
-        told_at = datetime.fromtimestamp(record.created, UTC)
+        logged_at = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, Any] = {
-            "time": told_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": logged_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
         }
         if self._run:
@@ -60,8 +60,8 @@ class JsonLines(logging.Formatter):
         except (
             UnicodeEncodeError
         ):  # lone surrogates, as Python decodes file names that are not UTF-8
-            told = {name: _escaped(value) for name, value in line.items()}
-            return _safe(msgspec.json.encode(told, enc_hook=str).decode())
+            escaped = {name: _escaped(value) for name, value in line.items()}
+            return _safe(msgspec.json.encode(escaped, enc_hook=str).decode())
 
 
 def log_as_json(run: str = "", stream: IO[str] | None = None) -> logging.Handler:
@@ -89,8 +89,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     for match in _FIELD.finditer(record.msg):
         if match[0] == "%%":
             continue
-        if match["word"] is not None:
-            found[match["word"]] = match["said"]
+        if match["literal_name"] is not None:
+            found[match["literal_name"]] = match["literal"]
             continue
         value = next(values, None)
         if match["name"] is not None:

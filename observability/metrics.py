@@ -1,21 +1,21 @@
 """Catalogue of a run's Prometheus metrics: name, type, labels, help, and how to read the value.
 
 :mod:`prometheus` exports it on the dashboard's `/metrics`; the reference lists it. Each metric
-reads an :class:`Observation`, a snapshot of the run. Independent of the exposition format.
+reads a :class:`DashboardSnapshot` of the run. Independent of the exposition format.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidegate.observability.dashboard.observation import Observation
+from tidegate.observability.dashboard.snapshots import DashboardSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
 
-Kind = Literal["counter", "gauge", "histogram"]
+MetricKind = Literal["counter", "gauge", "histogram"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     """One value of a metric."""
 
     value: float
@@ -31,58 +31,62 @@ class Metric:
 
     name: str
     """As exported: counters end in ``_total``, units are Prometheus' base units."""
-    kind: Kind
+    kind: MetricKind
     help: str
-    read: Callable[[Observation], Iterable[Sample]]
+    read: Callable[[DashboardSnapshot], Iterable[MetricSample]]
     labels: tuple[str, ...] = ()
 
 
-def of_run(read: Callable[[RunStatistics], float | None]) -> Callable[[Observation], list[Sample]]:
+def of_run(
+    read: Callable[[RunStatistics], float | None],
+) -> Callable[[DashboardSnapshot], list[MetricSample]]:
     """Read one value of the whole run; None gives no sample."""
 
-    def samples(observation: Observation) -> list[Sample]:
-        value = read(observation.statistics)
-        return [] if value is None else [Sample(float(value))]
+    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+        value = read(snapshot.statistics)
+        return [] if value is None else [MetricSample(float(value))]
 
     return samples
 
 
 def by_key(
-    read: Callable[[Observation], Mapping[str, float]],
-) -> Callable[[Observation], list[Sample]]:
+    read: Callable[[DashboardSnapshot], Mapping[str, float]],
+) -> Callable[[DashboardSnapshot], list[MetricSample]]:
     """Read one value for each value of the metric's only label."""
-    return lambda observation: [
-        Sample(float(n), (key,)) for key, n in sorted(read(observation).items())
+    return lambda snapshot: [
+        MetricSample(float(n), (key,)) for key, n in sorted(read(snapshot).items())
     ]
 
 
 def per_engine(
-    name: str, kind: Kind, help: str, read: Callable[[EngineStatistics], float]
+    name: str, kind: MetricKind, help: str, read: Callable[[EngineStatistics], float]
 ) -> Metric:
     """Return a metric with one sample for each engine, labelled by the engine's name."""
 
-    def samples(observation: Observation) -> list[Sample]:
-        return [Sample(float(read(each)), (each.name,)) for each in observation.statistics.engines]
+    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+        return [
+            MetricSample(float(read(each)), (each.name,)) for each in snapshot.statistics.engines
+        ]
 
     return Metric(name, kind, help, samples, ("engine",))
 
 
-def last_batch(name: str) -> Callable[[Observation], list[Sample]]:
+def last_batch(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
     """Read a figure of the last batch; no sample before the first batch."""
 
-    def samples(observation: Observation) -> list[Sample]:
-        batches = observation.noted.batches
+    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+        batches = snapshot.collected.batches
         value = batches[-1].get(name) if batches else None
-        return [] if value is None else [Sample(value)]
+        return [] if value is None else [MetricSample(value)]
 
     return samples
 
 
 def histogram(
-    read: Callable[[Observation], Mapping[int, int]],
-) -> Callable[[Observation], list[Sample]]:
+    read: Callable[[DashboardSnapshot], Mapping[int, int]],
+) -> Callable[[DashboardSnapshot], list[MetricSample]]:
     """Read a histogram over whole numbers."""
-    return lambda observation: [Sample(0.0, counts=read(observation))]
+    return lambda snapshot: [MetricSample(0.0, counts=read(snapshot))]
 
 
 def forecast(name: str, help: str, field_name: str) -> Metric:
@@ -94,20 +98,20 @@ def forecast(name: str, help: str, field_name: str) -> Metric:
     return Metric(name, "gauge", help, of_run(value))
 
 
-def _reported(name: str) -> Callable[[Observation], list[Sample]]:
+def _reported(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
     """Read a field of what the trainer reported about its last batch."""
 
-    def samples(observation: Observation) -> list[Sample]:
-        value = getattr(observation.noted.off_policy, name)
-        return [] if value is None else [Sample(value)]
+    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+        value = getattr(snapshot.collected.off_policy, name)
+        return [] if value is None else [MetricSample(value)]
 
     return samples
 
 
-def _reported_by_lag(name: str) -> Callable[[Observation], list[Sample]]:
-    def samples(observation: Observation) -> list[Sample]:
-        by_lag = sorted(observation.noted.off_policy.by_lag.items())
-        return [Sample(values[name], (str(lag),)) for lag, values in by_lag if name in values]
+def _reported_by_lag(name: str) -> Callable[[DashboardSnapshot], list[MetricSample]]:
+    def samples(snapshot: DashboardSnapshot) -> list[MetricSample]:
+        by_lag = sorted(snapshot.collected.off_policy.by_lag.items())
+        return [MetricSample(values[name], (str(lag),)) for lag, values in by_lag if name in values]
 
     return samples
 
@@ -117,20 +121,20 @@ STALENESS = (
         "tidegate_staleness_versions",
         "histogram",
         "Trained rollouts by staleness in versions, of their oldest trained token at consumption.",
-        histogram(lambda observation: observation.statistics.staleness_histogram),
+        histogram(lambda snapshot: snapshot.statistics.staleness_histogram),
     ),
     Metric(
         "tidegate_staleness_from_generation_versions",
         "histogram",
         "Trained rollouts by versions published from their oldest trained token to their group's "
         "end.",
-        histogram(lambda observation: observation.statistics.staleness_from_generation),
+        histogram(lambda snapshot: snapshot.statistics.staleness_from_generation),
     ),
     Metric(
         "tidegate_staleness_from_queue_versions",
         "histogram",
         "Trained rollouts by versions published while their ended group waited for the trainer.",
-        histogram(lambda observation: observation.statistics.staleness_from_queue),
+        histogram(lambda snapshot: snapshot.statistics.staleness_from_queue),
     ),
     Metric(
         "tidegate_version_span_max_versions",
@@ -142,7 +146,7 @@ STALENESS = (
         "tidegate_token_lag_versions",
         "histogram",
         "Trained tokens by lag in versions at consumption.",
-        histogram(lambda observation: observation.noted.token_lags),
+        histogram(lambda snapshot: snapshot.collected.token_lags),
     ),
     Metric(
         "tidegate_staleness_bound_versions",
@@ -222,9 +226,9 @@ STALENESS = (
 )
 
 
-def _stuck(observation: Observation) -> dict[str, float]:
+def _stuck(snapshot: DashboardSnapshot) -> dict[str, float]:
     counts: dict[str, float] = {}
-    for each in observation.statistics.stuck:
+    for each in snapshot.statistics.stuck:
         counts[each.kind] = counts.get(each.kind, 0) + 1
     return counts
 
@@ -252,7 +256,7 @@ TIMES = (
         "tidegate_trainer_seconds_total",
         "counter",
         "Seconds that the trainer spent in each activity: train, wait (for a batch), publish.",
-        by_key(lambda observation: observation.noted.trainer_activity_s),
+        by_key(lambda snapshot: snapshot.collected.trainer_activity_s),
         ("activity",),
     ),
     Metric(
@@ -266,7 +270,7 @@ TIMES = (
         "counter",
         "Seconds of all episodes by activity: environment, score, tools, "
         "and the names given to episode.doing().",
-        by_key(lambda observation: observation.statistics.episode_activity_s),
+        by_key(lambda snapshot: snapshot.statistics.episode_activity_s),
         ("activity",),
     ),
     Metric(
@@ -420,7 +424,7 @@ TOKENS = (
         "tidegate_tokens_discarded_total",
         "counter",
         "Tokens that will never be trained.",
-        by_key(lambda observation: dict(observation.statistics.ledger.discarded)),
+        by_key(lambda snapshot: dict(snapshot.statistics.ledger.discarded)),
         ("reason",),
     ),
     Metric(
@@ -496,7 +500,7 @@ ROLLOUTS = (
         "tidegate_rollouts_discarded_total",
         "counter",
         "Rollouts that will never be trained.",
-        by_key(lambda observation: dict(observation.statistics.discarded_rollouts)),
+        by_key(lambda snapshot: dict(snapshot.statistics.discarded_rollouts)),
         ("reason",),
     ),
     Metric(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from tidegate.observability.dashboard.dashboard import Dashboard
-    from tidegate.observability.dashboard.live import LiveNotes
+    from tidegate.observability.dashboard.live import LiveRecorder
     from tidegate.observability.recording import RunRecorder
 
 POLICIES = {
@@ -172,7 +172,7 @@ class Observers:
         """
         self._settings = settings
         self._dashboard: Dashboard | None = None
-        self._live: LiveNotes | None = None
+        self._live: LiveRecorder | None = None
         if settings.records.dashboard_address is not None:
             from tidegate.observability.dashboard import dashboard
 
@@ -192,7 +192,7 @@ class Observers:
         if (recorder := self._recorder(resumed, on_failure)) is not None:
             recorders.append(recorder)
         if self._dashboard is not None:
-            self._live = self._live_notes(resumed)
+            self._live = self._live_recorder(resumed)
             recorders.append(self._live)
         if len(recorders) > 1:
             return RecorderGroup(recorders)
@@ -212,7 +212,7 @@ class Observers:
 
         source = LiveSource(
             self._live,
-            look=read,
+            read_state=read,
             statistics=statistics,
             now_us=monotonic_us,
             about=_about(self._settings),
@@ -241,36 +241,36 @@ class Observers:
 
         return RunRecorder(
             directory,
-            settings=_settings_said(self._settings),
+            settings=_settings_as_json(self._settings),
             model=self._settings.model,
             resumed_batches=None if resumed is None else resumed.batches,
             on_failure=on_failure,
         )
 
-    def _live_notes(self, resumed: Resumed | None) -> "LiveNotes":
+    def _live_recorder(self, resumed: Resumed | None) -> "LiveRecorder":
         """Create the dashboard's memory; a resumed run's curves continue from its records."""
-        from tidegate.observability.dashboard.earlier import earlier_batches
-        from tidegate.observability.dashboard.live import LiveNotes
+        from tidegate.observability.dashboard.live import LiveRecorder
+        from tidegate.observability.dashboard.recorded_batches import read_batches
 
-        notes = LiveNotes()
+        recorder = LiveRecorder()
         if resumed is not None and self._settings.records.run_directory is not None:
-            notes.recall(
-                earlier_batches(self._settings.records.run_directory, batches=resumed.batches)
+            recorder.recall(
+                read_batches(self._settings.records.run_directory, batches=resumed.batches)
             )
-        return notes
+        return recorder
 
 
-def _settings_said(settings: RunSettings) -> dict[str, Any]:
+def _settings_as_json(settings: RunSettings) -> dict[str, Any]:
     """Return all settings as JSON values by flat name, the policies in words."""
-    values = settings.by_flat_name().items()
-    said = {name: to_jsonable_python(value) for name, value in values if name not in POLICIES}
+    items = settings.by_flat_name().items()
+    values = {name: to_jsonable_python(value) for name, value in items if name not in POLICIES}
     try:
-        said["rules"] = say(record_of(settings.rules()))
+        values["rules"] = say(record_of(settings.rules()))
     except (
         ConfigError
     ):  # a run without a journal may have policies that can't be written as records
-        said["rules"] = repr(settings.rules())
-    return said
+        values["rules"] = repr(settings.rules())
+    return values
 
 
 def _about(settings: RunSettings) -> dict[str, object]:
@@ -281,5 +281,5 @@ def _about(settings: RunSettings) -> dict[str, object]:
         "model": str(settings.model),
         "is_live": True,
         "is_whole": True,
-        "settings": _settings_said(settings),
+        "settings": _settings_as_json(settings),
     }

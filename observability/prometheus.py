@@ -18,8 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from tidegate.observability.dashboard.observation import Observation
-from tidegate.observability.metrics import METRICS, Metric, Sample
+from tidegate.observability.dashboard.snapshots import DashboardSnapshot
+from tidegate.observability.metrics import METRICS, Metric, MetricSample
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -27,23 +27,23 @@ BUCKETS = (0, 1, 2, 3, 4, 8, 16, 32)
 """Upper bounds of histogram buckets, in versions; fixed, because Prometheus compares scrapes."""
 
 
-class _Observed(Collector):
-    def __init__(self, seen: Observation) -> None:
-        self._seen = seen
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: DashboardSnapshot) -> None:
+        self._seen = snapshot
 
     def collect(self) -> Iterable[Family]:
         for metric in METRICS:
             yield _family(metric, list(metric.read(self._seen)))
 
 
-def exposition(seen: Observation) -> bytes:
+def exposition(snapshot: DashboardSnapshot) -> bytes:
     """Return the response body of one scrape."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Observed(seen))
+    registry.register(_SnapshotCollector(snapshot))
     return generate_latest(registry)
 
 
-def _family(metric: Metric, samples: list[Sample]) -> Family:
+def _family(metric: Metric, samples: list[MetricSample]) -> Family:
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help)
         for sample in samples:
@@ -58,11 +58,14 @@ def _family(metric: Metric, samples: list[Sample]) -> Family:
 
 def _buckets(counts: Mapping[int, int]) -> list[tuple[str, float]]:
     """Return cumulative counts up to each bound and ``+Inf``, as the text format requires."""
-    told: list[tuple[str, float]] = [
-        (str(float(most)), float(sum(n for value, n in counts.items() if value <= most)))
-        for most in BUCKETS
+    buckets: list[tuple[str, float]] = [
+        (
+            str(float(upper_bound)),
+            float(sum(n for value, n in counts.items() if value <= upper_bound)),
+        )
+        for upper_bound in BUCKETS
     ]
-    return [*told, ("+Inf", float(sum(counts.values())))]
+    return [*buckets, ("+Inf", float(sum(counts.values())))]
 
 
 def _sum(counts: Mapping[int, int]) -> float:

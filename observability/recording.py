@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tidegate.errors import ConfigError, RecordingFailed, RunClosed
-from tidegate.observability.run_directories import RUN_FILE, is_part, lives
+from tidegate.observability.run_directories import RUN_FILE, is_part, process_directories
 from tidegate.observability.run_files import (
     METRICS_FILE,
     RunFiles,
@@ -36,9 +36,9 @@ from tidegate.observability.trajectories import (
     STREAM_FILE,
     RecordedRollout,
     RecordedTurn,
-    Snapshot,
+    RolloutSnapshot,
     read_trajectories,
-    snapshot,
+    snapshot_rollout,
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.rollout import Rollout
@@ -77,7 +77,11 @@ def weights_path(directory: Path, version: int) -> Path:
 
 def archives(directory: Path) -> list[Path]:
     """Return where a process's weights may be: its own archive, then the run's other ones."""
-    parts = lives(directory.parent) if is_part(directory) else lives(directory)
+    parts = (
+        process_directories(directory.parent)
+        if is_part(directory)
+        else process_directories(directory)
+    )
     return [p / "weights" for p in dict.fromkeys([directory, *parts]) if (p / "weights").is_dir()]
 
 
@@ -136,7 +140,7 @@ class RunRecorder(Recorder):
         self._lock = threading.Lock()
         """Guards the trace, the run record and the pending rollouts; held for microseconds."""
         self._trace = Trace()
-        self._pending: list[Snapshot] = []
+        self._pending: list[RolloutSnapshot] = []
         self._is_closed = False
         self._weights_slots = threading.BoundedSemaphore(QUEUED_WEIGHTS_MAX)
         self._statistics_due_s = 0.0
@@ -155,7 +159,7 @@ class RunRecorder(Recorder):
         consumed_version: int | None,
     ) -> None:
         """Record a rollout that has ended, copied in its present state."""
-        row = snapshot(
+        row = snapshot_rollout(
             rollout,
             task=task,
             advantage=advantage,
@@ -299,9 +303,9 @@ class RunRecorder(Recorder):
             if self._is_closed:
                 return
             self._is_closed = True
-            rest, self._pending = self._pending, []
+            pending, self._pending = self._pending, []
             self._run = {**self._run, "is_final": True}
-        self._write_rollouts(rest)
+        self._write_rollouts(pending)
         self._files.submit(lambda: self._trace.write(self.directory / TRACE_FILE), TRACE_FILE)
         self._write_run_file()
         self._files.close()
@@ -321,7 +325,7 @@ class RunRecorder(Recorder):
         if self._is_closed:
             raise RunClosed(f"the recorder of {self.directory} is closed")
 
-    def _write_rollouts(self, rows: list[Snapshot]) -> None:
+    def _write_rollouts(self, rows: list[RolloutSnapshot]) -> None:
         if rows:
             self._files.submit(lambda: self._files.write_rollouts(rows), STREAM_FILE)
 

@@ -22,25 +22,25 @@ def forecast_lines(forecast: Mapping[str, Any] | None) -> list[str]:
         return []
     return [
         f"Predicted mean {forecast['predicted_staleness']:.2f}, measured "
-        f"{forecast['measured_staleness']:.2f}. Throughput of the rollout over the trainer's (rho) "
+        f"{forecast['measured_staleness']:.2f}. Rollout over trainer throughput (rho) "
         f"{forecast['throughput_ratio']:.2f}; the longest rollout of a group is "
-        f"{forecast['tail_factor']:.2f} times the mean; past "
-        f"max_staleness={forecast['max_useful_staleness']} nothing is gained. A batch every "
-        f"{forecast['batch_interval_s']:.2f} s, where "
-        f"{forecast['attainable_batch_interval_s']:.2f} s is attainable.",
+        f"{forecast['tail_factor']:.2f} times the mean; a max_staleness above "
+        f"{forecast['max_useful_staleness']} gains nothing. A batch takes "
+        f"{forecast['batch_interval_s']:.2f} s; {forecast['attainable_batch_interval_s']:.2f} s is "
+        f"attainable.",
         "",
         f"**{forecast['advice'][:1].upper()}{forecast['advice'][1:]}.**",
         "",
     ]
 
 
-def parted_lines(in_flight: float | None, in_queue: float | None) -> list[str]:
-    """Return the split of the mean staleness by where it came from; empty if unknown."""
-    if in_flight is None or in_queue is None:
+def split_lines(generation: float | None, queue: float | None) -> list[str]:
+    """Return the split of the mean staleness by its origin; empty if unknown."""
+    if generation is None or queue is None:
         return []
     return [
-        f"Since this process began, {in_flight:.2f} of a rollout's mean staleness arose in flight, "
-        f"before its group had ended, and {in_queue:.2f} in the queue.",
+        f"Since this process began, {generation:.2f} of the mean staleness came from generation "
+        f"(before a rollout's group had ended) and {queue:.2f} from the queue.",
         "",
     ]
 
@@ -50,15 +50,16 @@ def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -
     lines = []
     if discards:
         lines += [
-            "| discarded for | rollouts | tokens | mean tokens | of generated | tasks hit most |",
+            "| discard reason | rollouts | tokens | mean tokens | share of generated | "
+            "most affected tasks |",
             "|---|---|---|---|---|---|",
-            *(_discard_row(reason, each) for reason, each in sorted(discards.items())),
+            *(_discard_row(reason, row) for reason, row in sorted(discards.items())),
             "",
         ]
     if bias is not None:
         lines += [
             f"Length bias over the last {bias['rollouts']} rollouts: trained "
-            f"{bias['mean_trained_tokens']:.1f} tokens on the mean, generated "
+            f"{bias['mean_trained_tokens']:.1f} tokens on average, generated "
             f"{bias['mean_generated_tokens']:.1f}, ratio {bias['ratio']:.2f} (1 is unbiased).",
             "",
         ]
@@ -72,10 +73,10 @@ def seconds_cell(seconds: float | None) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
-def spent_cell(seconds: Mapping[str, float]) -> str:
+def activities_cell(seconds: Mapping[str, float]) -> str:
     """Format seconds by activity, largest first."""
-    most = sorted(seconds.items(), key=lambda pair: -pair[1])
-    return "; ".join(f"{name} {spent:.1f} s" for name, spent in most) or "-"
+    largest_first = sorted(seconds.items(), key=lambda pair: -pair[1])
+    return "; ".join(f"{name} {spent:.1f} s" for name, spent in largest_first) or "-"
 
 
 def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
@@ -89,21 +90,21 @@ def memory_cell(memory_mb: Mapping[str, int] | None, *, sleeps: bool) -> str:
     """Format peak memory by phase; ``sleeps``: engines freed memory while the trainer trained."""
     if not memory_mb:
         return "-"
-    marks = "; ".join(f"{phase} {marked} MB" for phase, marked in memory_mb.items())
-    return f"{marks} ({'engines asleep' if sleeps else 'all awake'} while training)"
+    peaks = "; ".join(f"{phase} {peak_mb} MB" for phase, peak_mb in memory_mb.items())
+    return f"{peaks} ({'engines asleep' if sleeps else 'all awake'} while training)"
 
 
-def _discard_row(reason: str, each: Mapping[str, Any]) -> str:
-    tasks = ", ".join(f"{task['offer']}:{task['index']} ({_count(task)})" for task in each["tasks"])
+def _discard_row(reason: str, row: Mapping[str, Any]) -> str:
+    tasks = ", ".join(f"{task['offer']}:{task['index']} ({_count(task)})" for task in row["tasks"])
     return (
-        f"| {reason} | {each['rollouts']} | {each['tokens']} | {each['mean_tokens']:.1f} | "
-        f"{each['share_of_generated']:.1%} | {tasks or '-'} |"
+        f"| {reason} | {row['rollouts']} | {row['tokens']} | {row['mean_tokens']:.1f} | "
+        f"{row['share_of_generated']:.1%} | {tasks or '-'} |"
     )
 
 
 def _count(task: Mapping[str, Any]) -> str:
-    sure, most = task["at_least"], task["rollouts"]
-    return str(most) if sure == most else f"{sure} to {most}"
+    count_min, count_max = task["at_least"], task["rollouts"]
+    return str(count_max) if count_min == count_max else f"{count_min} to {count_max}"
 
 
 def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
@@ -111,7 +112,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
 
     Args:
         facts: the run.
-        others: runs that started from the same weights.
+        others: runs of the same model.
         picture: file name of the picture, relative to the page.
     """
     return [
@@ -129,7 +130,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
         "",
         *_staleness(facts),
         "",
-        "## Where every token went",
+        "## Token ledger",
         "",
         *_ledger(facts),
         "",
@@ -146,10 +147,12 @@ def _summary(facts: Facts) -> list[str]:
     """Separate the effect of a warm-up before the run from the gain of the run itself."""
     lines = []
     if facts.warm_up:
-        said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in _flat(facts))
+        description = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in _warm_up_items(facts)
+        )
         lines += [
-            f"**Before**: the model was warmed up by supervised training ({said}). Its skill "
-            f"after the warm-up is not a result of this run.",
+            f"**Before**: the model was warmed up by supervised training ({description}). Its "
+            f"skill after the warm-up is not a result of this run.",
             "",
         ]
     if facts.reward_before is not None and facts.reward_after is not None:
@@ -162,12 +165,12 @@ def _summary(facts: Facts) -> list[str]:
     else:
         lines.append(
             f"{facts.versions} weight versions in {facts.wall_s:.1f} s. No reward on held-out "
-            f"tasks was noted before and after."
+            f"tasks was recorded before and after."
         )
     return lines
 
 
-def _flat(facts: Facts) -> list[tuple[str, str]]:
+def _warm_up_items(facts: Facts) -> list[tuple[str, str]]:
     return [
         (name, f"{value:.3g}" if isinstance(value, float) else str(value))
         for name, value in facts.warm_up.items()
@@ -176,7 +179,7 @@ def _flat(facts: Facts) -> list[tuple[str, str]]:
 
 def _results(facts: Facts) -> list[str]:
     rows = [
-        ("mode; pause mode; KV policy", _how(facts)),
+        ("mode; pause mode; KV policy", _modes_cell(facts)),
         ("reward before", _number(facts.reward_before)),
         ("reward after", _number(facts.reward_after)),
         ("weight versions published", str(facts.versions)),
@@ -187,13 +190,13 @@ def _results(facts: Facts) -> list[str]:
         ("tokens per second", f"{facts.tokens_per_s:.0f}"),
         ("trainer idle", f"{facts.trainer_idle_share:.1%}"),
         ("engines idle", f"{facts.engine_idle_share:.1%}"),
-        ("a group's wait for its last rollout", seconds_cell(facts.straggler_wait_s)),
-        ("episodes' time by activity", spent_cell(facts.episode_activity_s)),
-        ("mean publish; mean stall of an engine per swap", _publishing(facts)),
-        ("context found in engines' caches", _cached(facts)),
-        ("draft tokens verified", _guessed(facts)),
+        ("mean wait of a group for its last rollout", seconds_cell(facts.straggler_wait_s)),
+        ("episodes' time by activity", activities_cell(facts.episode_activity_s)),
+        ("mean time of a publish; mean engine stall per swap", _publish_cell(facts)),
+        ("prefilled tokens found in cache", _cache_cell(facts)),
+        ("draft tokens verified", _drafts_cell(facts)),
         ("engines' weights quantized to", facts.quantization or "-"),
-        ("engines paced to a step time of", _paced(facts)),
+        ("minimum step time of engines", _pacing_cell(facts)),
         ("mismatch of trainer and engines", mismatch_cell(facts.mismatch)),
         (
             "peak memory of all processes",
@@ -203,34 +206,34 @@ def _results(facts: Facts) -> list[str]:
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
-def _how(facts: Facts) -> str:
+def _modes_cell(facts: Facts) -> str:
     return "; ".join(value or "-" for value in (facts.mode, facts.pause_mode, facts.kv_policy))
 
 
-def _publishing(facts: Facts) -> str:
+def _publish_cell(facts: Facts) -> str:
     return f"{seconds_cell(facts.publish_s)}; {seconds_cell(facts.weight_swap_stall_s)}"
 
 
-def _guessed(facts: Facts) -> str:
+def _drafts_cell(facts: Facts) -> str:
     if not facts.draft_tokens:
         return "-"
     share = facts.accepted_draft_tokens / facts.draft_tokens
     return f"{facts.draft_tokens}, {share:.1%} accepted"
 
 
-def _paced(facts: Facts) -> str:
+def _pacing_cell(facts: Facts) -> str:
     if not facts.step_time_min_s:
         return "-"
-    return f"{1e3 * facts.step_time_min_s:g} ms at least (step_time_min_s)"
+    return f"{1e3 * facts.step_time_min_s:g} ms (step_time_min_s)"
 
 
-def _cached(facts: Facts) -> str:
+def _cache_cell(facts: Facts) -> str:
     if not facts.context_tokens:
         return "-"
     share = facts.cached_context_tokens / facts.context_tokens
     sampled = facts.ledger["generated"] + facts.evaluation_ledger["generated"]
     computed = (facts.context_tokens - facts.cached_context_tokens) / max(1, sampled)
-    return f"{share:.1%}; {computed:.2f} tokens computed for each one sampled"
+    return f"{share:.1%}; {computed:.2f} tokens prefilled per sampled token"
 
 
 def _bound(bound: int | None) -> str:
@@ -243,15 +246,15 @@ def _number(value: float | None) -> str:
 
 def _staleness(facts: Facts) -> list[str]:
     bound = facts.staleness_bound
-    kept = bound is None or facts.max_staleness <= bound
+    is_within_bound = bound is None or facts.max_staleness <= bound
     return [
-        "Versions between the trainer at consumption and the oldest weights that sampled a "
-        "rollout's tokens.",
+        "Trainer version at consumption minus the oldest version that sampled a trained token of "
+        "the rollout.",
         "",
         f"Mean {facts.mean_staleness:.2f}, highest {facts.max_staleness}, bound "
-        f"{_bound(bound)}: {'kept' if kept else '**BROKEN**'}.",
+        f"{_bound(bound)}: {'kept' if is_within_bound else '**EXCEEDED**'}.",
         "",
-        *parted_lines(facts.staleness_from_generation, facts.staleness_from_queue),
+        *split_lines(facts.staleness_from_generation, facts.staleness_from_queue),
         *forecast_lines(facts.forecast),
         "| staleness | rollouts |",
         "|---|---|",
@@ -268,7 +271,7 @@ def _ledger(facts: Facts) -> list[str]:
     lines = ["| tokens | |", "|---|---|", *(f"| {name} | {count} |" for name, count in rows)]
     lines += [f"| unaccounted for | {error} |", ""]
     lines.append(
-        f"Evaluation, apart from this: {facts.evaluation_ledger['generated']} tokens. "
+        f"Evaluation tokens, not included above: {facts.evaluation_ledger['generated']}. "
         + (
             "Rollouts discarded: "
             + ", ".join(f"{n} {reason}" for reason, n in sorted(facts.discarded_rollouts.items()))
@@ -289,19 +292,19 @@ def _audit(facts: Facts) -> list[str]:
 def _comparison(facts: Facts, others: list[Facts]) -> list[str]:
     if not others:
         return []
-    head = (
+    header = (
         "| run | mode; pause; KV | wall s | trainer idle | engines idle | reward | staleness | "
-        "over 2+ versions |"
+        "2+ versions |"
     )
-    lines = ["## Beside other runs from the same weights", "", head, "|---" * 8 + "|"]
-    for each in (facts, *others):
-        name = f"**{each.run}**" if each is facts else each.run
+    lines = ["## Comparison with other runs of the same model", "", header, "|---" * 8 + "|"]
+    for run in (facts, *others):
+        name = f"**{run.run}**" if run is facts else run.run
         lines.append(
-            f"| {name} | {_how(each)} | {each.wall_s:.1f} | {each.trainer_idle_share:.1%} | "
-            f"{each.engine_idle_share:.1%} | {_number(each.reward_before)} to "
-            f"{_number(each.reward_after)} | "
-            f"{each.max_staleness} of {_bound(each.staleness_bound)} | "
-            f"{each.mixed_version_share:.1%} |"
+            f"| {name} | {_modes_cell(run)} | {run.wall_s:.1f} | {run.trainer_idle_share:.1%} | "
+            f"{run.engine_idle_share:.1%} | {_number(run.reward_before)} to "
+            f"{_number(run.reward_after)} | "
+            f"{run.max_staleness} of {_bound(run.staleness_bound)} | "
+            f"{run.mixed_version_share:.1%} |"
         )
     return [*lines, ""]
 

@@ -43,12 +43,12 @@ def draw_report(path: Path, directory: Path, facts: Facts, metrics: list[dict[st
     _draw_reward(figure.add_subplot(grid[0, :2]), facts, metrics)
     _draw_staleness(figure.add_subplot(grid[0, 2]), facts)
     _draw_timeline(figure.add_subplot(grid[1, :]), directory, facts)
-    how = " · ".join(v for v in (facts.mode, facts.pause_mode, facts.kv_policy) if v)
-    figure.suptitle(f"Run {facts.run}    {how}", x=0.01, ha="left", fontsize=13, color=INK)
+    modes = " · ".join(v for v in (facts.mode, facts.pause_mode, facts.kv_policy) if v)
+    figure.suptitle(f"Run {facts.run}    {modes}", x=0.01, ha="left", fontsize=13, color=INK)
     figure.savefig(path, dpi=110)
 
 
-def _plain(axes: Axes, title: str) -> None:
+def _style_axes(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=10.5, color=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -64,7 +64,7 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
         for row in metrics
         if row.get("version") is not None and row.get("reward") is not None
     ]
-    _plain(axes, "Reward over weight versions")
+    _style_axes(axes, "Reward over weight versions")
     if points:
         axes.plot(*zip(*points, strict=True), color=BLUE, lw=1.6, label="mean of each batch")
     held_out = [(0, facts.reward_before), (facts.versions, facts.reward_after)]
@@ -101,7 +101,7 @@ def _draw_staleness(axes: Axes, facts: Facts) -> None:
     values = range(highest + 1)
     total = max(1, sum(counts.values()))
     shares = [100 * counts.get(value, 0) / total for value in values]
-    _plain(axes, "Staleness of trained rollouts")
+    _style_axes(axes, "Staleness of trained rollouts")
     colours = [BLUE if bound is None or value <= bound else RED for value in values]
     axes.bar(values, shares, color=colours, width=0.7)
     for value, share in zip(values, shares, strict=True):
@@ -140,7 +140,7 @@ def _draw_bound(axes: Axes, bound: int) -> None:
 
 def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
     """Draw a lane per engine, coloured by version, and one of the trainer, by activity."""
-    _plain(axes, "")
+    _style_axes(axes, "")
     axes.grid(visible=False)
     path = trace_path(directory)
     trace = read_trace(path) if path.exists() else Trace()
@@ -212,12 +212,12 @@ def _draw_lane(
         facecolors=[_colour(i, is_trainer) for _, _, i in shown],
         lw=0,
     )
-    for start, end, word, colour in _stretches(shown, is_trainer):
+    for start, end, label, colour in _labelled_ranges(shown, is_trainer):
         if end - start >= LABEL_SHARE_MIN * window_us:
             axes.text(
                 (start + end) / 2,
                 row,
-                word,
+                label,
                 ha="center",
                 va="center",
                 fontsize=8.5,
@@ -235,18 +235,18 @@ def _colour(interval: Interval, is_trainer: bool) -> str:
     return VERSION_COLOURS[interval.version % len(VERSION_COLOURS)]
 
 
-def _stretches(
+def _labelled_ranges(
     shown: list[tuple[int, int, Interval]], is_trainer: bool
 ) -> list[tuple[int, int, str, str]]:
     """Merge neighbouring bars with the same label, gaps included, so that a label is drawn once."""
-    stretches: list[tuple[int, int, str, str]] = []
+    ranges: list[tuple[int, int, str, str]] = []
     for start, end, interval in shown:
-        word = interval.name if is_trainer else f"v{interval.version}"
-        if stretches and stretches[-1][2] == word:
-            stretches[-1] = (stretches[-1][0], end, *stretches[-1][2:])
+        label = interval.name if is_trainer else f"v{interval.version}"
+        if ranges and ranges[-1][2] == label:
+            ranges[-1] = (ranges[-1][0], end, *ranges[-1][2:])
         else:
-            stretches.append((start, end, word, _colour(interval, is_trainer)))
-    return stretches
+            ranges.append((start, end, label, _colour(interval, is_trainer)))
+    return ranges
 
 
 def _draw_legend(axes: Axes) -> None:

@@ -14,7 +14,7 @@ from tidegate.transport.regular_files import read_regular
 RUN_FILE = "run.json"
 
 
-def lives(directory: Path) -> list[Path]:
+def process_directories(directory: Path) -> list[Path]:
     """Return the directories of a run's processes, oldest first; of a ``part-N``, only itself."""
     parts = [path for path in directory.glob("part-*") if path.name[5:].isdecimal()]
     return [directory, *sorted(parts, key=lambda path: int(path.name[5:]))]

@@ -23,7 +23,7 @@ from tidegate.observability.trajectories import (
     SCHEMA,
     STREAM_FILE,
     TRAJECTORIES_FILE,
-    Snapshot,
+    RolloutSnapshot,
     to_record_batch,
 )
 from tidegate.transport.private_directory import make_private_directory, make_private_file
@@ -118,7 +118,7 @@ class RunFiles:
         if self.failure is not None:
             raise self.failure.with_traceback(None)
 
-    def write_rollouts(self, snapshots: list[Snapshot]) -> None:
+    def write_rollouts(self, snapshots: list[RolloutSnapshot]) -> None:
         """Append rows to the stream at once, and to the Parquet file's next row group.
 
         Call it only from a job: it writes to the files.

@@ -20,7 +20,7 @@ from tidegate.observability.episode_tracks import (
     episode_interval,
     is_of_episodes,
 )
-from tidegate.observability.run_directories import lives
+from tidegate.observability.run_directories import process_directories
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
 from tidegate.transport.private_directory import make_private_file
 from tidegate.transport.regular_files import read_regular
@@ -31,7 +31,9 @@ TRACE_FILE = "trace.json"
 def trace_path(directory: Path) -> Path:
     """Return the path of the last trace that the run's processes left. Traces can't be merged,
     because each process has its own clock."""
-    found = [life / TRACE_FILE for life in lives(directory) if (life / TRACE_FILE).exists()]
+    found = [
+        part / TRACE_FILE for part in process_directories(directory) if (part / TRACE_FILE).exists()
+    ]
     return found[-1] if found else directory / TRACE_FILE
 
 

@@ -53,8 +53,8 @@ def _track_line(name: str, track: list[Interval], length_us: int) -> str:
     for interval in track:
         shares[interval.name] = shares.get(interval.name, 0) + interval.ended_us
         shares[interval.name] -= interval.started_us
-    said = ", ".join(f"{what} {us / max(1, length_us):.0%}" for what, us in sorted(shares.items()))
-    return f"  {name}: {said}"
+    parts = [f"{activity} {us / max(1, length_us):.0%}" for activity, us in sorted(shares.items())]
+    return f"  {name}: {', '.join(parts)}"
 
 
 def _episode_lines(intervals: Collection[EpisodeInterval]) -> list[str]:
@@ -64,6 +64,6 @@ def _episode_lines(intervals: Collection[EpisodeInterval]) -> list[str]:
         kind = interval.name.split()[0]
         spent_us[kind] = spent_us.get(kind, 0) + interval.ended_us - interval.started_us
     episodes = sum(1 for interval in intervals if interval.name.startswith("rollout "))
-    whole_us = spent_us.pop("rollout", 0)
-    said = ", ".join(f"{what} {us / max(1, whole_us):.0%}" for what, us in sorted(spent_us.items()))
-    return [f"  episodes, {episodes} of them: {said}"] if episodes else []
+    total_us = spent_us.pop("rollout", 0)
+    parts = [f"{activity} {us / max(1, total_us):.0%}" for activity, us in sorted(spent_us.items())]
+    return [f"  episodes ({episodes}): {', '.join(parts)}"] if episodes else []

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
-from tidegate.observability.run_directories import lives
+from tidegate.observability.run_directories import process_directories
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, Turn
@@ -172,7 +172,7 @@ class RecordedRollout(_RowFields):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot(_RowFields):
+class RolloutSnapshot(_RowFields):
     """A row to record, copied from a rollout when it was handed over: the rollout may change."""
 
     task: object
@@ -183,17 +183,17 @@ class Snapshot(_RowFields):
     """Rows of the nested column ``turns``, by column name."""
 
 
-def snapshot(
+def snapshot_rollout(
     rollout: Rollout,
     *,
     task: object,
     advantage: float | None,
     consumed_version: int | None,
-) -> Snapshot:
+) -> RolloutSnapshot:
     """Copy what is recorded of ``rollout``."""
     oldest = rollout.oldest_trained_version
     known = consumed_version is not None and oldest is not None
-    return Snapshot(
+    return RolloutSnapshot(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         index=rollout.index,
@@ -261,7 +261,7 @@ def _span_row(span: VersionSpan) -> dict[str, Any]:
     }
 
 
-def to_record_batch(snapshots: list[Snapshot]) -> pa.RecordBatch:
+def to_record_batch(snapshots: list[RolloutSnapshot]) -> pa.RecordBatch:
     """Convert rollouts into an Arrow record batch."""
 
     def column(name: str) -> list[Any]:
@@ -338,7 +338,7 @@ def count_trajectories(directory: Path) -> int:
 
 def _parts(directory: Path) -> list[Path]:
     """Return the directories of the first process, and of later ones that recorded rollouts."""
-    first, *later = lives(directory)
+    first, *later = process_directories(directory)
     recorded = [d for d in later if (d / TRAJECTORIES_FILE).exists() or (d / STREAM_FILE).exists()]
     is_killed_first = recorded and not (first / TRAJECTORIES_FILE).exists()
     return (
@@ -414,7 +414,7 @@ def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
         raise AuditError(f"{path} has other columns than this version of Tidegate writes")
 
 
-def as_recorded(taken: Snapshot) -> RecordedRollout:
+def as_recorded(taken: RolloutSnapshot) -> RecordedRollout:
     """Convert a snapshot into the row that would be read back after recording it."""
     row = {field.name: getattr(taken, field.name) for field in fields(taken)}
     row |= {

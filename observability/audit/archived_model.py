@@ -34,7 +34,11 @@ SMALLEST_STEP = 1e-30
 
 
 def load_version(
-    version: int, where: Callable[[int], Path], adapter: str = "", *, quantization: str = ""
+    version: int,
+    weights_directory: Callable[[int], Path],
+    adapter: str = "",
+    *,
+    quantization: str = "",
 ) -> Any:
     """Load a version in float32; if ``adapter`` is not empty, merge that adapter into it.
 
@@ -43,25 +47,29 @@ def load_version(
     Raises:
         AuditError: a part is missing, damaged, or does not fit.
     """
-    laid_over: list[Path] = []
-    adapters = WeightParts.read(where(version)).adapters
-    whole = version
-    while (parts := WeightParts.read(where(whole))).over is not None:
-        if not parts.is_adapter and (where(whole) / parts.file_name).is_file():
-            laid_over.append(where(whole) / parts.file_name)
-        whole = parts.over
-    model = load_weights(where(whole))
-    if laid_over:
-        _untie_as_first(model, where(0))
-    for path in reversed(laid_over):
-        model = _lay_over(model, path)
+    overlays: list[Path] = []
+    adapters = WeightParts.read(weights_directory(version)).adapters
+    base = version
+    while (parts := WeightParts.read(weights_directory(base))).over is not None:
+        if not parts.is_adapter and (weights_directory(base) / parts.file_name).is_file():
+            overlays.append(weights_directory(base) / parts.file_name)
+        base = parts.over
+    model = load_weights(weights_directory(base))
+    if overlays:
+        _untie_as_first(model, weights_directory(0))
+    for path in reversed(overlays):
+        model = _overlay(model, path)
     if quantization:
         _round(model, quantization)
     if adapter:
-        found = adapters.get(adapter)
-        if found is None:
+        entry = adapters.get(adapter)
+        if entry is None:
             raise AuditError(f"v{version} has no adapter {adapter!r} in the archive")
-        _merge(model, where(found.version) / WeightParts(is_adapter=True).file_name, found.scale)
+        _merge(
+            model,
+            weights_directory(entry.version) / WeightParts(is_adapter=True).file_name,
+            entry.scale,
+        )
     return model
 
 
@@ -71,7 +79,7 @@ def _untie_as_first(model: Any, first: Path) -> None:
     transformers ties head and embedding if they happen to be equal. An engine that started with a
     different head keeps both, so a later part changes only one of them.
     """
-    if _is_tied(model) and _holds(first, HEAD) and not _is_tied(load_weights(first)):
+    if _is_tied(model) and _has_tensor(first, HEAD) and not _is_tied(load_weights(first)):
         _untie(model)
 
 
@@ -85,7 +93,7 @@ def _untie(model: Any) -> None:
     head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
-def _holds(directory: Path, name: str) -> bool:
+def _has_tensor(directory: Path, name: str) -> bool:
     for file in directory.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118  (safetensors' own, which isn't iterable)
@@ -126,27 +134,27 @@ def _merge(model: Any, path: Path, scale: float) -> None:
     try:
         check_regular(path)
         tensors = load_file(path)
-        for name, narrow in tensors.items():
-            projection, is_narrow, _ = name.partition(".lora_A.weight")
-            if is_narrow:
-                wide = tensors[f"{projection}.lora_B.weight"]
+        for name, lora_a in tensors.items():
+            projection, is_lora_a, _ = name.partition(".lora_A.weight")
+            if is_lora_a:
+                lora_b = tensors[f"{projection}.lora_B.weight"]
                 matrix = model.get_parameter(f"{projection}.weight")
-                matrix += scale * (wide.float() @ narrow.float())
+                matrix += scale * (lora_b.float() @ lora_a.float())
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AuditError(f"the adapter in {path} can't be merged: {why}") from error
 
 
-def _lay_over(model: Any, path: Path) -> Any:
+def _overlay(model: Any, path: Path) -> Any:
     """Copy the tensors of a partial set into a model, by names of its state_dict or directory."""
     try:
         check_regular(path)
         tensors = load_file(path)
         state = model.state_dict()
-        own = {name: tensor for name, tensor in tensors.items() if name in state}
-        model.load_state_dict(own, strict=False)
-        others = {name: tensor for name, tensor in tensors.items() if name not in state}
-        return _lay_over_directory(model, others) if others else model
+        known = {name: tensor for name, tensor in tensors.items() if name in state}
+        model.load_state_dict(known, strict=False)
+        unknown = {name: tensor for name, tensor in tensors.items() if name not in state}
+        return _overlay_saved(model, unknown) if unknown else model
     except AuditError:
         raise
     except Exception as error:
@@ -154,38 +162,38 @@ def _lay_over(model: Any, path: Path) -> Any:
         raise AuditError(f"{path} can't be laid over the version before: {why}") from error
 
 
-def _lay_over_directory(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _overlay_saved(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """Convert the model to a directory's names, replace ``tensors``, and load it again."""
     saved = _as_saved(model, tensors)
     for name, tensor in tensors.items():
-        found = next((n for n in _spellings(model, name) if n in saved), None)
-        if found is None:
+        entry = next((n for n in _possible_names(model, name) if n in saved), None)
+        if entry is None:
             raise ValueError(
                 f"{name} is no tensor of transformers' model, nor of a directory that it saves"
             )
-        if tensor.shape != saved[found].shape:
+        if tensor.shape != saved[entry].shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}")
-        saved[found] = tensor
+        saved[entry] = tensor
     is_tied = _is_tied(model)
     with _quiet_transformers():
-        made = type(model).from_pretrained(
+        reloaded = type(model).from_pretrained(
             None, config=model.config, state_dict=saved, dtype=torch.float32
         )
-    if not is_tied and _is_tied(made):
-        _untie(made)
-    return made.eval()
+    if not is_tied and _is_tied(reloaded):
+        _untie(reloaded)
+    return reloaded.eval()
 
 
 def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return all tensors by the loaded directory's names, or by transformers' default names."""
     saved = revert_weight_conversion(model, model.state_dict())
-    if not all(any(n in saved for n in _spellings(model, name)) for name in tensors):
+    if not all(any(n in saved for n in _possible_names(model, name)) for name in tensors):
         model._weight_conversions = None  # so that transformers takes its defaults
         saved = revert_weight_conversion(model, model.state_dict())
     return {name: tensor.detach().clone() for name, tensor in saved.items()}
 
 
-def _spellings(model: Any, name: str) -> tuple[str, ...]:
+def _possible_names(model: Any, name: str) -> tuple[str, ...]:
     """Return the name as it is, with, and without the base model's prefix."""
     prefix = f"{model.base_model_prefix}."
     return name, prefix + name, name.removeprefix(prefix)

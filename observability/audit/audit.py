@@ -16,10 +16,10 @@ import numpy as np
 from tidegate.errors import AuditError
 from tidegate.observability.audit.bookkeeping import Bookkeeping
 from tidegate.observability.audit.replay_plan import (
-    Plan,
     Problem,
     Purpose,
     Replay,
+    ReplayPlan,
     Segment,
     plan_rollout,
 )
@@ -32,7 +32,7 @@ from tidegate.observability.run_directories import (
     RUN_FILE,
     has_ended,
     is_part,
-    lives,
+    process_directories,
     read_run_file,
 )
 from tidegate.observability.run_files import replace_file
@@ -66,7 +66,7 @@ PROBLEMS_SHOWN_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class WorstToken:
     """The token with the largest difference between replayed and recorded log-prob."""
 
     difference: float
@@ -114,7 +114,7 @@ class AuditReport:
     not archived; they can't be checked."""
     spans: int
     spans_mixed: int
-    worst: Worst | None
+    worst: WorstToken | None
     version_power: DetectionPower
     """Power for spans sampled and read by one version, replayed under a neighbouring version."""
     kv_power: DetectionPower
@@ -126,9 +126,9 @@ class AuditReport:
     @property
     def agrees(self) -> bool:
         """Whether every token with a provenance agrees with it, and no tag contradicts another."""
-        explained = self.tokens_agreeing + self.tokens_unknown
-        explained += self.tokens_unreplayable + self.tokens_unarchived
-        return not self.problems and explained == self.tokens
+        accounted = self.tokens_agreeing + self.tokens_unknown
+        accounted += self.tokens_unreplayable + self.tokens_unarchived
+        return not self.problems and accounted == self.tokens
 
     def lines(self) -> list[str]:
         """Return the result as lines for a person."""
@@ -143,16 +143,18 @@ class AuditReport:
             for engine, dtype in sorted(self.other_dtypes.items())
         ]
         if self.tokens_unknown:
-            lines.append(f"{self.tokens_unknown} tokens are tagged unknown and were not replayed")
+            lines.append(
+                f"{self.tokens_unknown} tokens were not replayed: their KV history is unknown"
+            )
         if self.tokens_unreplayable:
             lines.append(
-                f"{self.tokens_unreplayable} tokens were drawn by logit processors that an audit "
-                f"doesn't know, or from images, audio or video, and were not replayed"
+                f"{self.tokens_unreplayable} tokens were not replayed: they were drawn with "
+                f"user-defined logit processors or a grammar, or from images, audio or video"
             )
         if self.tokens_unarchived:
             lines.append(
-                f"{self.tokens_unarchived} tokens are of weights that a process was killed before "
-                f"it had archived, and were not replayed"
+                f"{self.tokens_unarchived} tokens were not replayed: a process was killed before "
+                f"it had archived their weights"
             )
         if self.worst is not None:
             w = self.worst
@@ -168,7 +170,7 @@ class AuditReport:
             if power.spans_tried:
                 lines.append(
                     f"power: of {power.spans_tried} spans {what}, {power.spans_unnoticed} would "
-                    f"have gone unnoticed ({power.unnoticed_share:.1%})"
+                    f"not be detected ({power.unnoticed_share:.1%})"
                 )
         lines += [str(problem) for problem in self.problems[:PROBLEMS_SHOWN_MAX]]
         if (more := len(self.problems) - PROBLEMS_SHOWN_MAX) > 0:
@@ -203,54 +205,54 @@ def audit_run(
     directory = Path(directory)
     _refuse_without_weights(directory)
     parts = [
-        life
-        for life in lives(directory)
-        if life == directory or (life / TRAJECTORIES_FILE).exists() or (life / STREAM_FILE).exists()
+        part
+        for part in process_directories(directory)
+        if part == directory or (part / TRAJECTORIES_FILE).exists() or (part / STREAM_FILE).exists()
     ]
     recorded = sum(count_trajectories(part) for part in parts)
-    plans: list[Plan] = []
+    plans: list[ReplayPlan] = []
     problems: list[Problem] = []
     replays: list[Replay] = []
     probes: list[Replay] = []
-    others: dict[str, str] = {}
+    other_dtypes: dict[str, str] = {}
     unarchived = row = 0
-    wanted = _wanted(recorded, rollouts_max)
+    rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
     for part in parts:
         archive = _archive_of(part)
-        books = Bookkeeping(part)
-        of_part: list[Plan] = []
+        bookkeeping = Bookkeeping(part)
+        plans_of_part: list[ReplayPlan] = []
         for rollout in read_trajectories_of_one(part):
-            books.note(rollout)
-            # Takes `wanted` rows, evenly spaced: those at which the count due so far increases.
-            if (row + 1) * wanted // recorded > row * wanted // recorded:
-                of_part.append(plan_rollout(rollout))
+            bookkeeping.note(rollout)
+            # Take `rollouts_wanted` rows, evenly spaced: those at which the count due increases.
+            if (row + 1) * rollouts_wanted // recorded > row * rollouts_wanted // recorded:
+                plans_of_part.append(plan_rollout(rollout))
             row += 1
-        problems += [problem for plan in of_part for problem in plan.problems]
-        problems += books.problems()
-        wanting = [replay for plan in of_part for replay in plan.replays]
+        problems += [problem for plan in plans_of_part for problem in plan.problems]
+        problems += bookkeeping.problems()
+        planned = [replay for plan in plans_of_part for replay in plan.replays]
         dtypes = _dtypes(part)
-        for segment in (segment for replay in wanting for segment in replay.segments):
+        for segment in (segment for replay in planned for segment in replay.segments):
             dtype = dtypes.get(segment.engine, "")
-            wide = TOLERANCES.get(dtype, TOLERANCE)
-            segment.tolerance = wide if tolerance is None else tolerance
-            if wide > TOLERANCE:
-                others[segment.engine] = dtype
-        possible, lost = _replayable(wanting, archive, problems)
-        unarchived += lost
-        wrong = _probes(possible, archive.archived)
-        if possible:
+            dtype_tolerance = TOLERANCES.get(dtype, TOLERANCE)
+            segment.tolerance = dtype_tolerance if tolerance is None else tolerance
+            if dtype_tolerance > TOLERANCE:
+                other_dtypes[segment.engine] = dtype
+        replayable, tokens_lost = _replayable(planned, archive, problems)
+        unarchived += tokens_lost
+        probes_of_part = _probes(replayable, archive.archived)
+        if replayable:
             replay_all(
-                [*possible, *wrong],
+                [*replayable, *probes_of_part],
                 lambda version, part=part: archived_weights(part, version),  # type: ignore[misc]
                 progress,
                 quantization=_quantization(part),
             )
-        replays += possible
-        probes += wrong
-        plans += of_part
+        replays += replayable
+        probes += probes_of_part
+        plans += plans_of_part
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
-        raise AuditError(f"{directory} holds {recorded} rollouts and not one sampled token")
+        raise AuditError(f"{directory} holds {recorded} rollouts but no sampled token to audit")
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]
     problems += _mismatches(segments)
@@ -266,11 +268,11 @@ def audit_run(
         tokens_unarchived=unarchived,
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
-        worst=_worst(segments),
+        worst=_worst_token(segments),
         version_power=_power(probes, "other_version"),
         kv_power=_power(probes, "fresh_kv"),
         problems=tuple(sorted(problems, key=lambda p: (p.rollout_id, p.turn))),
-        other_dtypes=others,
+        other_dtypes=other_dtypes,
     )
 
 
@@ -312,7 +314,7 @@ class _Archive:
     """Weights that are available for one process's records."""
 
     archived: Archived
-    lost: frozenset[int]
+    lost_versions: frozenset[int]
     """Versions that a process may have published but was killed before archiving."""
 
 
@@ -340,10 +342,14 @@ def _lost_versions(directory: Path) -> set[int]:
     are not written.
     """
     lost: set[int] = set()
-    for life in lives(directory.parent) if is_part(directory) else lives(directory):
-        run = _run_of(life)
+    for part in (
+        process_directories(directory.parent)
+        if is_part(directory)
+        else process_directories(directory)
+    ):
+        run = _run_of(part)
         if run and not has_ended(run):
-            newest = max(_versions_in(life / "weights"), default=-1)
+            newest = max(_versions_in(part / "weights"), default=-1)
             lost |= set(range(newest + 1, newest + 2 + QUEUED_WEIGHTS_MAX))
     return lost
 
@@ -353,7 +359,7 @@ def _versions_in(archive: Path) -> set[int]:
     return {int(name[1:]) for name in names if name[1:].isdecimal()}
 
 
-def _wanted(recorded: int, rollouts_max: int | None) -> int:
+def _rollouts_wanted(recorded: int, rollouts_max: int | None) -> int:
     """Return how many of the recorded rollouts to audit."""
     if rollouts_max is not None and rollouts_max < 1:
         raise AuditError(f"rollouts_max must be at least 1, got {rollouts_max}")
@@ -368,13 +374,13 @@ def _replayable(
     If a killed process had no time to archive them, it is no problem: the second value counts those
     tokens.
     """
-    possible = []
+    replayable = []
     tokens_lost = 0
     for replay in replays:
         unknown = {(stage.version, replay.adapter) for stage in replay.stages} - archive.archived
         if not unknown:
-            possible.append(replay)
-        elif {version for version, _ in unknown} <= archive.lost:
+            replayable.append(replay)
+        elif {version for version, _ in unknown} <= archive.lost_versions:
             tokens_lost += sum(len(segment.token_ids) for segment in replay.segments)
             continue
         for segment in replay.segments if unknown else ():
@@ -384,7 +390,7 @@ def _replayable(
                 f"which are not in the archive"
             )
             problems.append(Problem(segment.rollout_id, segment.turn, message))
-    return possible, tokens_lost
+    return replayable, tokens_lost
 
 
 def _probes(replays: list[Replay], archived: Archived) -> list[Replay]:
@@ -393,15 +399,15 @@ def _probes(replays: list[Replay], archived: Archived) -> list[Replay]:
     fresh = [pair for pair in pairs if not pair[1].is_mixed]
     mixed = [pair for pair in pairs if pair[1].is_mixed]
     probes = []
-    for replay, segment in _some(fresh):
+    for replay, segment in _sample_pairs(fresh):
         if (other := _neighbour(segment.version, replay.adapter, archived)) is not None:
             probes.append(_probe(replay, segment, other, "other_version"))
-    for replay, segment in _some(mixed):
+    for replay, segment in _sample_pairs(mixed):
         probes.append(_probe(replay, segment, segment.version, "fresh_kv"))
     return probes
 
 
-def _some(pairs: list[tuple[Replay, Segment]]) -> list[tuple[Replay, Segment]]:
+def _sample_pairs(pairs: list[tuple[Replay, Segment]]) -> list[tuple[Replay, Segment]]:
     # A fixed seed makes an audit reproducible.
     return random.Random(0).sample(pairs, min(PROBES_MAX, len(pairs)))
 
@@ -441,27 +447,27 @@ def _power(probes: list[Replay], purpose: Purpose) -> DetectionPower:
 def _mismatches(segments: Iterable[Segment]) -> list[Problem]:
     problems = []
     for segment in segments:
-        wrong = np.flatnonzero(~_agreeing(segment))
-        if len(wrong):
-            first = int(wrong[0])
+        mismatched = np.flatnonzero(~_agreeing(segment))
+        if len(mismatched):
+            first = int(mismatched[0])
             message = (
-                f"{len(wrong)} of {len(segment.token_ids)} tokens tagged v{segment.version} were "
-                f"not sampled so, first token {segment.first_token + first}: recorded "
+                f"{len(mismatched)} of {len(segment.token_ids)} tokens tagged v{segment.version} "
+                f"do not match its weights, first token {segment.first_token + first}: recorded "
                 f"{segment.recorded[first]:.6f}, replayed {segment.replayed[first]:.6f}"
             )
             problems.append(Problem(segment.rollout_id, segment.turn, message))
     return problems
 
 
-def _worst(segments: Iterable[Segment]) -> Worst | None:
-    worst: Worst | None = None
+def _worst_token(segments: Iterable[Segment]) -> WorstToken | None:
+    worst: WorstToken | None = None
     for segment in segments:
         with np.errstate(invalid="ignore"):
-            gaps = np.nan_to_num(np.abs(segment.replayed - segment.recorded), nan=np.inf)
-        index = int(gaps.argmax())
-        if worst is None or gaps[index] > worst.difference:
-            worst = Worst(
-                difference=float(gaps[index]),
+            differences = np.nan_to_num(np.abs(segment.replayed - segment.recorded), nan=np.inf)
+        index = int(differences.argmax())
+        if worst is None or differences[index] > worst.difference:
+            worst = WorstToken(
+                difference=float(differences[index]),
                 rollout_id=segment.rollout_id,
                 turn=segment.turn,
                 token=segment.first_token + index,

@@ -45,8 +45,8 @@ class Bookkeeping:
 
     def note(self, row: RecordedRollout) -> None:
         """Check one row by itself and against the rows before it."""
-        says = self._of_trained(row) if row.state == "trained" else _of_untrained(row)
-        self._problems += [Problem(row.rollout_id, -1, message) for message in says]
+        messages = self._of_trained(row) if row.state == "trained" else _of_untrained(row)
+        self._problems += [Problem(row.rollout_id, -1, message) for message in messages]
         if row.state == "trained" and row.consumed_version is not None:
             self._newest_consumed = max(self._newest_consumed, row.consumed_version)
             self._rollouts[row.consumed_version].add((row.group_id, row.index))
@@ -80,36 +80,36 @@ class Bookkeeping:
                 f"{'no version' if oldest is None else f'v{oldest}'} and it was consumed at "
                 f"v{consumed}, which makes {computed}"
             )
-        floor, bound = row.oldest_trainable, self._statistics.get("staleness_bound")
-        if floor and isinstance(bound, int) and floor != consumed - bound:
+        oldest_trainable, bound = row.oldest_trainable, self._statistics.get("staleness_bound")
+        if oldest_trainable and isinstance(bound, int) and oldest_trainable != consumed - bound:
             yield (
-                f"oldest_trainable={floor}, but at v{consumed} a bound of {bound} masks tokens "
-                f"before v{consumed - bound}"
+                f"oldest_trainable={oldest_trainable}, but at v{consumed} a bound of {bound} masks "
+                f"tokens before v{consumed - bound}"
             )
 
     def _of_batches(self) -> Iterator[str]:
         """Compare the rows with ``metrics.jsonl``, version by version."""
-        told = [line for line in self._batches if {"version", "rollouts"} <= line.keys()]
-        if not told:
+        batch_rows = [line for line in self._batches if {"version", "rollouts"} <= line.keys()]
+        if not batch_rows:
             if self._has_ended and self._statistics.get("batches") and self._rollouts:
                 yield f"{METRICS_FILE} has no batch, and trajectories have trained rows"
             return
         rollouts: Counter[int] = Counter()
         tokens: Counter[int] = Counter()
-        for line in told:
+        for line in batch_rows:
             rollouts[line["version"]] += line["rollouts"]
             tokens[line["version"]] += line.get("sampled_tokens", 0)
         versions = sorted({*rollouts, *self._rollouts})
         for version in versions:
-            found, sampled = len(self._rollouts[version]), self._tokens[version]
+            row_count, row_tokens = len(self._rollouts[version]), self._tokens[version]
             # A process may be killed between a batch's rows and its line.
-            if not self._has_ended and version == versions[-1] and found >= rollouts[version]:
+            if not self._has_ended and version == versions[-1] and row_count >= rollouts[version]:
                 continue
-            if (found, sampled) != (rollouts[version], tokens[version]):
+            if (row_count, row_tokens) != (rollouts[version], tokens[version]):
                 yield (
                     f"trained at v{version}: {rollouts[version]} rollouts with {tokens[version]} "
-                    f"tokens by {METRICS_FILE}, {found} with {sampled} by the rows' state and "
-                    f"consumed_version"
+                    f"tokens by {METRICS_FILE}, {row_count} with {row_tokens} by the rows' state "
+                    f"and consumed_version"
                 )
 
 

@@ -27,7 +27,9 @@ from tidegate.transport.sampling import Processor
 Tokens = npt.NDArray[np.int32]
 
 
-def edited(logits: torch.Tensor, segment: Segment, context: Tokens, first: int) -> torch.Tensor:
+def edit_logits(
+    logits: torch.Tensor, segment: Segment, context: Tokens, first: int
+) -> torch.Tensor:
     """Return logits [N, V] after penalties, biases and processors, from token ``first`` on.
 
     Returns ``logits`` unchanged if the turn has no such options. Temperature and filters come
@@ -40,40 +42,40 @@ def edited(logits: torch.Tensor, segment: Segment, context: Tokens, first: int) 
     rows = []
     for n, row in enumerate(logits):
         position = segment.position + first + n
-        rows.append(_edited_row(row, options, context[:start], context[start:position]))
+        rows.append(_edit_row(row, options, context[:start], context[start:position]))
     return torch.stack(rows)
 
 
-def _edited_row(
+def _edit_row(
     x: torch.Tensor, options: SamplingParams, prompt: Tokens, output: Tokens
 ) -> torch.Tensor:
     x = x.clone()
-    for one in options.logit_bias:
-        x[one.token_id] += one.bias
+    for item in options.logit_bias:
+        x[item.token_id] += item.bias
     if len(output) < options.min_tokens:
         x[[t for t in options.stop_token_ids if 0 <= t < len(x)]] = -torch.inf
     if options.repetition_penalty != 1:
         penalty: Any = transformers.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
-        seen = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
-        x = torch.as_tensor(penalty(seen[None], x[None])[0])
+        token_ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+        x = torch.as_tensor(penalty(token_ids[None], x[None])[0])
     counts = torch.from_numpy(np.bincount(output, minlength=len(x)).astype(np.float32))
     x = x - options.frequency_penalty * counts - options.presence_penalty * (counts > 0)
     for text in options.processors:
-        x = _processed(x, Processor.from_str(text), len(output))
+        x = _apply_processor(x, Processor.from_str(text), len(output))
     return x
 
 
-def _processed(x: torch.Tensor, processor: Processor, index: int) -> torch.Tensor:
+def _apply_processor(x: torch.Tensor, processor: Processor, index: int) -> torch.Tensor:
     arguments = processor.arguments
     if processor.name == "temperature_schedule":
         first, last = arguments["initial"], arguments["final"]
         share = min(1.0, index / arguments["warmup_tokens"])
         return x / float(first + (last - first) * share)
-    named = torch.zeros(len(x), dtype=torch.bool)
-    named[arguments["token_ids"]] = True
+    mask = torch.zeros(len(x), dtype=torch.bool)
+    mask[arguments["token_ids"]] = True
     if processor.name == "allowed_tokens":
-        named = ~named
-    return x.masked_fill(named, -torch.inf)
+        mask = ~mask
+    return x.masked_fill(mask, -torch.inf)
 
 
 BATCH_TOKENS_MAX = 2048
@@ -177,7 +179,7 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
         past_key_values=_joined_pasts([pasts.pop(id(r), []) for r in batch], past),
         use_cache=True,
     )
-    _look_up(output.logits, batch)
+    _store_logprobs(output.logits, batch)
     for row, (replay, stage) in enumerate(zip(batch, stages, strict=True)):
         if replay.stages_done + 1 < len(replay.stages):
             positions = slice(past - stage.start, past + stage.end - stage.start)
@@ -204,9 +206,9 @@ def _joined_pasts(pasts: list[Layers], past: int) -> Any:
     return cache
 
 
-def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
+def _store_logprobs(logits: torch.Tensor, batch: list[Replay]) -> None:
     """Store the log-probs of all tokens whose logits this stage computed. logits: [B, T, V]"""
-    pieces: list[tuple[Segment, int, int]] = []
+    slices: list[tuple[Segment, int, int]] = []
     rows: list[torch.Tensor] = []
     for row, replay in enumerate(batch):
         stage = _stage(replay)
@@ -216,26 +218,26 @@ def _look_up(logits: torch.Tensor, batch: list[Replay]) -> None:
             last = min(stage.end, segment.position - 1 + len(segment.token_ids))
             if first < last:
                 offset = first - segment.position + 1
-                pieces.append((segment, offset, offset + last - first))
+                slices.append((segment, offset, offset + last - first))
                 drawn_from = logits[row, first - stage.start : last - stage.start].float()
-                rows.append(edited(drawn_from, segment, replay.context, offset))
-    if not pieces:
+                rows.append(edit_logits(drawn_from, segment, replay.context, offset))
+    if not slices:
         return
     chosen = torch.cat(rows)
-    token_ids = np.concatenate([s.token_ids[a:b] for s, a, b in pieces]).astype(np.int64)
-    recorded = np.concatenate([s.recorded[a:b] for s, a, b in pieces])
-    lengths = torch.tensor([b - a for _, a, b in pieces])
+    token_ids = np.concatenate([s.token_ids[a:b] for s, a, b in slices]).astype(np.int64)
+    recorded = np.concatenate([s.recorded[a:b] for s, a, b in slices])
+    lengths = torch.tensor([b - a for _, a, b in slices])
     settings = torch.tensor(
         [
             [s.sampling.temperature, s.sampling.top_k, s.sampling.top_p, _min_p(s)]
-            for s, _, _ in pieces
+            for s, _, _ in slices
         ]
     ).repeat_interleave(lengths, dim=0)
     logprobs = sampled_logprobs(
         chosen, torch.from_numpy(token_ids), settings, torch.from_numpy(recorded)
     ).numpy()
-    cuts = itertools.accumulate(b - a for _, a, b in pieces)
-    for (segment, a, b), end in zip(pieces, cuts, strict=True):
+    cuts = itertools.accumulate(b - a for _, a, b in slices)
+    for (segment, a, b), end in zip(slices, cuts, strict=True):
         segment.replayed[a:b] = logprobs[end - (b - a) : end]
 
 

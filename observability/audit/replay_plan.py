@@ -95,7 +95,7 @@ class Replay:
 
 
 @dataclass(slots=True)
-class Plan:
+class ReplayPlan:
     """Replays of one rollout, problems found without a replay, and token counts."""
 
     replays: list[Replay] = field(default_factory=list)
@@ -109,27 +109,31 @@ class Plan:
     """Tokens drawn with an unknown logit processor or after media; only their tags are checked."""
 
 
-def plan_rollout(rollout: RecordedRollout) -> Plan:
+def plan_rollout(rollout: RecordedRollout) -> ReplayPlan:
     """Return what to replay to check every token of a rollout."""
-    plan = Plan()
+    plan = ReplayPlan()
     context = np.asarray(rollout.token_ids, dtype=np.int32)
     logprobs = np.asarray(rollout.logprobs, dtype=np.float32)
     for turn_index, turn in enumerate(rollout.turns):
         plan.tokens += turn.length
         plan.spans += len(turn.spans)
         plan.spans_mixed += sum(span.kv_label.startswith("mixed") for span in turn.spans)
-        broken = list(_broken_tables(turn, len(context)))
-        if not broken:
+        contradictions = list(_broken_tables(turn, len(context)))
+        if not contradictions:
             for history, spans in _passes(turn):
-                _plan_pass(plan, history, spans, _Place(rollout, turn_index, context, logprobs))
-        plan.problems += [Problem(rollout.rollout_id, turn_index, message) for message in broken]
+                _plan_pass(
+                    plan, history, spans, _TurnContext(rollout, turn_index, context, logprobs)
+                )
+        plan.problems += [
+            Problem(rollout.rollout_id, turn_index, message) for message in contradictions
+        ]
     plan.problems += _unclaimed(rollout, logprobs)
     plan.replays = _merged(plan.replays)
     return plan
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TurnContext:
     rollout: RecordedRollout
     turn_index: int
     context: npt.NDArray[np.int32]
@@ -186,14 +190,17 @@ def _passes(turn: RecordedTurn) -> Iterator[tuple[TurnPrefill | None, list[Versi
 
 
 def _plan_pass(
-    plan: Plan, history: TurnPrefill | None, spans: list[VersionSpan], place: _Place
+    plan: ReplayPlan,
+    history: TurnPrefill | None,
+    spans: list[VersionSpan],
+    turn_context: _TurnContext,
 ) -> None:
     """Check the tags of one pass against its history, and add its replay."""
-    turn = place.turn
-    rollout_id = place.rollout.rollout_id
+    turn = turn_context.turn
+    rollout_id = turn_context.rollout.rollout_id
 
     def problem(message: str) -> None:
-        plan.problems.append(Problem(rollout_id, place.turn_index, message))
+        plan.problems.append(Problem(rollout_id, turn_context.turn_index, message))
 
     if history is None:
         plan.tokens_unknown += sum(span.end - span.start for span in spans)
@@ -203,7 +210,7 @@ def _plan_pass(
         return
     for message in _contradictions(turn, history, spans):
         problem(message)
-    if not is_replayable(turn) or place.has_media:
+    if not is_replayable(turn) or turn_context.has_media:
         plan.tokens_unreplayable += sum(span.end - span.start for span in spans)
         return
     stages = _stages(turn, history, spans)
@@ -211,23 +218,23 @@ def _plan_pass(
     for span in spans:
         first, last = turn.start + span.start, turn.start + span.end
         # Not from the span's own kv tag, which is being checked.
-        seen = {stage.version for stage in stages if stage.start < last - 1}
+        versions = {stage.version for stage in stages if stage.start < last - 1}
         segments.append(
             Segment(
                 rollout_id=rollout_id,
-                turn=place.turn_index,
+                turn=turn_context.turn_index,
                 first_token=span.start,
                 version=span.version,
                 position=first,
-                token_ids=place.context[first:last],
-                recorded=place.logprobs[first:last],
+                token_ids=turn_context.context[first:last],
+                recorded=turn_context.logprobs[first:last],
                 sampling=turn,
-                is_mixed=seen != {span.version},
+                is_mixed=versions != {span.version},
                 engine=span.engine,
             )
         )
     adapter = turn.options.adapter if turn.options is not None else ""
-    plan.replays.append(Replay(place.context, stages, segments, adapter=adapter))
+    plan.replays.append(Replay(turn_context.context, stages, segments, adapter=adapter))
 
 
 def is_replayable(turn: RecordedTurn) -> bool:
@@ -252,8 +259,8 @@ def _contradictions(
         versions.append(span.version)
         expected = KvRange(min(versions), max(versions))
         if span.kv != expected:
-            right = VersionSpan(span.version, span.start, span.end, span.engine, expected)
-            yield f"{_tokens(span)} say {span.kv_label}, but the KV was {right.kv_label}"
+            corrected = VersionSpan(span.version, span.start, span.end, span.engine, expected)
+            yield f"{_tokens(span)} say {span.kv_label}, but the KV was {corrected.kv_label}"
     for prefill in turn.prefills:
         if any(span.start < prefill.at < span.end for span in spans):
             yield f"a span reaches across token {prefill.at}, where the KV was computed anew"
@@ -289,8 +296,8 @@ def _unclaimed(rollout: RecordedRollout, logprobs: npt.NDArray[np.float32]) -> l
     if len(orphans := np.flatnonzero((claims == 0) & (logprobs != 0))):
         message = f"{len(orphans)} sampled tokens, from position {orphans[0]}, are in no turn"
         problems.append(Problem(rollout.rollout_id, len(rollout.turns), message))
-    if len(twice := np.flatnonzero(claims > 1)):
-        message = f"{len(twice)} tokens, from position {twice[0]}, are in two turns"
+    if len(duplicates := np.flatnonzero(claims > 1)):
+        message = f"{len(duplicates)} tokens, from position {duplicates[0]}, are in two turns"
         problems.append(Problem(rollout.rollout_id, len(rollout.turns), message))
     return problems
 

@@ -82,7 +82,7 @@ def token_for(address: Address, environment: Mapping[str, str] = os.environ) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DashboardRequest:
     """The parts of a request that decide about access."""
 
     host: str
@@ -92,14 +92,14 @@ class Request:
     query_token: str
 
 
-def shows_token(request: Request, token: str) -> bool:
+def shows_token(request: DashboardRequest, token: str) -> bool:
     """Return whether a request carries the token, in the query, as bearer token or cookie."""
     if not token:
         return False
     scheme, _, bearer = request.authorization.partition(" ")
-    shown = [request.query_token, _in_cookie(request.cookie, cookie_name(request.host))]
-    shown += [bearer.strip()] if scheme.lower() == "bearer" else []
-    return any(secrets.compare_digest(each.encode(), token.encode()) for each in shown)
+    tokens = [request.query_token, _token_in_cookie(request.cookie, cookie_name(request.host))]
+    tokens += [bearer.strip()] if scheme.lower() == "bearer" else []
+    return any(secrets.compare_digest(candidate.encode(), token.encode()) for candidate in tokens)
 
 
 def cookie_name(host: str) -> str:
@@ -113,7 +113,7 @@ def cookie_value(token: str) -> str:
     return quote(token, safe="")
 
 
-def _in_cookie(header: str, name: str) -> str:
+def _token_in_cookie(header: str, name: str) -> str:
     try:
         morsel = SimpleCookie(header).get(name)
     except CookieError:

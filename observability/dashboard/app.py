@@ -76,16 +76,16 @@ def dashboard_app(
 
     def shows_token(headers: Headers) -> bool:
         query = parse_qs(headers.query.decode("latin-1"))
-        shown = access.Request(
+        request = access.DashboardRequest(
             host=headers.one("host"),
             authorization=headers.one("authorization"),
             cookie=headers.one("cookie"),
             query_token=query.get("token", [""])[0],
         )
-        return access.shows_token(shown, token)
+        return access.shows_token(request, token)
 
     policy = AccessPolicy(bound_host, shows_secret=shows_token, needs_secret=bool(token))
-    return AccessGuard(starlette, policy, _refusal_body, headers=access.HEADERS)
+    return AccessGuard(starlette, policy, _error_body, headers=access.HEADERS)
 
 
 class _App:
@@ -97,49 +97,49 @@ class _App:
         """Return a handler for one of the page's files, which is read once."""
         body = files("tidegate.observability.dashboard").joinpath("page", name).read_bytes()
 
-        async def answer(http: HttpRequest) -> Response:
+        async def respond(http: HttpRequest) -> Response:
             return Response(body, media_type=PAGE_FILES[name])
 
-        return answer
+        return respond
 
     async def state(self, http: HttpRequest) -> Response:
         recent = "recent" in http.query_params
-        seen = await asyncio.to_thread(self._source.observe, is_update=recent)
-        return await asyncio.to_thread(lambda: _json({**about(seen), "frame": frame(seen)}))
+        snapshot = await asyncio.to_thread(self._source.observe, is_update=recent)
+        return await asyncio.to_thread(lambda: _json({**about(snapshot), "frame": frame(snapshot)}))
 
     async def updates(self, http: HttpRequest) -> Response:
         try:
             viewer = self._updates.viewer()
         except TooManyViewers as error:
-            return _refusal(503, str(error))
+            return _error(503, str(error))
         return StreamingResponse(_events(viewer), media_type="text/event-stream")
 
     async def rollouts(self, http: HttpRequest) -> Response:
         query = http.query_params
         state = query.get("state", "")
         if state not in STATES:
-            return _refusal(400, f"state must be one of {', '.join(sorted(STATES - {''}))}")
+            return _error(400, f"state must be one of {', '.join(sorted(STATES - {''}))}")
         group, skip = _number(query.get("group", "")), _number(query.get("skip", "0"))
         if (query.get("group") and group is None) or skip is None or skip < 0:
-            return _refusal(400, "group and skip must be whole numbers")
-        asked = RolloutQuery(state, group, skip, is_mixed=query.get("mixed") == "1")
-        lines, total = await asyncio.to_thread(self._source.rollouts, asked)
+            return _error(400, "group and skip must be whole numbers")
+        rollout_query = RolloutQuery(state, group, skip, is_mixed=query.get("mixed") == "1")
+        lines, total = await asyncio.to_thread(self._source.rollouts, rollout_query)
         return _json(rollout_list(lines, total=total))
 
     async def rollout(self, http: HttpRequest) -> Response:
         rollout_id = _number(http.path_params["rollout_id"])
         start = _number(http.query_params.get("start", "0"))
         if rollout_id is None or start is None or start < 0:
-            return _refusal(400, "a rollout's id and start must be whole numbers")
+            return _error(400, "a rollout's id and start must be whole numbers")
         found = await asyncio.to_thread(self._source.rollout, rollout_id)
         if found is None:
-            return _refusal(404, f"there is no rollout {rollout_id}, or it is kept no more")
+            return _error(404, f"rollout {rollout_id} does not exist or is no longer kept")
         tokenizer = self._source.tokenizer
         return _json(await asyncio.to_thread(rollout_page, found, tokenizer, start=start))
 
     async def metrics(self, http: HttpRequest) -> Response:
-        seen = await asyncio.to_thread(self._source.observe, is_update=True)
-        return Response(await asyncio.to_thread(exposition, seen), media_type=CONTENT_TYPE)
+        snapshot = await asyncio.to_thread(self._source.observe, is_update=True)
+        return Response(await asyncio.to_thread(exposition, snapshot), media_type=CONTENT_TYPE)
 
 
 async def _events(viewer: "AsyncIterator[bytes]") -> AsyncIterator[bytes]:
@@ -151,25 +151,25 @@ async def _events(viewer: "AsyncIterator[bytes]") -> AsyncIterator[bytes]:
 def _with_cookie(handler: Handler, token: str) -> Handler:
     """Set the token as a cookie if a browser passed it in the URL."""
 
-    async def answer(http: HttpRequest) -> Response:
-        response = await _answered(handler, http)
+    async def respond(http: HttpRequest) -> Response:
+        response = await _respond(handler, http)
         if token and http.query_params.get("token", ""):
             name = access.cookie_name(http.headers.get("host", ""))
             value = access.cookie_value(token)
             response.set_cookie(name, value, httponly=True, samesite="strict")
         return response
 
-    return answer
+    return respond
 
 
-async def _answered(handler: Handler, http: HttpRequest) -> Response:
+async def _respond(handler: Handler, http: HttpRequest) -> Response:
     try:
         return await handler(http)
     except TidegateError as error:
-        return _refusal(410, str(error))
+        return _error(410, str(error))
     except Exception as error:
         log.error("the dashboard failed to answer a request", exc_info=error)
-        return _refusal(500, f"{type(error).__name__}: {error}")
+        return _error(500, f"{type(error).__name__}: {error}")
 
 
 def _number(text: str) -> int | None:
@@ -180,11 +180,11 @@ def _number(text: str) -> int | None:
     return number if abs(number) <= NUMBER_MAX else None
 
 
-def _refusal_body(status: int, why: str) -> bytes:
+def _error_body(status: int, why: str) -> bytes:
     return msgspec.json.encode({"error": why})
 
 
-def _refusal(status: int, why: str) -> Response:
+def _error(status: int, why: str) -> Response:
     return _json({"error": why}, status)
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidegate.observability.dashboard.observation import Observation, RolloutLine
+from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine
 from tidegate.observability.dashboard.timeline import Slice
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.off_policy import BY_LAG
@@ -60,19 +60,19 @@ SCALARS = (
 """Fields of `RunStatistics` that the page shows as single values."""
 
 
-def frame(seen: Observation) -> dict[str, Any]:
+def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
     """Return all of an observation that the page shows."""
-    s, noted = seen.statistics, seen.noted
+    s, collected = snapshot.statistics, snapshot.collected
     return {
-        "at_us": seen.at_us,
-        "is_over": seen.is_over,
+        "at_us": snapshot.at_us,
+        "is_over": snapshot.is_over,
         "run": {name: _plain(getattr(s, name)) for name in SCALARS},
         "ledger": _ledger(s.ledger),
         "evaluation_ledger": _ledger(s.evaluation_ledger),
         "staleness": _pairs(s.staleness_histogram),
         "in_flight": _pairs(s.staleness_from_generation),
         "in_queue": _pairs(s.staleness_from_queue),
-        "lags": _pairs(noted.token_lags),
+        "lags": _pairs(collected.token_lags),
         "discards": [
             [reason, d.rollouts, d.tokens, _plain(d.mean_tokens), _plain(d.share_of_generated)]
             for reason, d in s.discards.items()
@@ -80,17 +80,17 @@ def frame(seen: Observation) -> dict[str, Any]:
         "length_bias": _length_bias(s),
         "forecast": _forecast(s),
         "off_policy": {
-            "ess": _plain(noted.off_policy.effective_sample_size),
-            "kl": _plain(noted.off_policy.mismatch_kl),
-            "k3": _plain(noted.off_policy.k3),
-            "chi2": _plain(noted.off_policy.chi2),
+            "ess": _plain(collected.off_policy.effective_sample_size),
+            "kl": _plain(collected.off_policy.mismatch_kl),
+            "k3": _plain(collected.off_policy.k3),
+            "chi2": _plain(collected.off_policy.chi2),
             "by_lag": [
-                [lag, *(_plain(told.get(name)) for name in BY_LAG)]
-                for lag, told in sorted(noted.off_policy.by_lag.items())
+                [lag, *(_plain(values.get(name)) for name in BY_LAG)]
+                for lag, values in sorted(collected.off_policy.by_lag.items())
             ],
         },
         "trainer_activity_s": {
-            kind: _plain(seconds) for kind, seconds in noted.trainer_activity_s.items()
+            kind: _plain(seconds) for kind, seconds in collected.trainer_activity_s.items()
         },
         "episode_activity_s": {
             name: _plain(seconds) for name, seconds in s.episode_activity_s.items()
@@ -98,28 +98,28 @@ def frame(seen: Observation) -> dict[str, Any]:
         "stuck": [str(each) for each in s.stuck],
         "engines": _engines(s),
         "groups": [
-            [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in seen.groups
+            [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups
         ],
-        "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in noted.batches],
-        "timeline": timeline(seen),
+        "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in collected.batches],
+        "timeline": timeline(snapshot),
     }
 
 
-def timeline(seen: Observation) -> dict[str, Any]:
+def timeline(snapshot: DashboardSnapshot) -> dict[str, Any]:
     """Return the timeline: slices by engine, marks, and the trainer's activities."""
-    noted = seen.noted
+    collected = snapshot.collected
     return {
-        "slice_us": noted.slice_us,
-        "engines": {name: _slices(slices) for name, slices in noted.slices.items()},
-        "marks": [[m.engine, m.name, m.at_us, m.version] for m in noted.marks],
-        "trainer": [[a.kind, a.started_us, a.ended_us, a.version] for a in noted.trainer],
+        "slice_us": collected.slice_us,
+        "engines": {name: _slices(slices) for name, slices in collected.slices.items()},
+        "marks": [[m.engine, m.name, m.at_us, m.version] for m in collected.marks],
+        "trainer": [[a.kind, a.started_us, a.ended_us, a.version] for a in collected.trainer],
     }
 
 
-def about(seen: Observation) -> dict[str, Any]:
+def about(snapshot: DashboardSnapshot) -> dict[str, Any]:
     """Return what the page receives only once."""
     return {
-        "about": dict(seen.about),
+        "about": dict(snapshot.about),
         "batch_columns": BATCH_COLUMNS,
         "by_lag_columns": tuple(BY_LAG),
     }

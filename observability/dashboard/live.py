@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Timeline
-from tidegate.observability.trajectories import Snapshot, snapshot
+from tidegate.observability.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder, TrainerActivity
@@ -30,7 +30,7 @@ ENDED_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRollout:
     """An ended rollout, not copied, because it no longer changes."""
 
     rollout: Rollout
@@ -38,9 +38,9 @@ class Ended:
     advantage: float | None
     consumed_version: int | None
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RolloutSnapshot:
         """Return the rollout as it would be recorded."""
-        return snapshot(
+        return snapshot_rollout(
             self.rollout,
             task=self.task,
             advantage=self.advantage,
@@ -49,7 +49,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class _EndedRows:
+class _EndedBatch:
     """Rollouts that ended together, stored without conversion: most are never looked at."""
 
     rows: Sequence[tuple[Rollout, object]]
@@ -57,16 +57,16 @@ class _EndedRows:
     consumed_version: int | None
     tokens: int
 
-    def newest_first(self) -> Iterator[Ended]:
+    def newest_first(self) -> Iterator[EndedRollout]:
         """Yield the rollouts one by one."""
         for (rollout, task), advantage in zip(
             reversed(self.rows), reversed(self.advantages), strict=True
         ):
-            yield Ended(rollout, task, advantage, self.consumed_version)
+            yield EndedRollout(rollout, task, advantage, self.consumed_version)
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class CollectedData:
     """Immutable copy of what was collected, as of one instant."""
 
     batches: tuple[Mapping[str, float], ...] = ()
@@ -88,7 +88,7 @@ def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class LiveNotes(Recorder):
+class LiveRecorder(Recorder):
     """Keeps what the dashboard shows of a running run. Thread-safe."""
 
     def __init__(self, now_us: Callable[[], int] = monotonic_us) -> None:
@@ -96,7 +96,7 @@ class LiveNotes(Recorder):
         self._lock = threading.Lock()
         self._timeline = Timeline()
         self._batches: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=BATCHES_KEPT)
-        self._ended: deque[_EndedRows] = deque()
+        self._ended: deque[_EndedBatch] = deque()
         self._ended_rows = self._ended_tokens = 0
         self._token_lags: Counter[int] = Counter()
         self._trainer_us: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class LiveNotes(Recorder):
     ) -> None:
         tokens = sum([len(rollout.token_ids) for rollout, _ in rows])
         with self._lock:
-            self._ended.append(_EndedRows(rows, advantages, consumed_version, tokens))
+            self._ended.append(_EndedBatch(rows, advantages, consumed_version, tokens))
             self._ended_rows += len(rows)
             self._ended_tokens += tokens
             while self._ended_rows > ENDED_KEPT or (
@@ -197,20 +197,20 @@ class LiveNotes(Recorder):
     # ------------------------------------------------------------ called by the dashboard
 
     @property
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[EndedRollout]:
         """Rollouts that are over, newest first."""
         with self._lock:
             kept = list(self._ended)
         return [ended for part in reversed(kept) for ended in part.newest_first()]
 
-    def noted(self, since_us: int = 0) -> Noted:
+    def collected(self, since_us: int = 0) -> CollectedData:
         """Return a copy of all data; time-stamped data since ``since_us``, plus the last batch."""
         with self._lock:  # the run's loop waits for the lock, so slow work is done on copies
             timeline, batches = self._timeline.copy(), list(self._batches)
             token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)
             off_policy = self._off_policy
         recent = [m for at_us, m in batches if at_us >= since_us] or [m for _, m in batches[-1:]]
-        return Noted(
+        return CollectedData(
             batches=tuple(recent),
             slices=timeline.slices(since_us),
             slice_us=timeline.slice_us,

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
 from tidegate.errors import AuditError, ModelError
-from tidegate.observability.dashboard.earlier import earlier_batches
-from tidegate.observability.dashboard.live import Noted
-from tidegate.observability.dashboard.observation import Observation, RolloutLine, short
+from tidegate.observability.dashboard.live import CollectedData
+from tidegate.observability.dashboard.recorded_batches import read_batches
+from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine, shorten
 from tidegate.observability.dashboard.source import LISTED_MAX, RolloutQuery
 from tidegate.observability.dashboard.timeline import timeline_of
 from tidegate.observability.facts import read_record
@@ -73,9 +73,9 @@ class RecordedSource:
         """None if the model's directory has moved; tokens are then shown by id."""
         with contextlib.suppress(ModelError):
             self.tokenizer = read_tokenizer(Path(run.model) / "tokenizer.json")
-        self._seen = Observation(
+        self._snapshot = DashboardSnapshot(
             statistics=run.statistics or _no_statistics(),
-            noted=_noted(self._directory, lags),
+            collected=_collected(self._directory, lags),
             about={
                 "name": self._directory.resolve().name,
                 "model": run.model,
@@ -86,9 +86,9 @@ class RecordedSource:
             is_over=True,
         )
 
-    def observe(self, *, is_update: bool = False) -> Observation:
+    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         """Return the snapshot, which never changes; see :meth:`Source.observe`."""
-        return self._seen
+        return self._snapshot
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
         """List rollouts in the order in which they ended; see :meth:`Source.rollouts`."""
@@ -114,9 +114,9 @@ def _read_run(directory: Path) -> _RunFile:
         raise AuditError(f"{directory / RUN_FILE} can't be read: {error}") from error
 
 
-def _noted(directory: Path, lags: Mapping[int, int]) -> Noted:
-    batches = earlier_batches(directory)
-    noted = Noted(
+def _collected(directory: Path, lags: Mapping[int, int]) -> CollectedData:
+    batches = read_batches(directory)
+    collected = CollectedData(
         batches=tuple(batches),
         token_lags=dict(sorted(lags.items())),
         off_policy=off_policy_of(batches[-1]) if batches else OffPolicy(),
@@ -124,13 +124,13 @@ def _noted(directory: Path, lags: Mapping[int, int]) -> Noted:
     try:
         trace = read_trace(trace_path(directory))
     except (OSError, msgspec.MsgspecError, KeyError):
-        return noted
+        return collected
     timeline = timeline_of(trace, TRAINER_TRACK)
     seconds: Counter[str] = Counter()
     for each in timeline.trainer:
         seconds[each.kind] += each.ended_us - each.started_us
     return dataclasses.replace(
-        noted,
+        collected,
         slices=timeline.slices(),
         slice_us=timeline.slice_us,
         marks=list(timeline.marks),
@@ -175,7 +175,7 @@ def _add_lines(batch: pa.RecordBatch, lines: list[RolloutLine], lags: Counter[in
                 staleness=row["staleness"],
                 oldest_version=min(versions, default=None),
                 newest_version=max(versions, default=None),
-                task=short(row["task"]),
+                task=shorten(row["task"]),
             )
         )
 

@@ -17,7 +17,7 @@ from tidegate.orchestrator.episodes.tool_calls import parse_reply
 TOKENS_SHOWN_MAX = 20_000
 """Tokens returned at a time: as many elements as a browser lays out within a second."""
 
-LOOK_BACK_TOKENS = 8
+CONTEXT_TOKENS = 8
 """Tokens decoded before each token, whose text depends on them: a character may be four tokens."""
 
 TASK_CHARACTERS_MAX = 4_000
@@ -42,8 +42,8 @@ def rollout_page(
         "state": rollout.state,
         "reason": rollout.discard_reason or "",
         "task": rollout.task[:TASK_CHARACTERS_MAX],
-        "reward": _plain(rollout.reward),
-        "advantage": _plain(rollout.advantage),
+        "reward": _rounded(rollout.reward),
+        "advantage": _rounded(rollout.advantage),
         "consumed_version": rollout.consumed_version,
         "staleness": rollout.staleness,
         "branch_of": rollout.branch_of,
@@ -52,7 +52,7 @@ def rollout_page(
         "end": end,
         "context_tokens": len(rollout.token_ids),
         "texts": token_texts(rollout.token_ids, tokenizer, start=start, end=end),
-        "logprobs": [_plain(p) for p in rollout.logprobs[start:end]],
+        "logprobs": [_rounded(p) for p in rollout.logprobs[start:end]],
         "segments": segments(rollout),
         "turns": [_turn(turn, rollout, tokenizer) for turn in rollout.turns],
     }
@@ -61,16 +61,16 @@ def rollout_page(
 def segments(rollout: RecordedRollout) -> list[list[Any]]:
     """Return maximal runs of one provenance over the whole context, given tokens included."""
     found: list[list[Any]] = []
-    at = 0
+    position = 0
     for number, turn in enumerate(rollout.turns):
-        if turn.start > at:
-            found.append([at, turn.start, -1, -1, "", ""])
+        if turn.start > position:
+            found.append([position, turn.start, -1, -1, "", ""])
         for span in turn.spans:
             first, last = turn.start + span.start, turn.start + span.end
             found.append([first, last, number, span.version, span.engine, span.kv_label])
-        at = turn.start + turn.length
-    if at < len(rollout.token_ids):
-        found.append([at, len(rollout.token_ids), -1, -1, "", ""])
+        position = turn.start + turn.length
+    if position < len(rollout.token_ids):
+        found.append([position, len(rollout.token_ids), -1, -1, "", ""])
     return found
 
 
@@ -78,21 +78,23 @@ def token_texts(
     token_ids: Sequence[int], tokenizer: Tokenizer | None, *, start: int, end: int
 ) -> list[str]:
     """Return the text that each token adds; a character of several tokens is the last one's."""
-    ids = list(token_ids[max(0, start - LOOK_BACK_TOKENS) : end])
+    ids = list(token_ids[max(0, start - CONTEXT_TOKENS) : end])
     if tokenizer is None:
         return [f"{token_id} " for token_id in token_ids[start:end]]
     texts, pending = [], 0
-    for place in range(len(ids)):
-        first = max(0, place - LOOK_BACK_TOKENS)
-        before = tokenizer.decode(ids[first : place - pending], skip_special_tokens=False)
-        with_it = tokenizer.decode(ids[first : place + 1], skip_special_tokens=False)
-        is_partial = with_it.endswith("\ufffd") and pending < LOOK_BACK_TOKENS - 1
-        if is_partial and place + 1 < len(ids):
+    for index in range(len(ids)):
+        first = max(0, index - CONTEXT_TOKENS)
+        before = tokenizer.decode(ids[first : index - pending], skip_special_tokens=False)
+        through_token = tokenizer.decode(ids[first : index + 1], skip_special_tokens=False)
+        is_partial = through_token.endswith("\ufffd") and pending < CONTEXT_TOKENS - 1
+        if is_partial and index + 1 < len(ids):
             texts.append("")
             pending += 1
             continue
         pending = 0
-        texts.append(with_it[len(before) :] if with_it.startswith(before) else with_it)
+        texts.append(
+            through_token[len(before) :] if through_token.startswith(before) else through_token
+        )
     return texts[len(texts) - (end - start) :]
 
 
@@ -104,7 +106,7 @@ def _turn(
         "length": turn.length,
         "finish_reason": turn.finish_reason,
         "temperature": turn.temperature,
-        "reward": _plain(turn.reward),
+        "reward": _rounded(turn.reward),
         "versions": [[span.version, span.end - span.start, span.engine] for span in turn.spans],
         "tools": _tools(turn, rollout.token_ids, tokenizer),
     }
@@ -116,9 +118,9 @@ def _tools(
     """Return the names of the tools that the turn calls."""
     if tokenizer is None or turn.length > TOKENS_SHOWN_MAX:
         return []
-    said = tokenizer.decode(list(token_ids[turn.start : turn.start + turn.length]))
-    return [call.name for call in parse_reply(said, ANY_TOOL).tool_calls]
+    text = tokenizer.decode(list(token_ids[turn.start : turn.start + turn.length]))
+    return [call.name for call in parse_reply(text, ANY_TOOL).tool_calls]
 
 
-def _plain(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None

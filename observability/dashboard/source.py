@@ -11,14 +11,14 @@ from typing import Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
-from tidegate.observability.dashboard.live import Ended, LiveNotes, Noted
-from tidegate.observability.dashboard.observation import (
-    Observation,
+from tidegate.observability.dashboard.live import EndedRollout, LiveRecorder
+from tidegate.observability.dashboard.snapshots import (
+    DashboardSnapshot,
     RolloutLine,
     find_rollout,
-    going_on,
     group_lines,
     rollout_lines,
+    unconsumed_rollouts,
 )
 from tidegate.observability.trajectories import RecordedRollout, as_recorded
 from tidegate.orchestrator.core.rollout import Rollout
@@ -48,12 +48,12 @@ class RolloutQuery:
     """Only rollouts whose tokens were sampled by two or more versions."""
 
     @property
-    def has_ended_only(self) -> bool:
+    def is_ended_only(self) -> bool:
         """Whether the state excludes rollouts that the trainer has not received."""
         return self.state in ("trained", "discarded", "evaluated")
 
     @property
-    def goes_on_only(self) -> bool:
+    def is_unconsumed_only(self) -> bool:
         """Whether the state excludes rollouts that are over."""
         return self.state in ("running", "finished")
 
@@ -64,7 +64,7 @@ class Source(Protocol):
     tokenizer: Tokenizer | None
     is_live: bool
 
-    def observe(self, *, is_update: bool = False) -> Observation:
+    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         """Return a snapshot; for an update, time-stamped data of the last seconds only."""
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
@@ -81,58 +81,60 @@ class LiveSource:
 
     def __init__(
         self,
-        notes: LiveNotes,
+        recorder: LiveRecorder,
         *,
-        look: "Callable[[Callable[[Scheduler], object]], object]",
+        read_state: "Callable[[Callable[[Scheduler], object]], object]",
         statistics: Callable[[Scheduler], RunStatistics],
         now_us: Callable[[], int],
         about: Mapping[str, object],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """``look`` calls a function with the scheduler on the run's loop; returns its result."""
-        self._notes = notes
-        self._look = look
+        """``read_state`` calls a function of the scheduler on the run's loop."""
+        self._recorder = recorder
+        self._read_state = read_state
         self._statistics = statistics
         self._now_us = now_us
         self._about = about
         self.tokenizer = tokenizer
 
-    def observe(self, *, is_update: bool = False) -> Observation:
+    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         """Return a snapshot of the run as of now; see :meth:`Source.observe`."""
         now_us = self._now_us()
-        noted = self._notes.noted(now_us - UPDATE_COVERS_US if is_update else 0)
+        collected = self._recorder.collected(now_us - UPDATE_COVERS_US if is_update else 0)
 
-        def observed(scheduler: Scheduler) -> Observation:
-            return Observation(
+        def take_snapshot(scheduler: Scheduler) -> DashboardSnapshot:
+            return DashboardSnapshot(
                 statistics=self._statistics(scheduler),
-                noted=noted,
+                collected=collected,
                 groups=group_lines(scheduler.core),
                 about=self._about,
                 at_us=now_us,
             )
 
-        seen = self._look(observed)
-        assert isinstance(seen, Observation)
-        return seen
+        snapshot = self._read_state(take_snapshot)
+        assert isinstance(snapshot, DashboardSnapshot)
+        return snapshot
 
     def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
         """List rollouts: outstanding ones, then ended ones, newest first; see :class:`Source`."""
         lines: list[RolloutLine] = []
         total = 0
-        if not query.has_ended_only:
+        if not query.is_ended_only:
 
-            def listed(scheduler: Scheduler) -> tuple[list[RolloutLine], int]:
-                found = going_on(scheduler.core, state=query.state, group_id=query.group_id)
-                found = [pair for pair in found if _is_as_mixed(pair[0], query)]
-                some = found[query.skip : query.skip + LISTED_MAX]
-                return rollout_lines((rollout, group.task) for rollout, group in some), len(found)
+            def list_unconsumed(scheduler: Scheduler) -> tuple[list[RolloutLine], int]:
+                found = unconsumed_rollouts(
+                    scheduler.core, state=query.state, group_id=query.group_id
+                )
+                found = [pair for pair in found if _matches_mixed(pair[0], query)]
+                page = found[query.skip : query.skip + LISTED_MAX]
+                return rollout_lines((rollout, group.task) for rollout, group in page), len(found)
 
-            answer = self._look(listed)
-            assert isinstance(answer, tuple)
-            lines, total = answer
-        if query.goes_on_only:
+            result = self._read_state(list_unconsumed)
+            assert isinstance(result, tuple)
+            lines, total = result
+        if query.is_unconsumed_only:
             return lines, total
-        ended = [each for each in self._notes.ended if _is_meant(each, query)]
+        ended = [each for each in self._recorder.ended if _matches(each, query)]
         skip = max(0, query.skip - total)
         for each in islice(ended, skip, skip + LISTED_MAX - len(lines)):
             pair = [(each.rollout, each.task)]
@@ -141,22 +143,19 @@ class LiveSource:
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
         """Return a copy of one rollout; see :meth:`Source.rollout`."""
-        for each in self._notes.ended:
+        for each in self._recorder.ended:
             if each.rollout.rollout_id == rollout_id:
                 return as_recorded(each.snapshot())
-        found = self._look(lambda scheduler: find_rollout(scheduler.core, rollout_id))
+        found = self._read_state(lambda scheduler: find_rollout(scheduler.core, rollout_id))
         return None if found is None else as_recorded(found)  # type: ignore[arg-type]
 
 
-def _is_meant(ended: Ended, query: RolloutQuery) -> bool:
+def _matches(ended: EndedRollout, query: RolloutQuery) -> bool:
     rollout = ended.rollout
     is_of_group = query.group_id is None or rollout.group_id == query.group_id
     is_in_state = query.state in ("", str(rollout.state))
-    return is_of_group and is_in_state and _is_as_mixed(rollout, query)
+    return is_of_group and is_in_state and _matches_mixed(rollout, query)
 
 
-def _is_as_mixed(rollout: Rollout, query: RolloutQuery) -> bool:
+def _matches_mixed(rollout: Rollout, query: RolloutQuery) -> bool:
     return not query.is_mixed or rollout.oldest_version != rollout.newest_version
-
-
-__all__ = ["LISTED_MAX", "LiveSource", "Noted", "RolloutQuery", "Source"]

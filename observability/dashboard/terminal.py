@@ -26,26 +26,26 @@ from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.transport.printable import printable_values
 
 INTERVAL_S = 1.0
-ANSWER_TIMEOUT_S = 10.0
-ANSWER_BYTES_MAX = 64 * 2**20
+RESPONSE_TIMEOUT_S = 10.0
+RESPONSE_BYTES_MAX = 64 * 2**20
 
 ENGINES_SHOWN_MAX = 16
 BAR_WIDTH = 24
 
-STALE_ANSWERS_MAX = 3
+FAILED_REQUESTS_MAX = 3
 """Failed requests in a row after which the dashboard counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """A run whose state can be asked for repeatedly."""
+class WatchedRun:
+    """Run whose state can be fetched repeatedly."""
 
-    ask: Callable[[], Mapping[str, Any]]
+    fetch_state: Callable[[], Mapping[str, Any]]
     """Returns the state, as the dashboard's ``/api/state``; raises OSError without an answer."""
     is_live: bool
 
     @classmethod
-    def found(cls, run: Path | str) -> "Watched":
+    def find(cls, run: Path | str) -> "WatchedRun":
         """Find a run by its directory, or by its dashboard's URL.
 
         Raises:
@@ -55,20 +55,20 @@ class Watched:
         url = run if isinstance(run, str) else url_in(run)
         if url is not None:
             address = _state_url(url)
-            return cls(lambda: _fetched(address), is_live=True)
-        seen = RecordedSource(Path(run)).observe()
-        state = {**about(seen), "frame": frame(seen)}
+            return cls(lambda: _fetch_state(address), is_live=True)
+        snapshot = RecordedSource(Path(run)).observe()
+        state = {**about(snapshot), "frame": frame(snapshot)}
         return cls(lambda: state, is_live=False)
 
 
-def watch(watched: Watched, console: Console, *, once: bool = False) -> None:
+def watch(watched: WatchedRun, console: Console, *, once: bool = False) -> None:
     """Draw the run until it ends, or Ctrl-C; draw it once if the output is no terminal.
 
     Raises:
         ConfigError: the first request gets no answer.
     """
     try:
-        state = watched.ask()
+        state = watched.fetch_state()
     except OSError as error:
         raise ConfigError(f"the dashboard doesn't answer: {error}; has the run ended?") from None
     if once or not watched.is_live or not console.is_terminal:
@@ -76,15 +76,15 @@ def watch(watched: Watched, console: Console, *, once: bool = False) -> None:
         return
     with Live(screen(state), console=console, auto_refresh=False, screen=True) as live:
         _redraw(watched, live)
-    console.print("the run has ended, or its dashboard is out of reach")
+    console.print("disconnected: the run has ended or its dashboard is unreachable")
 
 
-def _redraw(watched: Watched, live: Live) -> None:
+def _redraw(watched: WatchedRun, live: Live) -> None:
     failures = 0
-    while failures < STALE_ANSWERS_MAX:
+    while failures < FAILED_REQUESTS_MAX:
         time.sleep(INTERVAL_S)
         try:
-            live.update(screen(watched.ask()), refresh=True)
+            live.update(screen(watched.fetch_state()), refresh=True)
             failures = 0
         except OSError:
             failures += 1
@@ -93,26 +93,29 @@ def _redraw(watched: Watched, live: Live) -> None:
 def screen(state: Mapping[str, Any]) -> RenderableType:
     """Return a state as rich text, with control characters in names and model output escaped."""
     state = printable_values(state)
-    shown, name = state["frame"], state["about"]["name"]
-    parts: list[RenderableType] = [Text(f"{name}  {_said(state)}", style="bold"), _figures(shown)]
-    if shown["forecast"] is not None:
-        parts.append(Text(shown["forecast"]["advice"], style="cyan"))
-    parts += [Text(each, style="red") for each in shown["stuck"]]
-    return Group(*parts, _engines(shown), _staleness(shown), _ledger(shown))
+    frame_data, name = state["frame"], state["about"]["name"]
+    parts: list[RenderableType] = [
+        Text(f"{name}  {_state_text(state)}", style="bold"),
+        _figures(frame_data),
+    ]
+    if frame_data["forecast"] is not None:
+        parts.append(Text(frame_data["forecast"]["advice"], style="cyan"))
+    parts += [Text(each, style="red") for each in frame_data["stuck"]]
+    return Group(*parts, _engines(frame_data), _staleness(frame_data), _ledger(frame_data))
 
 
-def _said(state: Mapping[str, Any]) -> str:
+def _state_text(state: Mapping[str, Any]) -> str:
     run, is_live = state["frame"]["run"], state["about"]["is_live"]
     if not is_live:
-        return "finished" if state["about"]["is_whole"] else "did not end properly"
-    return f"paused by {run['pause_mode']}" if run["pause_mode"] else "running"
+        return "finished" if state["about"]["is_whole"] else "killed or failed"
+    return f"paused ({run['pause_mode']})" if run["pause_mode"] else "running"
 
 
-def _figures(shown: Mapping[str, Any]) -> Table:
-    run, batches = shown["run"], shown["batches"]
+def _figures(frame_data: Mapping[str, Any]) -> Table:
+    run, batches = frame_data["run"], frame_data["batches"]
     reward = batches[-1][2] if batches else None
     bound = run["staleness_bound"]
-    forecast = shown["forecast"]
+    forecast = frame_data["forecast"]
     pairs = [
         ("batches", f"{run['batches']}"),
         ("weights", f"trainer v{run['trainer_version']}, live v{run['live_version']}"),
@@ -126,16 +129,16 @@ def _figures(shown: Mapping[str, Any]) -> Table:
         ("engines idle", f"{run['engine_idle_share']:.0%}"),
     ]
     table = Table.grid(padding=(0, 2))
-    for (name, value), (other, its_value) in zip(pairs[::2], pairs[1::2], strict=True):
-        table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), its_value)
+    for (name, value), (other, other_value) in zip(pairs[::2], pairs[1::2], strict=True):
+        table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), other_value)
     return table
 
 
-def _engines(shown: Mapping[str, Any]) -> Table:
+def _engines(frame_data: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for title in ("engine", "weights", "turns", "", "queued", "tokens", "busy"):
         table.add_column(title)
-    engines = shown["engines"]
+    engines = frame_data["engines"]
     for name, version, running, waiting, slots, tokens, busy_s, is_alive in engines[
         :ENGINES_SHOWN_MAX
     ]:
@@ -153,27 +156,27 @@ def _engines(shown: Mapping[str, Any]) -> Table:
     return table
 
 
-def _staleness(shown: Mapping[str, Any]) -> Table:
+def _staleness(frame_data: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for title in ("staleness", "rollouts", ""):
         table.add_column(title)
-    pairs = shown["staleness"]
-    most = max((count for _, count in pairs), default=1)
+    pairs = frame_data["staleness"]
+    count_max = max((count for _, count in pairs), default=1)
     for value, count in pairs:
-        table.add_row(f"{value}", f"{count}", _bar(count / most))
+        table.add_row(f"{value}", f"{count}", _bar(count / count_max))
     return table
 
 
-def _ledger(shown: Mapping[str, Any]) -> Text:
-    ledger = shown["ledger"]
-    gone = sum(ledger["discarded"].values())
-    said = (
+def _ledger(frame_data: Mapping[str, Any]) -> Text:
+    ledger = frame_data["ledger"]
+    discarded = sum(ledger["discarded"].values())
+    body = (
         f"tokens: {ledger['generated']} generated = {ledger['trained']} trained + "
-        f"{ledger['buffered']} buffered + {ledger['in_flight']} in flight + {gone} discarded"
+        f"{ledger['buffered']} buffered + {ledger['in_flight']} in flight + {discarded} discarded"
     )
     if ledger["error"]:
-        return Text(f"{said}; {ledger['error']} unaccounted for", style="red")
-    return Text(said)
+        return Text(f"{body}; {ledger['error']} unaccounted for", style="red")
+    return Text(body)
 
 
 def _bar(share: float) -> str:
@@ -184,26 +187,28 @@ def _bar(share: float) -> str:
 def _state_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"a dashboard's URL is like http://127.0.0.1:8080, got {url!r}")
+        raise ConfigError(
+            f"a dashboard's URL is http://HOST:PORT, such as http://127.0.0.1:8080, got {url!r}"
+        )
     query = "&".join(filter(None, [parts.query, "recent=1"]))
     return urlunsplit(parts._replace(path="/api/state", query=query, fragment=""))
 
 
-def _fetched(url: str) -> Mapping[str, Any]:
+def _fetch_state(url: str) -> Mapping[str, Any]:
     """Fetch the state without a proxy: the dashboard is on this host, or directly reachable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=ANSWER_TIMEOUT_S) as answer:
-            said = answer.read(ANSWER_BYTES_MAX)
-            if answer.length:  # the server ended during its answer
-                raise OSError(f"it broke off {answer.length} bytes before its end")
-            body = msgspec.json.decode(said)
+        with opener.open(url, timeout=RESPONSE_TIMEOUT_S) as response:
+            body = response.read(RESPONSE_BYTES_MAX)
+            if response.length:  # the server ended while it responded
+                raise OSError(f"the response ended {response.length} bytes early")
+            body = msgspec.json.decode(body)
     except urllib.error.HTTPError as error:
         if error.code == 403:
-            raise ConfigError("this dashboard wants its token: give the whole URL") from None
-        raise OSError(f"it answers {error.code}") from None
+            raise ConfigError("this dashboard needs its token; give the whole URL") from None
+        raise OSError(f"HTTP status {error.code}") from None
     except (http.client.HTTPException, msgspec.DecodeError):
-        raise ConfigError(f"{urlsplit(url).netloc} is no dashboard of Tidegate's") from None
+        raise ConfigError(f"{urlsplit(url).netloc} is not a Tidegate dashboard") from None
     if not isinstance(body, dict) or "frame" not in body:
-        raise ConfigError(f"{urlsplit(url).netloc} is no dashboard of Tidegate's")
+        raise ConfigError(f"{urlsplit(url).netloc} is not a Tidegate dashboard")
     return body

@@ -1,6 +1,6 @@
 """Recent activity of engines and the trainer, in time slices of equal length; fixed memory.
 
-:class:`LiveNotes` fills it, and the dashboard's page draws it. A slice holds how long its engine
+:class:`LiveRecorder` fills it, and the dashboard's page draws it. A slice holds how long its engine
 decoded and prefilled, and with which version; in the rest of the slice the engine was idle or
 paused.
 """
@@ -25,7 +25,7 @@ TRAINER_INTERVALS_KEPT = 1_000
 ENGINES_MAX = 512
 """Limit of engines drawn; later ones are left out."""
 
-CLOCKS_DIFFER_US = 1_000_000
+CLOCK_SHIFT_MIN_US = 1_000_000
 """Engines on other hosts have clocks with another origin. If an engine's messages seem more than
 a second early or late, its times are shifted by the delay of its fastest message."""
 
@@ -67,7 +67,7 @@ class Activity:
 class _Strip:
     """Slices of one engine, in a ring buffer."""
 
-    __slots__ = ("_decode", "_numbers", "_prefill", "_versions", "newest", "shift_us")
+    __slots__ = ("_decode", "_numbers", "_prefill", "_versions", "clock_shift_us", "newest")
 
     def __init__(self) -> None:
         self._numbers = array("q", [-1]) * SLICES_KEPT
@@ -75,7 +75,7 @@ class _Strip:
         self._decode = array("i", [0]) * SLICES_KEPT
         self._prefill = array("i", [0]) * SLICES_KEPT
         self.newest = -1
-        self.shift_us: int | None = None
+        self.clock_shift_us: int | None = None
         """Smallest delay between a step's end and its arrival; None before the first step."""
 
     def add(self, number: int, busy_us: int, version: int, *, is_prefill: bool) -> None:
@@ -93,7 +93,7 @@ class _Strip:
         other = object.__new__(_Strip)
         other._numbers, other._versions = self._numbers[:], self._versions[:]
         other._decode, other._prefill = self._decode[:], self._prefill[:]
-        other.newest, other.shift_us = self.newest, self.shift_us
+        other.newest, other.clock_shift_us = self.newest, self.clock_shift_us
         return other
 
     def since(self, number: int) -> list[Slice]:
@@ -131,34 +131,38 @@ class Timeline:
                 return
             strip = self._strips[engine] = _Strip()
         late_us = now_us - started_us - busy_us
-        if strip.shift_us is None or late_us < strip.shift_us:
-            strip.shift_us = late_us
-        if abs(strip.shift_us) > CLOCKS_DIFFER_US:
-            started_us += strip.shift_us
-        self._spread(strip, started_us, busy_us, version, is_prefill)
+        if strip.clock_shift_us is None or late_us < strip.clock_shift_us:
+            strip.clock_shift_us = late_us
+        if abs(strip.clock_shift_us) > CLOCK_SHIFT_MIN_US:
+            started_us += strip.clock_shift_us
+        self._add_to_slices(strip, started_us, busy_us, version, is_prefill)
 
-    def _spread(
+    def _add_to_slices(
         self, strip: _Strip, started_us: int, busy_us: int, version: int, is_prefill: bool
     ) -> None:
         slice_us = self.slice_us
         number, within_us = divmod(started_us, slice_us)
         part_us = min(busy_us, slice_us - within_us)
         strip.add(number, part_us, version, is_prefill=is_prefill)
-        rest_us = busy_us - part_us
-        if not rest_us:
+        remaining_us = busy_us - part_us
+        if not remaining_us:
             return  # the usual case
-        for later in itertools.islice(itertools.count(number + 1), SLICES_KEPT):
-            strip.add(later, min(rest_us, slice_us), version, is_prefill=is_prefill)
-            rest_us -= min(rest_us, slice_us)
-            if not rest_us:
+        for next_number in itertools.islice(itertools.count(number + 1), SLICES_KEPT):
+            strip.add(next_number, min(remaining_us, slice_us), version, is_prefill=is_prefill)
+            remaining_us -= min(remaining_us, slice_us)
+            if not remaining_us:
                 return
 
     def mark(self, engine: str, name: str, at_us: int, version: int = -1) -> None:
         """Add an instant, by the engine's clock."""
         strip = self._strips.get(engine)
-        shift_us = strip.shift_us if strip is not None else None
-        if shift_us is not None and abs(shift_us) > CLOCKS_DIFFER_US and name == "swap":
-            at_us += shift_us  # other marks are stamped on arrival
+        clock_shift_us = strip.clock_shift_us if strip is not None else None
+        if (
+            clock_shift_us is not None
+            and abs(clock_shift_us) > CLOCK_SHIFT_MIN_US
+            and name == "swap"
+        ):
+            at_us += clock_shift_us  # other marks are stamped on arrival
         self.marks.append(Mark(engine, name, at_us, version))
 
     def trainer_interval(

@@ -14,7 +14,7 @@ from tidegate.errors import TidegateError
 INTERVAL_S = 0.95
 """Seconds from one frame's start to the next; below 1 s, so that no viewer waits longer."""
 
-REST_SHARE = 0.25
+PAUSE_SHARE = 0.25
 """Share of the interval in which no frame is made, however long the last one took."""
 
 VIEWERS_MAX = 32
@@ -27,15 +27,15 @@ class TooManyViewers(TidegateError):
     """The dashboard has :data:`VIEWERS_MAX` open connections."""
 
     def __init__(self) -> None:
-        super().__init__(f"{VIEWERS_MAX} viewers look at this run already; close one of them")
+        super().__init__(f"{VIEWERS_MAX} dashboard connections are open already; close one")
 
 
 class Updates:
     """Sends frames to all viewers, from a task on the event loop of the first one."""
 
-    def __init__(self, make: Callable[[], bytes], *, interval_s: float = INTERVAL_S) -> None:
-        """``make`` returns an encoded frame; it is called on a thread, never concurrently."""
-        self._make = make
+    def __init__(self, make_frame: Callable[[], bytes], *, interval_s: float = INTERVAL_S) -> None:
+        """``make_frame`` returns an encoded frame; it is called on a thread, never concurrently."""
+        self._make_frame = make_frame
         self._interval_s = interval_s
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -76,7 +76,7 @@ class Updates:
         while self._viewers and not self._is_over:
             due_s = loop.time() + self._interval_s
             try:
-                body = await asyncio.to_thread(self._make)
+                body = await asyncio.to_thread(self._make_frame)
             except TidegateError:
                 self.end()  # the run is over
                 return
@@ -88,7 +88,7 @@ class Updates:
             for queue in self._viewers:
                 if queue.empty():
                     queue.put_nowait(body)
-            await asyncio.sleep(max(REST_SHARE * self._interval_s, due_s - loop.time()))
+            await asyncio.sleep(max(PAUSE_SHARE * self._interval_s, due_s - loop.time()))
 
     def end(self) -> None:
         """End all viewers' streams."""

@@ -138,7 +138,7 @@ def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: 
     again = read_trace(path)
     assert list(again.episodes) == [whole, *children]  # an enclosing interval comes first
     assert set(again.tracks) == {"engine-0", "trainer"}
-    assert "  episodes, 1 of them: tools 30%, turn 60%" in trace_lines(tmp_path)
+    assert "  episodes (1): tools 30%, turn 60%" in trace_lines(tmp_path)
 
 
 def test_of_very_many_episodes_the_latest_are_kept() -> None:

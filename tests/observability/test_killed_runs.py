@@ -24,7 +24,7 @@ from tidegate.observability.dashboard.source import RolloutQuery
 from tidegate.observability.facts import read_facts, read_metrics
 from tidegate.observability.recording import RunRecorder
 from tidegate.observability.report import write_report
-from tidegate.observability.run_directories import lives
+from tidegate.observability.run_directories import process_directories
 from tidegate.observability.trajectories import (
     STREAM_FILE,
     TRAJECTORIES_FILE,
@@ -111,7 +111,7 @@ def trained_ids(directory: Path) -> list[int]:
 def test_a_killed_run_has_the_rollouts_statistics_and_curve_of_each_acknowledged_batch(
     killed: Path,
 ) -> None:
-    assert [life.name for life in lives(killed)] == ["killed", "part-1"]
+    assert [life.name for life in process_directories(killed)] == ["killed", "part-1"]
     assert len(trained_ids(killed)) == len(set(trained_ids(killed))) == 3 * BATCH_ROLLOUTS
     facts = read_facts(killed)
     assert (facts.batches, facts.rollouts_trained) == (3, 3 * BATCH_ROLLOUTS)
@@ -126,7 +126,7 @@ def test_each_command_tells_of_a_killed_run(killed: Path, finished: Path) -> Non
     for arguments, says in (
         (["report", str(killed)], "report.md"),
         (["compare", str(killed), str(finished)], f"| rollouts trained | {3 * BATCH_ROLLOUTS} |"),
-        (["top", "--once", str(killed)], "did not end properly"),
+        (["top", "--once", str(killed)], "killed or failed"),
         (["audit", str(killed)], "agrees"),
         (["audit", str(killed / "part-1")], "agrees"),
     ):
@@ -135,21 +135,24 @@ def test_each_command_tells_of_a_killed_run(killed: Path, finished: Path) -> Non
         assert says in result.output
     shown = RecordedSource(killed)
     assert shown.observe().statistics.batches == 3
-    assert len(shown.observe().noted.batches) == 3
+    assert len(shown.observe().collected.batches) == 3
     lines, total = shown.rollouts(RolloutQuery(state="trained"))
     assert total == 3 * BATCH_ROLLOUTS
     assert all(shown.rollout(line.rollout_id) is not None for line in lines)
 
 
 def test_a_run_that_was_killed_twice_and_finished_reads_as_one_run(finished: Path) -> None:
-    assert [life.name for life in lives(finished)] == ["finished", "part-1", "part-2"]
+    assert [life.name for life in process_directories(finished)] == ["finished", "part-1", "part-2"]
     rollouts = list(read_trajectories(finished))
     assert len({r.rollout_id for r in rollouts}) == len(rollouts)
     tasks = [r.task for r in rollouts if r.state == "trained"]
     assert sorted(tasks) == sorted(2 * [json.dumps(f"{n}+1=") for n in range(TASKS)])
     facts = read_facts(finished)
     assert facts.batches == TASKS // 2 == len(read_metrics(finished))
-    alone = [json.loads((life / "run.json").read_bytes())["statistics"] for life in lives(finished)]
+    alone = [
+        json.loads((life / "run.json").read_bytes())["statistics"]
+        for life in process_directories(finished)
+    ]
     assert facts.wall_s == pytest.approx(sum(each["wall_s"] for each in alone))
     assert RecordedSource(finished).observe().about["is_whole"] is True
     assert not (finished / "part-2" / STREAM_FILE).exists()

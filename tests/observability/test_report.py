@@ -134,7 +134,7 @@ def test_a_broken_bound_and_lost_tokens_are_not_glossed_over(tmp_path: Path, mod
         some_statistics(), max_staleness_seen=3, ledger=LedgerSnapshot(generated=9, trained=5)
     )
     page = write_report(a_run(tmp_path / "runs" / "one", model, statistics=broken)).read_text()
-    assert "bound 2: **BROKEN**" in page
+    assert "bound 2: **EXCEEDED**" in page
     assert "| unaccounted for | 4 |" in page
 
 
@@ -207,7 +207,7 @@ def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, m
 
     assert "Predicted mean 1.90, measured 1.88." in page
     assert "(rho) 0.85" in page
-    assert "past max_staleness=4 nothing is gained" in page
+    assert "a max_staleness above 4 gains nothing" in page
     assert "**Rollout-bound: max_staleness=4 would gain about 33%.**" in page
     assert "| stale | 9 | 900 | 100.0 | 12.5% | 0:17 (5), 0:3 (1 to 4) |" in page
     assert "trained 60.0 tokens on the mean, generated 80.0, ratio 0.75" in page

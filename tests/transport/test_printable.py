@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.observability.test_recording import some_statistics
 from tidegate.cli.conventions import echo
-from tidegate.observability.dashboard.terminal import Watched, watch
+from tidegate.observability.dashboard.terminal import WatchedRun, watch
 from tidegate.observability.logs import JsonLines
 from tidegate.observability.progress import RunProgress
 from tidegate.observability.recording import RunRecorder
@@ -84,7 +84,7 @@ def test_reports_tables_and_screens_of_a_hostile_run_have_no_controls(tmp_path: 
     for is_terminal in (True, False):
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, color_system=None, width=300)
-        watch(Watched.found(run), console, once=True)
+        watch(WatchedRun.find(run), console, once=True)
         progress = RunProgress(some_statistics, console=console)
         progress.say(HOSTILE)
         assert is_harmless(screen.getvalue())

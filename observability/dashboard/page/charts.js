@@ -1,24 +1,24 @@
-// How are figures drawn? On canvases, in the page's own colours. Knows numbers, no run.
+// Charts of the dashboard, drawn on canvases with the page's colours, from plain numbers.
 
 export const versionColour = (version, light = 58) =>
   version < 0 ? "#8a94a0" : `hsl(${(version * 137.508) % 360} 62% ${light}%)`;
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** A canvas at the screen's own resolution, cleared. */
+/** Clear a canvas, scale it to the screen's resolution, and return its pen, size and colours. */
 export function begin(canvas, height) {
   const scale = window.devicePixelRatio || 1;
   if (height) canvas.style.height = `${height}px`;
-  const width = canvas.clientWidth, tall = canvas.clientHeight;
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(tall * scale)) {
+  const width = canvas.clientWidth, shown = canvas.clientHeight;
+  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(shown * scale)) {
     canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(tall * scale);
+    canvas.height = Math.round(shown * scale);
   }
   const pen = canvas.getContext("2d");
   pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, width, tall);
+  pen.clearRect(0, 0, width, shown);
   pen.font = "11px system-ui, sans-serif";
-  return { pen, width, height: tall, ink: css("--ink"), quiet: css("--quiet"), line: css("--line"),
+  return { pen, width, height: shown, ink: css("--ink"), quiet: css("--quiet"), line: css("--line"),
     accent: css("--accent"), bad: css("--bad"), idle: css("--idle") };
 }
 
@@ -32,16 +32,16 @@ export function short(value) {
   return Number.isInteger(value) ? String(value) : value.toFixed(size < 10 ? 3 : 1);
 }
 
-function nothing(on, why) {
+function drawEmpty(on, text) {
   on.pen.fillStyle = on.quiet;
-  on.pen.fillText(why, 8, on.height / 2);
+  on.pen.fillText(text, 8, on.height / 2);
 }
 
-/** A curve through [x, y] points; those without y are left out. */
-export function curve(canvas, points, { from, why = "nothing yet" } = {}) {
+/** Draw a curve through [x, y] points; points without y are skipped. */
+export function curve(canvas, points, { from, emptyText = "no data yet" } = {}) {
   const on = begin(canvas);
   const known = points.filter(([, y]) => y !== null && y !== undefined);
-  if (!known.length) return nothing(on, why);
+  if (!known.length) return drawEmpty(on, emptyText);
   const xs = known.map(([x]) => x), ys = known.map(([, y]) => y);
   const left = Math.min(...xs), right = Math.max(...xs, left + 1);
   const low = from ?? Math.min(...ys), high = Math.max(...ys, low + 1e-9);
@@ -75,7 +75,7 @@ function trace(pen, points, at) {
   pen.stroke();
 }
 
-/** A mean over the last points, a twentieth of the curve. */
+/** Return the moving average over the last points, a twentieth of the curve. */
 function smooth(points) {
   const span = Math.max(1, Math.floor(points.length / 20));
   let sum = 0;
@@ -85,28 +85,28 @@ function smooth(points) {
   });
 }
 
-/** Bars over labels: [[label, value], …]; `limit` marks the label that no bar may pass. */
-export function bars(canvas, pairs, { limit = null, colour, why = "nothing yet" } = {}) {
+/** Draw bars over labels: [[label, value], …]; `limit` marks the largest allowed label. */
+export function bars(canvas, pairs, { limit = null, colour, emptyText = "no data yet" } = {}) {
   const on = begin(canvas);
-  if (!pairs.length) return nothing(on, why);
+  if (!pairs.length) return drawEmpty(on, emptyText);
   const { pen } = on;
   const high = Math.max(...pairs.map(([, value]) => value ?? 0), 1e-12);
-  const room = (on.width - 8) / pairs.length, wide = Math.min(46, room * 0.8);
+  const pitch = (on.width - 8) / pairs.length, barWidth = Math.min(46, pitch * 0.8);
   pairs.forEach(([label, value], i) => {
-    const x = 4 + room * i + (room - wide) / 2;
-    const tall = (Math.max(0, value ?? 0) / high) * (on.height - 36);
+    const x = 4 + pitch * i + (pitch - barWidth) / 2;
+    const height = (Math.max(0, value ?? 0) / high) * (on.height - 36);
     pen.fillStyle = limit !== null && label > limit ? on.bad : colour ? colour(label) : on.accent;
-    pen.fillRect(x, on.height - 16 - tall, wide, tall);
+    pen.fillRect(x, on.height - 16 - height, barWidth, height);
     pen.fillStyle = on.quiet;
     pen.textAlign = "center";
-    if (room > 16 || i % Math.ceil(20 / room) === 0) {
-      pen.fillText(String(label), x + wide / 2, on.height - 3);
-      if (room > 34) pen.fillText(short(value), x + wide / 2, on.height - 20 - tall);
+    if (pitch > 16 || i % Math.ceil(20 / pitch) === 0) {
+      pen.fillText(String(label), x + barWidth / 2, on.height - 3);
+      if (pitch > 34) pen.fillText(short(value), x + barWidth / 2, on.height - 20 - height);
     }
     if (limit !== null && label === limit) {
       pen.strokeStyle = on.bad;
       pen.setLineDash([4, 3]);
-      pen.beginPath(); pen.moveTo(x + wide + 3, 4); pen.lineTo(x + wide + 3, on.height - 14);
+      pen.beginPath(); pen.moveTo(x + barWidth + 3, 4); pen.lineTo(x + barWidth + 3, on.height - 14);
       pen.stroke();
       pen.setLineDash([]);
     }
@@ -114,22 +114,22 @@ export function bars(canvas, pairs, { limit = null, colour, why = "nothing yet" 
   });
 }
 
-/** One bar of parts: [[name, amount, colour], …]. */
+/** Draw one stacked bar: [[name, amount, colour], …]. */
 export function parts(canvas, legend, amounts) {
   const on = begin(canvas);
   const whole = amounts.reduce((sum, [, n]) => sum + n, 0) || 1;
   let x = 0;
   legend.replaceChildren();
   for (const [name, amount, colour] of amounts) {
-    const wide = (amount / whole) * on.width;
+    const barWidth = (amount / whole) * on.width;
     on.pen.fillStyle = colour;
-    on.pen.fillRect(x, 0, wide, on.height);
-    x += wide;
+    on.pen.fillRect(x, 0, barWidth, on.height);
+    x += barWidth;
     legend.append(key(colour, `${name} ${short(amount)} (${((100 * amount) / whole).toFixed(1)} %)`));
   }
 }
 
-/** A colour and what it stands for. */
+/** Return a legend entry: a colour patch and its text. */
 export function key(colour, text) {
   const label = document.createElement("span"), patch = document.createElement("i");
   patch.style.background = colour;

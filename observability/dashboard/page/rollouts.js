@@ -1,10 +1,10 @@
-// What did a rollout say, and who sampled each token? A list, and one of it token by token.
-// All of it is text: whatever a model made up is put into the page as that, and as nothing else.
+// List of rollouts, and the view of one rollout token by token with each token's provenance.
+// Model output is inserted only as text content, never as HTML.
 
 import { key, short, versionColour } from "./charts.js";
 
 const byId = (id) => document.getElementById(id);
-const PER_LIST = 200;
+const PAGE_SIZE = 200;
 
 export class Rollouts {
   constructor() {
@@ -14,8 +14,8 @@ export class Rollouts {
       byId(id).onchange = () => this.list(0);
     }
     byId("refresh").onclick = () => this.list(this.skip);
-    byId("earlier").onclick = () => this.list(Math.max(0, this.skip - PER_LIST));
-    byId("later").onclick = () => this.list(this.skip + PER_LIST);
+    byId("earlier").onclick = () => this.list(Math.max(0, this.skip - PAGE_SIZE));
+    byId("later").onclick = () => this.list(this.skip + PAGE_SIZE);
     byId("colour-by").onchange = () => this.draw();
     byId("rollout-more").onclick = () => this.open(this.page.rollout_id, this.page.end);
   }
@@ -30,11 +30,11 @@ export class Rollouts {
   async list(skip) {
     const query = new URLSearchParams({ state: byId("state-filter").value,
       group: byId("group-filter").value, skip, mixed: byId("mixed-filter").checked ? 1 : 0 });
-    const answer = await fetch(`api/rollouts?${query}`);
-    const body = await answer.json();
-    if (!answer.ok) { byId("rollouts-said").textContent = body.error; return; }
+    const response = await fetch(`api/rollouts?${query}`);
+    const body = await response.json();
+    if (!response.ok) { byId("rollouts-note").textContent = body.error; return; }
     this.skip = skip;
-    byId("rollouts-said").textContent =
+    byId("rollouts-note").textContent =
       `${body.total ? skip + 1 : 0} to ${skip + body.rows.length} of ${body.total}`;
     byId("rollouts").tHead.replaceChildren(row("th", body.columns));
     byId("rollouts").tBodies[0].replaceChildren(...body.rows.map((values) => {
@@ -46,10 +46,10 @@ export class Rollouts {
   }
 
   async open(rolloutId, start = 0) {
-    const answer = await fetch(`api/rollouts/${rolloutId}?start=${start}`);
-    const body = await answer.json();
+    const response = await fetch(`api/rollouts/${rolloutId}?start=${start}`);
+    const body = await response.json();
     byId("rollout-section").hidden = false;
-    if (!answer.ok) {
+    if (!response.ok) {
       byId("rollout-title").textContent = body.error;
       byId("rollout-text").replaceChildren();
       return;
@@ -67,14 +67,14 @@ export class Rollouts {
 
   facts() {
     const p = this.page;
-    const facts = { group: `${p.group_id}, its number ${p.index}`, state: `${p.state} ${p.reason}`,
+    const facts = { group: `${p.group_id}, index ${p.index}`, state: `${p.state} ${p.reason}`,
       task: p.task, reward: short(p.reward), advantage: short(p.advantage),
-      "trained at": p.consumed_version === null ? "–" : `v${p.consumed_version}`,
+      "consumed at": p.consumed_version === null ? "–" : `v${p.consumed_version}`,
       staleness: short(p.staleness), tokens: `${p.context_tokens}, shown ${p.start} to ${p.end}`,
       turns: p.turns.length };
     if (p.branch_of !== null) facts["branch of"] = `${p.branch_of}: ${p.fork_reason}`;
-    byId("rollout-facts").replaceChildren(...Object.entries(facts).flatMap(([name, said]) =>
-      [made("dt", name), made("dd", String(said))]));
+    byId("rollout-facts").replaceChildren(...Object.entries(facts).flatMap(([name, value]) =>
+      [element("dt", name), element("dd", String(value))]));
   }
 
   draw() {
@@ -89,7 +89,7 @@ export class Rollouts {
       if (turn !== lastTurn) text.append(heading(p, turn, from));
       lastTurn = turn;
       for (let at = Math.max(from, p.start); at < Math.min(to, p.end); at++) {
-        const token = made("span", p.texts[at - p.start]);
+        const token = element("span", p.texts[at - p.start]);
         if (turn < 0) {
           token.className = "given";
         } else {
@@ -108,18 +108,18 @@ export class Rollouts {
 }
 
 function heading(p, turn, from) {
-  const said = turn < 0 ? (from === 0 ? "prompt" : "given") : told(p.turns[turn], turn);
-  const line = made("span", said);
+  const text = turn < 0 ? (from === 0 ? "prompt" : "given") : describeTurn(p.turns[turn], turn);
+  const line = element("span", text);
   line.className = "turn";
   return line;
 }
 
-function told(turn, number) {
+function describeTurn(turn, number) {
   const versions = turn.versions.map(([version, tokens, engine]) =>
     `v${version} × ${tokens} on ${engine}`).join(", then ");
   const tools = turn.tools.length ? `, calls ${turn.tools.join(", ")}` : "";
   const reward = turn.reward === null ? "" : `, reward ${short(turn.reward)}`;
-  return `turn ${number + 1}: ${versions}; ${turn.finish_reason ?? "going on"}${tools}${reward}`;
+  return `turn ${number + 1}: ${versions}; ${turn.finish_reason ?? "running"}${tools}${reward}`;
 }
 
 function colour(mode, { version, logprob, lag, kv }) {
@@ -147,12 +147,12 @@ function legend(mode, p, newest) {
 
 function row(kind, values) {
   const line = document.createElement("tr");
-  line.append(...values.map((value) => made(kind, String(value))));
+  line.append(...values.map((value) => element(kind, String(value))));
   return line;
 }
 
-export function made(kind, text) {
-  const element = document.createElement(kind);
-  element.textContent = text;
-  return element;
+export function element(kind, text) {
+  const node = document.createElement(kind);
+  node.textContent = text;
+  return node;
 }

@@ -1,8 +1,8 @@
-// What did each engine do when? A strip of slices per engine, and the trainer's above them.
+// Timeline of the engines: a strip of time slices per engine, below the trainer's strip.
 
 import { begin, key, versionColour } from "./charts.js";
 
-const SLICES_KEPT = 480, MARKS_KEPT = 2000, NAME_WIDE = 90;
+const SLICES_KEPT = 480, MARKS_KEPT = 2000, NAME_WIDTH = 90;
 const TRAINER = { train: "#7d5ba6", wait: "#cfd6dd", publish: "#e0a030" };
 
 export class Strips {
@@ -11,7 +11,7 @@ export class Strips {
       trainer: new Map(), sliceUs: 1, newest: 0, drawn: 0 });
   }
 
-  /** Take in what is new; what is known already is told again, and changes nothing. */
+  /** Add a timeline. Slices, marks and intervals that were added before are replaced. */
   add(timeline) {
     this.sliceUs = timeline.slice_us;
     for (const [name, slices] of Object.entries(timeline.engines)) {
@@ -27,7 +27,9 @@ export class Strips {
       }
     }
     for (const mark of timeline.marks) this.marks.set(mark.slice(0, 3).join(), mark);
-    for (const each of timeline.trainer) this.trainer.set(each.slice(0, 2).join(), each);
+    for (const interval of timeline.trainer) {
+      this.trainer.set(interval.slice(0, 2).join(), interval);
+    }
     for (const kept of [this.marks, this.trainer]) {
       for (const name of kept.keys()) {
         if (kept.size <= MARKS_KEPT) break;
@@ -38,78 +40,78 @@ export class Strips {
 
   draw(atUs, isOver) {
     const names = [...this.engines.keys()];
-    const tall = Math.max(4, Math.min(22, Math.floor(560 / Math.max(1, names.length))));
-    const on = begin(this.canvas, 22 + tall * Math.max(1, names.length) + 4);
+    const height = Math.max(4, Math.min(22, Math.floor(560 / Math.max(1, names.length))));
+    const on = begin(this.canvas, 22 + height * Math.max(1, names.length) + 4);
     const end = isOver ? this.newest + 1 : Math.max(this.newest, Math.floor(atUs / this.sliceUs));
-    const first = end - SLICES_KEPT, wide = (on.width - NAME_WIDE) / SLICES_KEPT;
-    const xOf = (us) => NAME_WIDE + (us / this.sliceUs - first) * wide;
+    const first = end - SLICES_KEPT, sliceWidth = (on.width - NAME_WIDTH) / SLICES_KEPT;
+    const xOf = (us) => NAME_WIDTH + (us / this.sliceUs - first) * sliceWidth;
     this.span.textContent = `the last ${Math.round((SLICES_KEPT * this.sliceUs) / 1e6)} s`;
-    this.trainerStrip(on, xOf);
+    this.drawTrainer(on, xOf);
     const versions = new Set();
     names.forEach((name, row) => {
-      const y = 24 + row * tall, inner = Math.max(2, tall - 2);
+      const y = 24 + row * height, inner = Math.max(2, height - 2);
       on.pen.fillStyle = on.idle;
-      on.pen.fillRect(NAME_WIDE, y, on.width - NAME_WIDE, inner);
-      if (tall >= 10) this.named(on, name, y + inner - 3);
+      on.pen.fillRect(NAME_WIDTH, y, on.width - NAME_WIDTH, inner);
+      if (height >= 10) this.drawName(on, name, y + inner - 3);
       for (const [number, version, decodeUs, prefillUs] of this.engines.get(name).values()) {
         if (number < first) continue;
         versions.add(version);
-        const x = NAME_WIDE + (number - first) * wide;
+        const x = NAME_WIDTH + (number - first) * sliceWidth;
         const decode = Math.min(1, decodeUs / this.sliceUs) * inner;
         const prefill = Math.min(inner - decode, (prefillUs / this.sliceUs) * inner);
         on.pen.fillStyle = versionColour(version);
-        on.pen.fillRect(x, y + inner - decode, wide + 0.5, decode);
+        on.pen.fillRect(x, y + inner - decode, sliceWidth + 0.5, decode);
         on.pen.fillStyle = versionColour(version, 80);
-        on.pen.fillRect(x, y + inner - decode - prefill, wide + 0.5, prefill);
+        on.pen.fillRect(x, y + inner - decode - prefill, sliceWidth + 0.5, prefill);
       }
-      this.marksOf(on, name, y, inner, xOf);
+      this.drawMarks(on, name, y, inner, xOf);
     });
     this.drawn += 1;
-    this.tellColours(versions, on);
+    this.drawLegend(versions, on);
   }
 
-  trainerStrip(on, xOf) {
-    this.named(on, "trainer", 14);
+  drawTrainer(on, xOf) {
+    this.drawName(on, "trainer", 14);
     for (const [kind, startUs, endUs] of this.trainer.values()) {
-      const x = Math.max(NAME_WIDE, xOf(startUs)), end = Math.min(on.width, xOf(endUs));
-      if (end < NAME_WIDE) continue;
+      const x = Math.max(NAME_WIDTH, xOf(startUs)), end = Math.min(on.width, xOf(endUs));
+      if (end < NAME_WIDTH) continue;
       on.pen.fillStyle = TRAINER[kind] ?? on.quiet;
       on.pen.fillRect(x, 4, Math.max(0.5, end - x), 13);
     }
   }
 
-  marksOf(on, name, y, tall, xOf) {
+  drawMarks(on, name, y, height, xOf) {
     let pausedAt = null;
-    for (const [engine, what, atUs] of this.marks.values()) {
+    for (const [engine, kind, atUs] of this.marks.values()) {
       if (engine !== name) continue;
       const x = xOf(atUs);
-      if (what === "paused") pausedAt = x;
-      if (what === "resumed" && pausedAt !== null) {
-        this.pause(on, pausedAt, x, y, tall);
+      if (kind === "paused") pausedAt = x;
+      if (kind === "resumed" && pausedAt !== null) {
+        this.drawPause(on, pausedAt, x, y, height);
         pausedAt = null;
       }
-      if (x < NAME_WIDE || (what !== "swap" && what !== "lost")) continue;
-      on.pen.fillStyle = what === "lost" ? on.bad : on.ink;
-      on.pen.fillRect(x - 0.5, y, what === "lost" ? 3 : 1, tall);
+      if (x < NAME_WIDTH || (kind !== "swap" && kind !== "lost")) continue;
+      on.pen.fillStyle = kind === "lost" ? on.bad : on.ink;
+      on.pen.fillRect(x - 0.5, y, kind === "lost" ? 3 : 1, height);
     }
-    if (pausedAt !== null) this.pause(on, pausedAt, on.width, y, tall);
+    if (pausedAt !== null) this.drawPause(on, pausedAt, on.width, y, height);
   }
 
-  pause(on, from, to, y, tall) {
-    const x = Math.max(NAME_WIDE, from);
+  drawPause(on, from, to, y, height) {
+    const x = Math.max(NAME_WIDTH, from);
     if (to <= x) return;
     on.pen.globalAlpha = 0.55;
     on.pen.fillStyle = on.quiet;
-    on.pen.fillRect(x, y, to - x, tall);
+    on.pen.fillRect(x, y, to - x, height);
     on.pen.globalAlpha = 1;
   }
 
-  named(on, text, y) {
+  drawName(on, text, y) {
     on.pen.fillStyle = on.quiet;
     on.pen.fillText(text.length > 13 ? `…${text.slice(-12)}` : text, 2, y);
   }
 
-  tellColours(versions, on) {
+  drawLegend(versions, on) {
     const shown = [...versions].sort((a, b) => a - b).slice(-8);
     this.legend.replaceChildren(
       ...shown.map((version) => key(versionColour(version), `v${version}`)),

@@ -141,7 +141,7 @@ def test_a_span_tagged_with_its_neighbour_in_every_table_is_caught_by_its_logpro
 
     assert not report.agrees
     assert [(r, t) for r, t, _ in messages(report)] == [(ONE_VERSION, 0), (ONE_VERSION, 1)]
-    assert "tagged v2 were not sampled so" in messages(report)[0][2]
+    assert "tagged v2 do not match its weights" in messages(report)[0][2]
     assert report.worst is not None
     assert (report.worst.rollout_id, report.worst.version) == (ONE_VERSION, 2)
 

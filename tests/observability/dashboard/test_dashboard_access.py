@@ -6,7 +6,7 @@ from tidegate.errors import ConfigError
 from tidegate.observability.dashboard.access import (
     HEADERS,
     Address,
-    Request,
+    DashboardRequest,
     parse_address,
     shows_token,
     token_for,
@@ -18,8 +18,8 @@ TOKEN = "a-token-of-enough-characters"
 
 def request(
     host: str = "127.0.0.1:80", authorization: str = "", cookie: str = "", query_token: str = ""
-) -> Request:
-    return Request(host, authorization, cookie, query_token)
+) -> DashboardRequest:
+    return DashboardRequest(host, authorization, cookie, query_token)
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:80", "[::1]:0", "localhost:9", "0.0.0.0:65535"])
@@ -58,7 +58,7 @@ def test_a_token_from_the_environment_holds_anywhere_unless_it_could_be_guessed(
     ],
     ids=["in the query", "as a bearer", "in the cookie", "in the cookie of a proxy"],
 )
-def test_the_token_is_taken_wherever_it_is_shown(asked: Request) -> None:
+def test_the_token_is_taken_wherever_it_is_shown(asked: DashboardRequest) -> None:
     assert shows_token(asked, TOKEN)
     assert not shows_token(asked, TOKEN + "x")
 
@@ -72,7 +72,7 @@ def test_the_token_is_taken_wherever_it_is_shown(asked: Request) -> None:
         request(cookie="\x00;;==\x7f"),
     ],
 )
-def test_nothing_else_opens(asked: Request) -> None:
+def test_nothing_else_opens(asked: DashboardRequest) -> None:
     assert not shows_token(asked, TOKEN)
 
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from tidegate.errors import AuditError, ConfigError
 from tidegate.observability.dashboard.dashboard import URL_FILE, Dashboard, url_in
 from tidegate.observability.dashboard.frames import about, frame
-from tidegate.observability.dashboard.live import Noted
-from tidegate.observability.dashboard.observation import Observation, RolloutLine
+from tidegate.observability.dashboard.live import CollectedData
+from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine
 from tidegate.observability.dashboard.source import RolloutQuery
-from tidegate.observability.dashboard.terminal import Watched, watch
+from tidegate.observability.dashboard.terminal import WatchedRun, watch
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.watchdog import Stuck
@@ -61,11 +61,11 @@ class Answering:
     tokenizer: Tokenizer | None = None
     is_live = False
 
-    def __init__(self, seen: Observation) -> None:
+    def __init__(self, seen: DashboardSnapshot) -> None:
         self._seen = seen
         self.is_update = False
 
-    def observe(self, *, is_update: bool = False) -> Observation:
+    def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         self.is_update = is_update
         return self._seen
 
@@ -110,17 +110,17 @@ def test_an_answer_that_is_none_is_told_from_one_that_breaks_off(
         asked = threading.Thread(target=server.handle_request)
         asked.start()
         with pytest.raises(error, match=said):
-            Watched.found(f"http://127.0.0.1:{server.server_port}").ask()
+            WatchedRun.find(f"http://127.0.0.1:{server.server_port}").fetch_state()
         asked.join(60)
 
 
-def observation(engines: int = 2) -> Observation:
+def observation(engines: int = 2) -> DashboardSnapshot:
     facts = {"name": "demo [bold]", "model": "m", "is_live": True, "is_whole": True, "settings": {}}
-    noted = Noted(batches=({"version": 4.0, "reward": 0.625},))
-    return Observation(statistics(engines), noted, about=facts)
+    collected = CollectedData(batches=({"version": 4.0, "reward": 0.625},))
+    return DashboardSnapshot(statistics(engines), collected, about=facts)
 
 
-def printed(watched: Watched) -> str:
+def printed(watched: WatchedRun) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False)
     watch(watched, console)
     said = console.file
@@ -131,7 +131,7 @@ def printed(watched: Watched) -> str:
 def test_a_screen_tells_engines_groups_staleness_tokens_and_what_limits() -> None:
     seen = observation()
     state = {**about(seen), "frame": frame(seen)}
-    said = printed(Watched(lambda: state, is_live=False))
+    said = printed(WatchedRun(lambda: state, is_live=False))
     for part in (
         "demo [bold]  running",
         "trainer v5, live v4",
@@ -150,7 +150,7 @@ def test_a_screen_tells_engines_groups_staleness_tokens_and_what_limits() -> Non
 def test_a_hundred_engines_leave_room_for_the_rest() -> None:
     seen = observation(engines=100)
     state = {**about(seen), "frame": frame(seen)}
-    said = printed(Watched(lambda: state, is_live=False))
+    said = printed(WatchedRun(lambda: state, is_live=False))
     assert "and 84 more" in said
     assert len(said.splitlines()) < 45
 
@@ -158,10 +158,10 @@ def test_a_hundred_engines_leave_room_for_the_rest() -> None:
 def test_a_running_run_is_found_by_its_url_and_by_its_directory(tmp_path: Path) -> None:
     with Dashboard("127.0.0.1:0", directory=tmp_path) as dashboard:
         dashboard.start(source := Answering(observation()))
-        by_url, by_directory = Watched.found(dashboard.url), Watched.found(tmp_path)
+        by_url, by_directory = WatchedRun.find(dashboard.url), WatchedRun.find(tmp_path)
         assert by_url.is_live
         assert by_directory.is_live
-        assert json.dumps(by_url.ask()) == json.dumps(by_directory.ask())
+        assert json.dumps(by_url.fetch_state()) == json.dumps(by_directory.fetch_state())
         assert "engine-1" in printed(by_directory)
         assert source.is_update  # the terminal needs no timeline, so it asks for recent data only
     assert url_in(tmp_path) is None
@@ -173,21 +173,21 @@ def test_a_url_that_a_killed_run_left_behind_leads_nowhere(tmp_path: Path) -> No
     (tmp_path / URL_FILE).write_text(url)
     assert url_in(tmp_path) is None
     with pytest.raises(AuditError, match="recorded run"):
-        Watched.found(tmp_path)
+        WatchedRun.find(tmp_path)
     with pytest.raises(ConfigError, match="doesn't answer"):
-        watch(Watched.found(url), Console(file=io.StringIO()))
+        watch(WatchedRun.find(url), Console(file=io.StringIO()))
 
 
 def test_who_has_no_token_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEGATE_DASHBOARD_TOKEN", "a-token-of-some-length")
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(Answering(observation()))
-        assert Watched.found(dashboard.url).ask()
+        assert WatchedRun.find(dashboard.url).fetch_state()
         with pytest.raises(ConfigError, match="whole URL"):
-            Watched.found(dashboard.url.partition("?")[0]).ask()
+            WatchedRun.find(dashboard.url.partition("?")[0]).fetch_state()
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "nonsense://x"])
 def test_what_is_no_url_of_a_dashboard_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="URL"):
-        Watched.found(url)
+        WatchedRun.find(url)

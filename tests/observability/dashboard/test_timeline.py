@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tidegate.observability.dashboard.live import LiveNotes
+from tidegate.observability.dashboard.live import LiveRecorder
 from tidegate.observability.dashboard.timeline import (
     SLICE_US,
     SLICES_KEPT,
@@ -106,9 +106,9 @@ def test_a_copy_stays_as_the_timeline_was() -> None:
 
 def test_the_last_batch_is_told_however_long_ago_it_was() -> None:
     now_us = 0
-    notes = LiveNotes(now_us=lambda: now_us)
+    notes = LiveRecorder(now_us=lambda: now_us)
     for number in range(3):
         now_us = number * 1_000_000
         notes.batch({"version": number})
-    assert [each["version"] for each in notes.noted(since_us=900_000).batches] == [1, 2]
-    assert [each["version"] for each in notes.noted(since_us=60_000_000).batches] == [2]
+    assert [each["version"] for each in notes.collected(since_us=900_000).batches] == [1, 2]
+    assert [each["version"] for each in notes.collected(since_us=60_000_000).batches] == [2]

@@ -15,8 +15,8 @@ import pytest
 
 import tidegate
 from tidegate.errors import ConfigError
-from tidegate.observability.dashboard.earlier import earlier_batches
-from tidegate.observability.dashboard.live import LiveNotes
+from tidegate.observability.dashboard.live import LiveRecorder
+from tidegate.observability.dashboard.recorded_batches import read_batches
 from tidegate.orchestrator.batches.ages import PUBLISHES_KEPT, BatchAges, PublishTimes
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core.group import Group
@@ -258,15 +258,15 @@ def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: 
     write(tmp_path, range(5), rest='{"version": 5, "rew')  # killed while writing a line
     write(tmp_path / "part-1", range(3, 8))
     (tmp_path / "part-2").mkdir()  # killed before its first batch
-    found = earlier_batches(tmp_path, batches=6)
+    found = read_batches(tmp_path, batches=6)
     assert [each["version"] for each in found] == [0, 1, 2, 3, 4, 5]
     assert [each["of"] == len("part-1") for each in found] == [False] * 3 + [True] * 3
-    assert earlier_batches(tmp_path / "part-2", batches=6) == []
-    notes = LiveNotes(now_us=lambda: 1_000)
-    notes.recall(found)
-    notes.batch({"version": 6})
-    assert [each["version"] for each in notes.noted().batches] == [0, 1, 2, 3, 4, 5, 6]
-    assert [each["version"] for each in notes.noted(since_us=500).batches] == [6]
+    assert read_batches(tmp_path / "part-2", batches=6) == []
+    recorder = LiveRecorder(now_us=lambda: 1_000)
+    recorder.recall(found)
+    recorder.batch({"version": 6})
+    assert [each["version"] for each in recorder.collected().batches] == [0, 1, 2, 3, 4, 5, 6]
+    assert [each["version"] for each in recorder.collected(since_us=500).batches] == [6]
 
 
 def test_what_is_no_figure_in_a_runs_files_is_left_out(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_is_no_figure_in_a_runs_files_is_left_out(tmp_path: Path) -> None:
         '{"version": 2}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    first, second = earlier_batches(tmp_path, batches=9)
+    first, second = read_batches(tmp_path, batches=9)
     assert first == {"version": 0, "mismatch_k3_lag_\u00b2": 1.0}
     assert off_policy_of(first) == OffPolicy()
     assert math.isnan(second["reward"])

@@ -15,7 +15,7 @@ from tidegate.engine.external.adapter import Capabilities
 from tidegate.engine.external.turns import read_turn
 from tidegate.engine.scheduling.sequences import EngineLimits, admit
 from tidegate.errors import ChatRefused, ConfigError, TurnRefused
-from tidegate.observability.trajectories import as_recorded, snapshot
+from tidegate.observability.trajectories import as_recorded, snapshot_rollout
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.event_log import NUMBERS, replay
 from tidegate.orchestrator.core.rollout import Rollout, Turn
@@ -213,7 +213,7 @@ def test_content_of_data_urls_is_recorded_by_its_digest() -> None:
     media = (CAT, Media("image", "data:image/png;base64,AAAA", 2))
     turn = Turn(rollout, SamplingParams(max_tokens=3), media)
     rollout.turns.append(turn)
-    taken = snapshot(rollout, task=None, advantage=None, consumed_version=None)
+    taken = snapshot_rollout(rollout, task=None, advantage=None, consumed_version=None)
     (recorded,) = as_recorded(taken).turns
     assert recorded.media is not None
     assert '"url":"https://host/cat.png","at":0' in recorded.media

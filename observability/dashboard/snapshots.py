@@ -7,8 +7,8 @@ encodes or waits.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tidegate.observability.dashboard.live import Noted
-from tidegate.observability.trajectories import Snapshot, snapshot
+from tidegate.observability.dashboard.live import CollectedData
+from tidegate.observability.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState
@@ -55,11 +55,11 @@ class RolloutLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class DashboardSnapshot:
     """Snapshot of a run."""
 
     statistics: RunStatistics
-    noted: Noted
+    collected: CollectedData
     """What the dashboard collected about the run so far: batches, timeline, lags."""
     groups: tuple[GroupLine, ...] = ()
     about: Mapping[str, object] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def rollout_lines(
     for rollout, task in rollouts:
         oldest = rollout.oldest_version
         trained = rollout.oldest_trained_version
-        known = trainer_version is not None and trained is not None
+        is_known = trainer_version is not None and trained is not None
         lines.append(
             RolloutLine(
                 rollout_id=rollout.rollout_id,
@@ -103,16 +103,16 @@ def rollout_lines(
                 context_tokens=len(rollout.token_ids),
                 turns=len(rollout.turns),
                 reward=rollout.reward,
-                staleness=(trainer_version or 0) - (trained or 0) if known else None,
+                staleness=(trainer_version or 0) - (trained or 0) if is_known else None,
                 oldest_version=oldest,
                 newest_version=rollout.newest_version,
-                task=short(task),
+                task=shorten(task),
             )
         )
     return lines
 
 
-def short(task: object) -> str:
+def shorten(task: object) -> str:
     """Return the beginning of a task's text."""
     try:
         text = task if isinstance(task, str) else repr(task)
@@ -121,7 +121,9 @@ def short(task: object) -> str:
     return text if len(text) <= TASK_SHOWN_MAX else text[: TASK_SHOWN_MAX - 1] + "…"
 
 
-def going_on(core: Core, *, state: str, group_id: int | None) -> list[tuple[Rollout, Group]]:
+def unconsumed_rollouts(
+    core: Core, *, state: str, group_id: int | None
+) -> list[tuple[Rollout, Group]]:
     """Return rollouts that the trainer has not received, in the order of admission.
 
     ``state``: ``running``, ``finished``, or empty for both. A negative ``group_id`` selects a group
@@ -140,18 +142,18 @@ def going_on(core: Core, *, state: str, group_id: int | None) -> list[tuple[Roll
     ]
 
 
-def find_rollout(core: Core, rollout_id: int) -> Snapshot | None:
+def find_rollout(core: Core, rollout_id: int) -> RolloutSnapshot | None:
     """Return a copy of a rollout that the trainer has not received; None if there is none."""
-    known = core.groups.running.get(rollout_id)
-    if known is None:
+    is_known = core.groups.running.get(rollout_id)
+    if is_known is None:
         found = (
             (rollout, group)
             for group in core.groups.in_order
             for rollout in group.rollouts
             if rollout.rollout_id == rollout_id
         )
-        known = next(found, None)
-    if known is None:
+        is_known = next(found, None)
+    if is_known is None:
         return None
-    rollout, group = known
-    return snapshot(rollout, task=group.task, advantage=None, consumed_version=None)
+    rollout, group = is_known
+    return snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)

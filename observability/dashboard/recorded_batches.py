@@ -9,7 +9,7 @@ from pathlib import Path
 from tidegate.observability.facts import read_metrics
 
 
-def earlier_batches(directory: Path, *, batches: int | None = None) -> list[dict[str, float]]:
+def read_batches(directory: Path, *, batches: int | None = None) -> list[dict[str, float]]:
     """Return the figures of a run's first ``batches``, or of all recorded ones if None."""
     lines = read_metrics(directory, stops_at_damage=True)  # show what is readable
     figures = [_figures(line) for line in lines if "version" in line]
