@@ -118,12 +118,12 @@ def test_the_page_tells_warm_up_from_what_rl_added(tmp_path: Path, model: Path) 
 
 def test_the_page_says_how_much_context_was_found_in_caches(tmp_path: Path, model: Path) -> None:
     plain = some_statistics()
-    assert "| context found in engines' caches | - |" in page_of(tmp_path / "one", model, plain)
+    assert "| prefilled tokens found in cache | - |" in page_of(tmp_path / "one", model, plain)
 
     sampled = plain.ledger.generated + plain.evaluation_ledger.generated
     told = dataclasses.replace(plain, context_tokens=8 * sampled, cached_context_tokens=6 * sampled)
     page = page_of(tmp_path / "two", model, told)
-    assert "caches | 75.0%; 2.00 tokens computed for each one sampled |" in page
+    assert "caches | 75.0%; 2.00 tokens prefilled per sampled token |" in page
     assert "| unaccounted for | 0 |" in page
     assert "bound 2: kept." in page
     assert "Not audited yet" in page
@@ -210,7 +210,7 @@ def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, m
     assert "a max_staleness above 4 gains nothing" in page
     assert "**Rollout-bound: max_staleness=4 would gain about 33%.**" in page
     assert "| stale | 9 | 900 | 100.0 | 12.5% | 0:17 (5), 0:3 (1 to 4) |" in page
-    assert "trained 60.0 tokens on the mean, generated 80.0, ratio 0.75" in page
+    assert "trained 60.0 tokens on average, generated 80.0, ratio 0.75" in page
     report = report_of(run)
     assert report["forecast"]["throughput_ratio"] == 0.85
     assert report["discards"]["stale"]["lengths"] == {"64": 9}

@@ -101,9 +101,12 @@ class BreakingOff(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(
     ("handler", "error", "said"),
-    [(BreakingOff, OSError, "broke off"), (NoHttp, ConfigError, "no dashboard")],
+    [
+        (BreakingOff, OSError, "ended 999 bytes early"),
+        (NoHttp, ConfigError, "not a Tidegate dashboard"),
+    ],
 )
-def test_an_answer_that_is_none_is_told_from_one_that_breaks_off(
+def test_a_response_that_is_not_http_is_told_apart_from_a_truncated_one(
     handler: type[http.server.BaseHTTPRequestHandler], error: type[Exception], said: str
 ) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
