@@ -123,7 +123,7 @@ def test_the_page_says_how_much_context_was_found_in_caches(tmp_path: Path, mode
     sampled = plain.ledger.generated + plain.evaluation_ledger.generated
     told = dataclasses.replace(plain, context_tokens=8 * sampled, cached_context_tokens=6 * sampled)
     page = page_of(tmp_path / "two", model, told)
-    assert "caches | 75.0%; 2.00 tokens prefilled per sampled token |" in page
+    assert "found in cache | 75.0%; 2.00 tokens prefilled per sampled token |" in page
     assert "| unaccounted for | 0 |" in page
     assert "bound 2: kept." in page
     assert "Not audited yet" in page
