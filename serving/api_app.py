@@ -59,7 +59,7 @@ def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy)
 
     app = Starlette(
         routes=[
-            Route(each.path, _answered(each.handler, errors), methods=[each.method])
+            Route(each.path, _endpoint(each.handler, errors), methods=[each.method])
             for each in routes
         ],
         exception_handlers={404: unknown_path, 405: unknown_path},
@@ -67,22 +67,22 @@ def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy)
     return AccessGuard(app, policy, refusal_body)
 
 
-def _answered(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Answer with what a handler returns, or with an error for what it raises."""
+def _endpoint(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """Return an endpoint that sends a handler's result, or the error that it raises, as JSON."""
 
-    async def answer(http: HttpRequest) -> Response:
+    async def endpoint(http: HttpRequest) -> Response:
         try:
-            answered = await handler(http)
+            answer = await handler(http)
         except ClientDisconnect:
             return Response(status_code=499)  # as nginx logs it; nobody reads it
         except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
             failure = errors.answer_to(error)
             return as_json(errors.body(failure), failure.status)
-        if answered is None:
+        if answer is None:
             return Response()
-        return answered if isinstance(answered, Response) else as_json(answered)
+        return answer if isinstance(answer, Response) else as_json(answer)
 
-    return answer
+    return endpoint
 
 
 # ---------------------------------------------------------------- requests

@@ -61,7 +61,7 @@ class ErrorForm:
         """Return the answer to an exception of a handler; log one that no handler should raise."""
         answer = error if isinstance(error, ApiError) else self._expected(error)
         if answer is None:
-            log.error("a request could not be answered", exc_info=error)
+            log.error("a request failed", exc_info=error)
             answer = ApiError(500, f"{type(error).__name__}: {error}")
         return answer
 
@@ -110,7 +110,7 @@ class OpenAIErrors(ErrorForm):
 
     def unknown_path(self, status: int, method: str, path: str) -> dict[str, Any]:
         """Return the JSON body of the answer to a path (404) or method (405) that is not served."""
-        return self.body(ApiError(status, f"there is no {method} {path} here"))
+        return self.body(ApiError(status, f"{method} {path} is not served"))
 
     def _expected(self, error: Exception) -> ApiError | None:
         match error:

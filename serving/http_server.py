@@ -263,7 +263,7 @@ class Headers:
     values: Mapping[str, tuple[str, ...]]
     query: bytes = b""
 
-    def one(self, name: str) -> str:
+    def single(self, name: str) -> str:
         """Return a header's only value; empty if there is none, or several."""
         values = self.values.get(name, ())
         return values[0] if len(values) == 1 else ""
@@ -271,7 +271,7 @@ class Headers:
     @property
     def bearer(self) -> str:
         """Return the token of ``Authorization: Bearer``; empty if there is none."""
-        return bearer_token(self.one("authorization"))
+        return bearer_token(self.single("authorization"))
 
 
 def bearer_token(authorization: str) -> str:
@@ -301,7 +301,7 @@ class AccessPolicy:
 
     def refusal(self, method: str, headers: Headers) -> ApiError | None:
         """Return the error that refuses a request; None if the server may answer it."""
-        host = headers.one("host").lower()
+        host = headers.single("host").lower()
         origins = headers.values.get("origin", ())
         if origins and not _is_same_origin(origins, host):
             return ApiError(403, f"pages of {origins[0]!r:.200} may not use this server")
@@ -325,7 +325,7 @@ class AccessPolicy:
             return name == self.bound_host
         if name in (self.bound_host.lower(), socket.gethostname().lower()):
             return True
-        # No stranger can have an address, or a name without a dot, lead here.
+        # DNS rebinding needs a public name, which is no address and has a dot.
         return _is_address(name) or (bool(name) and "." not in name)
 
 
@@ -354,11 +354,13 @@ def _is_same_origin(origins: Iterable[str], host: str) -> bool:
 def _has_body(method: str, headers: Headers) -> bool:
     if method in ("GET", "HEAD"):
         return False
-    return headers.one("content-length") not in ("", "0") or "transfer-encoding" in headers.values
+    return (
+        headers.single("content-length") not in ("", "0") or "transfer-encoding" in headers.values
+    )
 
 
 def _is_json(headers: Headers) -> bool:
-    return headers.one("content-type").partition(";")[0].strip().lower() == JSON_TYPE
+    return headers.single("content-type").partition(";")[0].strip().lower() == JSON_TYPE
 
 
 class AccessGuard:

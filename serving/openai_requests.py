@@ -172,12 +172,12 @@ class Sampling(msgspec.Struct, kw_only=True):
         return self.max_tokens
 
     @property
-    def top_logprobs_asked(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of likeliest tokens reported beside each token; None: no log-probs at all."""
         raise NotImplementedError
 
     @property
-    def prompt_logprobs_asked(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """Number of likeliest tokens reported beside each prompt token; None: no log-probs."""
         return self.prompt_logprobs
 
@@ -225,8 +225,8 @@ class Sampling(msgspec.Struct, kw_only=True):
                 options["logit_bias"] = {int(k): bias for k, bias in self.logit_bias.items()}
             except ValueError:
                 raise ApiError(400, "logit_bias must have token ids for its keys") from None
-        if self.top_logprobs_asked:
-            options["top_logprobs"] = self.top_logprobs_asked
+        if self.num_top_logprobs:
+            options["top_logprobs"] = self.num_top_logprobs
         if processors := self._processors():
             options["processors"] = processors
         return options
@@ -341,15 +341,15 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
-    def top_logprobs_asked(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of likeliest tokens reported beside each token; 0: the sampled token alone."""
         return None if self.logprobs is None else int(self.logprobs)
 
     @property
-    def prompt_logprobs_asked(self) -> int | None:
+    def num_prompt_logprobs(self) -> int | None:
         """Number of likeliest tokens beside each prompt token; an echo's log-probs need them."""
         if self.prompt_logprobs is None and self.echo:
-            return self.top_logprobs_asked
+            return self.num_top_logprobs
         return self.prompt_logprobs
 
     @property
@@ -393,7 +393,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def top_logprobs_asked(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of likeliest tokens reported beside each token; None unless ``logprobs``."""
         return (self.top_logprobs or 0) if self.logprobs else None
 

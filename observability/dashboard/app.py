@@ -77,9 +77,9 @@ def dashboard_app(
     def shows_token(headers: Headers) -> bool:
         query = parse_qs(headers.query.decode("latin-1"))
         request = access.DashboardRequest(
-            host=headers.one("host"),
-            authorization=headers.one("authorization"),
-            cookie=headers.one("cookie"),
+            host=headers.single("host"),
+            authorization=headers.single("authorization"),
+            cookie=headers.single("cookie"),
             query_token=query.get("token", [""])[0],
         )
         return access.shows_token(request, token)

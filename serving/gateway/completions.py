@@ -48,11 +48,11 @@ class GatewayChoice:
     turn: "asyncio.Task[GeneratedTurn]"
     sent: str = ""
     """Text that a stream has sent."""
-    growing: IncrementalDetokenizer = field(init=False)
+    detokenizer: IncrementalDetokenizer = field(init=False)
     """Text of the turn so far; only streams keep it."""
 
     def __post_init__(self) -> None:
-        self.growing = IncrementalDetokenizer(self.row.decode)
+        self.detokenizer = IncrementalDetokenizer(self.row.decode)
 
     def settled_text(self, tools: list[str], stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.
@@ -62,8 +62,8 @@ class GatewayChoice:
         so_far = self.row.turn_so_far()
         if self.turn.done() or so_far is None or not so_far.goes_on:
             return self.sent
-        self.growing.add(so_far.token_ids_from(self.growing.tokens))
-        return settled_words(self.growing.text, tools, stops)
+        self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
+        return settled_words(self.detokenizer.text, tools, stops)
 
 
 def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> GatewayChoice:
@@ -173,7 +173,7 @@ async def answer(http: HttpRequest, active: ActiveCompletion) -> Response:
         return msgspec.json.encode(body)
 
     tokens = sum(len(choice.turn.token_ids) for choice in choices)
-    each = 1 + (active.request.top_logprobs_asked or 0)
+    each = 1 + (active.request.num_top_logprobs or 0)
     return await encoded_response(encode, tokens=tokens * each)
 
 

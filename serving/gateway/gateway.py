@@ -62,7 +62,7 @@ class Gateway(GatewaySessions):
         given a task; without one it is drawn at random (:attr:`token`). ``allowed_hosts``: names
         beside its address that requests without a valid key may call the gateway by.
 
-        What travels is not encrypted: on any other host than this one, put a proxy in front.
+        Traffic is not encrypted: if clients are on other hosts, put a proxy with TLS in front.
 
         Raises:
             ConfigError: starlette or uvicorn is not installed, or the address is taken.
@@ -131,7 +131,7 @@ class Gateway(GatewaySessions):
         if before is not None and before.get_loop() is not loop:
             if before.get_loop().is_running():
                 raise ConfigError("a gateway serves one run at a time; make one for each")
-            self.forget_all()  # what is left is of the run before
+            self.forget_all()  # sessions of the previous run
         self._server = loop.create_task(self._run_server(), name="gateway")
 
     async def _run_server(self) -> None:
@@ -155,5 +155,7 @@ def _reward_of(session: Session, returned: float | None) -> float:
     if returned is not None:
         return returned
     if session.reward is None:
-        raise ConfigError("the agent returned None, and posted no reward: it must do one of them")
+        raise ConfigError(
+            "the agent returned None and posted no reward; return a reward or post one"
+        )
     return session.reward

@@ -66,9 +66,9 @@ def generate_options(request: GatewayRequest) -> dict[str, Any]:
         raise ApiError(400, f"{why} {choices * prompts}", param="n")
     if request.own_seed is not None and choices > 1:
         raise ApiError(400, "with a seed all n choices would be the same; leave one of them out")
-    top = request.top_logprobs_asked
+    top = request.num_top_logprobs
     if top is not None and not 0 <= top <= TOP_LOGPROBS_MAX:
-        raise ApiError(400, f"log-probs of 0 to {TOP_LOGPROBS_MAX} tokens are told, got {top}")
+        raise ApiError(400, f"log-probs of 0 to {TOP_LOGPROBS_MAX} tokens are reported, got {top}")
     if (request.stream_options or {}).get("continuous_usage_stats"):
         why = "stream_options.continuous_usage_stats is not served: leave it out"
         raise ApiError(400, why, param="stream_options")

@@ -92,21 +92,21 @@ def _finish_reason(turn: GeneratedTurn) -> str:
 
 
 def _tokens(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if request.return_token_ids:
-        told["token_ids"] = turn.token_ids
+        fields["token_ids"] = turn.token_ids
     if request.return_token_ids or request.return_weight_versions:
-        told["weight_versions"] = [
+        fields["weight_versions"] = [
             {"version": str(span.version), "start": span.start, "end": span.end}
             for span in turn.spans
         ]
-    return told
+    return fields
 
 
 def _chat_logprobs(
     request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any] | None:
-    if request.top_logprobs_asked is None:
+    if request.num_top_logprobs is None:
         return None
     tops = turn.top_logprobs or [{}] * len(turn.token_ids)
 
@@ -124,7 +124,7 @@ def _chat_logprobs(
 def _plain_logprobs(
     request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any] | None:
-    if request.top_logprobs_asked is None:
+    if request.num_top_logprobs is None:
         return None
     tops = turn.top_logprobs or [{}] * len(turn.token_ids)
     texts = [text_of(token) for token in turn.token_ids]

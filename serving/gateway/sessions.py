@@ -81,7 +81,7 @@ class GatewaySessions:
         else:  # clients may name sessions of their own: the key counts
             session = self._by_key.get(key)
         if session is None:
-            why = "this key is no open session's: its rollout has ended, or never was"
+            why = "no open session has this key: its rollout has ended, or there was none"
             raise ApiError(401, why)
         return session
 
@@ -92,7 +92,7 @@ class GatewaySessions:
             ApiError: the key is not the gateway's token, or no task has come for a while.
         """
         if not secrets.compare_digest(key.encode(), self.token.encode()):
-            why = "sessions are given to who shows the gateway's token"
+            why = "only agents that show the gateway's token get sessions"
             raise ApiError(401, why)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLAIM_TIMEOUT_S):

@@ -33,10 +33,16 @@ from tidegate.serving.http_server import AccessPolicy, Headers, off_loop, unless
 from tidegate.serving.openai_requests import CompletionRequest
 from tidegate.serving.vllm_server import requests
 from tidegate.serving.vllm_server.active_requests import ActiveRequests
-from tidegate.serving.vllm_server.completions import Completer, answer
+from tidegate.serving.vllm_server.completions import (
+    BegunRequest,
+    Completer,
+    Streamable,
+    answer,
+)
 from tidegate.serving.vllm_server.metrics import RequestCounts, metrics_text
 from tidegate.serving.vllm_server.model_info import ModelInfo, limits_of
 from tidegate.serving.vllm_server.pauses import EnginePauses
+from tidegate.serving.vllm_server.response_bodies import ResponseBodies
 from tidegate.serving.vllm_server.weight_updates import WeightUpdates
 from tidegate.transport.messages import PauseMode
 
@@ -201,40 +207,42 @@ async def read(http: HttpRequest, kind: type[Body]) -> Body:
 # ---------------------------------------------------------------- completions
 
 
+async def answer_completion(
+    parts: ServerParts,
+    http: HttpRequest,
+    kind: type[Streamable],
+    begin: Callable[..., Awaitable[tuple[BegunRequest, ResponseBodies]]],
+) -> Answer:
+    """Read a completion request of this kind, begin it by ``begin``, and answer it."""
+    parts.pauses.refuse_if_paused()
+    request = await read(http, kind)
+    beginning = begin(request, request_name(http), is_large=is_large(http))
+    return await answer(http, parts.counts, request, beginning)
+
+
 @on("POST", "/v1/completions")
 async def complete(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue texts or tokens."""
-    parts.pauses.refuse_if_paused()
-    request = await read(http, CompletionRequest)
-    beginning = parts.completer.complete(request, request_name(http))
-    return await answer(http, parts.counts, request, beginning)
+    return await answer_completion(parts, http, CompletionRequest, parts.completer.complete)
 
 
 @on("POST", "/v1/chat/completions")
 async def chat(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer a conversation."""
-    parts.pauses.refuse_if_paused()
-    request = await read(http, requests.VllmChatRequest)
-    beginning = parts.completer.chat(request, request_name(http), is_large=is_large(http))
-    return await answer(http, parts.counts, request, beginning)
+    return await answer_completion(parts, http, requests.VllmChatRequest, parts.completer.chat)
 
 
 @on("POST", "/v1/chat/completions/batch")
 async def chat_batch(parts: ServerParts, http: HttpRequest) -> Answer:
     """Answer several conversations."""
-    parts.pauses.refuse_if_paused()
-    request = await read(http, requests.BatchChatRequest)
-    beginning = parts.completer.chat_batch(request, request_name(http), is_large=is_large(http))
-    return await answer(http, parts.counts, request, beginning)
+    kind = requests.BatchChatRequest
+    return await answer_completion(parts, http, kind, parts.completer.chat_batch)
 
 
 @on("POST", "/inference/v1/generate")
 async def generate(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue tokens; answer with tokens."""
-    parts.pauses.refuse_if_paused()
-    request = await read(http, requests.GenerateRequest)
-    beginning = parts.completer.generate(request, request_name(http))
-    return await answer(http, parts.counts, request, beginning)
+    return await answer_completion(parts, http, requests.GenerateRequest, parts.completer.generate)
 
 
 @on("POST", "/abort_requests", is_control=True)

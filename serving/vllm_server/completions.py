@@ -148,7 +148,7 @@ class Completer:
     # ------------------------------------------------------------ by kind
 
     async def generate(
-        self, request: GenerateRequest, name: str
+        self, request: GenerateRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/inference/v1/generate``."""
         if request.output_mode not in ("tokens", "text"):
@@ -169,20 +169,20 @@ class Completer:
         return begun, GenerateBodies(begun.facts, request)
 
     async def complete(
-        self, request: CompletionRequest, name: str
+        self, request: CompletionRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/completions``."""
         adds = request.add_special_tokens is not False
         given = request.prompts
         _refuse_many(len(given), request)
-        for one in given:
-            if isinstance(one, str):
-                self._refuse_long(one)
+        for text in given:
+            if isinstance(text, str):
+                self._refuse_long(text)
         prompts = [
-            Prompt(await self.tokenizer.encode(one, adds_special_tokens=adds), one)
-            if isinstance(one, str)
-            else Prompt(one)
-            for one in given
+            Prompt(await self.tokenizer.encode(each, adds_special_tokens=adds), each)
+            if isinstance(each, str)
+            else Prompt(each)
+            for each in given
         ]
         name = f"cmpl-{request.request_id or name}"
         salt = checked_cache_salt(request.cache_salt)
@@ -281,67 +281,67 @@ class Completer:
 
     # ------------------------------------------------------------ of all kinds
 
-    async def _begin(self, wanted: CheckedRequest) -> BegunRequest:
+    async def _begin(self, checked: CheckedRequest) -> BegunRequest:
         limits = limits_of(self._scheduler)
-        adapter = await self._adapter_of(wanted.model)
-        sampling, each = wanted.sampling, wanted.sampling.choices_per_prompt
+        adapter = await self._adapter_of(checked.model)
+        sampling, each = checked.sampling, checked.sampling.choices_per_prompt
         options = generate_options(sampling, self._model.stop_token_ids)
-        for prompt in wanted.prompts:
+        for prompt in checked.prompts:
             _refuse_prompt(prompt, limits)
-        _refuse_many(len(wanted.prompts), sampling)
-        tokens_max = self._tokens_default if wanted.tokens_max is None else wanted.tokens_max
-        rooms = [_room(prompt, tokens_max, limits) for prompt in wanted.prompts]
-        self._refuse_large(wanted, rooms)
-        prompt_logprobs = await self._prompt_logprobs(wanted, adapter)
-        prompts = [prompt for prompt in wanted.prompts for _ in range(each)]
+        _refuse_many(len(checked.prompts), sampling)
+        tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
+        output_limits = [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
+        self._refuse_large(checked, output_limits)
+        prompt_logprobs = await self._prompt_logprobs(checked, adapter)
+        prompts = [prompt for prompt in checked.prompts for _ in range(each)]
         facts = RequestFacts(
-            wanted.request_id,
-            wanted.model or self._info.name,
+            checked.request_id,
+            checked.model or self._info.name,
             0,
             self.tokenizer,
             prompts,
-            [one for one in prompt_logprobs for _ in range(each)],
+            [logprobs for logprobs in prompt_logprobs for _ in range(each)],
             each,
         )
         if adapter:
             options["adapter"] = adapter
-        if wanted.cache_salt:
-            options["cache_salt"] = wanted.cache_salt
+        if checked.cache_salt:
+            options["cache_salt"] = checked.cache_salt
         choices = [
             (
                 prompt,
-                {**options, "max_tokens": room, "seed": seed},
+                {**options, "max_tokens": limit, "seed": seed},
             )
-            for prompt, room in zip(wanted.prompts, rooms, strict=True)
+            for prompt, limit in zip(checked.prompts, output_limits, strict=True)
             for seed in _seeds(sampling.own_seed, each)
         ]
-        request = self._requests.begin(wanted.request_id, choices)
+        request = self._requests.begin(checked.request_id, choices)
         stops = self._stop_conditions(sampling, options)
         readers = [OutputReader(c, stops, self.tokenizer, self._labels) for c in request.choices]
         facts = dataclasses.replace(facts, created_s=request.created_s)
         return BegunRequest(request, readers, facts, options.get("top_logprobs", 0))
 
-    def _refuse_large(self, wanted: CheckedRequest, rooms: Sequence[int]) -> None:
+    def _refuse_large(self, checked: CheckedRequest, output_limits: Sequence[int]) -> None:
         """Refuse a request whose answer could take too much memory."""
-        sampling, most = wanted.sampling, self._max_logprobs
+        sampling, most = checked.sampling, self._max_logprobs
         each = sampling.choices_per_prompt
-        for name, asked in (
-            ("logprobs", sampling.top_logprobs_asked),
-            ("prompt_logprobs", sampling.prompt_logprobs_asked),
+        for name, top in (
+            ("logprobs", sampling.num_top_logprobs),
+            ("prompt_logprobs", sampling.num_prompt_logprobs),
         ):
-            if asked is not None and not 0 <= asked <= most:
-                why = f"Requested {name} of {asked}, which is not within 0 and max_logprobs: {most}"
+            if top is not None and not 0 <= top <= most:
+                why = f"Requested {name} of {top}, which is not within 0 and max_logprobs: {most}"
                 raise ApiError(400, why, param=name)
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in wanted.prompts)
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in checked.prompts)
         if prompt_tokens * each > PROMPT_TOKENS_MAX:
             why = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
             raise ApiError(400, f"{why}, got {prompt_tokens * each}", param="n")
-        entries = sum(rooms) * each * (sampling.top_logprobs_asked or 0)
-        entries += prompt_tokens * (sampling.prompt_logprobs_asked or 0)
+        entries = sum(output_limits) * each * (sampling.num_top_logprobs or 0)
+        entries += prompt_tokens * (sampling.num_prompt_logprobs or 0)
         if entries > LOGPROBS_ENTRIES_MAX:
             raise ApiError(
                 400,
-                f"up to {entries} log-probs would be told, and a request may have "
+                f"the answer would have up to {entries} log-probs, and may have "
                 f"{LOGPROBS_ENTRIES_MAX}: lower logprobs, prompt_logprobs, n or max_tokens",
                 param="logprobs",
             )
@@ -356,34 +356,34 @@ class Completer:
         )
 
     async def _prompt_logprobs(
-        self, wanted: CheckedRequest, adapter: str
+        self, checked: CheckedRequest, adapter: str
     ) -> Sequence[PromptLogprobs | None]:
-        top = wanted.sampling.prompt_logprobs_asked
+        top = checked.sampling.num_prompt_logprobs
         if top is None:
-            return [None] * len(wanted.prompts)
+            return [None] * len(checked.prompts)
         if adapter:
             why = "log-probs of prompts are computed for the model without adapters only"
             raise ApiError(400, why, param="model")
-        asked = [
+        futures = [
             self._scheduler.scores.submit(
                 ScoreQuery(np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top)
             )
             if len(p.token_ids) > 1
             else None
-            for p in wanted.prompts
+            for p in checked.prompts
         ]
         try:
-            scores = [None if one is None else await one for one in asked]
+            scores = [None if future is None else await future for future in futures]
         finally:
-            for one in asked:
-                if one is not None:
-                    one.cancel()
+            for future in futures:
+                if future is not None:
+                    future.cancel()
 
         def written() -> list[PromptLogprobs | None]:
-            rows = zip(wanted.prompts, scores, strict=True)
+            rows = zip(checked.prompts, scores, strict=True)
             return [self._logprobs_of(prompt, score) for prompt, score in rows]
 
-        tokens = sum(len(prompt.token_ids) for prompt in wanted.prompts)
+        tokens = sum(len(prompt.token_ids) for prompt in checked.prompts)
         return await off_loop(written) if tokens * (1 + top) >= LARGE_PROMPT_LOGPROBS else written()
 
     def _logprobs_of(self, prompt: Prompt, score: object) -> PromptLogprobs:
@@ -455,7 +455,7 @@ def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
         raise ApiError(400, f"Token id {strange} is out of vocabulary")
 
 
-def _room(prompt: Prompt, tokens_max: float | None, limits: Limits) -> int:
+def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> int:
     """Return the limit of output tokens, cut off at the end of the context as vLLM does."""
     left = limits.context_tokens_max - len(prompt.token_ids)
     return left if tokens_max is None else min(left, int(tokens_max))

@@ -1,8 +1,8 @@
 """Receiver of weights from a trainer on the same GPU: opens CUDA IPC handles of its memory.
 
-vLLM's trainers pickle the handles over HTTP, and vLLM unpickles whatever comes if it is told to.
-Here :mod:`pickled_facts` reads them, and each is checked before memory is opened. Independent of
-engines and versions.
+vLLM's trainers send the handles pickled, and vLLM unpickles any class if so configured.
+:mod:`safe_unpickler` reads them instead, and each is checked before memory is opened. Independent
+of engines and versions.
 """
 
 import base64
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidegate.serving.api_errors import ApiError, UpdateError
-from tidegate.serving.vllm_server.pickled_facts import NotFacts, read_facts
 from tidegate.serving.vllm_server.receivers import AnnouncedTensor, announced_tensors, unpacked
+from tidegate.serving.vllm_server.safe_unpickler import UnsafePickle, read_plain_pickle
 from tidegate.transport.weight_channels.cuda_memory import EVENT_BYTES, ref_counter_problem
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ class IpcUpdateReceiver:
             if not isinstance(handles, list) or len(handles) != len(announced):
                 raise UpdateError(f"ipc_handles must be a list of {len(announced)}, one per tensor")
             return {
-                one.name: self._opened(_own(each, uuid), one).cpu()
-                for one, each in zip(announced, handles, strict=True)
+                tensor.name: self._opened(_own(each, uuid), tensor).cpu()
+                for tensor, each in zip(announced, handles, strict=True)
             }
         sizes = info.get("tensor_sizes")
-        if sizes != [one.num_bytes for one in announced] or not isinstance(handles, dict):
+        if sizes != [tensor.num_bytes for tensor in announced] or not isinstance(handles, dict):
             raise UpdateError("packed tensors come with one handle, and tensor_sizes that fit them")
         handle = _own(handles, uuid)
         total = sum(sizes)
@@ -109,11 +109,11 @@ class IpcUpdateReceiver:
             self._open = (handle, _rebuilt(handle))
         return self._open[1]
 
-    def _opened(self, handle: Handle, one: AnnouncedTensor) -> "torch.Tensor":
-        if handle.size != one.shape or handle.dtype != one.dtype:
+    def _opened(self, handle: Handle, tensor: AnnouncedTensor) -> "torch.Tensor":
+        if handle.size != tensor.shape or handle.dtype != tensor.dtype:
             raise UpdateError(
-                f"{one.name} was announced as {one.dtype} {one.shape}, and its handle leads to "
-                f"{handle.dtype} {handle.size}"
+                f"{tensor.name} was announced as {tensor.dtype} {tensor.shape}, and its handle "
+                f"is of {handle.dtype} {handle.size}"
             )
         return _rebuilt(handle)
 
@@ -127,11 +127,11 @@ def read_handles(pickled: object) -> "list[dict[str, Handle]] | dict[str, Handle
     if not isinstance(pickled, str):
         raise ApiError(400, "update_info must have ipc_handles_pickled, as vLLM's client sends")
     try:
-        found = read_facts(base64.b64decode(pickled, validate=True), _named)
+        found = read_plain_pickle(base64.b64decode(pickled, validate=True), _named)
         if isinstance(found, list):
-            return [_handles(one) for one in found]
+            return [_handles(each) for each in found]
         return _handles(found)
-    except (NotFacts, binascii.Error, ValueError) as error:
+    except (UnsafePickle, binascii.Error, ValueError) as error:
         raise ApiError(
             400,
             f"ipc_handles_pickled is read for CUDA handles and nothing else, and refused: {error}",
@@ -141,16 +141,16 @@ def read_handles(pickled: object) -> "list[dict[str, Handle]] | dict[str, Handle
 
 def _handles(found: object) -> dict[str, Handle]:
     if not isinstance(found, dict):
-        raise NotFacts(f"handles are by UUID of the GPU, got {type(found).__name__}")
+        raise UnsafePickle(f"handles are by UUID of the GPU, got {type(found).__name__}")
     return {str(uuid): _handle(fields) for uuid, fields in found.items()}
 
 
 def _handle(fields: object) -> Handle:
     if not isinstance(fields, tuple) or len(fields) != len(_KINDS):
-        raise NotFacts(f"a handle has {len(_KINDS)} fields")
+        raise UnsafePickle(f"a handle has {len(_KINDS)} fields")
     for field, kind, name in zip(fields, _KINDS, Handle._fields, strict=True):
         if not isinstance(field, kind):
-            raise NotFacts(f"a handle's {name} can't be {type(field).__name__}")
+            raise UnsafePickle(f"a handle's {name} can't be {type(field).__name__}")
     handle = Handle(*fields)
     _check_extent(handle)
     return handle
@@ -162,17 +162,17 @@ def _check_extent(handle: Handle) -> None:
 
     numbers = (*handle.size, *handle.stride, handle.offset, handle.storage_offset_bytes)
     if not all(isinstance(n, int) and n >= 0 for n in (*numbers, handle.counter_offset)):
-        raise NotFacts("a handle's sizes and offsets are no numbers from 0 on")
+        raise UnsafePickle("a handle's sizes and offsets are no numbers from 0 on")
     if not isinstance(handle.dtype, torch.dtype) or len(handle.size) != len(handle.stride):
-        raise NotFacts("a handle's dtype, sizes and strides are no tensor's")
+        raise UnsafePickle("a handle's dtype, sizes and strides are no tensor's")
     last = sum((n - 1) * step for n, step in zip(handle.size, handle.stride, strict=True))
     end = (handle.offset + last + 1) * handle.dtype.itemsize
     if min(handle.size, default=1) > 0 and end > handle.storage_bytes:
-        raise NotFacts(f"a tensor reaches to byte {end} of {handle.storage_bytes}")
+        raise UnsafePickle(f"a tensor reaches to byte {end} of {handle.storage_bytes}")
     if len(handle.event) != EVENT_BYTES:
-        raise NotFacts(f"a handle of an event has {EVENT_BYTES} bytes, got {len(handle.event)}")
+        raise UnsafePickle(f"a handle of an event has {EVENT_BYTES} bytes, got {len(handle.event)}")
     if flaw := ref_counter_problem(handle.counter, handle.counter_offset):
-        raise NotFacts(flaw)
+        raise UnsafePickle(flaw)
 
 
 _TENSOR, _STORAGE = object(), object()
@@ -182,7 +182,7 @@ _TENSOR, _STORAGE = object(), object()
 def _size(dimensions: object) -> tuple[object, ...]:
     """Return the dimensions of a pickled ``torch.Size``."""
     if not isinstance(dimensions, tuple | list):
-        raise NotFacts("a size is made of no tuple")
+        raise UnsafePickle("a size is made of no tuple")
     return tuple(dimensions)
 
 

@@ -331,12 +331,12 @@ class VersionLabels:
 
     def forget(self, version: int) -> None:
         """Drop the label of a version that no engine serves, nor ever will."""
-        self._named = tuple(one for one in self._named if one[0] == 0 or one[0] != version)
+        self._named = tuple(each for each in self._named if each[0] == 0 or each[0] != version)
 
     def of(self, version: int) -> str:
         """Return the label of a version."""
         named = self._named
-        return named[bisect.bisect_right(named, version, key=lambda one: one[0]) - 1][1]
+        return named[bisect.bisect_right(named, version, key=lambda each: each[0]) - 1][1]
 
     def spans(self, turn: GeneratedTurn | None) -> list[dict[str, Any]]:
         """Return the labels of a turn's tokens as spans: gapless, in order, neighbours differ."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tidegate.serving.api_errors import ApiError, UpdateError
-from tidegate.serving.vllm_server.pickled_facts import NotFacts, read_facts
 from tidegate.serving.vllm_server.receivers import (
     RECEIVE_TIMEOUT_S,
     AnnouncedTensor,
     announced_tensors,
     unpacked,
 )
+from tidegate.serving.vllm_server.safe_unpickler import UnsafePickle, read_plain_pickle
 from tidegate.transport.weight_channels.cuda_nccl import (
     UNIQUE_ID_BYTES,
     Communicator,
@@ -81,19 +81,22 @@ class NcclUpdateReceiver:
         if strange := [name for name in info if name not in _UPDATE_FIELDS]:
             raise UpdateError(f"Invalid update_info for nccl: unknown {strange[0]!r}")
         announced = announced_tensors(info)
-        # vLLM before 0.28, and TRL for it, say here what later ones say when they meet.
+        # Trainers for vLLM before 0.28 name these with each update, later ones in init_info.
         is_packed = bool(info.get("packed", rendezvous.is_packed))
         buffer_bytes = int(info.get("packed_buffer_size_bytes", rendezvous.buffer_bytes))
         try:
             if is_packed:
                 return self._packed(group, announced, buffer_bytes)
-            return {one.name: self._one(group, one.shape, one.dtype).cpu() for one in announced}
+            return {
+                tensor.name: self._broadcast(group, tensor.shape, tensor.dtype).cpu()
+                for tensor in announced
+            }
         except NcclFailed as error:
             self.close()
             raise UpdateError(str(error)) from None
         except RuntimeError as error:  # or the trainer would wait in a broadcast for ever
             self.close()
-            raise UpdateError(f"there is no room for what was announced: {error}") from None
+            raise UpdateError(f"no memory for the announced tensors: {error}") from None
 
     def _packed(
         self, group: Communicator, announced: list[AnnouncedTensor], buffer_bytes: int
@@ -101,12 +104,12 @@ class NcclUpdateReceiver:
         import torch
 
         tensors: dict[str, torch.Tensor] = {}
-        for together in packs(announced, lambda one: one.num_bytes, buffer_bytes):
-            size = sum(one.num_bytes for one in together)
-            tensors |= unpacked(self._one(group, (size,), torch.uint8), together)
+        for pack in packs(announced, lambda tensor: tensor.num_bytes, buffer_bytes):
+            size = sum(tensor.num_bytes for tensor in pack)
+            tensors |= unpacked(self._broadcast(group, (size,), torch.uint8), pack)
         return tensors
 
-    def _one(
+    def _broadcast(
         self, group: Communicator, shape: tuple[int, ...], dtype: "torch.dtype"
     ) -> "torch.Tensor":
         import torch
@@ -190,7 +193,7 @@ def read_rendezvous(info: Mapping[str, Any]) -> Rendezvous:
     """Read and check an ``init_info``.
 
     Raises:
-        UpdateError: it gives no way to meet the trainer, or two.
+        UpdateError: neither an address nor an id is given, or both are.
     """
     for name in info:
         if name not in _INIT_FIELDS:
@@ -268,11 +271,11 @@ def read_unique_id(pickled: bytes) -> bytes:
         UpdateError: the pickle holds something else.
     """
     try:
-        found = read_facts(pickled, _named)
-    except NotFacts as error:
-        raise UpdateError(f"the trainer told no ncclUniqueId: {error}") from None
+        found = read_plain_pickle(pickled, _named)
+    except UnsafePickle as error:
+        raise UpdateError(f"the trainer gave no ncclUniqueId: {error}") from None
     if not isinstance(found, bytes) or len(found) != UNIQUE_ID_BYTES:
-        raise UpdateError(f"the trainer told no ncclUniqueId of {UNIQUE_ID_BYTES} bytes")
+        raise UpdateError(f"the trainer gave no ncclUniqueId of {UNIQUE_ID_BYTES} bytes")
     return found
 
 
@@ -291,4 +294,4 @@ def _struct_bytes(kind: object, state: object) -> bytes:
     match state:
         case ({**rest}, bytes(held)) if kind is _STRUCT and not rest:
             return held
-    raise NotFacts("it is a C struct, but no ncclUniqueId")
+    raise UnsafePickle("it is a C struct, but no ncclUniqueId")

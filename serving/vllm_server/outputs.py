@@ -116,11 +116,11 @@ class IncrementalText:
     tokenizer: OutputTokenizer
     stops: StopConditions
     _sent: str = ""
-    _growing: IncrementalDetokenizer = field(init=False)
+    _detokenizer: IncrementalDetokenizer = field(init=False)
 
     def __post_init__(self) -> None:
         skips = self.stops.skips_special_tokens
-        self._growing = IncrementalDetokenizer(
+        self._detokenizer = IncrementalDetokenizer(
             partial(self.tokenizer.decode, skips_special_tokens=skips)
         )
 
@@ -129,8 +129,8 @@ class IncrementalText:
 
         Holds back half characters, and what a stop string may yet cut off.
         """
-        self._growing.add(token_ids[self._growing.tokens :])
-        settled = self._growing.text
+        self._detokenizer.add(token_ids[self._detokenizer.tokens :])
+        settled = self._detokenizer.text
         held_back = max((len(s) for s in self.stops.stop_strings), default=1) - 1
         return self._send(settled[: len(settled) - held_back])
 

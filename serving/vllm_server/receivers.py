@@ -77,9 +77,9 @@ def announced_tensors(info: Mapping[str, Any]) -> list[AnnouncedTensor]:
         raise UpdateError(
             f"Invalid update_info: names, dtype_names and shapes must be of one length: {error!r}"
         ) from None
-    for one in tensors:
-        if not isinstance(one.dtype, torch.dtype) or min(one.shape, default=0) < 0:
-            raise UpdateError(f"Invalid update_info: {one.name} is no tensor: {one!r}")
+    for tensor in tensors:
+        if not isinstance(tensor.dtype, torch.dtype) or min(tensor.shape, default=0) < 0:
+            raise UpdateError(f"Invalid update_info: {tensor.name} is no tensor: {tensor!r}")
     return tensors
 
 
@@ -89,10 +89,10 @@ def unpacked(
     """Copy tensors that lie one after another in a buffer of bytes into the host's memory."""
     copies = {}
     start = 0
-    for one in tensors:
-        part = buffer[start : start + one.num_bytes].to("cpu", copy=True)
-        copies[one.name] = part.view(one.dtype).view(one.shape)
-        start += one.num_bytes
+    for tensor in tensors:
+        part = buffer[start : start + tensor.num_bytes].to("cpu", copy=True)
+        copies[tensor.name] = part.view(tensor.dtype).view(tensor.shape)
+        start += tensor.num_bytes
     return copies
 
 
@@ -187,10 +187,12 @@ class GlooUpdateReceiver:
         _refuse_packed(info)
         announced = announced_tensors(info)
         try:
-            tensors = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in announced}
+            tensors = {
+                tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in announced
+            }
         except RuntimeError as error:
             self.close()  # or the trainer would wait in a broadcast for long
-            raise UpdateError(f"there is no room for what was announced: {error}") from None
+            raise UpdateError(f"no memory for the announced tensors: {error}") from None
         try:
             for tensor in tensors.values():
                 broadcast(self._group, tensor)
@@ -231,7 +233,7 @@ def broadcast(group: Any, tensor: "torch.Tensor") -> None:
 _OF_NCCL = ("master_address", "nccl_unique_id_b64", "packed", "ipc_handles_pickled")
 
 _NO_NCCL = (
-    "the trainer speaks vLLM's nccl or ipc, and this server takes weights in by another way, as "
+    "the trainer sends weights by vLLM's nccl or ipc, and this server receives them otherwise, as "
     "weight_transfer_config of /server_info says: start it with --weight-transfer nccl or ipc, "
     "on a machine with CUDA"
 )

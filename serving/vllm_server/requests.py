@@ -28,7 +28,7 @@ class TokenSampling(Sampling, kw_only=True):
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, "prompt_logprob_start": (0,)}
 
     @property
-    def top_logprobs_asked(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """Number of likeliest tokens reported beside each token; 0: the sampled token alone."""
         return self.logprobs
 

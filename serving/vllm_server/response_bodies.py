@@ -281,7 +281,7 @@ class CompletionBodies(ResponseBodies):
         """Return the prompt's tokens as :func:`_rows` does; the first has no log-probs."""
         ids = self.facts.prompts[output.index].token_ids
         entries = self.facts.prompt_logprobs[output.index] or [None] * len(ids)
-        most = 1 + (self._request.top_logprobs_asked or 0)  # the token itself, and the likeliest
+        most = 1 + (self._request.num_top_logprobs or 0)  # the token itself, and the likeliest
         rows: list[_LogprobRow] = []
         for token, entry in zip(ids, entries, strict=True):
             if entry is None:

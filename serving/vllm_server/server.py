@@ -81,7 +81,7 @@ class VLLMServer(SyncRollouts):
         Requests may name weights and adapters below the model's directory and
         ``weight_directories`` only. ``lora_directory``: an unknown model name that is a directory
         in it is loaded as an adapter. ``allowed_hosts``: names beside its address that requests
-        without a key may call the server by. ``max_logprobs``: log-probs told beside each token.
+        without a key may call the server by. ``max_logprobs``: most log-probs beside each token.
         ``generation_config``: whether sampling fields that a request leaves out are those of the
         model's generation_config.json (``auto``), or vLLM's own (``vllm``).
 

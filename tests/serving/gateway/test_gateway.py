@@ -205,12 +205,12 @@ async def test_a_session_over_its_budget_is_answered_once_it_goes_on(
         answer = (await client.post(CHAT, json=body)).json()
         talk.engine.newer_weights = asyncio.Event()
         body["messages"] += [answer["choices"][0]["message"], user("r")]
-        asking = asyncio.ensure_future(client.post(CHAT, json=body))
-        done, _ = await asyncio.wait({asking}, timeout=0.1)
+        request = asyncio.ensure_future(client.post(CHAT, json=body))
+        done, _ = await asyncio.wait({request}, timeout=0.1)
         assert not done
         assert talk.engine.words == [f"b{END}"]  # the engines are others' meanwhile
         talk.engine.newer_weights.set()
-        assert (await asking).json()["choices"][0]["message"]["content"] == "b"
+        assert (await request).json()["choices"][0]["message"]["content"] == "b"
         talk.check()
 
 

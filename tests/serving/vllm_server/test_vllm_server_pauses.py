@@ -11,7 +11,7 @@ from tests.serving.vllm_server.vllm_serving import (
     CONTEXT_TOKENS_MAX,
     LONG,
     PROMPT,
-    Asking,
+    BackgroundRequest,
     Client,
 )
 from tidegate.transport.messages import CancelTurn, Message, Resume
@@ -29,9 +29,9 @@ def test_a_pause_that_aborts_gives_what_there_is_and_refuses_more(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     with turns_go_on_until(server, paused):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
+        request = client.begin(server, "/inference/v1/generate", LONG)
         assert client.post("/pause") == {"status": "paused"}  # abort is what no mode means
-    (choice,) = asking.answer["choices"]
+    (choice,) = request.answer["choices"]
     assert choice["finish_reason"] == "abort"
     count = len(choice["token_ids"])
     assert 0 < count < CONTEXT_TOKENS_MAX - 3
@@ -51,14 +51,14 @@ def test_a_pause_that_keeps_freezes_requests_and_queues_new_ones(
     client: Client, server: tidegate.VLLMServer, clears: str
 ) -> None:
     with turns_go_on_until(server, paused):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
+        request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="keep", clear_cache=clears)
     frozen = client.tokens_generated()
-    late = Asking(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+    late = BackgroundRequest(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})
     client.wait_until(lambda: client.num_running() == 2)
     assert client.tokens_generated() == frozen
     client.post("/resume")
-    assert len(asking.answer["choices"][0]["token_ids"]) == CONTEXT_TOKENS_MAX - 3
+    assert len(request.answer["choices"][0]["token_ids"]) == CONTEXT_TOKENS_MAX - 3
     assert late.answer["choices"][0]["finish_reason"] in ("length", "stop")
 
 
@@ -70,9 +70,9 @@ def test_a_mode_in_the_body_is_not_read_and_a_strange_one_is_refused(client: Cli
 
 def test_a_pause_that_waits_lets_requests_end(client: Client, server: tidegate.VLLMServer) -> None:
     with turns_go_on_until(server, paused):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
+        request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="wait")
-    assert asking.answer["choices"][0]["finish_reason"] == "length"
+    assert request.answer["choices"][0]["finish_reason"] == "length"
     assert client.get("/is_paused") == {"is_paused": True}
 
 
@@ -80,24 +80,24 @@ def test_a_resume_ends_a_pause_that_still_waits(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     with turns_go_on_until(server, lambda message: isinstance(message, Resume)):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
-        pausing = Asking(server, "/pause", mode="wait")
+        request = client.begin(server, "/inference/v1/generate", LONG)
+        pausing = BackgroundRequest(server, "/pause", mode="wait")
         client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
         client.post("/resume")
     assert pausing.answer == {"status": "paused"}
     assert client.get("/is_paused") == {"is_paused": False}
-    assert asking.answer["choices"][0]["finish_reason"] == "length"
+    assert request.answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_an_abort_ends_a_pause_that_still_waits(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     with turns_go_on_until(server, aborted):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
-        pausing = Asking(server, "/pause", mode="wait")
+        request = client.begin(server, "/inference/v1/generate", LONG)
+        pausing = BackgroundRequest(server, "/pause", mode="wait")
         client.wait_until(lambda: client.http.post("/v1/completions", json={}).status_code == 503)
         client.post("/pause", mode="abort")
-    assert asking.answer["choices"][0]["finish_reason"] == "abort"
+    assert request.answer["choices"][0]["finish_reason"] == "abort"
     assert pausing.answer == {"status": "paused"}
     assert client.get("/is_paused") == {"is_paused": True}
 
@@ -107,7 +107,7 @@ def test_requests_are_aborted_by_the_ids_that_answers_have(
 ) -> None:
     with turns_go_on_until(server, paused):
         one = client.begin(server, "/inference/v1/generate", LONG | {"request_id": "one"})
-        two = Asking(server, "/inference/v1/generate", LONG | {"request_id": "two"})
+        two = BackgroundRequest(server, "/inference/v1/generate", LONG | {"request_id": "two"})
         client.wait_until(lambda: client.num_running() == 2)
         client.post("/pause", mode="keep")
     told = client.post("/abort_requests", {"request_ids": ["one", "no"]})
@@ -137,14 +137,14 @@ def test_the_prefix_cache_is_not_clean_while_requests_hold_some(
 ) -> None:
     assert client.post("/reset_prefix_cache") == {"success": True}
     with turns_go_on_until(server, paused):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
+        request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="keep")
     assert client.post("/reset_prefix_cache") == {"success": False}
     again = {"reset_running_requests": "true"}
     assert client.post("/reset_prefix_cache", **again) == {"success": True}
     assert client.get("/is_paused") == {"is_paused": True}
     client.post("/resume")
-    assert len(asking.answer["choices"][0]["token_ids"]) == CONTEXT_TOKENS_MAX - 3
+    assert len(request.answer["choices"][0]["token_ids"]) == CONTEXT_TOKENS_MAX - 3
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -167,10 +167,10 @@ def test_a_sleep_returns_requests_that_were_kept(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
     with turns_go_on_until(server, paused):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
+        request = client.begin(server, "/inference/v1/generate", LONG)
         client.post("/pause", mode="keep")
     client.post("/sleep", level=0)
-    assert asking.answer["choices"][0]["finish_reason"] == "abort"
+    assert request.answer["choices"][0]["finish_reason"] == "abort"
     assert client.post("/wake_up", tags="scheduling")["status"] == "awake"
 
 

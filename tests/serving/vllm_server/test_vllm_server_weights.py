@@ -109,11 +109,11 @@ def test_a_request_that_is_kept_goes_on_under_the_new_weights(
     client: Client, server: tidegate.VLLMServer, models: list[Path], clears: str
 ) -> None:
     with turns_go_on_until(server, paused):
-        asking = client.begin(server, "/inference/v1/generate", LONG | {"token_ids": PROMPT})
+        request = client.begin(server, "/inference/v1/generate", LONG | {"token_ids": PROMPT})
         client.post("/pause", mode="keep", clear_cache=clears)
     send(client, {"path": str(models[1])}, "new")
     client.post("/resume")
-    (choice,) = asking.answer["choices"]
+    (choice,) = request.answer["choices"]
     old, new = choice["weight_versions"]
     assert (old["version"], new["version"]) == ("default", "new")
     assert (old["start"], old["end"], new["end"]) == (0, new["start"], CONTEXT_TOKENS_MAX - 4)
@@ -138,9 +138,9 @@ def test_updates_need_no_pause(
     client: Client, server: tidegate.VLLMServer, models: list[Path]
 ) -> None:
     with turns_go_on_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
-        asking = client.begin(server, "/inference/v1/generate", LONG)
+        request = client.begin(server, "/inference/v1/generate", LONG)
         send(client, {"path": str(models[1])}, "new")
-    versions = [span["version"] for span in asking.answer["choices"][0]["weight_versions"]]
+    versions = [span["version"] for span in request.answer["choices"][0]["weight_versions"]]
     assert versions == ["default", "new"]
     expect(client, models[1])
 
@@ -313,11 +313,11 @@ def test_a_server_ends_while_it_waits_for_a_trainer_that_never_comes(models: lis
             with contextlib.suppress(httpx.HTTPError):
                 client.http.post("/init_weight_transfer_engine", json=body)
 
-        asking = threading.Thread(target=ask)
-        asking.start()
+        request = threading.Thread(target=ask)
+        request.start()
         names = {"tidegate weights"}
         client.wait_until(lambda: names <= {thread.name for thread in threading.enumerate()})
-    asking.join(60)
+    request.join(60)
     client.http.close()
     left = [t.name for t in set(threading.enumerate()) - before if not t.daemon]
     assert left == []  # those keep a process from ending

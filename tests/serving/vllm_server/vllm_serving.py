@@ -63,15 +63,17 @@ class Client:
         (line,) = [one for one in lines if one.startswith("vllm:generation_tokens_total{")]
         return float(line.split()[-1])
 
-    def begin(self, server: tidegate.VLLMServer, path: str, body: Any, **params: Any) -> "Asking":
+    def begin(
+        self, server: tidegate.VLLMServer, path: str, body: Any, **params: Any
+    ) -> "BackgroundRequest":
         """A request that has some of its tokens by now, and not all."""
         before = self.tokens_generated()
-        asking = Asking(server, path, body, **params)
+        request = BackgroundRequest(server, path, body, **params)
         self.wait_until(lambda: self.tokens_generated() > before)
-        return asking
+        return request
 
 
-class Asking:
+class BackgroundRequest:
     """A request whose answer is waited for elsewhere."""
 
     def __init__(

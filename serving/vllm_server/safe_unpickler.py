@@ -1,9 +1,9 @@
-"""Bounded reader of plain facts in a pickle; it looks up, imports and calls nothing that is named.
+"""Bounded unpickler of plain values that imports nothing and calls none of the names in a pickle.
 
 vLLM's trainers pickle two things: a communicator's id, and handles of memory on a GPU. Python's own
-unpickler calls what a pickle names, and 89 bytes of nested references keep it busy for ever. This
-one knows tuples, lists, dicts, texts, bytes and numbers, and a reader's names for the rest. It
-counts every value as often as it is referred to, because comparing, hashing and printing do so.
+unpickler calls the functions that a pickle names, and 89 bytes of nested references keep it busy
+for ever. This one reads tuples, lists, dicts, texts, bytes and numbers; its caller resolves all
+names. Every value counts as often as it is referred to, because comparing and hashing visit it so.
 """
 
 import pickletools
@@ -20,11 +20,11 @@ VALUES_MAX = 8_000_000
 handles of 260,000 tensors."""
 
 INTEGER_BITS_MAX = 64
-"""Width of an integer; none of the facts has more, and arithmetic with millions takes for ever."""
+"""Width of an integer; no handle has a wider one, and arithmetic with millions takes for ever."""
 
 
-class NotFacts(TidegateError):
-    """A pickle holds something else than the facts it was read for."""
+class UnsafePickle(TidegateError):
+    """A pickle holds something else than plain values and the names that its reader resolves."""
 
 
 class _Value:
@@ -55,7 +55,7 @@ _WITH_ARGUMENT = frozenset(
 """Operations that push the value that follows them."""
 
 
-class _Machine:
+class _Unpickler:
     """The stack and the memory of one pickle that is being read."""
 
     def __init__(self, named: Callable[[str, str], Any]) -> None:
@@ -69,7 +69,7 @@ class _Machine:
             if operation.name == "STOP":
                 return self._pop().value
             self._do(operation.name, argument)
-        raise NotFacts("it has no end")
+        raise UnsafePickle("it has no end")
 
     def _do(self, name: str, argument: Any) -> None:
         match name:
@@ -121,14 +121,14 @@ class _Machine:
             case _ if name in _WITH_ARGUMENT:
                 self._push_plain(argument)
             case _:
-                raise NotFacts(f"it has the operation {name}, which is not read")
+                raise UnsafePickle(f"it has the operation {name}, which is not read")
 
     def _push(self, value: Any, count: int = 1) -> None:
         self._stack.append(_Value(value, count))
 
     def _push_plain(self, value: Any) -> None:
         if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
-            raise NotFacts(f"it has an integer of {value.bit_length()} bits")
+            raise UnsafePickle(f"it has an integer of {value.bit_length()} bits")
         self._push(value)
 
     def _push_tuple(self, items: list[_Value]) -> None:
@@ -145,13 +145,13 @@ class _Machine:
         container.count += self._counted(items)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key.value, str | int):
-                raise NotFacts(f"a key is a {type(key.value).__name__}, and may be a text")
+                raise UnsafePickle(f"a key is a {type(key.value).__name__}, and may be a text")
             container.value[key.value] = value.value
 
     def _call(self) -> None:
         arguments, function = self._pop(), self._pop()
         if not isinstance(arguments.value, tuple) or not callable(function.value):
-            raise NotFacts("it calls what it has not named")
+            raise UnsafePickle("it calls a value that is no function of its names")
         self._push(function.value(*arguments.value), 1 + arguments.count)
 
     def _counted(self, items: list[_Value]) -> int:
@@ -161,13 +161,13 @@ class _Machine:
             item.is_held = True
             count += item.count
         if count > VALUES_MAX:
-            raise NotFacts(f"it holds more than {VALUES_MAX} values")
+            raise UnsafePickle(f"it holds more than {VALUES_MAX} values")
         return count
 
     def _open(self, kind: type) -> _Value:
         container = self._top()
         if not isinstance(container.value, kind) or container.is_held:
-            raise NotFacts("it adds to what is no container, or is held by another already")
+            raise UnsafePickle("it adds to a value that is no container, or is held by another")
         return container
 
     def _found(self, module: Any, attribute: Any) -> Any:
@@ -175,13 +175,13 @@ class _Machine:
         if isinstance(module, str) and isinstance(attribute, str):
             found = self._named(module, attribute)
         if found is None:
-            raise NotFacts(f"it names {module!s:.100}.{attribute!s:.100}, which is not read")
+            raise UnsafePickle(f"it names {module!s:.100}.{attribute!s:.100}, which is not read")
         return found
 
     def _top(self) -> _Value:
         top = self._stack[-1]
         if top is _MARK:
-            raise NotFacts("a value is missing")
+            raise UnsafePickle("a value is missing")
         return top
 
     def _pop(self) -> _Value:
@@ -197,20 +197,20 @@ class _Machine:
         return items[::-1]
 
 
-def read_facts(data: bytes, named: Callable[[str, str], Any]) -> Any:
+def read_plain_pickle(data: bytes, named: Callable[[str, str], Any]) -> Any:
     """Read the value pickled in ``data``; ``named`` resolves a module and a name to an object.
 
     The object may be called with anything in the pickle, so ``named`` must return functions that
     only make a value of their arguments. None refuses the name.
 
     Raises:
-        NotFacts: the pickle names something else, holds too much, or can't be read.
+        UnsafePickle: the pickle names something else, holds too much, or can't be read.
     """
     if len(data) > PICKLE_BYTES_MAX:
-        raise NotFacts(f"it has {len(data)} bytes, {PICKLE_BYTES_MAX} at most are read")
+        raise UnsafePickle(f"it has {len(data)} bytes, {PICKLE_BYTES_MAX} at most are read")
     try:
-        return _Machine(named).run(data)
-    except NotFacts:
+        return _Unpickler(named).run(data)
+    except UnsafePickle:
         raise
     except Exception as error:  # noqa: BLE001 - bytes of a stranger: whatever they cause, they caused
-        raise NotFacts(f"it can't be read: {error!r:.300}") from None
+        raise UnsafePickle(f"it can't be read: {error!r:.300}") from None
