@@ -69,7 +69,7 @@ class FuzzedFleet:
         self._join(self._healthy)
         assert "healthy" in self.fleet.engines
         self._do(ev.TasksOffered())
-        self._do(ev.BatchAsked())
+        self._do(ev.BatchRequested())
 
     def feed(self) -> bytes:
         """Process one fuzzed frame, and now and then a valid one; return the frame."""
@@ -132,7 +132,7 @@ class FuzzedFleet:
             case ev.StartEpisode(rollout=rollout):
                 rollout.extend([1, 2, 3])
                 sampling = SamplingParams(max_tokens=64)
-                self._events.append(ev.TurnAsked(rollout.rollout_id, sampling))
+                self._events.append(ev.TurnRequested(rollout.rollout_id, sampling))
             case ev.EndTurns(turns=turns):
                 self._events += [ev.EpisodeReturned(turn.rollout_id, 1.0) for turn in turns]
             case ev.FailTurn(turn=turn):
@@ -151,7 +151,7 @@ class FuzzedFleet:
         for name, engine in self.fleet.engines.items():
             engine.weight_version = version
             self._events.append(ev.EngineSwapped(name, version))
-        self._events.append(ev.BatchAsked())
+        self._events.append(ev.BatchRequested())
 
     def _send(self, peer: bytes, message: Message) -> bool:
         encode_frame(message)  # as the socket does: an oversized message would be our own bug

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed
-from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import record_of, say
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -185,7 +185,7 @@ class Observers:
         return self._dashboard.url if self._dashboard is not None else None
 
     def open(
-        self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
+        self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
         """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
         recorders: list[Recorder] = []
@@ -227,7 +227,7 @@ class Observers:
             self._dashboard.close()
 
     def _recorder(
-        self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
+        self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> "RunRecorder | None":
         """A resumed run's records go into a directory of their own, inside the run's."""
         directory = self._settings.records.run_directory
@@ -247,7 +247,7 @@ class Observers:
             on_failure=on_failure,
         )
 
-    def _live_recorder(self, resumed: Resumed | None) -> "LiveRecorder":
+    def _live_recorder(self, resumed: RunResumed | None) -> "LiveRecorder":
         """Create the dashboard's memory; a resumed run's curves continue from its records."""
         from tidegate.observability.dashboard.live import LiveRecorder
         from tidegate.observability.dashboard.recorded_batches import read_batches

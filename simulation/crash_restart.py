@@ -347,7 +347,7 @@ class CrashRestartRun:
         self._stopped.clear()
         resume = None
         if self.report.processes > 1:
-            resume = ev.Resumed(self._checkpoint.batches, offer=self._checkpoint.offer)
+            resume = ev.RunResumed(self._checkpoint.batches, offer=self._checkpoint.offer)
         core = self._core(store, on_failure, resume)
         journal = RunJournal(store, core, HEADER, is_threaded=False)
         journal.restore_position(store)
@@ -388,7 +388,7 @@ class CrashRestartRun:
         self,
         store: SimulatedStore,
         on_failure: Callable[[BaseException], None],
-        resume: ev.Resumed | None,
+        resume: ev.RunResumed | None,
     ) -> Core:
         """Restore the core by replay and from a saved state; both must agree, also after a resume.
 
@@ -451,7 +451,7 @@ class CrashRestartRun:
             f"{submit.engine} and session {turn.session}"
         )
 
-    def _count_resume(self, core: Core, resume: ev.Resumed) -> None:
+    def _count_resume(self, core: Core, resume: ev.RunResumed) -> None:
         self.report.batches_repeated += core.handed.count - resume.batches
         self.report.rollbacks += core.handed.first_lost_version(resume.batches) is not None
 

@@ -233,7 +233,7 @@ class InvariantChecker:
                     self._check_record(rollout, task)
         if isinstance(event, ev.RowsDiscarded):
             self.trained_rows.check(core)
-        if isinstance(event, ev.TurnAsked) and not commands:
+        if isinstance(event, ev.TurnRequested) and not commands:
             self._coverage.note(CoverageMark.ALONE)
         self._release()
         generated = core.ledger.generated + core.evaluation_ledger.generated

@@ -111,7 +111,7 @@ class Subject:
                 if isinstance(command, ev.StartEpisode):
                     command.rollout.extend([1] * 128)
                     sampling = SamplingParams(max_tokens=TURN_TOKENS)
-                    core.handle(ev.TurnAsked(command.rollout.rollout_id, sampling))
+                    core.handle(ev.TurnRequested(command.rollout.rollout_id, sampling))
         self._steps_left = self._work.steps_per_wave
 
     def _end_wave(self) -> None:

@@ -7,7 +7,7 @@ token ledger; ``turns.py`` decides which engine a turn runs on.
 
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import left_out
+from tidegate.orchestrator.core import untrained_rows
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.groups import GroupTracker
 from tidegate.orchestrator.core.handed_batches import HandedBatches
@@ -38,25 +38,25 @@ def check(core: "Core") -> None:
     assert in_flight == core.ledger.in_flight, f"{in_flight} != {core.ledger.in_flight}"
 
 
-def resume(core: "Core", event: ev.Resumed) -> list[ev.Command]:
+def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     """Return the core to the state that the trainer's checkpoint holds, and wait for engines.
 
-    Called for :class:`Resumed`, after the journal was replayed. Batches after the checkpoint are
+    Called for :class:`RunResumed`, after the journal was replayed. Batches after the checkpoint are
     undone and will be handed over again unchanged. Weights published after the checkpoint are lost:
     the run continues under a version number that no token was sampled with, and groups with tokens
     of the lost versions are discarded.
     """
-    core.batches_asked = 0
+    core.batch_requests = 0
     core.are_tasks_exhausted = False
-    core.is_restoring, core.is_paused, core.awaited = True, False, {}
-    core.was_asked = False
+    core.is_restoring, core.is_paused, core.pending_after_resume = True, False, {}
+    core.is_batch_awaited = False
     commands = core.groups.end_evaluations()
     first_lost = core.handed.first_lost_version(event.batches)
     core.turns.resume()
-    for batch in core.handed.take_back(event.batches):
+    for batch in core.handed.undo_after(event.batches):
         core.trained.batches -= 1
-        left_out.take_back(batch, core.groups, core.trained)
-    core.handed.begin_anew()
+        untrained_rows.undo_batch(batch, core.groups, core.trained)
+    core.handed.forget_trainer_pace()
     core.handed.make_safe(event.batches, event.offer)
     core.tasks.resume(event.offer)
     if first_lost is not None:
@@ -73,7 +73,7 @@ def resume(core: "Core", event: ev.Resumed) -> list[ev.Command]:
         # A group of an earlier iterator waits for the first iterator given, see Core._on_offered.
         key = group.key
         if key is not None and (key.offer == event.offer or group.body):
-            core.awaited.setdefault(key, []).append(group)
+            core.pending_after_resume.setdefault(key, []).append(group)
     return commands
 
 
@@ -83,10 +83,10 @@ def _resume_group(
     """Discard a group that cannot continue after a resume, or must not be trained any more."""
     assert group.key is not None
     if group.key.offer > offer:
-        return core.groups.give_up_group(group, "rolled_back")  # it will be given again
+        return core.groups.discard_group(group, "rolled_back")  # it will be given again
     if group.key.offer < offer and group.running and not group.body:
-        core.tasks.gone += 1
-        return core.groups.give_up_group(group, "task_gone")
+        core.tasks.dropped += 1
+        return core.groups.discard_group(group, "task_gone")
     if first_lost is not None and group.newest_version >= first_lost:
         return _roll_back(core, group)
     return []
@@ -96,13 +96,15 @@ def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
     """Discard a group, and put its task back to be started again."""
     assert group.key is not None
     commands: list[ev.Command] = []
-    if not group.is_split_remainder:  # else the rest of its group was trained, or is discarded too
-        if group.body or group.key.offer >= core.tasks.gone_before:
+    if (
+        not group.is_split_remainder
+    ):  # else the others of its group were trained, or is discarded too
+        if group.body or group.key.offer >= core.tasks.first_available_offer:
             core.tasks.put_back(group.key, group.task, group.body)
         else:
-            core.tasks.gone += 1
-        commands += [c for g in core.groups.rests_of(group) for c in _roll_back(core, g)]
-    return commands + core.groups.give_up_group(group, "rolled_back")
+            core.tasks.dropped += 1
+        commands += [c for g in core.groups.remainders_of(group) for c in _roll_back(core, g)]
+    return commands + core.groups.discard_group(group, "rolled_back")
 
 
 class Core:
@@ -124,16 +126,16 @@ class Core:
         self.handed = HandedBatches(is_kept=survives_crashes)
         self.trained = TrainedCounts()
         self.trainer_version = 0
-        self.batches_asked = 0
-        self.was_asked = False
+        self.batch_requests = 0
+        self.is_batch_awaited = False
         """Whether the trainer waits for a batch, or was refused one, while a publish is undecided.
         """
         self.are_tasks_exhausted = False
-        self.awaited: dict[TaskKey, list[Group]] = {}
+        self.pending_after_resume: dict[TaskKey, list[Group]] = {}
         """After a resume: unfinished groups by task key, until the user's iterator gives it."""
-        self.floors_version = 0
-        """Live version for which the groups' version floors were computed last."""
-        self._asked_in_vain: object = None
+        self.oldest_versions_as_of = 0
+        """Live version for which the groups' oldest possible versions were computed last."""
+        self._failed_selection: object = None
         """Arguments of the last ``select`` that found no batch; with the same ones it is not called
         again."""
         self.is_paused = False
@@ -141,7 +143,7 @@ class Core:
         self.is_restoring = False
         """After a resume: whether the trainer has not yet published its checkpoint's weights."""
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ queries
 
     @property
     def outstanding_groups(self) -> int:
@@ -202,45 +204,48 @@ class Core:
         """
         check(self)
 
-    # ------------------------------------------------------------ changing
+    # ------------------------------------------------------------ transitions
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         """Apply one event and return the commands that follow from it, in order."""
         match event:
             case ev.StepArrived():
                 return self._on_step(event)
-            case ev.TurnAsked():
+            case ev.TurnRequested():
                 return self.groups.ask_turn(event)
             case ev.EpisodeReturned():
                 return self._on_returned(event)
             case ev.TaskArrived():
                 return self._admit(event)
-            case ev.TurnGivenUp() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
+            case ev.TurnAbandoned() | ev.RolloutCut() | ev.RolloutForked() | ev.TurnsRewarded():
                 return self.groups.change_rollout(event)
             case ev.EpisodeFailed():
                 return self.groups.fail(event) + self._hand_over()
-            case ev.TaskFound(task=task, key=key):
+            case ev.TaskFoundAgain(task=task, key=key):
                 return self._on_task_found(task, key)
             case ev.TasksExhausted():
                 self.are_tasks_exhausted = True
                 return self._hand_over()
-            case ev.EvaluationAsked(task=task, index=index):
-                return [*self._go_on(), *self.groups.evaluate(task, index)]  # no admission
+            case ev.EvaluationRequested(task=task, index=index):
+                return [
+                    *self._resume_generation(),
+                    *self.groups.evaluate(task, index),
+                ]  # no admission
             case ev.TasksOffered(episode=episode):
                 return self._on_offered(episode)
-            case ev.BatchAsked():
-                self.batches_asked += 1
-                return self._release([]) if self.handed.note_asked() else self._hand_over()
-            case ev.BatchNotWanted(is_held=is_held):
-                self.batches_asked -= 1
-                self.was_asked |= is_held
+            case ev.BatchRequested():
+                self.batch_requests += 1
+                return self._release([]) if self.handed.on_batch_requested() else self._hand_over()
+            case ev.BatchRequestCancelled(is_held=is_held):
+                self.batch_requests -= 1
+                self.is_batch_awaited |= is_held
                 return []
             case ev.BatchReturned():
-                return self._take_back(event)
+                return self._undo_hand_over(event)
             case ev.VersionPublished():
                 return self._on_published(event)
             case ev.PublishFailed():
-                self.handed.note_failed(is_asked=self._is_asked_ahead)
+                self.handed.on_publish_failed(is_asked=self._is_requested_ahead)
                 return []
             case ev.VersionRetracted(version=version):
                 return self._retract(version)
@@ -250,19 +255,21 @@ class Core:
                 return self._release(self.turns.join(event))
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
                 return self._release(self.turns.leave(engine, is_crash=is_crash))
-            case ev.BatchesSafe(batches=batches, offer=offer):
+            case ev.BatchesCheckpointed(batches=batches, offer=offer):
                 self.handed.make_safe(batches, offer)
                 return []
             case ev.RowsDiscarded(batch=number, rows=rows, reason=reason):
-                left_out.leave_out(self.handed[number], rows, reason, self.groups, self.trained)
+                untrained_rows.discard_rows(
+                    self.handed[number], rows, reason, self.groups, self.trained
+                )
                 return []
-            case ev.Resumed():
+            case ev.RunResumed():
                 return resume(self, event)
             case ev.OffPolicynessMeasured(ess=ess, kl=kl):
                 measured = OffPolicyness(effective_sample_size=ess, mismatch_kl=kl)
                 self.policy = self.policy.observed(measured)
                 return self._hand_over()
-            case ev.StateNoted():
+            case ev.StateChecksum():
                 return []
             case ev.RunEnded():
                 self.are_tasks_exhausted = True
@@ -285,22 +292,22 @@ class Core:
         groups = [*self.groups.in_order, *(g for b in self.handed.kept for g in b.groups)]
         tasks.begin(episode, {group.key.offer for group in groups if group.key is not None})
         commands: list[ev.Command] = []
-        was_awaited = bool(self.awaited)
+        was_pending = bool(self.pending_after_resume)
         for key in sorted(key for key in tasks.requeued if key.offer < tasks.offer):
             returned = tasks.requeued[key]
             if tasks.is_known(key, returned.body):
                 commands.append(ev.RequeueTask(returned.task, key))
-            elif key.offer < tasks.gone_before:
+            elif key.offer < tasks.first_available_offer:
                 tasks.forget(key)
-        for key in sorted(key for key in self.awaited if key.offer < tasks.offer):
-            for group in self.awaited.pop(key):
+        for key in sorted(key for key in self.pending_after_resume if key.offer < tasks.offer):
+            for group in self.pending_after_resume.pop(key):
                 if tasks.is_known(key, group.body):
                     running = self.groups.running_of(group)
                     commands += [ev.StartEpisode(rollout, group.task) for rollout in running]
                 elif group.running:
-                    tasks.gone += 1
-                    commands += self.groups.give_up_group(group, "task_gone")
-        return commands + self._hand_over() if was_awaited else commands
+                    tasks.dropped += 1
+                    commands += self.groups.discard_group(group, "task_gone")
+        return commands + self._hand_over() if was_pending else commands
 
     def _admit(self, event: ev.TaskArrived) -> list[ev.Command]:
         if not self.admissible_groups:
@@ -309,7 +316,7 @@ class Core:
                 f"{self.policy.outstanding_groups_max} allowed; ask admissible_groups first"
             )
         key = self.tasks.take(event.key)
-        if self.prompts.histories and self.prompts.pass_over(event.digest):
+        if self.prompts.histories and self.prompts.skip(event.digest):
             return self._hand_over()
         is_retaken = event.key is not None
         return self.groups.admit(event, key, is_retaken=is_retaken)
@@ -318,10 +325,10 @@ class Core:
         outcome = self.turns.step(event)
         self.ledger.sample(outcome.train_tokens)
         self.evaluation_ledger.sample(outcome.evaluation_tokens)
-        if outcome.unwanted_tokens:
-            self.ledger.sample_unwanted(outcome.unwanted_tokens, "cancelled")
-        if (tokens := outcome.unwanted_evaluation_tokens) > 0:
-            self.evaluation_ledger.sample_unwanted(tokens, "cancelled")
+        if outcome.late_tokens:
+            self.ledger.sample_discarded(outcome.late_tokens, "cancelled")
+        if (tokens := outcome.late_evaluation_tokens) > 0:
+            self.evaluation_ledger.sample_discarded(tokens, "cancelled")
         return outcome.commands
 
     def _on_returned(self, event: ev.EpisodeReturned) -> list[ev.Command]:
@@ -329,26 +336,26 @@ class Core:
         commands = self.groups.finish(event)
         if self.groups.revision == revision and not self.policy.splits_groups:
             return commands  # other rollouts of its group run: no new batch is possible
-        return commands + self._hand_over() if self.batches_asked else commands
+        return commands + self._hand_over() if self.batch_requests else commands
 
     # ------------------------------------------------------------ batches
 
     def _hand_over(self) -> list[ev.Command]:
         commands: list[ev.Command] = []
-        while self.batches_asked:
+        while self.batch_requests:
             batch = self._select()
             if batch is None:
                 break
-            if stale := self._drop_stale(batch):
+            if stale := self._discard_stale(batch):
                 commands += stale
                 continue
-            self.batches_asked -= 1
+            self.batch_requests -= 1
             commands += self._train(batch)
-        if self.batches_asked and not self._can_fill():
+        if self.batch_requests and not self._can_fill():
             if self.handed.assume_trained():
                 return self._release(commands)
-            self.batches_asked -= 1
-            self.was_asked = True  # it may be looking ahead further than admission allows
+            self.batch_requests -= 1
+            self.is_batch_awaited = True  # the trainer may look ahead further than admission allows
             commands.append(ev.RefuseBatch(self.handed.unpublished_groups))
         return commands
 
@@ -357,20 +364,20 @@ class Core:
         wanted = self.policy.groups_per_batch
         if self.are_tasks_exhausted:
             wanted = min(wanted, self.groups.admission_slots)
-        if self.awaited:
+        if self.pending_after_resume:
             return None  # until the user's iterator has given all unfinished tasks again
-        if self.handed.again and (undone := self._undone_batch()) is not None:
+        if self.handed.undone and (undone := self._undone_batch()) is not None:
             return undone
-        if not wanted:  # only rests of split groups are left, if any
+        if not wanted:  # only split remainders are left, if any
             return None if self.groups.running_groups else list(self.groups.in_order)
         ends = self.groups.rollout_ends if self.policy.splits_groups else 0
         version = self.consumption_version
-        question = (self.policy, version, wanted, self.groups.revision, ends)
-        if question == self._asked_in_vain:
+        selection = (self.policy, version, wanted, self.groups.revision, ends)
+        if selection == self._failed_selection:
             return None
         batch = self.policy.select(self.groups, groups=wanted, trainer_version=version)
         if batch is None:
-            self._asked_in_vain = question
+            self._failed_selection = selection
             return None
         refuse_selection(self.policy, batch, wanted)
         return [self.groups.split(group) if group.running else group for group in batch]
@@ -381,11 +388,11 @@ class Core:
         None once one of them was given up (by a rollback, or for its age): from that batch on the
         policy selects anew.
         """
-        groups = [self.groups.ended_group(group_id) for group_id in self.handed.again[0]]
+        groups = [self.groups.ended_group(group_id) for group_id in self.handed.undone[0]]
         whole = [group for group in groups if group is not None]
         if len(whole) == len(groups):
             return whole
-        self.handed.again.clear()
+        self.handed.undone.clear()
         return None
 
     def _can_fill(self) -> bool:
@@ -394,7 +401,7 @@ class Core:
         is_paused = self.is_paused and unpublished_groups > 0
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
-    def _drop_stale(self, batch: list[Group]) -> list[ev.Command]:
+    def _discard_stale(self, batch: list[Group]) -> list[ev.Command]:
         """Second staleness check, for policies that don't mask; admission ensures it for most."""
         if self.policy.masks_old_tokens:
             return []
@@ -402,55 +409,59 @@ class Core:
         oldest_trainable = self.policy.oldest_trainable(self.consumption_version)
         for group in batch:
             if group.oldest_possible_version >= oldest_trainable:
-                continue  # no token is older than that
+                continue  # then no token is too old
             oldest = group.oldest_version
             if oldest is not None and oldest < oldest_trainable and group in self.groups:
-                commands += self._give_up_anew(group, "stale")
+                commands += self._discard_and_requeue(group, "stale")
         return commands
 
-    def _give_up_anew(self, group: Group, reason: str) -> list[ev.Command]:
+    def _discard_and_requeue(self, group: Group, reason: str) -> list[ev.Command]:
         """Discard a group, and put its task back unless no iterator and no journal has it."""
         key = group.key
         assert key is not None
-        commands = self.groups.give_up_group(group, reason)
+        commands = self.groups.discard_group(group, reason)
         if group.is_split_remainder or not self.tasks.can_be_taken_again(key, group.body):
             return commands
-        commands += [c for g in self.groups.rests_of(group) for c in self._give_up_anew(g, reason)]
+        commands += [
+            c
+            for g in self.groups.remainders_of(group)
+            for c in self._discard_and_requeue(g, reason)
+        ]
         self.tasks.put_back(key, group.task, group.body)
         self.are_tasks_exhausted = False  # this task is available again
-        if self.awaited.pop(key, None) is not None:
+        if self.pending_after_resume.pop(key, None) is not None:
             return commands  # it is taken once the user's iterator gives it again
         return [*commands, ev.RequeueTask(group.task, key)]
 
     def _expire(self) -> list[ev.Command]:
         policy = self.policy
         expired = policy.expire(self.groups, trainer_version=self.trainer_version)
-        if self.handed.again:  # undone batches: their age is checked when they are handed over
-            undone = {group_id for batch in self.handed.again for group_id in batch}
+        if self.handed.undone:  # undone batches: their age is checked when they are handed over
+            undone = {group_id for batch in self.handed.undone for group_id in batch}
             expired = [group for group in expired if group.group_id not in undone]
-        return self._give_all_up_anew(expired, policy.expiry_reason)
+        return self._discard_and_requeue_all(expired, policy.expiry_reason)
 
-    def _give_all_up_anew(self, groups: list[Group], reason: str) -> list[ev.Command]:
-        # A rest may have been discarded with the group that it was split from.
-        still = (group for group in groups if group in self.groups)
-        return [c for group in still for c in self._give_up_anew(group, reason)]
+    def _discard_and_requeue_all(self, groups: list[Group], reason: str) -> list[ev.Command]:
+        # A remainder may have been discarded with the group that it was split from.
+        outstanding = (group for group in groups if group in self.groups)
+        return [c for group in outstanding for c in self._discard_and_requeue(group, reason)]
 
     def _train(self, batch: list[Group]) -> list[ev.Command]:
         if not batch:
-            self.handed.note_ended()
+            self.handed.on_tasks_ended()
             return [ev.EndBatches()]
         version = self.consumption_version
         oldest_trainable = 0
         if self.policy.masks_old_tokens:
             oldest_trainable = max(0, self.policy.oldest_trainable(version))
         rows = self.groups.train(batch, oldest_trainable=oldest_trainable)
-        number = self.handed.hand(batch, version, places=self._places_of(batch))
+        number = self.handed.add(batch, version, places=self._slots_held_by(batch))
         self.trained.batches += 1
         self.trained.count(rows, version, 1)
         hand_over = ev.HandOver(batch, version, number, oldest_trainable)
         return [hand_over, *self._expire(), *self._pause_generation()]
 
-    def _places_of(self, batch: list[Group]) -> int:
+    def _slots_held_by(self, batch: list[Group]) -> int:
         """Return the admission places that a batch holds: those of a whole batch.
 
         A short batch makes a version too, so groups admitted beside it age as much as beside a
@@ -461,12 +472,12 @@ class Core:
         left = self.policy.outstanding_groups_ceiling - self.outstanding_groups
         return max(groups, min(self.policy.groups_per_batch, left))
 
-    def _take_back(self, event: ev.BatchReturned) -> list[ev.Command]:
+    def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:
         """Undo the newest hand-over; its groups are selected anew at the version current then."""
         assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
-        self.was_asked |= event.is_held
+        self.is_batch_awaited |= event.is_held
         self.trained.batches -= 1
-        left_out.take_back(self.handed.give_back(), self.groups, self.trained)
+        untrained_rows.undo_batch(self.handed.undo_newest(), self.groups, self.trained)
         return self._release([])
 
     def _pause_generation(self) -> list[ev.Command]:
@@ -482,54 +493,55 @@ class Core:
         self.is_paused = True
         return [ev.PauseGeneration(True)]
 
-    def _go_on(self) -> list[ev.Command]:
+    def _resume_generation(self) -> list[ev.Command]:
         was_paused, self.is_paused = self.is_paused, False
         return [ev.PauseGeneration(False)] if was_paused else []
 
     # ------------------------------------------------------------ versions
 
     @property
-    def _is_asked_ahead(self) -> bool:
+    def _is_requested_ahead(self) -> bool:
         """Whether a batch request is pending while the trainer publishes (look-ahead).
 
         The number of batches since the last publish then does not show how many a version is made
         from, see :class:`HandedBatches`.
         """
-        return self.was_asked or self.batches_asked > 0
+        return self.is_batch_awaited or self.batch_requests > 0
 
     def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
         self.trainer_version = event.version
         self.handed.publish(
             event.version,
-            is_asked=self._is_asked_ahead,
+            is_asked=self._is_requested_ahead,
             is_restored=self.is_restoring,
             replaced=event.replaced,
         )
-        self.is_restoring = self.was_asked = False
+        self.is_restoring = self.is_batch_awaited = False
         return self._release(self._expire())
 
     def _retract(self, version: int) -> list[ev.Command]:
         """Discard the groups with tokens of ``version`` or newer, and put their tasks back."""
         bad = [group for group in self.groups.in_order if group.newest_version >= version]
-        return self._release(self._give_all_up_anew(bad, "rolled_back"))
+        return self._release(self._discard_and_requeue_all(bad, "rolled_back"))
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
         """Free the places of batches whose version is live on every engine, and hand over."""
         live_version = self.turns.live_version
-        if live_version != self.floors_version:
-            self.floors_version = live_version
-            self.groups.raise_floors(live_version)
+        if live_version != self.oldest_versions_as_of:
+            self.oldest_versions_as_of = live_version
+            self.groups.raise_oldest_possible_versions(live_version)
         self.handed.release(live_version)
         if not self.handed.num_groups:
-            commands += self._go_on()
+            commands += self._resume_generation()
         return commands + self._hand_over()
 
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
-        """Match a task that a resumed run's iterator gave again with the groups waiting for it."""
+        """Match a task that a resumed run's iterator gave again with the groups that are pending
+        for it."""
         if key in self.tasks.requeued:
             return [ev.RequeueTask(task, key)]
         commands: list[ev.Command] = []
-        for group in self.awaited.pop(key, ()):  # no group: it was trained, or dropped
+        for group in self.pending_after_resume.pop(key, ()):  # no group: it was trained, or dropped
             if not group.body:  # else the group has an equal task from the journal
                 group.task = task
             commands += [ev.StartEpisode(r, task) for r in self.groups.running_of(group)]

@@ -22,14 +22,14 @@ LENGTH_BUCKETS = 32
 TASKS_COUNTED = 32
 """Tasks counted one by one for each reason: 3 KB, and exact for up to this many tasks."""
 
-TASKS_TOLD = 3
+TASKS_SHOWN = 3
 """Tasks that a snapshot names for each reason."""
 
 WINDOW_ROLLOUTS = 1024
 """Block of rollouts; the length bias is computed over the last one to two blocks. The ratio is good
 to about 0.02 at the usual spread of lengths, and yet recent."""
 
-NOBODYS_CHOICE = frozenset({"run_ended"})
+UNBIASED_REASONS = frozenset({"run_ended"})
 """Reasons that are not a bias of a policy: the end of a run discards whatever runs then."""
 
 
@@ -114,7 +114,7 @@ def length_bucket(tokens: int) -> int:
     return min(tokens.bit_length(), LENGTH_BUCKETS - 1)
 
 
-class _Tally:
+class _ReasonCounters:
     """Counters of one discard reason."""
 
     __slots__ = ("lengths", "rollouts", "tasks", "tokens")
@@ -159,7 +159,7 @@ class _Tally:
             del self.tasks[task]
 
     def snapshot(self, generated_tokens: int) -> DiscardStatistics:
-        most = sorted(self.tasks.items(), key=lambda item: -item[1][0])[:TASKS_TOLD]
+        most = sorted(self.tasks.items(), key=lambda item: -item[1][0])[:TASKS_SHOWN]
         return DiscardStatistics(
             rollouts=self.rollouts,
             tokens=self.tokens,
@@ -196,7 +196,7 @@ class _Block:
             self.generated[bucket] += rollouts
             self.trained[bucket] += rollouts * is_trained
 
-    def leave_out(self, tokens: int) -> bool:
+    def uncount_trained(self, tokens: int) -> bool:
         """Count a trained rollout as not trained; False if this block has none of its length."""
         bucket = length_bucket(tokens)
         if not self.trained[bucket]:
@@ -205,8 +205,9 @@ class _Block:
         self.trained_tokens = max(0, self.trained_tokens - tokens)
         return True
 
-    def put_back(self, tokens: int) -> bool:
-        """Undo :meth:`leave_out`; False if all of its length in this block count as trained."""
+    def recount_trained(self, tokens: int) -> bool:
+        """Undo :meth:`uncount_trained`; False if all of its length in this block count as
+        trained."""
         bucket = length_bucket(tokens)
         if self.trained[bucket] == self.generated[bucket]:
             return False
@@ -219,40 +220,40 @@ class Discards:
     """Counters of discarded rollouts, and of lengths of trained ones."""
 
     def __init__(self) -> None:
-        self._tallies: dict[str, _Tally] = {}
+        self._tallies: dict[str, _ReasonCounters] = {}
         self._blocks = [_Block()]
         """The last full block, if there is one, and the block being filled."""
 
-    def note_discarded(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
+    def count_discarded(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
         """Count a rollout that will never be trained, with the tokens that it has now."""
         tokens = rollout.tokens_of_all_rows
         self._tally(reason).count(tokens, task)
-        if reason not in NOBODYS_CHOICE:
+        if reason not in UNBIASED_REASONS:
             self._ended([tokens], is_trained=False)
 
-    def note_left_out(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
+    def count_untrained(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
         """Count a rollout that was handed over, and counted as trained, but not trained on."""
         tokens = rollout.tokens_of_all_rows
         self._tally(reason).count(tokens, task)
         for block in self._blocks:
-            if block.leave_out(tokens):
+            if block.uncount_trained(tokens):
                 return
 
     def take_back(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
-        """Undo :meth:`note_left_out`, because a resume hands over the rollout's batch again."""
+        """Undo :meth:`count_untrained`, because a resume hands over the rollout's batch again."""
         tokens = rollout.tokens_of_all_rows
         tally = self._tally(reason)
         tally.take_back(tokens, task)
         if not tally.rollouts:
             del self._tallies[reason]
         for block in self._blocks:
-            if block.put_back(tokens):
+            if block.recount_trained(tokens):
                 return
 
-    def _tally(self, reason: str) -> _Tally:
-        return self._tallies.setdefault(reason, _Tally())
+    def _tally(self, reason: str) -> _ReasonCounters:
+        return self._tallies.setdefault(reason, _ReasonCounters())
 
-    def note_trained(self, lengths: list[int]) -> None:
+    def count_trained(self, lengths: list[int]) -> None:
         """Count handed-over rollouts by their lengths; again after a resume undid that."""
         self._ended(lengths, is_trained=True)
 
@@ -265,7 +266,7 @@ class Discards:
             self._blocks[-1].count(lengths[start : start + room], is_trained=is_trained)
             start += room
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ statistics
 
     def by_reason(self, *, generated_tokens: int) -> dict[str, DiscardStatistics]:
         """Return the discards by reason. ``generated_tokens`` is the ledger's, for the share."""
@@ -326,7 +327,7 @@ class Discards:
         """Restore a saved state."""
         self._tallies = {}
         for each in saved.tallies:
-            tally = self._tallies[each.reason] = _Tally()
+            tally = self._tallies[each.reason] = _ReasonCounters()
             tally.rollouts, tally.tokens = each.rollouts, each.tokens
             tally.lengths = list(each.lengths)
             tally.tasks = {TaskKey(o, i): (n, unsure) for o, i, n, unsure in each.tasks}

@@ -15,27 +15,27 @@ from tidegate.transport.messages import Prefill, TokenDetails
 
 KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.StepArrived,
-    ev.TurnAsked,
-    ev.TurnGivenUp,
+    ev.TurnRequested,
+    ev.TurnAbandoned,
     ev.EpisodeReturned,
     ev.EpisodeFailed,
     ev.TaskArrived,
-    ev.TaskFound,
+    ev.TaskFoundAgain,
     ev.TasksOffered,
     ev.TasksExhausted,
-    ev.EvaluationAsked,
+    ev.EvaluationRequested,
     ev.EngineJoined,
     ev.EngineLeft,
     ev.EngineSwapped,
     ev.TurnRejected,
-    ev.BatchAsked,
-    ev.BatchNotWanted,
+    ev.BatchRequested,
+    ev.BatchRequestCancelled,
     ev.VersionPublished,
-    ev.BatchesSafe,
+    ev.BatchesCheckpointed,
     ev.RolloutCut,
-    ev.Resumed,
+    ev.RunResumed,
     ev.RunEnded,
-    ev.StateNoted,
+    ev.StateChecksum,
     ev.OffPolicynessMeasured,
     ev.VersionRetracted,
     ev.RolloutForked,
@@ -50,7 +50,7 @@ NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
 """Fields of each kind that are written, in order. Of a task, only ``body`` is written."""
 
-GIVES = (ev.TurnAsked, ev.EpisodeReturned, ev.EpisodeFailed)
+GIVES = (ev.TurnRequested, ev.EpisodeReturned, ev.EpisodeFailed)
 """Events whose record ends with the tokens that the episode appended since its last turn."""
 
 
@@ -183,7 +183,7 @@ def _event(kind: type[Any], values: list[Any]) -> Any:
     fields = dict(zip(FIELDS[kind], told, strict=False))
     if kind is ev.TaskArrived:
         fields["task"] = task_of(fields.get("body", b""))
-    elif kind in (ev.TaskFound, ev.EvaluationAsked):
+    elif kind in (ev.TaskFoundAgain, ev.EvaluationRequested):
         fields["task"] = TASK_ELSEWHERE
     return msgspec.convert(fields, kind)
 

@@ -40,14 +40,14 @@ class TasksExhausted(Struct, frozen=True, gc=False):
     """The user's iterator has ended."""
 
 
-class TaskFound(Struct, frozen=True, gc=False):
+class TaskFoundAgain(Struct, frozen=True, gc=False):
     """After a resume, the user's iterator gave this task once more."""
 
     task: object
     key: TaskKey
 
 
-class EvaluationAsked(Struct, frozen=True, gc=False):
+class EvaluationRequested(Struct, frozen=True, gc=False):
     """One rollout of this task for measuring only: never trained, not counted in admission."""
 
     task: object
@@ -55,7 +55,7 @@ class EvaluationAsked(Struct, frozen=True, gc=False):
     """Place in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
 
 
-class TurnAsked(Struct, frozen=True, gc=False):
+class TurnRequested(Struct, frozen=True, gc=False):
     """An episode asks the model to continue its rollout's context."""
 
     rollout_id: int
@@ -64,7 +64,7 @@ class TurnAsked(Struct, frozen=True, gc=False):
     """Images, audio or video added to the context since the previous turn."""
 
 
-class TurnGivenUp(Struct, frozen=True, gc=False):
+class TurnAbandoned(Struct, frozen=True, gc=False):
     """An episode no longer waits for its turn; the tokens sampled so far stay in the context."""
 
     rollout_id: int
@@ -147,11 +147,11 @@ class EngineSwapped(Struct, frozen=True, gc=False):
     version: int
 
 
-class BatchAsked(Struct, frozen=True, gc=False):
+class BatchRequested(Struct, frozen=True, gc=False):
     """The trainer waits for a batch."""
 
 
-class BatchNotWanted(Struct, frozen=True, gc=False):
+class BatchRequestCancelled(Struct, frozen=True, gc=False):
     """The trainer stopped waiting for a batch, or its request is on hold."""
 
     is_held: bool = False
@@ -164,7 +164,7 @@ class BatchReturned(Struct, frozen=True, gc=False):
 
     number: int
     is_held: bool = False
-    """As :attr:`BatchNotWanted.is_held`."""
+    """As :attr:`BatchRequestCancelled.is_held`."""
 
 
 class VersionPublished(Struct, frozen=True, gc=False):
@@ -185,7 +185,7 @@ class VersionRetracted(Struct, frozen=True, gc=False):
     version: int
 
 
-class BatchesSafe(Struct, frozen=True, gc=False):
+class BatchesCheckpointed(Struct, frozen=True, gc=False):
     """The trainer's checkpoint holds the result of the first ``batches`` batches."""
 
     batches: int
@@ -242,7 +242,7 @@ class TurnsRewarded(Struct, frozen=True, gc=False):
     """(turn number from 0, reward)"""
 
 
-class Resumed(Struct, frozen=True, gc=False):
+class RunResumed(Struct, frozen=True, gc=False):
     """Another process continues the run from the trainer's checkpoint."""
 
     batches: int
@@ -251,7 +251,7 @@ class Resumed(Struct, frozen=True, gc=False):
     """Number of the user's iterator in use at the checkpoint, from 0."""
 
 
-class StateNoted(Struct, frozen=True, gc=False):
+class StateChecksum(Struct, frozen=True, gc=False):
     """Checksum of the core's state, which a replay compares; changes nothing."""
 
     digest: str
@@ -263,12 +263,12 @@ class RunEnded(Struct, frozen=True, gc=False):
 
 Event = (
     TaskArrived
-    | TaskFound
+    | TaskFoundAgain
     | TasksOffered
     | TasksExhausted
-    | EvaluationAsked
-    | TurnAsked
-    | TurnGivenUp
+    | EvaluationRequested
+    | TurnRequested
+    | TurnAbandoned
     | EpisodeReturned
     | EpisodeFailed
     | EngineJoined
@@ -276,20 +276,20 @@ Event = (
     | StepArrived
     | TurnRejected
     | EngineSwapped
-    | BatchAsked
-    | BatchNotWanted
+    | BatchRequested
+    | BatchRequestCancelled
     | BatchReturned
     | PublishFailed
     | VersionPublished
     | VersionRetracted
-    | BatchesSafe
+    | BatchesCheckpointed
     | RowsDiscarded
     | OffPolicynessMeasured
     | RolloutCut
     | RolloutForked
     | TurnsRewarded
-    | Resumed
-    | StateNoted
+    | RunResumed
+    | StateChecksum
     | RunEnded
 )
 

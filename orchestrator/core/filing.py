@@ -148,9 +148,9 @@ class StepOutcome(Struct, gc=False):
     commands: list[Command]
     train_tokens: int = 0
     evaluation_tokens: int = 0
-    unwanted_tokens: int = 0
+    late_tokens: int = 0
     """Tokens of training turns that were over already."""
-    unwanted_evaluation_tokens: int = 0
+    late_evaluation_tokens: int = 0
     """Tokens of evaluation turns that were over already."""
 
 
@@ -239,10 +239,10 @@ def _file_any(submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
     for handle, row, (start, end) in zip(handles, rows, pairwise(ends), strict=True):
         tokens = end - start
         if row is None and handle >= EVALUATION_HANDLES_FROM:
-            outcome.unwanted_evaluation_tokens += tokens
+            outcome.late_evaluation_tokens += tokens
             continue
         if row is None:
-            outcome.unwanted_tokens += tokens
+            outcome.late_tokens += tokens
             continue
         if not tokens:
             continue

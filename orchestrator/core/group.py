@@ -39,25 +39,27 @@ class Group:
     running: int = 0
     """Number of rollouts whose episode runs; branches are not counted."""
     oldest_possible_version: int = 0
-    """Lower bound on the version of all its tokens, present and future."""
+    """Lower bound on the versions of the group's tokens, present and future."""
     is_retaken: bool = False
     """Whether an earlier group of the same task was discarded."""
     split_from: int | None = None
-    """For a rest: id of the group that it was split from; else None."""
+    """For a split remainder: id of the group that it was split from; else None."""
     sibling_rewards: Sequence[float] = ()
-    """For a rest: rewards of the rollouts that were trained before it."""
+    """For a split remainder: rewards of the rollouts that were trained before it."""
 
     is_evaluation: bool = False
     """Whether the group is for measuring only, and is never trained."""
 
     @property
     def is_split_remainder(self) -> bool:
-        """Whether it is the rest of a split group, whose other rollouts were trained before."""
+        """Whether the group is the remainder of a split group, whose other rollouts were trained
+        before."""
         return self.split_from is not None
 
     @property
     def priority(self) -> int:
-        """Priority of its turns in engines' queues; a rest keeps that of its original group."""
+        """Priority of its turns in engines' queues; a remainder keeps that of its original
+        group."""
         return self.group_id if self.split_from is None else self.split_from
 
     @property

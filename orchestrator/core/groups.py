@@ -10,6 +10,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.ledger import Ledger
+from tidegate.orchestrator.core.outstanding_groups import OutstandingGroupIndex
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import (
     Rollout,
@@ -18,7 +19,6 @@ from tidegate.orchestrator.core.rollout import (
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.turns import TurnTracker
-from tidegate.orchestrator.core.waiting_groups import OutstandingGroupIndex
 from tidegate.policies.filters import GroupFilter
 
 KEPT_ROLLOUTS_MIN = 2
@@ -44,8 +44,8 @@ class GroupTracker(OutstandingGroupIndex):
         self._keeps_all = type(prompts.filter) is GroupFilter
         """Whether the filter keeps every group, so that none is dropped before its end."""
         self.group_size = group_size
-        self._needed_mostly = 1 if group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
-        """Kept rollouts that a group needs to be trained; the rest of a split group needs one."""
+        self._min_rollouts = 1 if group_size < KEPT_ROLLOUTS_MIN else KEPT_ROLLOUTS_MIN
+        """Kept rollouts that a group needs to be trained; a split remainder needs one."""
         self.ledger = Ledger()
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
@@ -93,13 +93,13 @@ class GroupTracker(OutstandingGroupIndex):
     # ------------------------------------------------------------ turns
 
     def change_rollout(
-        self, event: ev.TurnGivenUp | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
+        self, event: ev.TurnAbandoned | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
     ) -> list[ev.Command]:
         """Apply what an episode does to a row of its rollout, unless the rollout is settled."""
         if event.rollout_id not in self.running:
             return []
         match event:
-            case ev.TurnGivenUp(rollout_id=rollout_id):
+            case ev.TurnAbandoned(rollout_id=rollout_id):
                 return self.give_up_turn(rollout_id)
             case ev.RolloutCut():
                 return self.cut(event)
@@ -121,7 +121,7 @@ class GroupTracker(OutstandingGroupIndex):
         group.rollouts.append(branch)
         return [ev.StartBranch(branch)]
 
-    def ask_turn(self, event: ev.TurnAsked) -> list[ev.Command]:
+    def ask_turn(self, event: ev.TurnRequested) -> list[ev.Command]:
         """Start a turn that continues a rollout's context."""
         rollout, group = self.running[event.rollout_id]
         turns = rollout.turns
@@ -219,14 +219,12 @@ class GroupTracker(OutstandingGroupIndex):
         reason = None if self._keeps_all else self._judge(group)
         if not group.running:
             kept = self._end(group)
-            if kept < self._needed_mostly and kept < self._needed(group):
+            if kept < self._min_rollouts and kept < self._needed(group):
                 reason = "group_too_small"
-        return [] if reason is None else self.give_up_group(group, reason)
+        return [] if reason is None else self.discard_group(group, reason)
 
     def _needed(self, group: Group) -> int:
-        return (
-            1 if group.is_split_remainder else self._needed_mostly
-        )  # the rest's siblings were trained
+        return 1 if group.is_split_remainder else self._min_rollouts  # its siblings were trained
 
     def _judge(self, group: Group) -> str | None:
         """Return the filter's reason to reject a group, one rollout of which has ended, or None."""
@@ -240,7 +238,7 @@ class GroupTracker(OutstandingGroupIndex):
     def _end(self, group: Group) -> int:
         """Move a group whose last episode has ended to the buffer; return its kept rollouts."""
         kept, oldest = group.kept_and_oldest()
-        self._note_end(group, self._turns.live_version if oldest is None else oldest)
+        self._mark_ended(group, self._turns.live_version if oldest is None else oldest)
         return kept
 
     # ------------------------------------------------------------ giving up
@@ -254,7 +252,7 @@ class GroupTracker(OutstandingGroupIndex):
         group.running -= 1
         return commands
 
-    def give_up_group(self, group: Group, reason: str) -> list[ev.Command]:
+    def discard_group(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a group, running or buffered, as discarded, and free its place."""
         commands: list[ev.Command] = []
         for rollout in self.running_of(group):
@@ -263,7 +261,7 @@ class GroupTracker(OutstandingGroupIndex):
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
         """Settle a buffered group as discarded, and free its place."""
-        self._forget(group)
+        self._remove(group)
         commands: list[ev.Command] = []
         for rollout in group.kept:
             self.ledger.discard_finished(rollout.sampled_tokens, reason)
@@ -280,8 +278,8 @@ class GroupTracker(OutstandingGroupIndex):
     def end(self) -> list[ev.Command]:
         """Settle every rollout that is not trained."""
         commands = self.end_evaluations()
-        for group in list(self._waiting.values()):
-            commands += self.give_up_group(group, "run_ended")
+        for group in list(self._outstanding.values()):
+            commands += self.discard_group(group, "run_ended")
         return commands
 
     def running_of(self, group: Group) -> list[Rollout]:
@@ -293,7 +291,7 @@ class GroupTracker(OutstandingGroupIndex):
         rollout.discard_reason = reason
         if not group.is_evaluation and rollout.branch_of is None:
             self.discarded_rollouts[reason] += 1
-            self.discards.note_discarded(rollout, reason, group.key)
+            self.discards.count_discarded(rollout, reason, group.key)
         return ev.Record(rollout, group.task)
 
     def _ledger_of(self, group: Group) -> Ledger:
@@ -301,7 +299,7 @@ class GroupTracker(OutstandingGroupIndex):
 
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
         """Settle groups as trained; mask tokens older than ``oldest_trainable``; return rows."""
-        self._forget_batch(groups)
+        self._remove_batch(groups)
         rows = [
             row
             for group in groups
@@ -314,18 +312,18 @@ class GroupTracker(OutstandingGroupIndex):
             if row.branch_of is None
         ]
         self.ledger.train(sum(lengths))
-        self.discards.note_trained(lengths)
+        self.discards.count_trained(lengths)
         for row in rows:
             row.state = RolloutState.TRAINED
             row.oldest_trainable = oldest_trainable
         if oldest_trainable and (masked := sum(row.masked_tokens for row in rows)):
-            self.ledger.leave_out(masked, TOO_OLD)
+            self.ledger.discard_trained(masked, TOO_OLD)
         return rows
 
     def split(self, group: Group) -> Group:
-        """Separate a group's ended rollouts, which are returned, from a rest: the running ones, as
-        a new group."""
-        self._forget(group)
+        """Separate a group's ended rollouts, which are returned, from the remainder: the running
+        ones, as a new group."""
+        self._remove(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
         part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)
         part.oldest_possible_version, part.is_retaken = (
@@ -339,15 +337,15 @@ class GroupTracker(OutstandingGroupIndex):
         group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
         for rollout in group.rollouts:
             rollout.group_id = group.group_id
-        self._add_split(part, rest=group)
+        self._add_split(part, remainder=group)
         return part
 
     def take_back(self, groups: list[Group]) -> None:
         """Return trained groups to the buffer, because their batch was undone."""
         for rollout in (rollout for group in groups for rollout in group.kept):
             if masked := rollout.masked_tokens:
-                self.ledger.leave_out(-masked, TOO_OLD)
-            self.ledger.take_back(rollout.sampled_tokens)
+                self.ledger.discard_trained(-masked, TOO_OLD)
+            self.ledger.untrain(rollout.sampled_tokens)
             rollout.state = RolloutState.FINISHED
             rollout.oldest_trainable = 0
-        self._put_back(groups)
+        self._restore_ended(groups)

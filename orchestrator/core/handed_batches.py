@@ -39,7 +39,7 @@ class HandedBatch:
     """First version that was certainly made from the batch; None until then."""
     groups: list[Group] = field(default_factory=list)
     """Groups of the batch, kept while rows may be left out or a resume may undo the batch."""
-    is_again: bool = False
+    was_undone: bool = False
     """Whether a resume had undone this batch and handed it over again unchanged."""
 
     @property
@@ -65,7 +65,7 @@ class HandedBatches:
         self.kept: deque[HandedBatch] = deque()
         """Batches that aren't safe, oldest first; if not ``is_kept``, the last few, and those whose
         version isn't live yet."""
-        self.again: deque[tuple[int, ...]] = deque()
+        self.undone: deque[tuple[int, ...]] = deque()
         """Group ids of the batches that a resume has undone and that are still to be handed over
         again, oldest batch first, each in its original order."""
         self.versions: deque[tuple[int, int]] = deque([(0, 0)])
@@ -82,7 +82,7 @@ class HandedBatches:
         """Publishes that failed since the newest, each with a batch taken before it."""
         self.failed_counted = 0
         """Of those, how many have their batch counted as trained; see :meth:`assume_trained`."""
-        self.is_asked_ahead = False
+        self.is_requested_ahead = False
         """Whether a batch was being asked for at the newest publish."""
         self.is_short = False
         """Whether a batch was asked for since the newest publish and the tasks had ended."""
@@ -116,19 +116,21 @@ class HandedBatches:
         return groups
 
     def __contains__(self, number: int) -> bool:
-        """Whether rows of this batch can still be reported as left out."""
+        """Whether rows of this batch can still be reported as not trained on."""
         return any(batch.number == number for batch in self.kept)
 
     def __getitem__(self, number: int) -> HandedBatch:
         return next(batch for batch in self.kept if batch.number == number)
 
-    def hand(self, groups: list[Group], trainer_version: int, *, places: int) -> int:
+    def add(self, groups: list[Group], trainer_version: int, *, places: int) -> int:
         """Add a batch that is handed over now and holds ``places`` places; return its number."""
         self.count += 1
-        is_again = bool(self.again)
-        if is_again:
-            self.again.popleft()
-        batch = HandedBatch(self.count, places, trainer_version, groups=groups, is_again=is_again)
+        was_undone = bool(self.undone)
+        if was_undone:
+            self.undone.popleft()
+        batch = HandedBatch(
+            self.count, places, trainer_version, groups=groups, was_undone=was_undone
+        )
         self.holding.append(batch)
         self.kept.append(batch)
         return self.count
@@ -141,13 +143,13 @@ class HandedBatches:
         is_restored: bool = False,
         replaced: int = 0,
     ) -> None:
-        """Note a publish: ``version`` was made from at least the oldest batch that the trainer
+        """Record a publish: ``version`` was made from at least the oldest batch that the trainer
         holds.
 
         It was made from more if the trainer took more in this interval and in the one before:
         a trainer with a fixed look-ahead takes as many between two publishes as it trains on. That
         is not so while it catches up after a publish at which it was waiting (``is_asked``), or
-        before which the tasks had ended (:meth:`note_ended`). Each earlier publish that came to
+        before which the tasks had ended (:meth:`on_tasks_ended`). Each earlier publish that came to
         nothing adds one: those whose place this one takes (``replaced``), and failed ones after
         which a batch was taken; others may be tried again.
         Restored weights (``is_restored``) are made from everything that the trainer has had.
@@ -160,11 +162,11 @@ class HandedBatches:
         self._count_trained(self.count if is_restored else uncounted, version)
         self.taken_before = 0 if is_asked or self.is_short else taken // (1 + failed)
         self.tried = self.failed = self.failed_counted = 0
-        self.is_asked_ahead, self.is_short = is_asked, False
+        self.is_requested_ahead, self.is_short = is_asked, False
         self.versions.append((version, self.count))
         self._forget_versions()
 
-    def note_failed(self, *, is_asked: bool) -> None:
+    def on_publish_failed(self, *, is_asked: bool) -> None:
         """A publish has failed. A trainer that waits for a batch meanwhile, or was told that tasks
         have ended, catches up after it as it does after one that succeeds."""
         if is_asked or self.is_short:
@@ -173,12 +175,12 @@ class HandedBatches:
             self.tried = self.count
             self.failed += 1
 
-    def note_ended(self) -> None:
+    def on_tasks_ended(self) -> None:
         """A batch was asked for, and there are no more tasks: a trainer that looks ahead holds one
         batch fewer than it wants."""
         self.is_short = True
 
-    def note_asked(self) -> bool:
+    def on_batch_requested(self) -> bool:
         """A batch is asked for: if the trainer has taken more than one since the newest publish,
         and took more than one before it, that publish was made from as many. A publish that failed
         since explains one of those taken.
@@ -201,7 +203,7 @@ class HandedBatches:
         Returns False where that does not follow: it took all of them since that publish, or it
         asks while it publishes, and so may ask for more than it is allowed to hold.
         """
-        if self.is_asked_ahead or self.untrained <= self.taken:
+        if self.is_requested_ahead or self.untrained <= self.taken:
             return False
         self.failed_counted += self.failed > self.failed_counted
         self._count_trained(1, self.versions[-1][0])
@@ -224,17 +226,17 @@ class HandedBatches:
                 break
             self.holding.popleft()
         while not self.is_kept and len(self.kept) > max(KEPT_BATCHES, len(self.holding)):
-            self._let_go_of_oldest()
+            self._drop_oldest()
 
     def make_safe(self, batches: int, offer: int) -> None:
         """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
         self.safe_offer = offer
         self.safe = max(self.safe, min(batches, self.count))
         while self.kept and self.kept[0].number <= self.safe:
-            self._let_go_of_oldest()
+            self._drop_oldest()
         self._forget_versions()
 
-    def take_back(self, batches: int) -> list[HandedBatch]:
+    def undo_after(self, batches: int) -> list[HandedBatch]:
         """Undo every batch after the first ``batches``, to be handed over again unchanged.
 
         Returns them, newest first.
@@ -243,27 +245,28 @@ class HandedBatches:
         while self.kept and self.kept[-1].number > batches:
             batch = self.kept.pop()
             taken.append(batch)
-            self.again.appendleft(tuple(group.group_id for group in batch.groups))
+            self.undone.appendleft(tuple(group.group_id for group in batch.groups))
         while self.holding and self.holding[-1].number > batches:
             self.holding.pop()
         self.count = batches
         return taken
 
-    def give_back(self) -> HandedBatch:
+    def undo_newest(self) -> HandedBatch:
         """Undo the newest batch, which never reached the trainer; no version was made from it.
 
         Its groups are selected anew, unless a resume had undone the batch: then it stays as it was.
         """
-        (batch,) = self.take_back(self.count - 1)
-        if not batch.is_again:
-            self.again.popleft()
+        (batch,) = self.undo_after(self.count - 1)
+        if not batch.was_undone:
+            self.undone.popleft()
         self.versions = deque((v, min(made, self.count)) for v, made in self.versions)
         return batch
 
-    def begin_anew(self) -> None:
-        """Another process of the trainer goes on: nothing is known of its rhythm."""
+    def forget_trainer_pace(self) -> None:
+        """Forget how many batches the trainer takes per version, because its process has
+        changed."""
         self.covered = self.taken_before = self.tried = self.failed = self.failed_counted = 0
-        self.is_asked_ahead = self.is_short = False
+        self.is_requested_ahead = self.is_short = False
 
     def roll_back(self, version: int) -> None:
         """Continue the checkpoint's weights as ``version``; forget versions of later batches."""
@@ -274,7 +277,7 @@ class HandedBatches:
         """Return the oldest version made from more than the first ``batches`` batches, or None."""
         return min((version for version, made in self.versions if made > batches), default=None)
 
-    def _let_go_of_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         for group in self.kept.popleft().groups:
             group.untie()
 

@@ -38,7 +38,7 @@ class Ledger:
     """Accounts with ``generated = trained + buffered + in_flight + Σ discarded(reason)``, in
     tokens.
 
-    Tokens enter by :meth:`sample` or :meth:`sample_unwanted`; every other method moves them from
+    Tokens enter by :meth:`sample` or :meth:`sample_discarded`; every other method moves them from
     one account to another.
     """
 
@@ -58,7 +58,7 @@ class Ledger:
         self.generated += tokens
         self.in_flight += tokens
 
-    def sample_unwanted(self, tokens: int, reason: str) -> None:
+    def sample_discarded(self, tokens: int, reason: str) -> None:
         """Count tokens sampled for a turn that was over already."""
         self.generated += tokens
         self.discarded[reason] += tokens
@@ -73,12 +73,12 @@ class Ledger:
         self.buffered -= tokens
         self.trained += tokens
 
-    def leave_out(self, tokens: int, reason: str) -> None:
+    def discard_trained(self, tokens: int, reason: str) -> None:
         """Move tokens from trained to discarded; a negative count undoes that."""
         self.trained -= tokens
         self.discarded[reason] += tokens
 
-    def take_back(self, tokens: int) -> None:
+    def untrain(self, tokens: int) -> None:
         """Move tokens from trained to buffered, because a batch was undone."""
         self.trained -= tokens
         self.buffered += tokens

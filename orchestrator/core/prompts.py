@@ -15,7 +15,7 @@ class Prompts:
         self.filter = group_filter
         self.histories: dict[bytes, PromptHistory] = {}
         """Histories by the task's digest."""
-        self.passed_over = 0
+        self.skipped = 0
         """Number of tasks skipped before anything was generated."""
 
     def note(self, digest: bytes, rewards: Sequence[float]) -> None:
@@ -23,9 +23,9 @@ class Prompts:
         if digest and self.filter.uses_history:
             self.histories[digest] = self.histories.get(digest, PromptHistory()).after(rewards)
 
-    def pass_over(self, digest: bytes) -> bool:
+    def skip(self, digest: bytes) -> bool:
         """Return whether to skip a task, and count it if so."""
         history = self.histories.get(digest)
         is_passed_over = history is not None and self.filter.skip(history)
-        self.passed_over += is_passed_over
+        self.skipped += is_passed_over
         return is_passed_over

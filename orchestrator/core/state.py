@@ -71,7 +71,7 @@ class SavedGroup(Saved):
     digest: bytes
     running: int
     rollouts: list[SavedRollout]
-    version_floor: int
+    oldest_possible_version: int
     is_retaken: bool
     split_from: int | None
     sibling_rewards: list[float]
@@ -113,7 +113,7 @@ class SavedBatch(Saved):
     groups: list[SavedGroup]
     is_holding: bool
     is_kept: bool
-    is_again: bool = False
+    was_undone: bool = False
 
 
 class SavedLedger(Saved):
@@ -145,7 +145,7 @@ class SavedTasks(Saved):
     counts: list[tuple[int, int]]
     requeued: list[TaskKey]
     is_continued: bool
-    gone_before: int
+    first_available_offer: int
     requeued_bodies: list[bytes] = []
     """Bodies of ``requeued``, in that order."""
     episodes: list[tuple[int, str]] = []
@@ -170,7 +170,7 @@ class SavedTraining(Saved):
     taken_before: int = 0
     tried: int = 0
     failed: int = 0
-    is_asked_ahead: bool = False
+    is_requested_ahead: bool = False
     is_short: bool = False
     failed_counted: int = 0
 
@@ -179,10 +179,10 @@ class SavedCore(Saved):
     """Saved form of a core."""
 
     trainer_version: int
-    batches_asked: int
+    batch_requests: int
     are_tasks_exhausted: bool
     is_restoring: bool
-    awaited: list[TaskKey]
+    pending_after_resume: list[TaskKey]
     groups: list[SavedGroup]
     evaluations: list[SavedGroup]
     next_rollout_id: int
@@ -196,14 +196,14 @@ class SavedCore(Saved):
     training: SavedTraining
     ended: list[int]
     """Buffered groups, in the order in which they ended."""
-    floors_version: int
+    oldest_versions_as_of: int
     is_paused: bool
     adaptation: int | None
     """State of an adaptive staleness policy; None for others."""
     prompts: list[tuple[bytes, int, float]]
     """(digest, rollouts, total reward)"""
-    passed_over: int
-    was_asked: bool = False
+    skipped: int
+    is_batch_awaited: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -223,10 +223,10 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
     return _encoder.encode(
         SavedCore(
             trainer_version=core.trainer_version,
-            batches_asked=core.batches_asked,
+            batch_requests=core.batch_requests,
             are_tasks_exhausted=core.are_tasks_exhausted,
             is_restoring=core.is_restoring,
-            awaited=sorted(core.awaited),
+            pending_after_resume=sorted(core.pending_after_resume),
             groups=[_group(group, is_replayed) for group in groups.in_order],
             evaluations=[_group(group, is_replayed) for group in evaluations.values()],
             next_rollout_id=groups.next_rollout_id,
@@ -239,12 +239,12 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
             tasks=_tasks(core),
             training=_training(core),
             ended=[group.group_id for group in groups.ended],
-            floors_version=core.floors_version,
+            oldest_versions_as_of=core.oldest_versions_as_of,
             is_paused=core.is_paused,
             adaptation=core.policy.adaptation,
             prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
-            passed_over=core.prompts.passed_over,
-            was_asked=core.was_asked,
+            skipped=core.prompts.skipped,
+            is_batch_awaited=core.is_batch_awaited,
         )
     )
 
@@ -353,7 +353,7 @@ def _tasks(core: Core) -> SavedTasks:
         counts,
         requeued,
         tasks.is_continued,
-        tasks.gone_before,
+        tasks.first_available_offer,
         [tasks.requeued[key].body for key in requeued],
         sorted(tasks.episodes.items()),
     )
@@ -374,7 +374,7 @@ def _training(core: Core) -> SavedTraining:
                 [_group(group) for group in batch.groups] if number in kept else [],
                 number in holding,
                 number in kept,
-                batch.is_again,
+                batch.was_undone,
             )
             for number, batch in sorted(batches.items())
         ],
@@ -386,12 +386,12 @@ def _training(core: Core) -> SavedTraining:
         trained_rollouts=trained.rollouts,
         mixed_version=trained.mixed_version,
         staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
-        again=list(handed.again),
+        again=list(handed.undone),
         covered=handed.covered,
         taken_before=handed.taken_before,
         tried=handed.tried,
         failed=handed.failed,
-        is_asked_ahead=handed.is_asked_ahead,
+        is_requested_ahead=handed.is_requested_ahead,
         is_short=handed.is_short,
         failed_counted=handed.failed_counted,
     )
@@ -411,18 +411,18 @@ def load(state: bytes, core: Core) -> None:
     except msgspec.MsgspecError as error:
         raise ValueError(f"a saved state of {len(state)} bytes can't be read: {error}") from error
     core.trainer_version = saved.trainer_version
-    core.batches_asked = saved.batches_asked
+    core.batch_requests = saved.batch_requests
     core.are_tasks_exhausted = saved.are_tasks_exhausted
     core.is_restoring = saved.is_restoring
-    core.was_asked = saved.was_asked
+    core.is_batch_awaited = saved.is_batch_awaited
     _load_groups(saved, core)
     _load_training(saved.training, core)
-    awaited = set(saved.awaited)
+    pending = set(saved.pending_after_resume)
     for group in core.groups.in_order:
-        if group.key in awaited:
-            core.awaited.setdefault(group.key, []).append(group)
-    core.floors_version, core.is_paused = saved.floors_version, saved.is_paused
-    core.prompts.passed_over = saved.passed_over
+        if group.key in pending:
+            core.pending_after_resume.setdefault(group.key, []).append(group)
+    core.oldest_versions_as_of, core.is_paused = saved.oldest_versions_as_of, saved.is_paused
+    core.prompts.skipped = saved.skipped
     core.prompts.histories = {d: PromptHistory(n, total) for d, n, total in saved.prompts}
     if saved.adaptation is not None:
         core.policy = core.policy.adapted(saved.adaptation)
@@ -433,7 +433,7 @@ def load(state: bytes, core: Core) -> None:
         core.tasks.put_back(key, task_of(body), body)
     core.tasks.episodes = dict(saved.tasks.episodes)
     core.tasks.is_continued = saved.tasks.is_continued
-    core.tasks.gone_before = saved.tasks.gone_before
+    core.tasks.first_available_offer = saved.tasks.first_available_offer
     _load_turns(saved.turns, core)
 
 
@@ -475,7 +475,7 @@ def _loaded_group(saved: SavedGroup) -> Group:
         sibling_rewards=saved.sibling_rewards,
         is_evaluation=saved.group_id < 0,
     )
-    group.running, group.oldest_possible_version = saved.running, saved.version_floor
+    group.running, group.oldest_possible_version = saved.running, saved.oldest_possible_version
     group.rollouts = [_loaded_rollout(rollout, group) for rollout in saved.rollouts]
     by_id = {rollout.rollout_id: rollout for rollout in group.rollouts}
     for each in saved.rollouts:
@@ -531,7 +531,7 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
             each.trainer_version,
             each.version,
             groups,
-            each.is_again,
+            each.was_undone,
         )
         if each.is_holding:
             handed.holding.append(batch)
@@ -540,10 +540,10 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
     handed.count, handed.safe = saved.count, saved.safe
     handed.safe_offer = saved.safe_offer
     handed.versions = deque(saved.versions)
-    handed.again = deque(saved.again)
+    handed.undone = deque(saved.again)
     handed.covered, handed.taken_before = saved.covered, saved.taken_before
     handed.tried, handed.failed = saved.tried, saved.failed
-    handed.is_asked_ahead, handed.is_short = saved.is_asked_ahead, saved.is_short
+    handed.is_requested_ahead, handed.is_short = saved.is_requested_ahead, saved.is_short
     handed.failed_counted = saved.failed_counted
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts

@@ -32,9 +32,9 @@ class TakenTasks:
         """Tasks that were put back and not taken again yet."""
         self.episodes: dict[int, str] = {}
         """Name of the episode function of each iterator that has tasks left; empty if unknown."""
-        self.gone_before = 0
+        self.first_available_offer = 0
         """Iterators below this number precede the resumed checkpoint's, and are not given again."""
-        self.gone = 0
+        self.dropped = 0
         """Number of unfinished tasks that the newest resume had to drop."""
         self.is_continued = False
         """Whether the next iterator is the one that was in use before a crash."""
@@ -72,11 +72,11 @@ class TakenTasks:
     def forget(self, key: TaskKey) -> None:
         """Drop a task that was put back and can't be started again."""
         del self.requeued[key]
-        self.gone += 1
+        self.dropped += 1
 
     def can_be_taken_again(self, key: TaskKey, body: bytes) -> bool:
         """Whether a task can be started again: from its iterator, or from the journal."""
-        return key.offer >= self.gone_before or self.is_known(key, body)
+        return key.offer >= self.first_available_offer or self.is_known(key, body)
 
     def is_known(self, key: TaskKey, body: bytes) -> bool:
         """Whether a task of an earlier iterator can be run without that iterator.
@@ -90,11 +90,11 @@ class TakenTasks:
     def resume(self, offer: int) -> None:
         """Continue with iterator ``offer``; tasks taken from later ones will be taken again."""
         self.offer = offer
-        self.gone_before = max(0, offer)
-        self.gone = 0
+        self.first_available_offer = max(0, offer)
+        self.dropped = 0
         self.is_continued = offer >= 0
         self.counts = Counter({o: n for o, n in self.counts.items() if o <= offer})
         self.episodes = {o: name for o, name in self.episodes.items() if o <= offer}
         requeued = {k: each for k, each in self.requeued.items() if k.offer <= offer}
         self.requeued = {k: each for k, each in requeued.items() if k.offer == offer or each.body}
-        self.gone += len(requeued) - len(self.requeued)
+        self.dropped += len(requeued) - len(self.requeued)

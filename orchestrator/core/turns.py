@@ -356,7 +356,7 @@ class TurnTracker:
             if self._finish(turn, code):
                 ended.append(turn)
             else:
-                commands += self._go_on(turn)
+                commands += self._continue_turn(turn)
         return [EndTurns(ended), *commands] if ended else commands
 
     def _take_ended(self, event: StepArrived, engine: EngineTurns | None) -> list[tuple[Turn, int]]:
@@ -398,7 +398,7 @@ class TurnTracker:
         turn.finish_reason = FINISH_REASONS[STOP if code == STOP else LENGTH]
         return True
 
-    def _go_on(self, turn: Turn) -> list[Command]:
+    def _continue_turn(self, turn: Turn) -> list[Command]:
         """Resubmit a turn that was cut off; refuse one that has more tokens than it asked for."""
         if turn.length > turn.sampling.max_tokens:
             return [self._refuse(turn, _overrun(turn))]

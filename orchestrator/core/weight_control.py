@@ -80,7 +80,7 @@ trainer may change its tensors.
 Outgoing = list[tuple[str, Message]]
 """(engine, message) pairs, to be sent in order."""
 
-Answer = (
+ControlReply = (
     WeightsStaged
     | WeightsLive
     | WeightsFailed
@@ -118,7 +118,7 @@ class EngineMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCame:
+class EngineConnected:
     """An engine joined or reconnected, serving ``version``."""
 
     engine: str
@@ -128,7 +128,7 @@ class EngineCame:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineGone:
+class EngineRemoved:
     """An engine left, or was given up."""
 
     engine: str
@@ -139,11 +139,11 @@ class ControlReplyReceived:
     """An engine sent a message about weights, pauses or sleep."""
 
     engine: str
-    message: Answer
+    message: ControlReply
 
 
 @dataclass(frozen=True, slots=True)
-class ReserveAsked:
+class ReserveRequested:
     """A publish wants to write its weights. Resolved with :class:`Reserved`."""
 
     call: int
@@ -159,7 +159,7 @@ class ReserveAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishAsked:
+class PublishRequested:
     """Weights were written in the reserved buffer. Resolved when ``wait`` is satisfied."""
 
     call: int
@@ -173,12 +173,12 @@ class PublishAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ReserveGivenUp:
+class ReserveAbandoned:
     """Nothing will be published in the reserved buffer."""
 
 
 @dataclass(frozen=True, slots=True)
-class PauseAsked:
+class PauseRequested:
     """The user wants engines paused by ``mode``; None: resumed. Resolved when all are."""
 
     call: int
@@ -191,11 +191,11 @@ class EngineHaltRequested:
     """The staleness policy wants engines aborted and paused, or wants that to end."""
 
     call: int
-    is_still: bool
+    is_halted: bool
 
 
 @dataclass(frozen=True, slots=True)
-class SleepAsked:
+class SleepRequested:
     """The user wants engines to sleep. Resolved with the bytes that they returned together."""
 
     call: int
@@ -205,7 +205,7 @@ class SleepAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class WakeAsked:
+class WakeRequested:
     """The user wants engines awake; once nothing sleeps, they resume."""
 
     call: int
@@ -221,7 +221,7 @@ class CallWoken:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class CallCancelled:
     """The caller of a call was cancelled."""
 
     call: int
@@ -248,18 +248,18 @@ class KvPolicyChosen:
 
 
 Event = (
-    EngineCame
-    | EngineGone
+    EngineConnected
+    | EngineRemoved
     | ControlReplyReceived
-    | ReserveAsked
-    | PublishAsked
-    | ReserveGivenUp
-    | PauseAsked
+    | ReserveRequested
+    | PublishRequested
+    | ReserveAbandoned
+    | PauseRequested
     | EngineHaltRequested
-    | SleepAsked
-    | WakeAsked
+    | SleepRequested
+    | WakeRequested
     | CallWoken
-    | Cancelled
+    | CallCancelled
     | TimerFired
     | VersionsDurable
     | KvPolicyChosen
@@ -361,7 +361,7 @@ class RetractVersions:
 class SuspendDeadlines:
     """Stop the clocks of all episodes while engines are paused, or start them again."""
 
-    is_still: bool
+    is_halted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,7 +539,14 @@ class Phase(Enum):
 class _Call:
     """A call that is not over."""
 
-    asked: ReserveAsked | PublishAsked | PauseAsked | EngineHaltRequested | SleepAsked | WakeAsked
+    asked: (
+        ReserveRequested
+        | PublishRequested
+        | PauseRequested
+        | EngineHaltRequested
+        | SleepRequested
+        | WakeRequested
+    )
     phase: Phase
     mode: PauseMode | None = None
     """Pause mode to apply; None to resume."""
@@ -555,7 +562,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _SleepTarget:
     """What is to sleep on every engine, and at which level."""
 
     tags: set[MemoryTag] = field(default_factory=set)
@@ -615,14 +622,14 @@ class WeightControl:
         self._users_mode: PauseMode | None = None
         self._sleeping_mode: PauseMode | None = None
         """Mode by which engines were paused to sleep; None while they are not to sleep."""
-        self._stands_still = False
+        self._is_halted = False
         self._pausing: int | None = None
         """Call whose pause or resume is under way; engines are not told to swap meanwhile."""
         self._pause_queue: deque[int] = deque()
         self._unsettled_pauses: set[str] = set()
         """Engines that have not confirmed the last pause or resume."""
         # -------- sleep
-        self._wanted = _Wanted()
+        self._sleep_target = _SleepTarget()
         self._sleeping: int | None = None
         """Call whose sleep or wake is under way."""
         self._sleep_queue: deque[int] = deque()
@@ -636,27 +643,27 @@ class WeightControl:
         match event:
             case ControlReplyReceived(engine=engine, message=message):
                 self._on_answer(engine, message)
-            case EngineCame():
+            case EngineConnected():
                 self._on_came(event)
-            case EngineGone(engine=engine):
+            case EngineRemoved(engine=engine):
                 self._on_gone(engine)
             case CallWoken(call=call, next_version=next_version):
-                self._go_on(call, next_version)
-            case ReserveAsked():
+                self._continue_call(call, next_version)
+            case ReserveRequested():
                 self._on_reserve(event)
-            case PublishAsked():
+            case PublishRequested():
                 self._on_publish(event)
-            case ReserveGivenUp():
+            case ReserveAbandoned():
                 self._unreserve()
-            case PauseAsked(call=call, mode=mode):
+            case PauseRequested(call=call, mode=mode):
                 self._users_mode = mode
                 self._ask_pause(_Call(event, Phase.PAUSE_TURN, clear_cache=event.clear_cache))
-            case EngineHaltRequested(call=call, is_still=is_still):
-                self._stands_still = is_still
+            case EngineHaltRequested(call=call, is_halted=is_halted):
+                self._is_halted = is_halted
                 self._ask_pause(_Call(event, Phase.PAUSE_TURN))
-            case SleepAsked() | WakeAsked():
+            case SleepRequested() | WakeRequested():
                 self._on_sleep_or_wake(event)
-            case Cancelled(call=call):
+            case CallCancelled(call=call):
                 self._on_cancelled(call)
             case TimerFired(timer=timer):
                 self._on_timer(timer)
@@ -667,17 +674,17 @@ class WeightControl:
         commands, self._out = self._out, []
         return commands
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ queries
 
     @property
     def asleep(self) -> tuple[MemoryTag, ...]:
         """Memory that sleeps on all engines, or is about to."""
-        return tuple(tag for tag in MEMORY_TAGS if tag in self._wanted.tags)
+        return tuple(tag for tag in MEMORY_TAGS if tag in self._sleep_target.tags)
 
     @property
     def sleep_level(self) -> SleepLevel:
         """Level at which it sleeps."""
-        return self._wanted.level
+        return self._sleep_target.level
 
     @property
     def staging_version(self) -> int | None:
@@ -730,7 +737,7 @@ class WeightControl:
         return any(update.swapping for update in self._updates)
 
     @property
-    def laggards(self) -> list[LaggingEngines]:
+    def lagging_engines(self) -> list[LaggingEngines]:
         """Engines that versions are on their way to, by version and phase."""
         found: list[LaggingEngines] = []
         for update in self._updates:
@@ -740,7 +747,7 @@ class WeightControl:
                 LaggingEngines(v, "staged", tuple(sorted(update.staged))),
                 LaggingEngines(v, "swapping", tuple(sorted(update.swapping))),
             ]
-        return [laggards for laggards in found if laggards.engines]
+        return [lagging for lagging in found if lagging.engines]
 
     def take_failure(self) -> TidegateError | None:
         """Return the error of a publish whose caller had returned, once."""
@@ -804,7 +811,7 @@ class WeightControl:
             case Phase.BRING | Phase.PAUSE_TURN | Phase.SLEEP_TURN:
                 return False  # the end of another call or update continues it
 
-    def _go_on(self, number: int, next_version: int) -> None:
+    def _continue_call(self, number: int, next_version: int) -> None:
         call = self._calls.get(number)
         if call is None:
             return
@@ -832,7 +839,7 @@ class WeightControl:
             case Phase.WEIGHTS_COME:
                 self._end_bringing(call)
             case Phase.BRING if call.is_live:
-                self._stands_still = False
+                self._is_halted = False
                 self._ask_pause(call)
             case Phase.BRING:
                 pass
@@ -862,7 +869,7 @@ class WeightControl:
                 self._advance_weights()
             case _:
                 pass
-        if isinstance(call.asked, SleepAsked | WakeAsked):
+        if isinstance(call.asked, SleepRequested | WakeRequested):
             self._let_sleep(number)
 
     def _on_timer(self, timer: int) -> None:
@@ -916,7 +923,7 @@ class WeightControl:
 
     # ------------------------------------------------------------ engines
 
-    def _on_came(self, event: EngineCame) -> None:
+    def _on_came(self, event: EngineConnected) -> None:
         name, memory = event.engine, event.memory
         self._remove(name)
         engine = self._engines[name] = _Engine(event.version)
@@ -950,7 +957,7 @@ class WeightControl:
             self._on_gone(engine)
             self._out.append(GiveUp(engine, why))
 
-    def _on_answer(self, name: str, message: Answer) -> None:
+    def _on_answer(self, name: str, message: ControlReply) -> None:
         match message:
             case WeightsStaged(version=version):
                 self._on_staged(name, version)
@@ -980,14 +987,14 @@ class WeightControl:
 
     # ------------------------------------------------------------ versions: publishing
 
-    def _on_reserve(self, event: ReserveAsked) -> None:
+    def _on_reserve(self, event: ReserveRequested) -> None:
         call = self._begin(_Call(event, Phase.RESERVE))
         if event.is_part and not self.knows_before(event.next_version):
             self._refuse_publish(call, WeightsRefused(UNKNOWN_BEFORE))
         elif (failure := self.take_failure()) is not None:
             self._refuse_publish(call, failure)
         elif event.first_bad is not None:
-            self._stands_still = True  # so that no turn continues from KV that bad weights computed
+            self._is_halted = True  # so that no turn continues from KV that bad weights computed
             self._ask_pause(call)
         elif self.is_reserved:  # another version is being written; engines decode meanwhile
             self._wait(call)
@@ -1019,7 +1026,7 @@ class WeightControl:
     def _end_drain(self, call: _Call) -> None:
         self._stop_timer(call.asked.call)
         if not call.is_late:
-            assert isinstance(call.asked, ReserveAsked)
+            assert isinstance(call.asked, ReserveRequested)
             self._end(call, self._reserved(call.version, call.asked))
             return
         assert self.update is not None
@@ -1028,7 +1035,7 @@ class WeightControl:
         self._give_up(error.engines, str(error))
         self._end(call, error=error)
 
-    def _reserved(self, version: int, asked: ReserveAsked) -> Reserved:
+    def _reserved(self, version: int, asked: ReserveRequested) -> Reserved:
         before, keep, deltas_over = self._before, self.kept_buffers, None
         if asked.has_deltas:
             layers = len({part.version for part in before.content.over}) if before else 0
@@ -1067,7 +1074,7 @@ class WeightControl:
         self._send(self._catch_up())
         self._note()
 
-    def _on_publish(self, event: PublishAsked) -> None:
+    def _on_publish(self, event: PublishRequested) -> None:
         """Have every engine stage a version that it does not serve.
 
         Engines may have kept serving what a resumed run publishes again. Versions still under way
@@ -1096,7 +1103,7 @@ class WeightControl:
             self._out.append(Resolve(call.asked.call))
 
     def _end_publish(self, call: _Call, error: TidegateError | None) -> None:
-        is_rollback = isinstance(call.asked, PublishAsked) and call.asked.is_rollback
+        is_rollback = isinstance(call.asked, PublishRequested) and call.asked.is_rollback
         if is_rollback and error is None:
             call.is_live = True
             self._out.append(WakeCall(call.asked.call))
@@ -1149,7 +1156,7 @@ class WeightControl:
         update.is_released = True
         self._kept = update
         for call in self._publishes:
-            is_enough = isinstance(call.asked, PublishAsked) and call.asked.wait == "staged"
+            is_enough = isinstance(call.asked, PublishRequested) and call.asked.wait == "staged"
             if is_enough and call.version <= update.version:
                 self._resolve_publish(call)
 
@@ -1186,7 +1193,7 @@ class WeightControl:
             engines=engines,
             wanted_version=self.update.version if self.update else 0,
             waited_s=self._weights_timeout_s,
-            where="; ".join(map(str, self.laggards)),
+            where="; ".join(map(str, self.lagging_engines)),
         )
 
     # ------------------------------------------------------------ versions: engines
@@ -1290,7 +1297,7 @@ class WeightControl:
         """Queue a pause or resume. The policy's pause wins, then a sleep's, then the user's."""
         if call.asked.call not in self._calls:
             self._begin(call)
-        call.mode = "abort" if self._stands_still else self._sleeping_mode or self._users_mode
+        call.mode = "abort" if self._is_halted else self._sleeping_mode or self._users_mode
         call.phase = Phase.PAUSE_TURN
         if self._pausing is None and not self._pause_queue:
             self._begin_pause(call)
@@ -1350,13 +1357,13 @@ class WeightControl:
         self._let_pause(call.asked.call)
         self._advance()  # swaps may have waited for it
         match call.asked:
-            case SleepAsked():
+            case SleepRequested():
                 call.phase = Phase.WEIGHTS_SETTLE
                 self._sleep_once_settled(call)
-            case ReserveAsked(first_bad=first_bad) if first_bad is not None:
+            case ReserveRequested(first_bad=first_bad) if first_bad is not None:
                 call.phase = Phase.RESERVE
                 self._out += [RetractVersions(first_bad), WakeCall(call.asked.call)]
-            case WakeAsked():
+            case WakeRequested():
                 self._let_sleep(call.asked.call)
                 self._end(call)
             case _:
@@ -1371,16 +1378,16 @@ class WeightControl:
 
     # ------------------------------------------------------------ sleep: calls
 
-    def _on_sleep_or_wake(self, event: SleepAsked | WakeAsked) -> None:
+    def _on_sleep_or_wake(self, event: SleepRequested | WakeRequested) -> None:
         call = self._begin(_Call(event, Phase.SLEEP_TURN))
-        if isinstance(event, SleepAsked) and (why := self._objection(event)) is not None:
+        if isinstance(event, SleepRequested) and (why := self._objection(event)) is not None:
             self._end(call, error=ConfigError(why))
         elif self._sleeping is None and not self._sleep_queue:
             self._begin_sleep(call)
         else:
             self._sleep_queue.append(event.call)
 
-    def _objection(self, event: SleepAsked) -> str | None:
+    def _objection(self, event: SleepRequested) -> str | None:
         """Return why engines can't sleep as asked; None if they can."""
         level = event.level
         unable = sorted(n for n, engine in self._engines.items() if level not in engine.levels)
@@ -1395,26 +1402,28 @@ class WeightControl:
 
     def _begin_sleep(self, call: _Call) -> None:
         self._sleeping = call.asked.call
-        if isinstance(call.asked, SleepAsked):
+        if isinstance(call.asked, SleepRequested):
             self._sleeping_mode = call.asked.mode
             self._ask_pause(call)
             return
-        assert isinstance(call.asked, WakeAsked)
-        self._wanted = _Wanted(self._wanted.tags - set(call.asked.tags), self._wanted.level)
+        assert isinstance(call.asked, WakeRequested)
+        self._sleep_target = _SleepTarget(
+            self._sleep_target.tags - set(call.asked.tags), self._sleep_target.level
+        )
         self._order(call, Phase.WAKE_ANSWERS)
 
     def _sleep_once_settled(self, call: _Call) -> None:
         """Put the paused engines to sleep, once no weights are under way."""
         asked = call.asked
-        assert isinstance(asked, SleepAsked)
+        assert isinstance(asked, SleepRequested)
         if self.is_reserved or not self.is_settled:
             self._wait(call)
             return
         self.is_reserved = True  # no publish begins meanwhile
         self._slept_version = self.newest_version
-        wanted = self._wanted
+        wanted = self._sleep_target
         deeper = max(asked.level, wanted.level) if "weights" in wanted.tags else asked.level
-        self._wanted = _Wanted(wanted.tags | set(asked.tags), deeper)
+        self._sleep_target = _SleepTarget(wanted.tags | set(asked.tags), deeper)
         for engine in self._engines.values():
             engine.freed_bytes, engine.has_new_weights = 0, False
         self._order(call, Phase.SLEEP_ANSWERS)
@@ -1433,20 +1442,20 @@ class WeightControl:
     def _end_orders(self, call: _Call) -> None:
         """End a sleep or wake: all engines have answered, or late ones are given up."""
         self._stop_timer(call.asked.call)
-        what = "sleep" if isinstance(call.asked, SleepAsked) else "wake"
+        what = "sleep" if isinstance(call.asked, SleepRequested) else "wake"
         if call.is_late:
             call.is_late = False
             why = f"no {what} within {self._weights_timeout_s:.0f} s"
             self._give_up(self._unsettled_sleepers, why)
         failures = {n: e.failure for n, e in self._engines.items() if e.failure is not None}
         error = SleepFailed(what=what, failures=failures) if failures else None
-        if isinstance(call.asked, SleepAsked):
+        if isinstance(call.asked, SleepRequested):
             returned = sum(engine.freed_bytes for engine in self._engines.values())
             self.is_reserved = False
             self._advance_weights()
             self._let_sleep(call.asked.call)
             self._end(call, None if error else returned, error)
-        elif error is None and not self._wanted.tags and self._sleeping_mode is not None:
+        elif error is None and not self._sleep_target.tags and self._sleeping_mode is not None:
             self._bring_weights(call)
         else:
             self._let_sleep(call.asked.call)
@@ -1504,13 +1513,13 @@ class WeightControl:
         each of a thousand engines report two changes.
         """
         told: Outgoing = []
-        for name in sorted(self._engines) if only is None or self._wanted.tags else (only,):
+        for name in sorted(self._engines) if only is None or self._sleep_target.tags else (only,):
             engine = self._engines.get(name)
             if engine is None or engine.request is not None or engine.failure is not None:
                 continue
             word = self._sleep_word(engine)
             if isinstance(word, Wake) or (word is not None and self._may_sleep(name)):
-                engine.request, engine.asked_level = word.request_id, self._wanted.level
+                engine.request, engine.asked_level = word.request_id, self._sleep_target.level
                 self._requests += 1
                 told.append((name, word))
         if told:
@@ -1523,7 +1532,7 @@ class WeightControl:
 
     def _sleep_word(self, engine: _Engine) -> Sleep | Wake | None:
         """Return the order that brings an engine to the wanted state; None if it is there."""
-        wanted = self._wanted
+        wanted = self._sleep_target
         if extra := engine.asleep - wanted.tags:
             return Wake(request_id=self._requests, tags=_in_order(extra))
         tags = wanted.tags - {"weights"} if engine.has_new_weights else wanted.tags
@@ -1560,10 +1569,10 @@ class WeightControl:
 
     def _note_new_weights(self) -> None:
         """If all engines have new weights, engines that join need not put theirs to sleep."""
-        if "weights" not in self._wanted.tags or not self._engines:
+        if "weights" not in self._sleep_target.tags or not self._engines:
             return
         if all(engine.has_new_weights for engine in self._engines.values()):
-            self._wanted.tags.discard("weights")
+            self._sleep_target.tags.discard("weights")
 
 
 def _in_order(tags: Iterable[MemoryTag]) -> list[MemoryTag]:

@@ -62,12 +62,12 @@ class Deadlines(Generic[Task]):
         self._stood_still_at_s: float | None = None
         """Since when all clocks are stopped; None while they run."""
 
-    def stand_still(self, now_s: float) -> None:
+    def suspend(self, now_s: float) -> None:
         """Stop all clocks. Tasks that were cancelled already keep their deadline."""
         if self._stood_still_at_s is None:
             self._stood_still_at_s = now_s
 
-    def go_on(self, now_s: float) -> None:
+    def resume(self, now_s: float) -> None:
         """Start all clocks again, with as much time left as before. Harmless if repeated."""
         if self._stood_still_at_s is None:
             return
@@ -272,9 +272,9 @@ class EpisodeRunner:
         self._broken: EpisodeError | None = None
         """Error that every further episode fails with, after too many failures."""
 
-    def stand_still(self, is_still: bool) -> None:
+    def suspend_deadlines(self, is_halted: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""
-        change = self._deadlines.stand_still if is_still else self._deadlines.go_on
+        change = self._deadlines.suspend if is_halted else self._deadlines.resume
         change(self.loop.time())
 
     def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
@@ -440,7 +440,7 @@ class EpisodeRunner:
         self._refuse_if_given_up(rollout)
         refuse_too_large(rollout, sampling, media, self._context_tokens_max())
         future = self.rejoin(rollout)
-        self._handle(ev.TurnAsked(rollout.rollout_id, sampling, media))
+        self._handle(ev.TurnRequested(rollout.rollout_id, sampling, media))
         return future
 
     def rejoin(self, rollout: Rollout) -> "asyncio.Future[Turn]":
@@ -521,7 +521,7 @@ class EpisodeRunner:
     def give_up_turn(self, rollout: Rollout) -> None:
         """Cancel this rollout's turn."""
         self._waiting.turns.pop(rollout.rollout_id, None)
-        self._handle(ev.TurnGivenUp(rollout.rollout_id))
+        self._handle(ev.TurnAbandoned(rollout.rollout_id))
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end."""

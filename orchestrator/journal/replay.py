@@ -97,7 +97,7 @@ def _replay(journal: Journal, policies: Iterable[type]) -> ReplayReport:
             core.check()
         except AssertionError as error:
             difference = difference or f"after event {lsn}, {event}: {error}"
-        if isinstance(event, ev.StateNoted):
+        if isinstance(event, ev.StateChecksum):
             states += 1
             if event.digest != digest(core, is_replayed=True):
                 difference = difference or f"the state at event {lsn} is another than was noted"

@@ -13,7 +13,7 @@ import msgspec
 
 from tidegate.errors import ConfigError, JournalCorrupt, JournalError, ResumeMismatch
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rules import (
     Rules,
     check_can_be_made_again,
@@ -50,7 +50,7 @@ class OpenedJournal:
     """A run's journal, if it has one, and where the run continues."""
 
     journal: RunJournal | None = None
-    resumed: Resumed | None = None
+    resumed: RunResumed | None = None
     """None for a new run."""
     file: Journal | None = None
 
@@ -98,7 +98,7 @@ def open_run_journal(settings: RunSettings, resume: Resume) -> OpenedJournal:
     except Exception as error:  # records of a foreign journal may break any assumption
         file.close()
         raise JournalCorrupt(path=path, where=str(error)) from error
-    return OpenedJournal(journal, Resumed(token.batches, token.offer), file)
+    return OpenedJournal(journal, RunResumed(token.batches, token.offer), file)
 
 
 def resume_token(resume: Mapping[str, Any]) -> ResumeToken:

@@ -157,7 +157,7 @@ class RunJournal:
 
     def note_state(self) -> None:
         """Append a digest of the core's state, which a replay compares."""
-        self.log(ev.StateNoted(digest(self.core)))
+        self.log(ev.StateChecksum(digest(self.core)))
 
     def _on_committed(self, lsn: int) -> None:
         self._committed = max(self._committed, lsn)

@@ -126,12 +126,12 @@ class BatchRequestQueue:
     def _ask(self) -> None:
         if self._requests and not (self._is_asked or self._is_held or self._offer):
             self._is_asked = True
-            self._handle(ev.BatchAsked())
+            self._handle(ev.BatchRequested())
 
     def _withdraw_question(self, *, is_held: bool) -> None:
         if self._is_asked:
             self._is_asked = False
-            self._handle(ev.BatchNotWanted(is_held))
+            self._handle(ev.BatchRequestCancelled(is_held))
 
     def _undo_offer(self) -> None:
         assert self._offer is not None

@@ -52,7 +52,7 @@ class EngineSideCallbacks(Protocol):
     def hold_batches(self, is_held: bool) -> None:
         """Hold batches while the trainer's version is undecided, or hand them over again."""
 
-    def stand_still(self, is_still: bool) -> None:
+    def suspend_deadlines(self, is_halted: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     def fail(self, error: BaseException) -> None:
@@ -79,7 +79,7 @@ class EngineSide:
         self._recorder = recorder
         self._shell = shell
         self.handle, self.when_safe = shell.handle, shell.when_safe
-        self.hold_batches, self.stand_still = shell.hold_batches, shell.stand_still
+        self.hold_batches, self.suspend_deadlines = shell.hold_batches, shell.suspend_deadlines
         self.fleet = Fleet(
             settings.fleet,
             send,

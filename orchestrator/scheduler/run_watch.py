@@ -88,7 +88,7 @@ class RunWatch:
 
     async def _check_rollouts(self, engines: set[str]) -> None:
         """Check rollouts in the user's code, and those with a turn on one of these engines."""
-        is_stuck, awaited = self._watchdog.is_stuck, self._core.awaited
+        is_stuck, pending = self._watchdog.is_stuck, self._core.pending_after_resume
         for number, (rollout, group) in enumerate(list(self._core.groups.running.values()), 1):
             if number % ROLLOUTS_PER_SLICE == 0:
                 await asyncio.sleep(0)
@@ -99,7 +99,7 @@ class RunWatch:
                     continue
                 if is_stuck("turn", rollout.rollout_id, (len(turns), turn.length)):
                     self._watchdog.report("turn", rollout.rollout_id, _say_turn(turn))
-            elif awaited and group.key in awaited:
+            elif pending and group.key in pending:
                 continue  # its episode is yet to begin again
             elif rollout.branch_of is not None:
                 continue  # its root's episode is that of all its rows
@@ -153,7 +153,7 @@ class RunWatch:
         if core.are_tasks_exhausted or core.running_groups:
             return
         who = "the iterator of tasks"
-        is_waiting = bool(core.batches_asked and core.admissible_groups)
+        is_waiting = bool(core.batch_requests and core.admissible_groups)
         if is_waiting and watchdog.is_stuck("tasks", who, core.groups.next_group_id):
             watchdog.report(
                 "tasks", who, f"{core.admissible_groups} groups may start, but it gives no task"
@@ -170,7 +170,7 @@ class RunWatch:
 
     def _check_weights(self) -> None:
         weights, watchdog = self._weights, self._watchdog
-        for late in weights.laggards:
+        for late in weights.lagging_engines:
             who = f"v{late.version} {late.phase}"
             if watchdog.is_stuck("publish", who, late.engines):
                 watchdog.report("publish", who, str(late))

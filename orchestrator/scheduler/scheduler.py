@@ -93,7 +93,7 @@ class Commands:
                 self.on_pause(is_paused)
 
 
-FREES_NO_PLACE = frozenset((ev.TurnAsked, ev.StepArrived, ev.TaskArrived))
+FREES_NO_PLACE = frozenset((ev.TurnRequested, ev.StepArrived, ev.TaskArrived))
 """Events that never increase ``admissible_groups`` and for which the shell itself has nothing to
 do; most events are of these types. Admission after ``TaskArrived`` is checked by
 :class:`TaskFeed`."""
@@ -113,7 +113,7 @@ class Scheduler:
         *,
         recorder: Recorder | None,
         journal: RunJournal | None = None,
-        resume: ev.Resumed | None = None,
+        resume: ev.RunResumed | None = None,
         diary: EpisodeTracer | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
@@ -144,7 +144,9 @@ class Scheduler:
         self.fleet, self.control = self.engines.fleet, self.engines.control
         self.scores = self.engines.scores
         failure = self.control.state.take_failure
-        self._desk = BatchRequestQueue(self._waiting, self.handle_one, self.when_safe, failure)
+        self._batch_requests = BatchRequestQueue(
+            self._waiting, self.handle_one, self.when_safe, failure
+        )
         self._offers = TaskIterators(
             lambda: self.core,
             self.handle_one,
@@ -153,7 +155,7 @@ class Scheduler:
         )
         self._parking = Parking(
             live_version=lambda: self.core.turns.live_version,
-            is_starved=lambda: self.core.batches_asked > 0,
+            is_starved=lambda: self.core.batch_requests > 0,
         )
         self._episodes = self._new_episodes(model, diary)
         self._commands = self._new_commands(recorder)
@@ -179,7 +181,7 @@ class Scheduler:
             sessions=self.engines.sessions,
             waiting=self._waiting,
             episodes=self._episodes,
-            batches=self._desk,
+            batches=self._batch_requests,
             offers=self._offers,
             recorder=recorder,
             on_pause=self._pause_generation,
@@ -198,9 +200,9 @@ class Scheduler:
             self._journal.start(
                 keeps_events=self._settings.records.keep_full_journal, on_error=self.fail
             )
-        self._go_on()
+        self._resume_from_checkpoint()
         if self._resume is not None:
-            await self._resumption_safe()
+            await self._wait_resume_durable()
         self._router.attach(loop, self.engines.on_frames)
         try:
             async with asyncio.TaskGroup() as group:
@@ -243,7 +245,7 @@ class Scheduler:
         """Everything that has made no progress for too long, see :class:`RunWatch`."""
         return self._watch.stuck if self._watch is not None else ()
 
-    def _go_on(self) -> None:
+    def _resume_from_checkpoint(self) -> None:
         """After a crash: return to the trainer's checkpoint, and expect the engines."""
         self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
@@ -257,10 +259,10 @@ class Scheduler:
         for rollout in self.core.running_rollouts:
             self.handle_one(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
 
-    async def _resumption_safe(self) -> None:
-        """Return once ``Resumed`` is committed, or the journal has failed.
+    async def _wait_resume_durable(self) -> None:
+        """Return once ``RunResumed`` is committed, or the journal has failed.
 
-        Engines are not heard before. ``Resumed`` advances the turn handles. Without the commit,
+        Engines are not heard before. ``RunResumed`` advances the turn handles. Without the commit,
         a crash here would let the next process reuse these handles for other turns, and take old
         steps for theirs.
         """
@@ -346,13 +348,13 @@ class Scheduler:
 
     def _pause_generation(self, is_paused: bool) -> None:
         if self._group is not None and not self._is_ending:  # engines end with the run
-            self._group.create_task(self.control.stand_still(is_paused))
+            self._group.create_task(self.control.halt_engines(is_paused))
 
     # ------------------------------------------------------------ what the trainer asks for
 
     async def make_safe(self, batches: int, offer: int) -> None:
         """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
-        self.handle_one(ev.BatchesSafe(batches, offer))
+        self.handle_one(ev.BatchesCheckpointed(batches, offer))
         await self.wait_until_safe()
 
     async def wait_until_safe(self) -> None:
@@ -369,36 +371,36 @@ class Scheduler:
     async def next_batch(self) -> ev.HandOver | None:
         """Return the next batch, or None when the tasks are used up; for callers on this loop."""
         request = BatchRequest()
-        while await self._desk.wait(request):
+        while await self._batch_requests.wait(request):
             batch = request.batch
             if batch is not None and request.take(batch):
-                self._desk.acknowledge(request)
+                self._batch_requests.acknowledge(request)
                 return batch
         return None
 
     async def wait_for_batch(self, request: BatchRequest) -> bool:
         """As :meth:`BatchRequestQueue.wait`; for callers on another event loop, or without one."""
-        return await self._desk.wait(request)
+        return await self._batch_requests.wait(request)
 
     def acknowledge_batch(self, request: BatchRequest) -> None:
         """As :meth:`BatchRequestQueue.acknowledge`."""
-        self._desk.acknowledge(request)
+        self._batch_requests.acknowledge(request)
 
     def close_batch_request(self, request: BatchRequest) -> None:
         """As :meth:`BatchRequestQueue.close`."""
-        self._desk.close(request)
+        self._batch_requests.close(request)
 
     def give_back(self, number: int) -> bool:
         """As :meth:`BatchRequestQueue.give_back`."""
-        return self._desk.give_back(number, newest=self.core.handed.count)
+        return self._batch_requests.give_back(number, newest=self.core.handed.count)
 
     def hold_batches(self, is_held: bool) -> None:
         """As :meth:`BatchRequestQueue.hold`."""
-        self._desk.hold(is_held)
+        self._batch_requests.hold(is_held)
 
-    def stand_still(self, is_still: bool) -> None:
-        """As :meth:`EpisodeRunner.stand_still`."""
-        self._episodes.stand_still(is_still)
+    def suspend_deadlines(self, is_halted: bool) -> None:
+        """As :meth:`EpisodeRunner.suspend_deadlines`."""
+        self._episodes.suspend_deadlines(is_halted)
 
     async def evaluate(self, tasks: list[Any], episode: EpisodeFunction) -> list[Rollout]:
         """Run one episode per task outside training; return the rollouts in the tasks' order."""
@@ -409,5 +411,5 @@ class Scheduler:
             futures.append(future)
             rollout_id = self.core.groups.next_rollout_id
             self._waiting.evaluations[rollout_id] = future
-            self.handle_one(ev.EvaluationAsked(task, index), episode)
+            self.handle_one(ev.EvaluationRequested(task, index), episode)
         return [await future for future in futures]

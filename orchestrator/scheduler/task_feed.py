@@ -36,7 +36,7 @@ class TaskIterators:
         self._handle = handle
         self._wants_tasks = wants_tasks
         self._now_s = now_s
-        self._gone_told = 0
+        self._logged_dropped = 0
         self._source: TaskSource | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._episodes: dict[int, EpisodeFunction] = {}
@@ -69,14 +69,14 @@ class TaskIterators:
         )
         self._feeding = group.create_task(feed.run(), name="tasks")
         self._handle(ev.TasksOffered(_name_of(episode)), episode)
-        if core.tasks.gone > self._gone_told:
+        if core.tasks.dropped > self._logged_dropped:
             log.warning(
                 "tasks=gone count=%d: they were unfinished, and from an iterator before the one in "
                 "use at the checkpoint. A resume takes such tasks up if they are plain data and "
                 "the iterator in use has the same episode function",
-                core.tasks.gone,
+                core.tasks.dropped,
             )
-            self._gone_told = core.tasks.gone
+            self._logged_dropped = core.tasks.dropped
         used = {g.key.offer for g in core.groups.in_order if g.key is not None}
         used |= {key.offer for key in core.tasks.requeued} | self._source.offers
         self._episodes = {o: each for o, each in self._episodes.items() if o in used}
@@ -195,7 +195,7 @@ class TaskFeed:
             task = await self.source.next_new()
             key = TaskKey(self._core.tasks.offer, index)
             self._check(task, key, count)
-            self._handle(ev.TaskFound(task, key), self._episode_of(key))
+            self._handle(ev.TaskFoundAgain(task, key), self._episode_of(key))
             if self._has_begun_enough():
                 await asyncio.sleep(0)
                 self._begin_turn()
@@ -214,7 +214,7 @@ class TaskFeed:
                 f"{count} tasks had been taken from this iterator before the run was resumed, but "
                 f"now it ends after {key.index}; give the same tasks in the same order"
             )
-        waiting = self._core.awaited.get(key)
+        waiting = self._core.pending_after_resume.get(key)
         if waiting and waiting[0].digest != task_digest(task):
             raise ResumeMismatch(
                 f"task {key.index} is {task!r:.200}, which is another one than before the run was "

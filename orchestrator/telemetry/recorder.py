@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tidegate.errors import RecordingFailed
-from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -148,7 +148,7 @@ class RunObservers(Protocol):
         ...
 
     def open(
-        self, resumed: Resumed | None, on_failure: Callable[[RecordingFailed], None]
+        self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
         """Start recording; called once, when the run knows what it resumes. None if nothing is
         recorded.

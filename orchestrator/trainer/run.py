@@ -27,7 +27,7 @@ from tidegate.errors import (
     RunClosed,
     check_not_forked,
 )
-from tidegate.orchestrator.core.events import Resumed
+from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.episodes.contained_tasks import ContainedExit, contained_task
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import read_model_files
@@ -216,7 +216,7 @@ class Run:
         return self._scheduler
 
     @property
-    def resumed(self) -> Resumed | None:
+    def resumed(self) -> RunResumed | None:
         """Position from which the run continues after a crash; None for a new run."""
         return self._journal.resumed
 

@@ -66,7 +66,7 @@ class EngineControlCallbacks(Protocol):
     def hold_batches(self, is_held: bool) -> None:
         """Hold batches while the trainer's version is undecided, or hand them over again."""
 
-    def stand_still(self, is_still: bool) -> None:
+    def suspend_deadlines(self, is_halted: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     def staged(self, engine: str, version: int) -> None:
@@ -118,15 +118,15 @@ class EngineControl:
             memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.needs_weights)
             if self.state.asleep and self.state.sleep_level not in hello.sleep_levels:
                 log.warning("engine=%s joined while others sleep, and can't", engine)
-        self._handle(wc.EngineCame(engine, version, memory))
+        self._handle(wc.EngineConnected(engine, version, memory))
 
     def left(self, engine: str) -> None:
         """Note that an engine is gone."""
-        self._handle(wc.EngineGone(engine))
+        self._handle(wc.EngineRemoved(engine))
 
     def heard(self, engine: str, message: FromEngine) -> bool:
         """Handle an engine's message; False if it is about something else."""
-        if not isinstance(message, wc.Answer):
+        if not isinstance(message, wc.ControlReply):
             return False
         if isinstance(message, SleepRequestFailed):
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
@@ -154,12 +154,12 @@ class EngineControl:
         """
         number = next(self._numbers)
         next_version = self._shell.core.next_version
-        asked = wc.ReserveAsked(number, next_version, is_part, has_deltas, first_bad)
+        asked = wc.ReserveRequested(number, next_version, is_part, has_deltas, first_bad)
         return cast(Reserved, await self._ask(asked))
 
     def release(self) -> None:
         """Give up the reserved buffer; the version that was abandoned for it stays abandoned."""
-        self._handle(wc.ReserveGivenUp())
+        self._handle(wc.ReserveAbandoned())
 
     async def publish(
         self,
@@ -195,7 +195,7 @@ class EngineControl:
             self.release()
             raise
         number = next(self._numbers)
-        await self._ask(wc.PublishAsked(number, version, chunks, wait, change, is_rollback))
+        await self._ask(wc.PublishRequested(number, version, chunks, wait, change, is_rollback))
 
     def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
         """Set what the next swap does to the KV of kept turns."""
@@ -211,11 +211,11 @@ class EngineControl:
         is cancelled, the pause may hold all the same; resume to be sure. While engines sleep, it
         takes effect once they are awake.
         """
-        await self._ask(wc.PauseAsked(next(self._numbers), mode, clear_cache))
+        await self._ask(wc.PauseRequested(next(self._numbers), mode, clear_cache))
 
-    async def stand_still(self, is_still: bool) -> None:
+    async def halt_engines(self, is_halted: bool) -> None:
         """Pause engines for the staleness policy; afterwards the user's pause holds again."""
-        await self._ask(wc.EngineHaltRequested(next(self._numbers), is_still))
+        await self._ask(wc.EngineHaltRequested(next(self._numbers), is_halted))
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
         """Return once this memory sleeps on every engine, with the bytes that they returned
@@ -227,7 +227,7 @@ class EngineControl:
             ConfigError: an engine can't sleep at this level, or couldn't get its weights again.
             SleepFailed: some engine failed to sleep. The others sleep.
         """
-        return cast(int, await self._ask(wc.SleepAsked(next(self._numbers), level, tags, mode)))
+        return cast(int, await self._ask(wc.SleepRequested(next(self._numbers), level, tags, mode)))
 
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
         """Return once this memory is awake on every engine.
@@ -239,18 +239,18 @@ class EngineControl:
             SleepFailed: some engine lacks memory for it, or lacks weights and there are none.
         """
         tags = MEMORY_TAGS if tags is None else tags
-        await self._ask(wc.WakeAsked(next(self._numbers), tags))
+        await self._ask(wc.WakeRequested(next(self._numbers), tags))
 
     # ------------------------------------------------------------ calls
 
     async def _ask(
         self,
-        asked: wc.ReserveAsked
-        | wc.PublishAsked
-        | wc.PauseAsked
+        asked: wc.ReserveRequested
+        | wc.PublishRequested
+        | wc.PauseRequested
         | wc.EngineHaltRequested
-        | wc.SleepAsked
-        | wc.WakeAsked,
+        | wc.SleepRequested
+        | wc.WakeRequested,
     ) -> object:
         """Begin a call in the state machine, and continue it when woken, until it is resolved."""
         number, event = asked.call, cast(wc.Event, asked)
@@ -267,7 +267,7 @@ class EngineControl:
             self._waiting.calls.pop(number, None)
             outcome = self._outcomes.pop(number, None)
             if outcome is None:
-                self._handle(wc.Cancelled(number))
+                self._handle(wc.CallCancelled(number))
         assert outcome is not None
         if outcome.error is not None:
             raise outcome.error
@@ -306,8 +306,8 @@ class EngineControl:
                 shell.handle([ev.PublishFailed()])
             case wc.RetractVersions(first_bad=first_bad):
                 shell.handle([ev.VersionRetracted(first_bad)])
-            case wc.SuspendDeadlines(is_still=is_still):
-                shell.stand_still(is_still)
+            case wc.SuspendDeadlines(is_halted=is_halted):
+                shell.suspend_deadlines(is_halted)
             case wc.GiveUp(engine=engine, why=why):
                 shell.give_up_engine(engine, why)
             case wc.RefuseEngine(engine=engine, why=why):

@@ -11,7 +11,7 @@ import pytest
 
 from tidegate.orchestrator.batches.tasks import TaskSource
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import filing, groups, left_out
+from tidegate.orchestrator.core import filing, groups, untrained_rows
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.filing import StepCoalescer, StepOutcome
 from tidegate.orchestrator.core.group import Group
@@ -128,18 +128,18 @@ def masked_tokens_count_as_trained(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=1)
 def rows_that_the_trainer_left_out_stay_trained(patch: pytest.MonkeyPatch) -> None:
-    right = Ledger.leave_out
+    right = Ledger.discard_trained
 
-    def leave_out(self: Ledger, tokens: int, reason: str) -> None:
+    def discard_trained(self: Ledger, tokens: int, reason: str) -> None:
         if reason == groups.TOO_OLD:
             right(self, tokens, reason)
 
-    patch.setattr(Ledger, "leave_out", leave_out)
+    patch.setattr(Ledger, "discard_trained", discard_trained)
 
 
 @mutation(seed=30)
 def a_rollout_is_left_out_with_the_first_of_its_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(left_out, "_is_trained", lambda root: root.discard_reason is None)
+    patch.setattr(untrained_rows, "_is_trained", lambda root: root.discard_reason is None)
 
 
 @mutation(seed=2)
@@ -176,7 +176,7 @@ def a_batch_is_trained_twice(patch: pytest.MonkeyPatch) -> None:
 @mutation(seed=0)
 def a_dropped_group_keeps_its_tokens_buffered(patch: pytest.MonkeyPatch) -> None:
     def drop(self: GroupTracker, group: Group, reason: str) -> list[ev.Command]:
-        self._forget(group)
+        self._remove(group)
         return [self._discard(rollout, group, reason) for rollout in group.kept]
 
     patch.setattr(GroupTracker, "drop", drop)
@@ -227,20 +227,20 @@ def a_publish_counts_for_every_batch_that_the_trainer_holds(patch: pytest.Monkey
 
 @mutation(seed=2005040)
 def a_trainer_is_not_expected_to_catch_up_after_tasks_have_ended(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HandedBatches, "note_ended", lambda self: None)
+    patch.setattr(HandedBatches, "on_tasks_ended", lambda self: None)
 
 
 @mutation(seed=3008926)
 def a_failed_publish_explains_no_batch_that_was_taken(patch: pytest.MonkeyPatch) -> None:
-    right = HandedBatches.note_asked
+    right = HandedBatches.on_batch_requested
 
-    def note_asked(self: HandedBatches) -> bool:
+    def on_batch_requested(self: HandedBatches) -> bool:
         failed, self.failed = self.failed, 0
         is_known = right(self)
         self.failed = failed
         return is_known
 
-    patch.setattr(HandedBatches, "note_asked", note_asked)
+    patch.setattr(HandedBatches, "on_batch_requested", on_batch_requested)
 
 
 @mutation(seed=362)
@@ -248,7 +248,7 @@ def a_short_batch_holds_no_more_places_than_it_has_groups(patch: pytest.MonkeyPa
     def places_of(self: Core, batch: list[Group]) -> int:
         return sum(group.split_from is None for group in batch)
 
-    patch.setattr(Core, "_places_of", places_of)
+    patch.setattr(Core, "_slots_held_by", places_of)
 
 
 @mutation(seed=39)
@@ -348,7 +348,7 @@ def tokens_are_tagged_with_the_version_at_their_arrival(patch: pytest.MonkeyPatc
 
 @mutation(seed=13)
 def an_abort_is_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TurnTracker, "_go_on", lambda self, turn: [])
+    patch.setattr(TurnTracker, "_continue_turn", lambda self, turn: [])
 
 
 @mutation(seed=0)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.test_cli import status_of
 from tidegate.orchestrator.core import events as ev
-from tidegate.orchestrator.core import left_out, state, turns
+from tidegate.orchestrator.core import state, turns, untrained_rows
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.groups import GroupTracker
@@ -160,11 +160,11 @@ def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -
 @mutation
 def batches_to_be_handed_over_again_go_to_the_end(patch: pytest.MonkeyPatch) -> None:
     def take_back(self: GroupTracker, groups: list[Group]) -> None:
-        self._waiting.update({group.group_id: group for group in groups})
+        self._outstanding.update({group.group_id: group for group in groups})
         self._ended.update({group.group_id: group for group in groups})
         for rollout in (rollout for group in groups for rollout in group.kept):
             rollout.state = RolloutState.FINISHED
-            self.ledger.take_back(rollout.sampled_tokens)
+            self.ledger.untrain(rollout.sampled_tokens)
 
     patch.setattr(GroupTracker, "take_back", take_back)
 
@@ -180,7 +180,7 @@ def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyP
         trained.count(batch.rows, batch.trainer_version, -1)
         groups.take_back(batch.groups)
 
-    patch.setattr(left_out, "take_back", take_back)
+    patch.setattr(untrained_rows, "undo_batch", take_back)
 
 
 @mutation

@@ -95,10 +95,10 @@ class ControlDriver:
                     self.is_held = is_held
                 case wc.GiveUp(engine=engine, why=why):
                     self.given_up[engine] = why
-                    self._handle(wc.EngineGone(engine), woken)
+                    self._handle(wc.EngineRemoved(engine), woken)
                 case wc.RefuseEngine(engine=engine, why=why):
                     self.refused[engine] = why
-                    self._handle(wc.EngineGone(engine), woken)
+                    self._handle(wc.EngineRemoved(engine), woken)
 
     @property
     def next_version(self) -> int:
@@ -109,12 +109,12 @@ class ControlDriver:
     def join(
         self, engine: str, version: int = 0, memory: wc.EngineMemory | None = AWAKE
     ) -> Outgoing:
-        return self.do(wc.EngineCame(engine, version, memory))
+        return self.do(wc.EngineConnected(engine, version, memory))
 
     def leave(self, engine: str) -> Outgoing:
-        return self.do(wc.EngineGone(engine))
+        return self.do(wc.EngineRemoved(engine))
 
-    def hear(self, engine: str, message: wc.Answer) -> Outgoing:
+    def hear(self, engine: str, message: wc.ControlReply) -> Outgoing:
         return self.do(wc.ControlReplyReceived(engine, message))
 
     def staged(self, engine: str, version: int) -> Outgoing:
@@ -147,7 +147,7 @@ class ControlDriver:
 
     def reserve(self, **asked: bool) -> Reserved:
         """Reserve the buffer, which no engine reads."""
-        reserved = self.result(self.ask(wc.ReserveAsked, self.next_version, **asked))
+        reserved = self.result(self.ask(wc.ReserveRequested, self.next_version, **asked))
         assert isinstance(reserved, Reserved)
         return reserved
 
@@ -161,7 +161,7 @@ class ControlDriver:
         """Publish a written version; return the messages sent."""
         before = len(self.sent)
         self.call = self.ask(
-            wc.PublishAsked, version, chunks or [chunk(version)], wait=wait, change=change
+            wc.PublishRequested, version, chunks or [chunk(version)], wait=wait, change=change
         )
         return self.sent[before:]
 
@@ -176,10 +176,10 @@ class ControlDriver:
         assert self.state.is_settled
 
     def pause(self, mode: PauseMode | None, *, clear_cache: bool = False) -> int:
-        return self.ask(wc.PauseAsked, mode, clear_cache)
+        return self.ask(wc.PauseRequested, mode, clear_cache)
 
     def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode = "abort") -> int:
-        return self.ask(wc.SleepAsked, level, tags, mode)
+        return self.ask(wc.SleepRequested, level, tags, mode)
 
     def wake(self, *tags: MemoryTag) -> int:
-        return self.ask(wc.WakeAsked, tags)
+        return self.ask(wc.WakeRequested, tags)

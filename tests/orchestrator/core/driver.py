@@ -168,7 +168,7 @@ class Driver:
     def ask_turn(self, rollout: Rollout, max_tokens: int = 8) -> None:
         """Ask for a turn of a rollout."""
         rollout.extend(PROMPT)
-        self.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=max_tokens)))
+        self.do(ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=max_tokens)))
 
     def begin_turn(self) -> tuple[Rollout, int]:
         """Have engine "a" join and take a turn of the only rollout; return it and the handle."""
@@ -247,14 +247,14 @@ class Driver:
         self.running.clear()
         self.requeued.clear()
         del self.batches[batches:]
-        self.do(ev.Resumed(batches, self.core.tasks.offer))
+        self.do(ev.RunResumed(batches, self.core.tasks.offer))
         self.published = self.core.trainer_version
         self.batches_published = min(self.batches_published, batches)
         for name in sorted(self.engines):
             self.come_back(name)
         self.do(ev.TasksOffered())
         for index in range(self.core.tasks.count):
-            self.do(ev.TaskFound(index, TaskKey(self.core.tasks.offer, index)))
+            self.do(ev.TaskFoundAgain(index, TaskKey(self.core.tasks.offer, index)))
 
     def come_back(self, name: str) -> None:
         """Reconnect an engine by a hello."""

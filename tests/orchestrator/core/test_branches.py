@@ -66,7 +66,7 @@ def test_a_branch_ends_with_its_rollout_and_has_its_reward() -> None:
     group = next(iter(driver.core.groups.in_order))
     assert (group.finished, group.running, group.num_kept) == (1, 1, 2)
     driver.return_reward(second, 0.0)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert driver.core.ledger.trained == 9
 
 
@@ -77,7 +77,7 @@ def test_what_counts_rollouts_counts_one_that_forked_once() -> None:
     take_turn(driver, branch, 1)  # under newer weights than its rollout's other row
     driver.return_reward(first, 0.5)
     driver.return_reward(second, 0.0)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     trained = driver.core.trained
     assert (trained.rollouts, trained.mixed_version, trained.staleness) == (2, 1, {1: 2})
     bias = driver.core.groups.discards.length_bias()

@@ -34,7 +34,7 @@ def test_a_batch_in_training_holds_its_places_until_its_version_is_live_everywhe
     driver.fill()
     finish_group(driver, 0)
     finish_group(driver, 1)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert (len(driver.batches), driver.fill()) == (1, 0)  # handed over
     driver.publish()
     assert driver.fill() == 0  # published, and not yet served
@@ -58,9 +58,9 @@ def test_asking_for_a_batch_that_only_a_publish_could_make_possible_is_refused()
         driver.fill()
         finish_group(driver, 2 * batch)
         finish_group(driver, 2 * batch + 1)
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
     assert len(driver.batches) == 2
-    assert driver.do(ev.BatchAsked()) == [ev.RefuseBatch(unpublished_groups=4)]
+    assert driver.do(ev.BatchRequested()) == [ev.RefuseBatch(unpublished_groups=4)]
 
 
 def test_a_limit_that_no_batch_fits_into_is_refused_at_the_door() -> None:
@@ -80,7 +80,7 @@ def test_batches_are_handed_over_in_the_order_of_admission_not_of_completion() -
     driver = Driver(max_staleness=1, groups_per_batch=2)
     driver.join("a")
     driver.fill()
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     for group_id in (3, 1, 2):
         finish_group(driver, group_id)
     assert driver.batches == []  # group 0 is the oldest, and still going on
@@ -93,10 +93,10 @@ def test_the_last_batch_is_smaller_when_tasks_run_out_and_then_batches_end() -> 
     driver.join("a")
     driver.do(ev.TaskArrived("only one"))
     driver.do(ev.TasksExhausted())
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     finish_group(driver, 0)
     assert [len(batch.groups) for batch in driver.batches] == [1]
-    assert driver.do(ev.BatchAsked()) == [ev.EndBatches()]
+    assert driver.do(ev.BatchRequested()) == [ev.EndBatches()]
 
 
 def test_staleness_is_counted_from_the_oldest_token_at_consumption() -> None:
@@ -113,11 +113,11 @@ def test_staleness_is_counted_from_the_oldest_token_at_consumption() -> None:
         newest = max(driver.engines["a"].turns)
         driver.sample("a", newest, 2, STOP)
         driver.return_reward(rollout)
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
         driver.publish_and_swap()
     driver.sample("a", handle, 4, STOP)  # its other tokens, by version 2
     driver.return_reward(slow)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert driver.batches[-1].trainer_version == 2
     assert dict(driver.core.trained.staleness) == {0: 2, 2: 1}
     assert driver.core.trained.mixed_version == 1
@@ -129,10 +129,10 @@ def test_publishing_twice_for_one_batch_ages_what_waits_and_the_second_gate_drop
     driver.fill()
     finish_group(driver, 0)
     finish_group(driver, 1)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.publish_and_swap()
     driver.publish_and_swap()
-    commands = driver.do(ev.BatchAsked())  # group 1 is of version 0, the trainer at version 2
+    commands = driver.do(ev.BatchRequested())  # group 1 is of version 0, the trainer at version 2
     assert commands[-1] == ev.RequeueTask(task=1, key=TaskKey(0, 1))
     assert dict(driver.core.ledger.discarded) == {"stale": 3}
     assert driver.fill() > 0
@@ -146,7 +146,7 @@ def test_a_rollout_that_fails_is_discarded_and_its_group_goes_on_without_it() ->
     driver.join("a")
     driver.fill()
     first, second, third = driver.running.values()
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.fail(first)
     driver.solve(second)
     driver.solve(third)
@@ -253,7 +253,7 @@ def test_the_oldest_group_has_the_highest_priority_and_evaluation_comes_first() 
     driver = Driver(max_staleness=1, groups_per_batch=1, group_size=1)
     driver.join("a")
     driver.fill()
-    driver.do(ev.EvaluationAsked("held out", 0))
+    driver.do(ev.EvaluationRequested("held out", 0))
     for rollout in list(driver.running.values()):
         driver.ask_turn(rollout)
     priorities = [turn.priority for turn in driver.engines["a"].turns.values()]
@@ -270,7 +270,7 @@ def test_a_turn_that_no_engine_can_serve_fails_and_its_rollout_is_discarded() ->
 def test_evaluation_is_never_trained_and_has_a_ledger_of_its_own() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     driver.join("a")
-    driver.do(ev.EvaluationAsked("held out", 0))
+    driver.do(ev.EvaluationRequested("held out", 0))
     (rollout,) = driver.running.values()
     driver.solve(rollout, tokens=6)
     assert rollout.state is RolloutState.EVALUATED
@@ -341,8 +341,8 @@ def test_an_undone_batch_is_handed_over_again_as_it_was_whatever_has_ended_since
     driver.fill()
     for group_id in (2, 1):
         finish_group(driver, group_id)
-    driver.do(ev.BatchAsked())
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
+    driver.do(ev.BatchRequested())
     for rollout in list(driver.running.values()):
         driver.solve(rollout)
     before = [handed_rows(batch) for batch in driver.batches]
@@ -352,7 +352,7 @@ def test_an_undone_batch_is_handed_over_again_as_it_was_whatever_has_ended_since
     for rollout in list(driver.running.values()):
         driver.solve(rollout)
     for _ in before:
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
     assert [handed_rows(batch) for batch in driver.batches] == before
 
 
@@ -361,16 +361,16 @@ def test_from_an_undone_batch_that_has_lost_a_group_on_the_policy_selects_anew()
     driver.join("engine-0")
     driver.fill()
     finish_group(driver, 0)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.publish_and_swap()
     finish_group(driver, 1)  # sampled by the weights that are lost
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.die_and_resume(0, snapshot=False)
     assert driver.core.ledger.discarded["rolled_back"] > 0
     driver.fill()
     for rollout in list(driver.running.values()):
         driver.solve(rollout)
     for _ in range(2):
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
     assert [batch.groups[0].group_id for batch in driver.batches] == [0, 2]
-    assert not driver.core.handed.again
+    assert not driver.core.handed.undone

@@ -43,7 +43,7 @@ class AnyRun(RuleBasedStateMachine):
         self.driver = Driver(policy=self.policy, group_size=size)
         self.driver.join("engine-0")
         self.engines_made = 1
-        self.batches_asked = 0
+        self.batch_requests = 0
         self.has_rolled_back = False
         self.left_out: dict[int, set[int]] = {}
         """Batch -> indices of rows that the trainer has left out."""
@@ -129,9 +129,9 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule()
     def the_trainer_asks(self) -> None:
-        if len(self.driver.batches) + len(self.driver.refused) == self.batches_asked:
-            self.batches_asked += 1
-            self.driver.do(ev.BatchAsked())
+        if len(self.driver.batches) + len(self.driver.refused) == self.batch_requests:
+            self.batch_requests += 1
+            self.driver.do(ev.BatchRequested())
 
     @precondition(lambda self: len(self.driver.batches) > self.driver.batches_published)
     @rule(swap=st.sampled_from(["all", "some", "none"]))
@@ -163,7 +163,7 @@ class AnyRun(RuleBasedStateMachine):
         oldest = max(handed.safe, self.driver.batches_published)
         batches = oldest + which % (handed.count - oldest + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
-        self.batches_asked = len(self.driver.batches) + len(self.driver.refused)
+        self.batch_requests = len(self.driver.batches) + len(self.driver.refused)
         self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
 
     @rule(which=pick, snapshot=st.booleans())
@@ -173,7 +173,7 @@ class AnyRun(RuleBasedStateMachine):
             return
         batches = handed.safe + which % (handed.count - handed.safe + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
-        self.batches_asked = len(self.driver.batches) + len(self.driver.refused)
+        self.batch_requests = len(self.driver.batches) + len(self.driver.refused)
         self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
         self.has_rolled_back = True
 
@@ -193,7 +193,7 @@ class AnyRun(RuleBasedStateMachine):
     def a_checkpoint_is_safe(self, which: int) -> None:
         handed = self.driver.core.handed
         batches = handed.safe + which % (handed.count - handed.safe + 1)
-        self.driver.do(ev.BatchesSafe(batches, self.driver.core.tasks.offer))
+        self.driver.do(ev.BatchesCheckpointed(batches, self.driver.core.tasks.offer))
 
     @rule(which=pick, places=st.lists(st.integers(0, 20), max_size=4))
     def the_trainer_leaves_rows_out(self, which: int, places: list[int]) -> None:

@@ -47,9 +47,9 @@ def test_each_reason_says_how_much_how_long_and_of_which_tasks() -> None:
         (LONG, "stale", 8),
         (rollout_of(0), "episode_error", 1),
     ]:
-        discards.note_discarded(rollout, reason, TaskKey(0, index))
-    discards.note_discarded(SHORT, "cancelled", None)
-    discards.note_trained([LONG.sampled_tokens])
+        discards.count_discarded(rollout, reason, TaskKey(0, index))
+    discards.count_discarded(SHORT, "cancelled", None)
+    discards.count_trained([LONG.sampled_tokens])
 
     assert discards.by_reason(generated_tokens=496) == {
         "cancelled": DiscardStatistics(1, 4, 4.0, 4 / 496, {4: 1}),
@@ -82,7 +82,7 @@ def test_lengths_are_kept_in_doublings_and_the_longest_share_one(tokens: int, bu
 def test_a_task_hit_often_is_counted_however_many_tasks_there_are(tasks: list[int]) -> None:
     discards, true = Discards(), Counter(tasks)
     for index in tasks:
-        discards.note_discarded(SHORT, "stale", TaskKey(0, index))
+        discards.count_discarded(SHORT, "stale", TaskKey(0, index))
 
     counted = discards.saved().tallies[0].tasks if tasks else []
 
@@ -95,7 +95,7 @@ def test_a_task_hit_often_is_counted_however_many_tasks_there_are(tasks: list[in
 def test_what_is_kept_has_a_limit_however_long_the_run() -> None:
     discards = Discards()
     for index in range(4 * WINDOW_ROLLOUTS):
-        discards.note_discarded(SHORT, "stale", TaskKey(index % 7, index))
+        discards.count_discarded(SHORT, "stale", TaskKey(index % 7, index))
 
     saved = discards.saved()
 
@@ -109,9 +109,9 @@ def test_the_bias_is_that_of_the_diagnostics_formula() -> None:
     discards = Discards()
     for tokens in lengths:
         if tokens < 60:
-            discards.note_trained([tokens])
+            discards.count_trained([tokens])
         else:
-            discards.note_discarded(rollout_of(tokens), "stale", None)
+            discards.count_discarded(rollout_of(tokens), "stale", None)
 
     bias, expected = (
         discards.length_bias(),
@@ -129,12 +129,12 @@ def test_the_bias_is_that_of_the_diagnostics_formula() -> None:
 def test_a_bias_that_is_over_is_forgotten() -> None:
     discards = Discards()
     for _ in range(WINDOW_ROLLOUTS):
-        discards.note_trained([SHORT.sampled_tokens])
-        discards.note_discarded(LONG, "stale", None)
+        discards.count_trained([SHORT.sampled_tokens])
+        discards.count_discarded(LONG, "stale", None)
     before = discards.length_bias()
     for _ in range(WINDOW_ROLLOUTS):
-        discards.note_trained([SHORT.sampled_tokens])
-        discards.note_trained([LONG.sampled_tokens])
+        discards.count_trained([SHORT.sampled_tokens])
+        discards.count_trained([LONG.sampled_tokens])
 
     after = discards.length_bias()
 
@@ -151,8 +151,8 @@ def test_a_bias_that_is_over_is_forgotten() -> None:
 
 def test_the_end_of_a_run_is_no_bias() -> None:
     discards = Discards()
-    discards.note_trained([LONG.sampled_tokens])
-    discards.note_discarded(SHORT, "run_ended", TaskKey(0, 3))
+    discards.count_trained([LONG.sampled_tokens])
+    discards.count_discarded(SHORT, "run_ended", TaskKey(0, 3))
 
     bias = discards.length_bias()
 
@@ -172,9 +172,9 @@ def test_a_run_goes_on_from_saved_books_as_if_nothing_had_been(
     def live(discards: Discards, part: list[tuple[Rollout, int]]) -> None:
         for rollout, index in part:
             if index % 3:
-                discards.note_discarded(rollout, f"reason {index % 3}", TaskKey(1, index))
+                discards.count_discarded(rollout, f"reason {index % 3}", TaskKey(1, index))
             else:
-                discards.note_trained([rollout.sampled_tokens])
+                discards.count_trained([rollout.sampled_tokens])
 
     whole, first, second = Discards(), Discards(), Discards()
     live(whole, history)

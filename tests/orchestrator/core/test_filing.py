@@ -150,7 +150,7 @@ class AnySteps(RuleBasedStateMachine):
             n for h, n in tokens.items() if h in self.submissions and self._is_evaluation(h)
         )
         unwanted = sum(n for h, n in tokens.items() if h not in self.submissions)
-        assert (outcome.evaluation_tokens, outcome.unwanted_tokens) == (evaluation, unwanted)
+        assert (outcome.evaluation_tokens, outcome.late_tokens) == (evaluation, unwanted)
         self.tokens_told += outcome.train_tokens + evaluation + unwanted
 
     def _is_evaluation(self, handle: int) -> bool:

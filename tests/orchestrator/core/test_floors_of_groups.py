@@ -17,8 +17,8 @@ def test_a_publish_raises_the_floors_of_groups_without_a_token_and_of_no_others(
             driver.sample(*place, tokens=1, finish=STOP)
     for rollout in ended:
         driver.return_reward(rollout)
-    driver.core.groups.raise_floors(1)
+    driver.core.groups.raise_oldest_possible_versions(1)
     assert [group.oldest_possible_version for group in driver.core.groups.in_order] == [0, 1, 0]
     assert driver.core.groups.counts_by_version == {0: 2, 1: 1}
-    driver.core.groups.raise_floors(2)
+    driver.core.groups.raise_oldest_possible_versions(2)
     assert driver.core.groups.counts_by_version == {0: 2, 2: 1}

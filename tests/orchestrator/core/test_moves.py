@@ -277,7 +277,7 @@ class AnyMovingRun(AnyRun):
         self.driver = PlacedDriver(rules, self.policy, group_size=size)
         self.driver.join("engine-0")
         self.engines_made = 1
-        self.batches_asked = 0
+        self.batch_requests = 0
         self.has_rolled_back = False
         self.left_out = {}
 

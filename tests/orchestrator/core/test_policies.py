@@ -68,7 +68,7 @@ def test_a_users_own_policy_decides_what_is_trained_next_and_its_bound_is_kept()
     driver = started(NewestFirst(groups_per_batch=1))
     end(driver, 0, 1, 2)
     for _ in range(3):
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
         driver.publish_and_swap()
     assert trained_ids(driver) == [[2], [1]]
     assert driver.core.discarded_rollouts == {"stale": 1}  # group 0 would be of staleness 2
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_solved_is_passed_over_after_a_crash_too() -> None:
     load(save(driver.core), again)
     for core in (driver.core, again):
         assert core.handle(ev.TaskArrived("easy", digest=b"easy")) == []
-        assert core.prompts.passed_over == 1
+        assert core.prompts.skipped == 1
         assert core.handle(ev.TaskArrived("hard", digest=b"hard")) != []
 
 
@@ -115,7 +115,7 @@ def test_a_policy_that_chooses_what_goes_on_is_told_so() -> None:
 
     driver = started(Hasty(groups_per_batch=1))
     with pytest.raises(PolicyBroken, match=r"Hasty.select\(\) chose group 0, 1 of whose rollouts"):
-        driver.core.handle(ev.BatchAsked())
+        driver.core.handle(ev.BatchRequested())
 
 
 def test_a_straggler_is_overtaken_and_only_its_old_tokens_are_masked() -> None:
@@ -128,13 +128,13 @@ def test_a_straggler_is_overtaken_and_only_its_old_tokens_are_masked() -> None:
     driver.sample(name, handle, 5, RUNNING)
     for group in (1, 2, 3):
         end(driver, group)
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
         driver.publish_and_swap()
         driver.fill()
         driver.sample(name, handle, 2, RUNNING)
     driver.sample(name, handle, 1, STOP)
     driver.return_reward(slow)
-    driver.do(ev.BatchAsked())  # at version 3: tokens of versions 2 and 3 are trained
+    driver.do(ev.BatchRequested())  # at version 3: tokens of versions 2 and 3 are trained
     handed = driver.batches[-1]
     assert [group.group_id for group in handed.groups] == [0]
     batch = build_batch(handed.groups, handed.trainer_version)
@@ -153,12 +153,12 @@ def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() 
     name, handle = ask(driver, slow)
     driver.sample(name, handle, 5, RUNNING)
     end(driver, 1)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.publish_and_swap()
     assert not driver.requeued
     driver.fill()
     end(driver, 2)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.publish_and_swap()  # version 2: group 0 is of version 0
     assert [key.index for key in driver.requeued] == [0]
     assert driver.core.ledger.discarded["stale"] == 5
@@ -216,9 +216,9 @@ def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> Non
         driver.sample(*ask(driver, rollout), 3, STOP)
         driver.return_reward(rollout, reward)
     end(driver, 1)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.publish_and_swap()  # group 0 is due now
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert trained_ids(driver) == [[1], [0]]
     assert [r.index for r in driver.batches[1].groups[0].kept] == [0, 1]
     driver.publish_and_swap()
@@ -227,7 +227,7 @@ def test_a_group_is_trained_in_time_without_its_stragglers_which_follow() -> Non
     driver.sample(*place, 1, STOP)
     driver.return_reward(slow, 1.0)
     end(driver, 3)  # the rest has become group 2
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     handed = driver.batches[-1]
     rest = handed.groups[-1]
     assert (rest.split_from, rest.sibling_rewards) == (0, [1.0, 0.0])
@@ -254,12 +254,12 @@ def test_lowering_eta_still_waits_for_what_its_highest_bound_waits_for() -> None
     driver.sample(*place, 5, RUNNING)
     for group in (1, 2):
         end(driver, group)
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
         driver.publish_and_swap()
         driver.fill()
     driver.do(ev.OffPolicynessMeasured(ess=None, kl=1.0))  # η is 1 from now on
     end(driver, 3)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert len(driver.batches) == 2  # group 0 is due
     driver.sample(*place, 1, STOP)
     driver.return_reward(slow)

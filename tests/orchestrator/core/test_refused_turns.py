@@ -39,7 +39,7 @@ def test_an_episode_that_goes_on_after_a_refusal_trains_on_what_came_later_only(
     driver.sample("a", handle, 5)
     refuse(driver, handle)
     driver.solve(rollout, tokens=3)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
 
     [batch] = driver.batches
     [row] = batch.groups[0].kept
@@ -62,9 +62,9 @@ def test_a_resumed_run_knows_of_a_refusal_too() -> None:
 def test_what_an_evaluation_is_refused_is_in_its_own_ledger() -> None:
     driver = Driver(max_staleness=0, groups_per_batch=1, group_size=1)
     driver.join("a")
-    driver.do(ev.EvaluationAsked("held out", 0))
+    driver.do(ev.EvaluationRequested("held out", 0))
     [rollout] = driver.running.values()
-    driver.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=8)))
+    driver.do(ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=8)))
     [handle] = driver.engines["a"].turns
     driver.sample("a", handle, 2)
     refuse(driver, handle)

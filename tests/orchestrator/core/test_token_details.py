@@ -52,7 +52,7 @@ def asking_rollout(driver: Driver, sampling: SamplingParams = ASKING) -> Rollout
     driver.fill()
     rollout = next(iter(driver.running.values()))
     rollout.extend(PROMPT)
-    driver.do(ev.TurnAsked(rollout.rollout_id, sampling))
+    driver.do(ev.TurnRequested(rollout.rollout_id, sampling))
     return rollout
 
 

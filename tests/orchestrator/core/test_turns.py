@@ -52,7 +52,7 @@ def test_a_turn_that_is_given_up_is_cancelled_where_it_is_and_leaves_its_place()
     driver, rollouts = driver_with("ab", 3)
     for rollout in rollouts[:2]:
         driver.ask_turn(rollout)
-    assert driver.do(ev.TurnGivenUp(rollouts[1].rollout_id)) == [ev.Cancel("b", 1)]
+    assert driver.do(ev.TurnAbandoned(rollouts[1].rollout_id)) == [ev.Cancel("b", 1)]
     driver.ask_turn(rollouts[2])
     assert places(driver, rollouts) == ["a", None, "b"]
 
@@ -71,7 +71,7 @@ def test_a_turn_that_waits_for_an_engine_and_is_given_up_is_never_sent() -> None
     driver, rollouts = driver_with("", 2)
     for rollout in rollouts:
         driver.ask_turn(rollout)
-    assert driver.do(ev.TurnGivenUp(rollouts[0].rollout_id)) == []
+    assert driver.do(ev.TurnAbandoned(rollouts[0].rollout_id)) == []
     driver.join("a")
     assert places(driver, rollouts) == [None, "a"]
 
@@ -118,7 +118,7 @@ def test_a_turn_that_was_left_behind_is_given_up_when_its_rollout_asks_for_anoth
     driver, [rollout] = driver_with("a", 1)
     driver.ask_turn(rollout)
     driver.sample("a", 0, 2)
-    driver.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=8)))
+    driver.do(ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=8)))
     driver.sample("a", 1, 3, STOP)
     first, second = rollout.turns
     assert first.finish_reason == "cancelled"

@@ -44,18 +44,18 @@ def test_no_engine_swaps_before_every_engine_has_staged() -> None:
 
 def test_who_waits_for_what_can_be_told_at_any_time() -> None:
     run = ControlDriver("a", "b", "c")
-    assert run.state.laggards == []
+    assert run.state.lagging_engines == []
     run.reserve()
     run.publish(1)
     run.staged("c", 1)
-    assert run.state.laggards == [
+    assert run.state.lagging_engines == [
         LaggingEngines(1, "staging", ("a", "b")),
         LaggingEngines(1, "staged", ("c",)),
     ]
     run.staged("a", 1)
     run.staged("b", 1)
-    assert run.state.laggards == [LaggingEngines(1, "swapping", ("a", "b", "c"))]
-    assert str(run.state.laggards[0]) == "v1 is swapping on a, b, c"
+    assert run.state.lagging_engines == [LaggingEngines(1, "swapping", ("a", "b", "c"))]
+    assert str(run.state.lagging_engines[0]) == "v1 is swapping on a, b, c"
 
 
 def test_engines_are_told_to_swap_only_once_no_crash_can_forget_the_version() -> None:
@@ -142,7 +142,7 @@ def test_so_does_one_that_joins_while_the_next_version_is_written_or_that_waited
     assert run.publish(2) == [*staging("a", 2), *staging("late", 2)]
     assert run.staged("late", 1) == []  # from before it was told of the newer one
     assert run.staged("late", 2) == []
-    assert run.do(wc.Cancelled(run.call)) == staging("late", 1)
+    assert run.do(wc.CallCancelled(run.call)) == staging("late", 1)
 
 
 def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> None:
@@ -150,9 +150,9 @@ def test_a_publish_given_up_while_engines_copy_it_waits_for_them_to_let_go() -> 
     run.reserve()
     run.publish(1)
     run.staged("a", 1)
-    assert run.do(wc.Cancelled(run.call)) == []
-    assert run.state.laggards == [LaggingEngines(1, "staging", ("b",))]
-    waiting = run.ask(wc.ReserveAsked, 1)
+    assert run.do(wc.CallCancelled(run.call)) == []
+    assert run.state.lagging_engines == [LaggingEngines(1, "staging", ("b",))]
+    waiting = run.ask(wc.ReserveRequested, 1)
     assert waiting not in run.ended
     assert run.staged("b", 1) == []
     assert run.result(waiting).version == 1
@@ -162,7 +162,7 @@ def test_a_version_given_up_may_be_published_again_and_old_answers_do_not_count_
     run = ControlDriver("a")
     run.reserve()
     run.publish(1)
-    run.do(wc.Cancelled(run.call))
+    run.do(wc.CallCancelled(run.call))
     run.staged("a", 1)
     run.reserve()
     assert run.publish(1) == staging("a", 1)
@@ -184,7 +184,7 @@ def test_answers_about_another_version_change_nothing() -> None:
     run.reserve()
     run.publish(1)
     assert [*run.staged("a", 0), *run.live("a", 0), *run.fails("a", 0)] == []
-    assert run.state.laggards == [LaggingEngines(1, "staging", ("a",))]
+    assert run.state.lagging_engines == [LaggingEngines(1, "staging", ("a",))]
 
 
 def test_a_second_swap_asked_of_an_engine_that_has_just_swapped_is_no_refusal() -> None:
@@ -203,13 +203,13 @@ def test_an_answer_to_an_earlier_start_of_a_version_says_nothing_of_the_newest()
     run.bring(1, "a")
     run.reserve()
     run.publish(2)
-    waiting = run.ask(wc.ReserveAsked, 2)
+    waiting = run.ask(wc.ReserveRequested, 2)
     assert run.sent[-1] == ("a", StartWeightUpdate(version=3))
-    run.do(wc.Cancelled(waiting))  # the writing fails; v1 serves on
+    run.do(wc.CallCancelled(waiting))  # the writing fails; v1 serves on
     assert run.fails("a", 2, "given up, for v3 was started") == []
     run.reserve()
     assert run.publish(3) == staging("a", 3)
-    assert run.state.laggards == [LaggingEngines(3, "staging", ("a",))]
+    assert run.state.lagging_engines == [LaggingEngines(3, "staging", ("a",))]
     assert run.staged("a", 3) == finish("a", 3)
 
 
@@ -219,7 +219,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
     run.join("late")  # it stages v1
     run.reserve()
     run.publish(2)
-    waiting = run.ask(wc.ReserveAsked, 2)  # all are told of v3, and so to stop
+    waiting = run.ask(wc.ReserveRequested, 2)  # all are told of v3, and so to stop
     run.fails("late", 1, "given up, for v2 was started")
     assert run.fails("late", 2, "given up, for v3 was started") == staging("late", 1)
     run.fails("a", 2, "given up, for v3 was started")
@@ -228,7 +228,7 @@ def test_weights_that_an_engine_lacks_are_not_taken_for_refused_by_an_earlier_an
     assert run.fails("late", 3, "given up, for v1 was started") == []
     assert run.fails("late", 1, "given up, for v3 was started") == []
     assert run.refused == {}
-    assert run.state.laggards == [LaggingEngines(3, "staging", ("a", "late"))]
+    assert run.state.lagging_engines == [LaggingEngines(3, "staging", ("a", "late"))]
 
 
 # ---------------------------------------------------------------- waves, and a newer publish
@@ -265,7 +265,7 @@ def test_a_newer_version_tells_those_that_copy_the_older_one_to_stop_and_waits_f
     run.publish(1)
     first = run.call
     run.staged("a", 1)
-    waiting = run.ask(wc.ReserveAsked, 1)
+    waiting = run.ask(wc.ReserveRequested, 1)
     assert run.sent[-1] == ("b", StartWeightUpdate(version=2))
     assert waiting not in run.ended
     run.fails("b", 1, "given up, for v2 was started")
@@ -290,10 +290,10 @@ def test_a_version_whose_successor_could_not_be_written_is_dropped() -> None:
     run = ControlDriver("a")
     run.reserve()
     run.publish(1)
-    waiting = run.ask(wc.ReserveAsked, 1)
+    waiting = run.ask(wc.ReserveRequested, 1)
     run.fails("a", 1, "given up, for v2 was started")
     assert run.result(waiting).version == 2
-    run.do(wc.ReserveGivenUp())
+    run.do(wc.ReserveAbandoned())
     with pytest.raises(PublishDropped, match="v1 were given up"):
         run.result(run.call)
 
@@ -348,14 +348,14 @@ def test_a_part_of_unknown_weights_counts_as_a_failed_publish() -> None:
 def test_a_rollback_pauses_engines_and_has_them_go_on_under_good_weights() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveAsked, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
     assert run.sent[-1] == ("a", Pause(mode="abort"))
     assert (run.retracted, reserving in run.ended) == ([], False)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.retracted == [1]
     reserved = run.result(reserving)
     chunks = [chunk(reserved.version)]
-    publishing = run.ask(wc.PublishAsked, reserved.version, chunks, is_rollback=True)
+    publishing = run.ask(wc.PublishRequested, reserved.version, chunks, is_rollback=True)
     assert run.staged("a", 2) == finish("a", 2)
     assert run.live("a", 2) == [("a", Resume())]
     assert publishing not in run.ended
@@ -366,10 +366,10 @@ def test_a_rollback_pauses_engines_and_has_them_go_on_under_good_weights() -> No
 def test_a_rollback_whose_weights_are_refused_leaves_engines_paused_for_the_next_one() -> None:
     run = ControlDriver("a")
     run.bring(1, "a")
-    reserving = run.ask(wc.ReserveAsked, 2, first_bad=1)
+    reserving = run.ask(wc.ReserveRequested, 2, first_bad=1)
     run.hear("a", TurnsPaused(mode="abort"))
     assert run.result(reserving).version == 2
-    publishing = run.ask(wc.PublishAsked, 2, [chunk(2)], is_rollback=True)
+    publishing = run.ask(wc.PublishRequested, 2, [chunk(2)], is_rollback=True)
     assert run.fails("a", 2) == []
     with pytest.raises(WeightsRefused):
         run.result(publishing)
@@ -419,7 +419,7 @@ def test_no_engine_is_told_to_swap_while_a_pause_is_under_way_nor_to_pause_while
 def test_what_an_engine_says_of_a_pause_before_a_resume_does_not_count() -> None:
     run = ControlDriver("a")
     first = run.pause("wait")
-    run.do(wc.Cancelled(first))
+    run.do(wc.CallCancelled(first))
     resume = run.pause(None)
     again = run.pause("wait")
     run.hear("a", TurnsPaused(mode="wait"))
@@ -479,7 +479,7 @@ def test_a_publish_waits_until_engines_sleep() -> None:
     run = ControlDriver("a")
     call = run.sleep(1, ["kv_cache"])
     run.hear("a", TurnsPaused(mode="abort"))
-    waiting = run.ask(wc.ReserveAsked, 1)
+    waiting = run.ask(wc.ReserveRequested, 1)
     assert (call in run.ended, waiting in run.ended) == (False, False)
     run.hear("a", Asleep(request_id=0, tags=["kv_cache"], freed_bytes=7))
     assert run.result(waiting).version == 1
@@ -517,7 +517,7 @@ def test_weights_that_come_to_nothing_while_engines_wake_are_followed_by_those_r
     run.publish(2)
     whole = run.wake(*MEMORY_TAGS)
     wakes(run, "a", left=[], lacks=True)
-    run.do(wc.Cancelled(run.call))
+    run.do(wc.CallCancelled(run.call))
     assert run.staged("a", 2) == staging("a", 1)
     run.staged("a", 1)
     run.live("a", 1)
@@ -535,7 +535,7 @@ def test_a_wake_fails_where_weights_that_come_to_nothing_were_the_only_ones() ->
     run.publish(1)
     whole = run.wake(*MEMORY_TAGS)
     wakes(run, "a", left=[], lacks=True)
-    run.do(wc.Cancelled(run.call))
+    run.do(wc.CallCancelled(run.call))
     assert run.staged("a", 1) == []
     with pytest.raises(SleepFailed, match="none were published that it could take"):
         run.result(whole)
@@ -574,7 +574,7 @@ def test_a_wake_that_is_cancelled_leaves_the_next_one_to_go_on() -> None:
     run = ControlDriver("a")
     asleep(run, "a", level=1)
     first, second = run.wake(*MEMORY_TAGS), run.wake(*MEMORY_TAGS)
-    run.do(wc.Cancelled(first))
+    run.do(wc.CallCancelled(first))
     wakes(run, "a", left=[], lacks=False)
     run.hear("a", TurnsResumed())
     assert run.result(second) is None

@@ -254,7 +254,7 @@ class Trainer(RuleBasedStateMachine):
         self.names += 1
         self.engines[name] = Engine()
         self.joining = name
-        self.do(wc.EngineCame(name, 0, self.engines[name].memory))
+        self.do(wc.EngineConnected(name, 0, self.engines[name].memory))
         self.joining = ""
 
     @rule(number=engines, fault=st.sampled_from(["leave", "hang", "reconnect", "reconnect"]))
@@ -264,7 +264,7 @@ class Trainer(RuleBasedStateMachine):
     def leave(self, number: int) -> None:
         if name := self.chosen(number):
             self.forget(name)
-            self.do(wc.EngineGone(name))
+            self.do(wc.EngineRemoved(name))
 
     def reconnect(self, number: int) -> None:
         """Reconnect an engine: messages under way and requests are lost; weights and sleep stay."""
@@ -277,7 +277,7 @@ class Trainer(RuleBasedStateMachine):
             self.told_to_swap.discard(name)
             self.told_to_pause.pop(name, None)
             self.joining = name
-            self.do(wc.EngineCame(name, engine.version, engine.memory))
+            self.do(wc.EngineConnected(name, engine.version, engine.memory))
             self.joining = ""
 
     def hang(self, number: int) -> None:
@@ -341,8 +341,8 @@ class Trainer(RuleBasedStateMachine):
     def reserve(self, first_bad: int | None = None) -> None:
         self.is_rollback = first_bad is not None
         call = self.reserving = next(self.run.numbers)
-        self.calls[call] = "ReserveAsked"
-        self.do(wc.ReserveAsked(call, self.run.next_version, first_bad=first_bad))
+        self.calls[call] = "ReserveRequested"
+        self.do(wc.ReserveRequested(call, self.run.next_version, first_bad=first_bad))
 
     @precondition(lambda self: self.writing is not None)
     @rule(wait=st.sampled_from(["live", "live", "staged", "none"]))
@@ -354,15 +354,15 @@ class Trainer(RuleBasedStateMachine):
         self.buffer[self.place] = version
         chunks = [UpdateWeights(version=version, location=str(self.place), tensors=[])]
         call = next(self.run.numbers)
-        self.calls[call] = "PublishAsked"
+        self.calls[call] = "PublishRequested"
         is_rollback = self.is_rollback
-        self.do(wc.PublishAsked(call, version, chunks, wait, is_rollback=is_rollback))
+        self.do(wc.PublishRequested(call, version, chunks, wait, is_rollback=is_rollback))
 
     @precondition(lambda self: self.writing is not None)
     @rule()
     def fail_to_write(self) -> None:
         self.writing = None
-        self.do(wc.ReserveGivenUp())
+        self.do(wc.ReserveAbandoned())
 
     @precondition(lambda self: self.reserving is None and self.writing is None)
     @rule(
@@ -373,16 +373,16 @@ class Trainer(RuleBasedStateMachine):
         self.is_eager = True
         self.reserve(1 if is_rollback else None)
         self.move(moves)
-        publishes = [call for call, kind in self.calls.items() if kind == "PublishAsked"]
+        publishes = [call for call, kind in self.calls.items() if kind == "PublishRequested"]
         if is_cancelled and publishes:
             self.give_up(publishes[-1])
 
     @rule(mode=modes, woken=tags)
     def nap(self, mode: Any, woken: Any) -> None:
         """Put engines to sleep, as trainers do that share devices with engines."""
-        self.ask(wc.SleepAsked, 2, MEMORY_TAGS, mode)
+        self.ask(wc.SleepRequested, 2, MEMORY_TAGS, mode)
         self.arrive()
-        self.ask(wc.WakeAsked, woken)
+        self.ask(wc.WakeRequested, woken)
         self.arrive()
 
     @rule(
@@ -392,14 +392,14 @@ class Trainer(RuleBasedStateMachine):
         """Pause or resume engines."""
         match what:
             case "pause":
-                self.ask(wc.PauseAsked, data.draw(st.one_of(st.none(), st.none(), modes)))
+                self.ask(wc.PauseRequested, data.draw(st.one_of(st.none(), st.none(), modes)))
             case "still":
                 self.ask(wc.EngineHaltRequested, data.draw(st.booleans()))
             case "sleep":
                 level = data.draw(st.sampled_from([1, 2, 2]))
-                self.ask(wc.SleepAsked, level, data.draw(tags), data.draw(modes))
+                self.ask(wc.SleepRequested, level, data.draw(tags), data.draw(modes))
             case "wake":
-                self.ask(wc.WakeAsked, data.draw(tags))
+                self.ask(wc.WakeRequested, data.draw(tags))
 
     @precondition(lambda self: bool(self.calls))
     @rule(number=st.integers(0, 9))
@@ -411,7 +411,7 @@ class Trainer(RuleBasedStateMachine):
         if call == self.reserving:
             self.reserving = None
         self.told_to_pause.clear()  # who is gone waits for no engine's answer
-        self.do(wc.Cancelled(call))
+        self.do(wc.CallCancelled(call))
 
     # ------------------------------------------------------------ what holds
 
@@ -424,7 +424,7 @@ class Trainer(RuleBasedStateMachine):
         self.arrive()
         for name in [name for name, engine in self.engines.items() if engine.is_hung]:
             self.forget(name)
-            self.do(wc.EngineGone(name))
+            self.do(wc.EngineRemoved(name))
             self.arrive()
 
     @property
@@ -441,7 +441,7 @@ class Trainer(RuleBasedStateMachine):
         if self.writing is not None:
             self.fail_to_write()
         self.settle()
-        assert self.calls == {}, f"{self.calls} wait for ever: {self.run.state.laggards}"
+        assert self.calls == {}, f"{self.calls} wait for ever: {self.run.state.lagging_engines}"
         if self.run.state.pause_mode is None:
             for name, engine in self.engines.items():
                 assert engine.version == self.newest, f"{name} is left with v{engine.version}"
@@ -451,9 +451,9 @@ class Trainer(RuleBasedStateMachine):
         self.is_eager = True
         self.reserve()
         self.settle()
-        self.ask(wc.WakeAsked, MEMORY_TAGS)
+        self.ask(wc.WakeRequested, MEMORY_TAGS)
         self.ask(wc.EngineHaltRequested, False)
-        self.ask(wc.PauseAsked, None)
+        self.ask(wc.PauseRequested, None)
         self.settle()
         assert self.calls == {}
         newest = self.newest

@@ -67,11 +67,11 @@ def test_nobodys_time_runs_while_it_stands_still() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(watched(deadlines, "before", ended, loop.create_future))
             await asyncio.sleep(4.0)
-            deadlines.stand_still(loop.time())
+            deadlines.suspend(loop.time())
             await asyncio.sleep(50.0)
             group.create_task(watched(deadlines, "meanwhile", ended, loop.create_future))
             await asyncio.sleep(50.0)
-            deadlines.go_on(loop.time())
+            deadlines.resume(loop.time())
         return ended
 
     ended = run_in_virtual_time(main())

@@ -173,7 +173,7 @@ def test_media_outlive_a_crash(snapshot: bool) -> None:
     driver.fill()
     rollout = next(iter(driver.running.values()))
     rollout.extend(PROMPT)
-    driver.do(ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=3), (CAT,)))
+    driver.do(ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=3), (CAT,)))
     assert [turn.media for turn in driver.engines["seeing"].turns.values()] == [[CAT]]
     driver.die_and_resume(0, snapshot=snapshot)
     again = driver.core.rollout(rollout.rollout_id)
@@ -187,11 +187,11 @@ def test_records_of_before_there_were_media_are_read() -> None:
     driver.join("engine-0")
     driver.fill()
     rollout = next(iter(driver.running.values()))
-    number = NUMBERS[ev.TurnAsked]
+    number = NUMBERS[ev.TurnRequested]
     added = array.array("i", PROMPT).tobytes()
     old = [number, rollout.rollout_id, SamplingParams(max_tokens=3), added]
     event, _ = replay(msgspec.msgpack.encode(old), driver.core)
-    assert event == ev.TurnAsked(rollout.rollout_id, SamplingParams(max_tokens=3))
+    assert event == ev.TurnRequested(rollout.rollout_id, SamplingParams(max_tokens=3))
     assert rollout.token_ids.tolist() == PROMPT
 
 

@@ -24,7 +24,7 @@ def test_a_swap_that_only_a_hello_tells_of_frees_the_places_of_its_batch() -> No
     driver.join("engine-0")
     driver.fill()
     driver.solve(driver.running[0])
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     driver.publish()
     assert driver.core.admissible_groups == 0
 

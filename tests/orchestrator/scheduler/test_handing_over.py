@@ -37,7 +37,7 @@ def ask(driver: Driver, groups: int) -> ev.HandOver:
     """End as many groups as a batch takes, and take it."""
     finish(driver, groups)
     before = len(driver.batches)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     if len(driver.batches) == before and not driver.refused:
         finish(driver, groups)  # in places that asking has shown to be free
     return driver.batches[-1]
@@ -114,7 +114,7 @@ def test_a_trainer_that_never_publishes_is_told_to() -> None:
     driver.join("a")
     ask(driver, 1)
     ask(driver, 1)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert len(driver.refused) == 1
     driver.publish_and_swap()
     ask(driver, 1)
@@ -126,12 +126,12 @@ def test_who_asks_ahead_of_a_publish_is_refused_rather_than_given_what_would_get
     driver.join("a")
     ask(driver, 1)
     ask(driver, 1)
-    driver.do(ev.BatchAsked())  # and waits
+    driver.do(ev.BatchRequested())  # and waits
     driver.publish_and_swap()
     finish(driver, 1)
     ask(driver, 1)
     assert driver.core.handed.untrained == 3
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert len(driver.refused) == 1
 
 
@@ -139,13 +139,13 @@ def take_tasks_in_batches_of_one(driver: Driver, tasks: int) -> None:
     """Take all batches of an iterator of so many tasks, and ask once more."""
     driver.do(ev.TasksOffered())
     for _ in range(tasks):
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
         driver.do(ev.TaskArrived(driver.next_task))
         driver.next_task += 1
         for rollout in list(driver.running.values()):
             driver.solve(rollout)
     driver.do(ev.TasksExhausted())
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
 
 
 def test_who_was_told_during_its_step_that_tasks_had_ended_catches_up_after_its_publish() -> None:
@@ -173,9 +173,9 @@ def test_who_publishes_once_the_tasks_of_an_iterator_have_ended_is_not_held_up(t
 
 def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.hand([], 0, places=1)
-    handed.note_failed(is_asked=False)
-    handed.hand([], 1, places=1)
+    handed.add([], 0, places=1)
+    handed.on_publish_failed(is_asked=False)
+    handed.add([], 1, places=1)
     handed.publish(1)
     assert handed.untrained == 0
 
@@ -183,41 +183,41 @@ def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> 
 def test_a_batch_taken_after_a_failed_publish_shows_nothing_of_the_version_before_it() -> None:
     """The trainer holds one batch beside the one that it trains on, as it may with a bound of 1."""
     handed = HandedBatches(is_kept=False)
-    handed.hand([], 0, places=1)
-    handed.hand([], 1, places=1)
+    handed.add([], 0, places=1)
+    handed.add([], 1, places=1)
     handed.publish(1)  # made from the first
-    handed.hand([], 2, places=1)
-    handed.note_failed(is_asked=False)  # of the second
-    assert not handed.note_asked()
+    handed.add([], 2, places=1)
+    handed.on_publish_failed(is_asked=False)  # of the second
+    assert not handed.on_batch_requested()
     assert handed.assume_trained()  # no batch can fill: the second is trained by now
-    handed.hand([], 2, places=1)
+    handed.add([], 2, places=1)
     handed.publish(2)  # made from the second and the third
     assert [batch.version for batch in handed.holding] == [1, 1, 2, None]
 
 
 def test_a_trainer_that_waits_for_a_batch_when_its_publish_fails_catches_up() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.hand([], 0, places=1)
-    handed.hand([], 1, places=1)
+    handed.add([], 0, places=1)
+    handed.add([], 1, places=1)
     handed.publish(1)  # made from the first
-    handed.note_failed(is_asked=True)
-    handed.hand([], 2, places=1)
-    assert not handed.note_asked()
+    handed.on_publish_failed(is_asked=True)
+    handed.add([], 2, places=1)
+    assert not handed.on_batch_requested()
 
 
 def test_weights_tried_again_count_for_one_batch() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.hand([], 0, places=1)
-    handed.hand([], 1, places=1)
-    handed.note_failed(is_asked=False)
+    handed.add([], 0, places=1)
+    handed.add([], 1, places=1)
+    handed.on_publish_failed(is_asked=False)
     handed.publish(1)
     assert handed.untrained == 1
 
 
 def test_a_publish_counts_for_those_whose_place_it_took() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.hand([], 0, places=1)
-    handed.hand([], 1, places=1)
+    handed.add([], 0, places=1)
+    handed.add([], 1, places=1)
     handed.publish(2, replaced=1)
     assert handed.untrained == 0
 
@@ -233,7 +233,7 @@ def test_a_batch_that_did_not_reach_the_trainer_is_aged_when_it_is_asked_for_aga
     assert (driver.core.handed.count, driver.core.trained.batches) == (0, 0)
     for _ in range(3):
         driver.publish_and_swap()
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert len(driver.batches) == 1  # what is v0's is not trained at v3
     assert driver.core.discarded_rollouts["stale"] == 2
     finish(driver, 1)
@@ -250,7 +250,7 @@ def test_a_batch_that_went_back_comes_again_as_it_was_if_it_is_young_enough() ->
     before = driver.core.ledger.snapshot()
     driver.do(ev.BatchReturned(1))
     assert driver.core.ledger.trained == 0
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert [group.group_id for group in driver.batches[-1].groups] == ids
     assert driver.core.ledger.snapshot() == before
 
@@ -264,12 +264,12 @@ def test_what_is_known_of_a_trainers_rhythm_is_saved() -> None:
         driver.publish_and_swap()
     ask(driver, 1)
     driver.do(ev.PublishFailed())
-    driver.do(ev.BatchAsked())
-    driver.do(ev.BatchNotWanted(is_held=True))
+    driver.do(ev.BatchRequested())
+    driver.do(ev.BatchRequestCancelled(is_held=True))
     again = driver.new_core()
     load(save(driver.core), again)
     assert digest(again) == digest(driver.core)
-    assert (again.was_asked, again.handed.taken_before, again.handed.failed) == (True, 2, 1)
+    assert (again.is_batch_awaited, again.handed.taken_before, again.handed.failed) == (True, 2, 1)
 
 
 def test_other_tasks_after_a_short_batch_do_not_get_too_old() -> None:
@@ -278,25 +278,25 @@ def test_other_tasks_after_a_short_batch_do_not_get_too_old() -> None:
     driver.do(ev.TaskArrived(0))
     driver.do(ev.TasksExhausted())
     driver.solve(next(iter(driver.running.values())))
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert [len(batch.groups) for batch in driver.batches] == [1]
     driver.do(ev.TasksOffered())
     for _ in range(4):
         finish(driver, 4)  # everything that may start does, under the version of now
         driver.publish_and_swap()
-        driver.do(ev.BatchAsked())
+        driver.do(ev.BatchRequested())
     assert driver.core.discarded_rollouts["stale"] == 0
 
 
 def test_late_tokens_of_an_evaluation_are_not_trainings() -> None:
     driver = Driver()
     driver.join("a")
-    driver.do(ev.EvaluationAsked("look", 0))
+    driver.do(ev.EvaluationRequested("look", 0))
     rollout = next(iter(driver.running.values()))
     driver.ask_turn(rollout)
     (handle,) = driver.engines["a"].turns
     driver.sample("a", handle, 2)
-    driver.do(ev.TurnGivenUp(rollout.rollout_id))
+    driver.do(ev.TurnAbandoned(rollout.rollout_id))
     driver.engines["a"].turns[handle] = None  # type: ignore[assignment]  # it has not heard yet
     driver.sample("a", handle, 3, STOP)
     assert driver.core.ledger.generated == 0
@@ -321,7 +321,7 @@ class Desk:
     def handle(self, event: ev.Event) -> None:
         self.asked.append(event)
         match event:
-            case ev.BatchAsked():
+            case ev.BatchRequested():
                 self.number += 1
                 self.desk.hand_over(ev.HandOver([], 0, self.number))
             case ev.BatchReturned():
@@ -336,7 +336,7 @@ async def test_an_offer_that_nobody_took_goes_back_when_a_publish_begins() -> No
     core.desk.hold(True)
     assert seen is not None
     assert not request.take(seen)
-    assert core.asked == [ev.BatchAsked(), ev.BatchReturned(1, is_held=True)]
+    assert core.asked == [ev.BatchRequested(), ev.BatchReturned(1, is_held=True)]
     core.desk.hold(False)
     assert await core.desk.wait(request)
     assert request.batch is not None
@@ -352,7 +352,7 @@ async def test_a_batch_that_was_taken_outlives_a_publish() -> None:
     core.desk.hold(True)
     core.desk.acknowledge(request)
     core.desk.close(request)  # of a call that is over: nothing goes back
-    assert core.asked == [ev.BatchAsked()]
+    assert core.asked == [ev.BatchRequested()]
 
 
 async def test_one_batch_at_a_time_is_on_offer() -> None:
@@ -361,7 +361,7 @@ async def test_one_batch_at_a_time_is_on_offer() -> None:
     assert await core.desk.wait(first)
     waits = asyncio.ensure_future(core.desk.wait(second))
     await asyncio.sleep(0)
-    assert core.asked == [ev.BatchAsked()]
+    assert core.asked == [ev.BatchRequested()]
     core.desk.close(first)
     assert await waits
     assert second.batch is not None

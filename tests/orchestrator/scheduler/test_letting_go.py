@@ -31,7 +31,7 @@ def begin(core: Core) -> Rollout:
     [command] = core.handle(ev.TaskArrived("task"))
     assert isinstance(command, ev.StartEpisode)
     command.rollout.extend([1, 2])
-    core.handle(ev.TurnAsked(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
+    core.handle(ev.TurnRequested(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
     return command.rollout
 
 
@@ -42,10 +42,10 @@ def train_one(core: Core, version: int, *, forks: bool) -> "weakref.ref[array[in
     if forks:
         [command] = core.handle(ev.RolloutForked(rollout.rollout_id, "asked"))
         assert isinstance(command, ev.StartBranch)
-        core.handle(ev.TurnAsked(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
+        core.handle(ev.TurnRequested(command.rollout.rollout_id, SamplingParams(max_tokens=2)))
         core.handle(step("a", version - 1, [(core.turns.next_handle - 1, [6], STOP)]))
     core.handle(ev.EpisodeReturned(rollout.rollout_id, 1.0))
-    assert core.handle(ev.BatchAsked())
+    assert core.handle(ev.BatchRequested())
     core.handle(ev.VersionPublished(version))
     core.handle(ev.EngineSwapped("a", version))
     return weakref.ref(rollout.filed_token_ids)
@@ -88,8 +88,8 @@ def test_what_another_process_goes_on_from_is_gone_as_soon_once_it_has_been_trai
     [group] = core.groups.ended
     tokens = weakref.ref(group.rollouts[0].filed_token_ids)
     del group
-    core.handle(ev.BatchAsked())
-    core.handle(ev.BatchesSafe(1, 0))
+    core.handle(ev.BatchRequested())
+    core.handle(ev.BatchesCheckpointed(1, 0))
     core.handle(ev.VersionPublished(1))
     core.handle(ev.EngineSwapped("a", 1))
     assert tokens() is None

@@ -86,7 +86,7 @@ async def taken_per_turn(core: Core, tasks: Iterated) -> list[int]:
         assert not feeding.done()
         before = len(events)
         await asyncio.sleep(0)
-        new = [e for e in events[before:] if isinstance(e, ev.TaskArrived | ev.TaskFound)]
+        new = [e for e in events[before:] if isinstance(e, ev.TaskArrived | ev.TaskFoundAgain)]
         taken.append(len(new))
     feeding.cancel()
     return taken
@@ -111,14 +111,14 @@ async def test_a_task_that_is_put_back_as_the_tasks_end_is_taken_again() -> None
     [command] = core.handle(ev.TaskArrived("task"))
     assert isinstance(command, ev.StartEpisode)
     command.rollout.extend([1, 2])
-    core.handle(ev.TurnAsked(0, SamplingParams(max_tokens=2)))
+    core.handle(ev.TurnRequested(0, SamplingParams(max_tokens=2)))
     core.handle(step("a", 0, [(0, [5], STOP)]))
     core.handle(ev.EpisodeReturned(0, 1.0))
     core.handle(ev.VersionPublished(1))  # by which it is too old, and half a batch
     core.handle(ev.EngineSwapped("a", 1))
     events: list[ev.Event] = []
     feed = feed_of(core, [], events)
-    core.handle(ev.BatchAsked())
+    core.handle(ev.BatchRequested())
     feeding = asyncio.create_task(feed.run())
     for _ in range(8):
         await asyncio.sleep(0)

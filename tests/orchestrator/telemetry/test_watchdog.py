@@ -256,7 +256,7 @@ def test_a_trainer_that_holds_its_batches_while_all_else_is_done_is_named_after_
         run.driver.fill()
         for rollout in list(run.driver.running.values()):
             run.driver.return_reward(rollout)
-        run.driver.do(ev.BatchAsked())
+        run.driver.do(ev.BatchRequested())
         await asyncio.sleep(4 * STUCK_AFTER_S)
         assert run.stuck == []
         await asyncio.sleep(2 * STUCK_AFTER_S)
@@ -270,7 +270,7 @@ def test_a_trainer_that_holds_its_batches_while_all_else_is_done_is_named_after_
 def test_an_iterator_that_gives_no_task_while_the_trainer_waits_is_named() -> None:
     async def story(run: Watched) -> None:
         run.join("engine-0")
-        run.driver.do(ev.BatchAsked())
+        run.driver.do(ev.BatchRequested())
         await long()
 
     assert watched(story).stuck == [("tasks", "the iterator of tasks")]
@@ -289,7 +289,7 @@ def test_a_run_in_which_everything_gets_on_is_left_alone() -> None:
                 handle += 1
                 await asyncio.sleep(STUCK_AFTER_S / 2)
                 run.driver.return_reward(rollout)
-            run.driver.do(ev.BatchAsked())
+            run.driver.do(ev.BatchRequested())
             run.driver.publish()
             run.driver.swap("engine-0")
             assert run.stuck == []
@@ -334,7 +334,7 @@ def an_episode(index: int) -> Episode:
 
 def test_what_is_stuck_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def story(run: Watched) -> None:
-        run.driver.do(ev.BatchAsked())
+        run.driver.do(ev.BatchRequested())
         await asyncio.sleep(10 * STUCK_AFTER_S)
 
     with caplog.at_level(logging.WARNING, "tidegate"):

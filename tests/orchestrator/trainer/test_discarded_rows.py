@@ -26,7 +26,7 @@ def one_batch(driver: Driver, *, tokens: tuple[int, ...] = (1, 2, 3, 4)) -> None
     driver.fill()
     for rollout, length in zip(list(driver.running.values())[:4], tokens, strict=True):
         driver.solve(rollout, length)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_batch_that_comes_again_after_a_crash_comes_whole(driver: Driver) -> N
     core = driver.core
     assert (core.ledger.buffered, core.ledger.trained) == (10, 0)
     assert core.ledger.discarded["too_long"] == core.discarded_rollouts["too_long"] == 0
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert [len(group.kept) for group in driver.batches[0].groups] == [2, 2]
     assert core.ledger.trained == 10
     assert core.trained.rollouts == 4
@@ -85,7 +85,7 @@ def test_what_a_crash_undoes_is_not_told_of_as_discarded_twice(
     driver.die_and_resume(0, snapshot=True)
     discards = driver.core.groups.discards
     assert discards.by_reason(generated_tokens=10) == {}
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     bias = discards.length_bias()
     assert bias is not None
     assert bias.survival == {1: 1.0, 2: 1.0, 4: 1.0}
@@ -119,7 +119,7 @@ def test_masked_tokens_of_a_row_left_out_stay_in_their_own_account() -> None:
     driver.publish_and_swap()
     driver.sample(*place, 2, 1)
     driver.return_reward(rollout)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert driver.core.ledger.discarded == {"too_old": 3}
     driver.do(ev.RowsDiscarded(1, (0,), "too_long"))
     assert driver.core.ledger.discarded == {"too_old": 3, "too_long": 2}
@@ -136,7 +136,7 @@ def forked_batch(driver: Driver) -> Rollout:
     driver.return_reward(first)
     for rollout in rollouts[1:]:
         driver.solve(rollout, 1)
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     return first
 
 
@@ -166,7 +166,7 @@ def test_the_staleness_of_a_rollout_is_that_of_the_rows_that_are_trained(driver:
     driver.publish_and_swap()
     take_turn(driver, forked(driver, rollouts[0]), 3)
     driver.return_reward(rollouts[0])
-    driver.do(ev.BatchAsked())
+    driver.do(ev.BatchRequested())
     assert driver.core.trained.staleness == {1: 4}
     assert driver.core.trained.mixed_version == 1
     driver.do(ev.RowsDiscarded(1, (0,), "too_stale"))
@@ -176,10 +176,10 @@ def test_the_staleness_of_a_rollout_is_that_of_the_rows_that_are_trained(driver:
 
 def test_lengths_of_what_was_counted_long_ago_are_never_below_zero() -> None:
     discards = Discards()
-    discards.note_trained([4])
+    discards.count_trained([4])
     rollout = Rollout(0, 0, 0)
     for _ in range(2):
-        discards.note_left_out(rollout, "too_long", None)
+        discards.count_untrained(rollout, "too_long", None)
     bias = discards.length_bias()
     assert bias is not None
     assert bias.mean_trained_tokens == 4.0

@@ -167,7 +167,7 @@ def test_what_does_not_belong_together_is_refused(model: Path, tmp_path: Path) -
         with pytest.raises(ResumeMismatch, match=why):
             open_run_journal(run_settings(**{**values, **changes}), resume)
     reopened = open_run_journal(run_settings(**values), token)
-    assert reopened.resumed == ev.Resumed(0, 0)
+    assert reopened.resumed == ev.RunResumed(0, 0)
     reopened.close()
     with pytest.raises(ConfigError, match="journal=True"):
         open_run_journal(run_settings(**{**values, "journal": False}), True)

@@ -38,10 +38,8 @@ def weights_of(rollouts: SimulatedRollouts) -> WeightControl:
 
 def swapping(rollouts: SimulatedRollouts) -> list[str]:
     """Return the engines that were told to swap and have not yet."""
-    late = weights_of(rollouts).laggards
-    return [
-        engine for laggards in late if laggards.phase == "swapping" for engine in laggards.engines
-    ]
+    late = weights_of(rollouts).lagging_engines
+    return [engine for lagging in late if lagging.phase == "swapping" for engine in lagging.engines]
 
 
 async def until(condition: Callable[[], bool]) -> None:

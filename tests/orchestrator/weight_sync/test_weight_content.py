@@ -133,17 +133,17 @@ def test_a_part_that_gave_way_to_another_part_is_in_it() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
     fleet.begin(2, "layer")  # nobody has staged it yet
-    waiting = fleet.control.ask(wc.ReserveAsked, 2, is_part=True)
+    waiting = fleet.control.ask(wc.ReserveRequested, 2, is_part=True)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting) == wc.Reserved(3, frozenset({1, 2}), 2, None)
-    fleet.control.do(wc.ReserveGivenUp())
+    fleet.control.do(wc.ReserveAbandoned())
 
 
 def test_a_part_that_gave_way_to_another_is_served_with_it() -> None:
     fleet = Fleet("a")
     fleet.publish(1, *NAMES)
     fleet.begin(2, "layer")
-    waiting = fleet.control.ask(wc.ReserveAsked, 2, is_part=True)
+    waiting = fleet.control.ask(wc.ReserveRequested, 2, is_part=True)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting).version == 3
     fleet.buffers.add(3)
@@ -158,7 +158,7 @@ def test_a_part_that_failed_is_not_in_the_next_one() -> None:
     fleet = Fleet("a")
     fleet.publish(1, "embedding")
     fleet.begin(2, "layer")
-    fleet.control.do(wc.Cancelled(fleet.control.call))
+    fleet.control.do(wc.CallCancelled(fleet.control.call))
     fleet.deliver(fleet.control.staged("a", 2))
     fleet.publish(2, "norm")
     assert fleet.serves("a") == ("v1", "directory", "v2")
@@ -168,10 +168,10 @@ def test_a_part_whose_successor_was_never_written_is_not_in_the_next_one() -> No
     fleet = Fleet("a")
     fleet.publish(1, "embedding")
     fleet.begin(2, "layer")
-    waiting = fleet.control.ask(wc.ReserveAsked, 2)
+    waiting = fleet.control.ask(wc.ReserveRequested, 2)
     fleet.let_go("a", 2)
     assert fleet.control.result(waiting).version == 3
-    fleet.control.do(wc.ReserveGivenUp())
+    fleet.control.do(wc.ReserveAbandoned())
     fleet.publish(3, "norm")
     assert fleet.serves("a") == ("v1", "directory", "v3")
 
@@ -189,7 +189,7 @@ def test_a_run_that_sends_deltas_sends_a_whole_set_now_and_then() -> None:
     run = fleet.control
     fleet.publish(1, *NAMES)
     assert run.reserve(has_deltas=True) == wc.Reserved(2, frozenset({1}), None, 1)
-    run.do(wc.ReserveGivenUp())
+    run.do(wc.ReserveAbandoned())
     for version in range(2, LAYERS_MAX + 2):
         name = NAMES[version % 3]
         specs = [TensorSpec(f"{name} {version}", "uint8", [1], 0, 1)]

@@ -13,15 +13,15 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.trained import TrainedCounts
 
 
-def leave_out(
+def discard_rows(
     batch: HandedBatch,
     places: Iterable[int],
     reason: str,
     groups: GroupTracker,
     trained: TrainedCounts,
 ) -> None:
-    """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows left
-    out before stay so."""
+    """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows
+    discarded before stay so."""
     rows = batch.rows
     chosen = [rows[place] for place in sorted({*places})]
     chosen = [row for row in chosen if row.discard_reason is None]
@@ -29,17 +29,17 @@ def leave_out(
     trained.count(roots, batch.trainer_version, -1)
     for row in chosen:
         row.discard_reason = reason
-        groups.ledger.leave_out(row.sampled_tokens - row.masked_tokens, reason)
+        groups.ledger.discard_trained(row.sampled_tokens - row.masked_tokens, reason)
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, 1)
     keys = _keys(batch)
     for root in roots:
         if (why := root.discard_reason) is not None and not _is_trained(root):
             groups.discarded_rollouts[why] += 1
-            groups.discards.note_left_out(root, why, keys[root.group_id])
+            groups.discards.count_untrained(root, why, keys[root.group_id])
 
 
-def take_back(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
-    """Undo a whole batch, rows left out of it included, so that it can be handed over again."""
+def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
+    """Undo a whole batch, its discarded rows included, so that it can be handed over again."""
     roots = [row for row in batch.rows if row.branch_of is None]
     trained.count([root for root in roots if _is_trained(root)], batch.trainer_version, -1)
     keys = _keys(batch)
@@ -49,7 +49,9 @@ def take_back(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) 
             groups.discards.take_back(root, why, keys[root.group_id])
     for row in batch.rows:
         if row.discard_reason is not None:
-            groups.ledger.leave_out(row.masked_tokens - row.sampled_tokens, row.discard_reason)
+            groups.ledger.discard_trained(
+                row.masked_tokens - row.sampled_tokens, row.discard_reason
+            )
             row.discard_reason = None
     groups.take_back(batch.groups)
 
