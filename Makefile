@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
+.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -28,6 +28,7 @@ help:
 	@echo "Tests against other packages, each in a Python environment of its own:"
 	@echo "make test-environments verifiers and OpenEnv (800 MB, 5 min)"
 	@echo "make test-trl          TRL trains with Tidegate in place of vLLM (1.3 GB, 10 min)"
+	@echo "make test-hf           GRPO with transformers, accelerate and FSDP2 (the same packages, 5 min)"
 	@echo "make test-agents       litellm and OpenAI's Agents SDK (300 MB, 3 min)"
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
@@ -113,11 +114,15 @@ test-device: venv
 .venv-trl/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python $(PIP_INSTALL) "torch==2.13.0"
-	.venv-trl/bin/python $(PIP_INSTALL) -e ".[examples]" "trl==1.16.0" aiohttp requests peft
+	.venv-trl/bin/python $(PIP_INSTALL) -e ".[examples]" "trl==1.16.0" aiohttp requests peft "tensorboard>=2.18"
 	touch $@
 
 test-trl: venv .venv-trl/.ready
 	TIDEGATE_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/integrations/test_trl.py
+
+# accelerate comes with TRL.
+test-hf: venv .venv-trl/.ready
+	TIDEGATE_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/examples/test_hf_grpo.py
 
 # Agents as others have them; they pin older versions of openai's client than ours.
 .venv-agents/.ready:
