@@ -82,7 +82,8 @@ async def solve_in_words(episode: tidegate.Episode, task: dict[str, Any]) -> flo
     turn = await episode.generate(
         messages=[{"role": "user", "content": task["question"] + INSTRUCTION}]
     )
-    return float(final_number(turn.text) == final_number(task["answer"]))
+    number = final_number(turn.text)
+    return float(number is not None and number == final_number(task["answer"]))
 
 
 def final_number(text: str) -> float | None:
