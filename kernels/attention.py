@@ -96,18 +96,18 @@ def plan_group(
         tables, context_starts = _within_window(starts, counts, tables, shape, window_tokens)
     queries = np.arange(counts.max())
     last = counts[:, None] - 1
-    query_place = np.minimum(queries, last)  # [R, Q]; padding repeats a row's last token
+    query_index = np.minimum(queries, last)  # [R, Q]; padding repeats a row's last token
     context_tokens = tables.shape[1] * shape.block_tokens
-    places = (starts - context_starts)[:, None] + query_place  # [R, Q], in the gathered context
+    positions = (starts - context_starts)[:, None] + query_index  # [R, Q], in the gathered context
     pad = unpad = None
     if (counts != queries.size).any():
         offsets = np.cumsum(counts) - counts
-        pad = torch.from_numpy((offsets[:, None] + query_place).reshape(-1))
+        pad = torch.from_numpy((offsets[:, None] + query_index).reshape(-1))
         unpad = torch.from_numpy(np.flatnonzero(queries <= last))
     kinds = np.arange(2)[:, None, None, None]
     heads = np.arange(shape.num_kv_heads)[:, None]
     gather = (tables[:, None, :] * 2 + kinds) * shape.num_kv_heads + heads  # [2, R, K, B]
-    first_seen = places[:, :1] - (window_tokens or context_tokens) + 1
+    first_attended = positions[:, :1] - (window_tokens or context_tokens) + 1
     return RowGroup(
         first_token=first_token,
         end_token=first_token + int(counts.sum()),
@@ -115,20 +115,20 @@ def plan_group(
         pad=pad,
         unpad=unpad,
         gather=torch.from_numpy(gather.reshape(-1)),
-        mask=_mask(places, context_tokens, window_tokens)[:, None].to(dtype),
-        unseen=_unseen(first_seen, places[:, -1:], context_tokens, shape.num_kv_heads),
+        mask=_mask(positions, context_tokens, window_tokens)[:, None].to(dtype),
+        unseen=_unseen(first_attended, positions[:, -1:], context_tokens, shape.num_kv_heads),
     )
 
 
-def _mask(places: Ints, context_tokens: int, window_tokens: int | None) -> torch.Tensor:
-    """Return the mask of queries at ``places`` [R, Q] of a context: 0 or -inf.
+def _mask(positions: Ints, context_tokens: int, window_tokens: int | None) -> torch.Tensor:
+    """Return the mask of queries at ``positions`` [R, Q] of a context: 0 or -inf.
     [R, Q, C], float32"""
-    places = places[:, :, None]
+    positions = positions[:, :, None]
     context = np.arange(context_tokens)
-    sees = context <= places
+    is_attended = context <= positions
     if window_tokens is not None:
-        sees &= context > places - window_tokens
-    return torch.from_numpy(np.where(sees, np.float32(0), np.float32(-np.inf)))
+        is_attended &= context > positions - window_tokens
+    return torch.from_numpy(np.where(is_attended, np.float32(0), np.float32(-np.inf)))
 
 
 def _unseen(first: Ints, last: Ints, context_tokens: int, kv_heads: int) -> torch.Tensor | None:

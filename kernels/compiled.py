@@ -74,12 +74,12 @@ def library() -> ctypes.CDLL | None:
         name = f"native-{_fingerprint()}.so"
         if directory is not None:
             return _load(directory / name)
-        with tempfile.TemporaryDirectory(prefix="tidegate.") as mine:
-            return _load(Path(mine) / name)  # once loaded, it needs no file
+        with tempfile.TemporaryDirectory(prefix="tidegate.") as directory_name:
+            return _load(Path(directory_name) / name)  # once loaded, it needs no file
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or b""
-        why = f"{error} {said[:STDERR_BYTES_SHOWN].decode(errors='replace')}"
-        log.warning("compiled code=none: engines compute by torch's alone. %s", why)
+        stderr = getattr(error, "stderr", None) or b""
+        reason = f"{error} {stderr[:STDERR_BYTES_SHOWN].decode(errors='replace')}"
+        log.warning("compiled code=none: engines use torch's operators. %s", reason)
         return None
 
 
@@ -90,16 +90,16 @@ def function(
 
     It raises MemoryError if it cannot allocate its working memory.
     """
-    found = functions[name if dtype is None else f"{name}_{DTYPES[dtype]}"]
-    found.argtypes, found.restype = arguments, INT
-    found.errcheck = _raise_lack  # type: ignore[assignment]  # of any result, so of an int
-    return found
+    compiled = functions[name if dtype is None else f"{name}_{DTYPES[dtype]}"]
+    compiled.argtypes, compiled.restype = arguments, INT
+    compiled.errcheck = _raise_if_out_of_memory  # type: ignore[assignment]  # of any result, so of an int
+    return compiled
 
 
-def _raise_lack(lacks_memory: int, called: object, arguments: object) -> int:
-    if lacks_memory:
-        raise MemoryError("compiled code got no memory to compute in")
-    return lacks_memory
+def _raise_if_out_of_memory(is_out_of_memory: int, called: object, arguments: object) -> int:
+    if is_out_of_memory:
+        raise MemoryError("compiled code could not allocate its working memory")
+    return is_out_of_memory
 
 
 @functools.cache
@@ -110,11 +110,11 @@ def processor() -> str:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    if path.exists() and _is_ours_alone(path):
+    if path.exists() and _is_private(path):
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # damaged, or the home is shared with a machine with other system libraries
-            log.warning("compiled code: %s can't be loaded, and is compiled again", path)
+            log.warning("compiled code: %s cannot be loaded; compiling it again", path)
     _build(path)
     return ctypes.CDLL(str(path))
 
@@ -146,16 +146,18 @@ def _cache_directory() -> Path | None:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(f"{path} can't be written to")
-        if not _is_ours_alone(path):
+        if not _is_private(path):
             raise PermissionError(f"{path} belongs to another user, or others may write to it")
     except (OSError, RuntimeError) as error:
-        log.warning("compiled code is not kept, so each engine compiles it at its start: %s", error)
+        log.warning(
+            "compiled code is not cached, so each engine compiles it when it starts: %s", error
+        )
         return None
     return path
 
 
-def _is_ours_alone(path: Path) -> bool:
-    """Whether only this user can have written there."""
-    found = path.stat()
+def _is_private(path: Path) -> bool:
+    """Return whether only this user can have written to ``path``."""
+    status = path.stat()
     others_write = stat.S_IWGRP | stat.S_IWOTH
-    return found.st_uid == os.geteuid() and not found.st_mode & others_write
+    return status.st_uid == os.geteuid() and not status.st_mode & others_write

@@ -27,8 +27,8 @@ class ExactMatrix(PackedMatrix):
         self._multiply_by = function(functions, "tg_multiply_exact", MULTIPLY)
         pack = function(functions, "tg_pack_exact", PACK)
         take = function(functions, "tg_take_exact", TAKE)
-        self._pack = lambda *given: pack(*given[:-1], outputs, inputs)
-        self._take = lambda *given: take(*given[:-1], outputs, inputs)
+        self._pack = lambda *arguments: pack(*arguments[:-1], outputs, inputs)
+        self._take = lambda *arguments: take(*arguments[:-1], outputs, inputs)
         panel = functions["tg_panel_outputs"]()
         panels, stored = -(-outputs // panel), inputs + inputs % 2
         self.storage = torch.empty(panels * (panel * stored + 1), dtype=torch.float32)

@@ -68,14 +68,14 @@ def _processed(logits: torch.Tensor, columns: SamplingColumns, row: int) -> torc
     """Return one row's log-probabilities after all options, -inf for excluded tokens. [V]"""
     logits, vocab = logits.double(), len(logits)
     if columns.allowed is not None:
-        words = columns.allowed[row].repeat_interleave(32)[:vocab]
-        bits = words >> (torch.arange(vocab, device=words.device) % 32) & 1
+        bitmask = columns.allowed[row].repeat_interleave(32)[:vocab]
+        bits = bitmask >> (torch.arange(vocab, device=bitmask.device) % 32) & 1
         logits = logits.masked_fill(bits == 0, -torch.inf)
     if (temperature := float(columns.temperature[row])) == 0:
         return torch.log_softmax(logits, -1)
     logits = logits / temperature
-    floor = logits.amax() + columns.min_p[row].double().log()
-    logits = logits.masked_fill(logits < floor, -torch.inf)
+    cutoff = logits.amax() + columns.min_p[row].double().log()
+    logits = logits.masked_fill(logits < cutoff, -torch.inf)
     ranked = logits.sort(descending=True).values[: int(columns.top_k[row]) or vocab]
     probabilities = torch.softmax(ranked, -1)
     if (top_p := float(columns.top_p[row])) < 1:
@@ -133,18 +133,18 @@ def _refuse_shapes(logits: torch.Tensor, columns: SamplingColumns) -> None:
             f"got {list(logits.shape)}, {logits.dtype}"
         )
     rows, vocab = logits.shape
-    wanted = {"top_k": torch.int64, "uniforms": torch.float64}
+    dtypes = {"top_k": torch.int64, "uniforms": torch.float64}
     for name in ("temperature", "top_k", "top_p", "min_p", "uniforms"):
-        column, dtype = getattr(columns, name), wanted.get(name, torch.float32)
+        column, dtype = getattr(columns, name), dtypes.get(name, torch.float32)
         if column.shape != (rows,) or column.dtype != dtype:
             raise ValueError(
                 f"{name} must be {dtype} with one entry for each of {rows} rows, "
                 f"got {list(column.shape)}, {column.dtype}"
             )
-    words = -(-vocab // 32)
-    if columns.allowed is not None and columns.allowed.shape != (rows, words):
+    mask_words = -(-vocab // 32)
+    if columns.allowed is not None and columns.allowed.shape != (rows, mask_words):
         raise ValueError(
-            f"allowed holds {words} words of 32 tokens for each of {rows} rows, "
+            f"allowed holds {mask_words} words of 32 tokens for each of {rows} rows, "
             f"got {list(columns.allowed.shape)}"
         )
 
@@ -160,8 +160,8 @@ def _read(row, first, TILE: tl.constexpr, MASKED: tl.constexpr):
     v = first + tl.arange(0, TILE)
     x = tl.load(logits_ptr + v, mask=v < vocab, other=float("-inf"))
     if MASKED:
-        word = tl.load(allowed_ptr + v // 32, mask=v < vocab, other=0)
-        x = tl.where(((word >> (v % 32)) & 1) == 1, x, float("-inf"))
+        mask_word = tl.load(allowed_ptr + v // 32, mask=v < vocab, other=0)
+        x = tl.where(((mask_word >> (v % 32)) & 1) == 1, x, float("-inf"))
     return x
 
 
@@ -175,10 +175,10 @@ def _key(x):
 @jit
 def _weigh(row, rule, threshold, first, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Return a tile's scaled logits, which of them are kept, and their weights in a draw."""
-    peak, divisor, floor = rule
+    peak, divisor, cutoff = rule
     x = _read(row, first, TILE, MASKED)
     scaled = (x - peak) / divisor
-    kept = (_key(x) >= threshold) & ~(scaled < floor)  # not >=, so that NaN is kept and detected
+    kept = (_key(x) >= threshold) & ~(scaled < cutoff)  # not >=, so that NaN is kept and detected
     return scaled, kept, tl.where(kept, tl.exp(scaled), 0.0)
 
 
@@ -188,8 +188,8 @@ def _peak(row, TILE: tl.constexpr, MASKED: tl.constexpr):
     peak = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), 0, tl.int32)
     for first in range(0, row[2], TILE):
-        tile_peak, place = tl.max(_read(row, first, TILE, MASKED), axis=0, return_indices=True)
-        best = tl.where(tile_peak > peak, first + place, best)
+        tile_peak, lane = tl.max(_read(row, first, TILE, MASKED), axis=0, return_indices=True)
+        best = tl.where(tile_peak > peak, first + lane, best)
         peak = tl.maximum(peak, tile_peak)
     return peak, best
 
@@ -256,12 +256,12 @@ def _draw(
     tile = tl.sum((tl.cumsum(sums, axis=0) <= target).to(tl.int32), axis=0)
     tile = tl.minimum(tile, tl.max(tl.where(sums > 0, tiles, 0), axis=0))
     target -= tl.sum(tl.where(tiles < tile, sums, 0.0), axis=0)
-    places = tl.arange(0, TILE)
+    lanes = tl.arange(0, TILE)
     _scaled, _kept, weight = _weigh(row, rule, threshold, tile * TILE, TILE, MASKED)
     cumulative = tl.cumsum(weight.to(tl.float64), axis=0)
-    place = tl.sum((cumulative <= target).to(tl.int32), axis=0)
-    place = tl.minimum(place, tl.max(tl.where(weight > 0, places, 0), axis=0))
-    return tl.minimum(tile * TILE + place, row[2] - 1), total.to(tl.float32)
+    lane = tl.sum((cumulative <= target).to(tl.int32), axis=0)
+    lane = tl.minimum(lane, tl.max(tl.where(weight > 0, lanes, 0), axis=0))
+    return tl.minimum(tile * TILE + lane, row[2] - 1), total.to(tl.float32)
 
 
 @jit
@@ -291,10 +291,10 @@ def _sample_kernel(
     top_k = tl.where(is_greedy, 0, tl.load(top_k_ptr + s))
     top_p = tl.where(is_greedy, 1.0, tl.load(top_p_ptr + s))
     min_p = tl.where(is_greedy, 0.0, tl.load(min_p_ptr + s))
-    floor = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
+    cutoff = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
 
     peak, best = _peak(row, TILE, MASKED)
-    rule = (peak, divisor, floor)
+    rule = (peak, divisor, cutoff)
     threshold = tl.full((), 0, tl.uint32)
     if (top_k > 0) & (top_k < vocab):
         threshold = _threshold(row, rule, top_k.to(tl.float64), True, TILE, MASKED)

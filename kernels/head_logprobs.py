@@ -108,13 +108,13 @@ def head_logprobs_chunked(
             if soft_cap is not None:
                 logits.div_(soft_cap).tanh_().mul_(soft_cap)
             logits.div_(temperature)
-            place = token_ids[chunk] - start
-            is_here = (place >= 0) & (place < logits.shape[1])
-            chosen = logits.gather(-1, place.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(-1)
+            local_id = token_ids[chunk] - start
+            is_local = (local_id >= 0) & (local_id < logits.shape[1])
+            chosen = logits.gather(-1, local_id.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(-1)
             peaks = logits.amax(-1)
             weights = (logits - peaks[:, None]).exp_()
             weighted = torch.linalg.vecdot(weights, logits)
-            chosen = chosen.where(is_here, 0.0)
+            chosen = chosen.where(is_local, 0.0)
             sums[:, part, chunk] = torch.stack([peaks, weights.sum(-1), weighted, chosen])
     return _merged(sums)
 
@@ -204,20 +204,20 @@ def _head_logprobs_kernel(
     chosen = tl.zeros([TOKENS], tl.float32)
     for first in range(part * PART, tl.minimum((part + 1) * PART, vocab), VOCAB):
         v = first + tl.arange(0, VOCAB)
-        is_word = v < vocab
+        is_in_vocab = v < vocab
         head_at = head_ptr + v.to(tl.int64)[None, :] * WIDTH + h[:, None]
         logit = tl.zeros([TOKENS, VOCAB], tl.float32)
         for begin in range(0, WIDTH, HIDDEN):
             inside = h < WIDTH - begin
             a = tl.load(hidden_at + begin, mask=is_token[:, None] & inside[None, :], other=0.0)
-            b = tl.load(head_at + begin, mask=inside[:, None] & is_word[None, :], other=0.0)
+            b = tl.load(head_at + begin, mask=inside[:, None] & is_in_vocab[None, :], other=0.0)
             logit += product(a, b)
         if CAPPED:
             logit = capped(logit, soft_cap)
         logit = logit * inverse_temperature
         is_chosen = v[None, :] == token_id[:, None]
         chosen += tl.sum(tl.where(is_chosen, logit, 0.0), axis=1)
-        bounded = tl.where(is_word[None, :], logit, float("-inf"))
+        bounded = tl.where(is_in_vocab[None, :], logit, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(bounded, axis=1))
         weight = tl.exp(bounded - new_peak[:, None])
         shrink = tl.exp(peak - new_peak)

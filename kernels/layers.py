@@ -113,22 +113,22 @@ class Layers:
     them take effect in the next step.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer], traits: SharedLayerParams) -> None:
+    def __init__(self, layers: Sequence[DenseLayer], params: SharedLayerParams) -> None:
         first = layers[0]
         _, _, kv_heads, block_tokens, head_dim = first.cache.shape
-        self._held = layers
+        self._dense_layers = layers
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._sizes = _Sizes(
             len(layers),
             first.input_norm.shape[0],
-            traits.num_heads,
+            params.num_heads,
             kv_heads,
             head_dim,
             block_tokens,
             first.down.matrix.shape[1],
-            traits.norm_epsilon,
-            traits.attention_scale,
-            traits.attention_soft_cap or 0.0,
+            params.norm_epsilon,
+            params.attention_scale,
+            params.attention_soft_cap or 0.0,
         )
         at = ctypes.addressof(self._layers), ctypes.addressof(self._sizes)
         self._at_layers, self._at_sizes = at

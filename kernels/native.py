@@ -63,13 +63,13 @@ class Native:
     """The compiled functions, for tensors of one dtype on the CPU, all contiguous."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        def found(name: str) -> Callable[..., int]:
+        def bind(name: str) -> Callable[..., int]:
             return function(library, name, ARGUMENTS[name], dtype)
 
-        self._norm = found("tg_norm")
-        self._gate = found("tg_gate")
-        self._rotate_and_write = found("tg_rotate_and_write")
-        self._attend_last = found("tg_attend_last")
+        self._norm = bind("tg_norm")
+        self._gate = bind("tg_gate")
+        self._rotate_and_write = bind("tg_rotate_and_write")
+        self._attend_last = bind("tg_attend_last")
         self._draw = function(library, "tg_draw", [POINTER] * 6 + [INT] * 2)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Native:
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         table: torch.Tensor,
-        places: SlotMapping,
+        slot_mapping: SlotMapping,
         cache: torch.Tensor,
         epsilon: float,
     ) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Native:
         kv_heads, block_tokens, head_dim = cache.shape[2:]
         tokens, heads = qkv.shape[0], qkv.shape[1] - 2 * kv_heads
         query = qkv.new_empty((tokens, heads, head_dim))
-        positions, blocks, offsets = places
+        positions, blocks, offsets = slot_mapping
         self._rotate_and_write(
             qkv.data_ptr(),
             None if qk_norm is None else qk_norm.data_ptr(),
@@ -202,5 +202,5 @@ class Native:
 
 def native(dtype: torch.dtype) -> Native | None:
     """Return the compiled functions for ``dtype``; None if they cannot be compiled."""
-    found = library()
-    return None if found is None or dtype not in DTYPES else Native(found, dtype)
+    functions = library()
+    return None if functions is None or dtype not in DTYPES else Native(functions, dtype)

@@ -72,12 +72,12 @@ def paged_attention_reference(
         keys, values = context.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [K, C, D]
         for position, token in enumerate(range(offsets[row], offsets[row + 1]), start):
             window = rule.window_tokens or position + 1
-            seen = slice(max(0, position + 1 - window), position + 1)
+            attended = slice(max(0, position + 1 - window), position + 1)
             grouped = query[token].float().view(keys.shape[0], -1, keys.shape[2])  # [K, G, D]
-            scores = rule.scale * grouped @ keys[:, seen].mT
+            scores = rule.scale * grouped @ keys[:, attended].mT
             if rule.soft_cap is not None:
                 scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-            out[token] = (torch.softmax(scores, -1) @ values[:, seen]).flatten(0, 1)
+            out[token] = (torch.softmax(scores, -1) @ values[:, attended]).flatten(0, 1)
     return out
 
 
@@ -119,9 +119,9 @@ def paged_attention_triton(
     if splits > 1:
         partial = query.new_empty((splits, tokens, heads, head_dim), dtype=torch.float32)
         log_sums = query.new_empty((splits, tokens, heads), dtype=torch.float32)
-    wanted = next_power_of_2(share * rows.count_max)
+    rows_needed = next_power_of_2(share * rows.count_max)
     tile = TILE_BYTES // query.element_size()
-    query_rows = max(min(wanted, tile), next_power_of_2(share), 16)  # tl.dot takes 16 or more
+    query_rows = max(min(rows_needed, tile), next_power_of_2(share), 16)  # tl.dot takes 16 or more
     tiles = -(-rows.count_max // (query_rows // share))
     _attend_kernel[(rows.starts.numel() * tiles, kv_heads, splits)](
         query, cache, rows.tables, rows.token_offsets, rows.starts, partial, log_sums,
@@ -184,16 +184,16 @@ def _bounds(
 
 @jit
 def _scores(
-    query, key, behind, window, scale, soft_cap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr
+    query, key, distance, window, scale, soft_cap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr
 ):
-    """Return scores of keys ``behind`` positions before each query; -inf if masked. [M, KEYS]"""
+    """Return scores of keys ``distance`` positions before each query; -inf if masked. [M, KEYS]"""
     score = product(query, tl.trans(key)) * scale
     if CAPPED:
         score = capped(score, soft_cap)
-    sees = behind >= 0
+    is_attended = distance >= 0
     if WINDOWED:
-        sees = sees & (behind < window)
-    return tl.where(sees, score, float("-inf"))
+        is_attended = is_attended & (distance < window)
+    return tl.where(is_attended, score, float("-inf"))
 
 
 @jit
@@ -267,11 +267,11 @@ def _attend_kernel(
     start = tl.load(starts_ptr + row)
     m = tl.arange(0, QUERY_ROWS)
     d = tl.arange(0, DIMS)
-    place = first_query + m // SHARE
+    query_index = first_query + m // SHARE
     head = kv_head * SHARE + m % SHARE
-    is_query = (m // SHARE < queries) & (place < count)
+    is_query = (m // SHARE < queries) & (query_index < count)
     is_element = is_query[:, None] & (d < D)[None, :]
-    token = (first_token + place).to(tl.int64)  # int64: T * A * D may pass 2^31
+    token = (first_token + query_index).to(tl.int64)  # int64: T * A * D may pass 2^31
     query_at = query_ptr + (token * token_stride + head * D)[:, None] + d[None, :]
     query = tl.load(query_at, mask=is_element, other=0.0)
 
@@ -289,8 +289,8 @@ def _attend_kernel(
         vector = _vectors(table_ptr, position, is_key, kv_head, KV_HEADS, BLOCK_TOKENS)
         key = _cached(cache_ptr, vector, is_key, D, DIMS)
         value = _cached(cache_ptr, vector + KV_HEADS * BLOCK_TOKENS, is_key, D, DIMS)
-        behind = (start + place)[:, None] - position[None, :]
-        score = _scores(query, key, behind, window, scale, soft_cap, WINDOWED, CAPPED)
+        distance = (start + query_index)[:, None] - position[None, :]
+        score = _scores(query, key, distance, window, scale, soft_cap, WINDOWED, CAPPED)
         peak, total, summed = _folded((peak, total, summed), score, value)
     # A split may be fully masked for a query; NaN stays NaN and is reported by the sampler.
     total = tl.where(total == 0, 1.0, total)

@@ -15,7 +15,7 @@ import torch
 class SeenTokens:
     """Tokens to penalise, each once per row."""
 
-    places: torch.Tensor
+    indices: torch.Tensor
     """[E], int64: ``row * V + token``."""
     output_counts: torch.Tensor
     """[E], float32: occurrences in the output so far; 0 for tokens of the prompt alone."""
@@ -33,20 +33,20 @@ def penalize_(logits: torch.Tensor, seen: SeenTokens) -> None:
     Repetition first, as in vLLM and `transformers`: positive logits are divided, others multiplied.
     """
     flat = logits.view(-1)
-    x = flat[seen.places]
+    x = flat[seen.indices]
     x = torch.where(x > 0, x / seen.repetition, x * seen.repetition)
     x -= seen.frequency * seen.output_counts + seen.presence * (seen.output_counts > 0)
-    flat[seen.places] = x
+    flat[seen.indices] = x
 
 
-def bias_(logits: torch.Tensor, places: torch.Tensor, biases: torch.Tensor) -> None:
-    """Add ``biases`` [E], float32, in place; ``places`` [E] as in :class:`SeenTokens`.
+def bias_(logits: torch.Tensor, indices: torch.Tensor, biases: torch.Tensor) -> None:
+    """Add ``biases`` [E], float32, in place; ``indices`` [E] as in :class:`SeenTokens`.
 
     A place may occur twice: then both are added.
     """
-    logits.view(-1).index_add_(0, places, biases)
+    logits.view(-1).index_add_(0, indices, biases)
 
 
-def ban_(logits: torch.Tensor, places: torch.Tensor) -> None:
-    """Set the logits at ``places`` [E] to -inf in place."""
-    logits.view(-1)[places] = -torch.inf
+def ban_(logits: torch.Tensor, indices: torch.Tensor) -> None:
+    """Set the logits at ``indices`` [E] to -inf in place."""
+    logits.view(-1)[indices] = -torch.inf

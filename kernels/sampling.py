@@ -46,9 +46,9 @@ def sample(
         Token ids [S], int64, and their log-probabilities [S], float32, under the distribution of
         :func:`processed_logprobs`.
     """
-    weighed = weigh(logits, temperature, top_k, top_p)
-    chosen = weighed.draw(temperature, uniforms)
-    return chosen, weighed.logprobs(chosen[:, None]).squeeze(-1)
+    distribution = weigh(logits, temperature, top_k, top_p)
+    chosen = distribution.draw(temperature, uniforms)
+    return chosen, distribution.logprobs(chosen[:, None]).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TokenDistribution:
     """[S, V], float32: ``exp(logits - peaks)``, and 0 for excluded tokens."""
     sums: torch.Tensor
     """[S, N], float32: sums of ``DRAW_BLOCK`` weights each."""
-    floors: torch.Tensor | None = None
+    cutoffs: torch.Tensor | None = None
     """[S, 1], float32: lower logits are excluded; -inf in rows that keep all."""
 
     def draw(
@@ -93,19 +93,19 @@ class TokenDistribution:
         """Subtract the peak first and in float32, so that the bits do not depend on whether it has
         been subtracted before, which happens if another row has a temperature."""
         log_sums = self.sums[rows].sum(-1, keepdim=True, dtype=torch.float64).log()
-        found = ((logits - self.peaks[rows]).double() - log_sums).float()
-        if self.floors is None:
-            return found
-        return found.masked_fill(logits < self.floors[rows], -torch.inf)
+        result = ((logits - self.peaks[rows]).double() - log_sums).float()
+        if self.cutoffs is None:
+            return result
+        return result.masked_fill(logits < self.cutoffs[rows], -torch.inf)
 
-    def without(self, floors: torch.Tensor) -> "TokenDistribution":
-        """Exclude logits lower than ``floors``, too. The weights are changed in place."""
+    def without(self, cutoffs: torch.Tensor) -> "TokenDistribution":
+        """Exclude logits lower than ``cutoffs``, too. The weights are changed in place."""
         # Faster than masked_fill, and far faster than exp of -inf.
-        kept = torch.ge(self.logits, floors, out=torch.empty_like(self.weights))
+        kept = torch.ge(self.logits, cutoffs, out=torch.empty_like(self.weights))
         weights = self.weights.mul_(kept)
-        if self.floors is not None:
-            floors = floors.maximum(self.floors)
-        return TokenDistribution(self.logits, self.peaks, weights, _block_sums(weights), floors)
+        if self.cutoffs is not None:
+            cutoffs = cutoffs.maximum(self.cutoffs)
+        return TokenDistribution(self.logits, self.peaks, weights, _block_sums(weights), cutoffs)
 
 
 def weigh(
@@ -129,15 +129,17 @@ def weigh(
         # Largest logit at 0, so that a tiny temperature makes no infinities. Also whenever rounding
         # decides what is kept, so that a row's set does not depend on other rows' options.
         logits = (logits - logits.amax(-1, keepdim=True)) / torch.from_numpy(divisors)[:, None]
-    weighed = weights_of(logits)
+    distribution = weights_of(logits)
     if min_p is not None and (min_p[~greedy] > 0).any():
         with np.errstate(divide="ignore"):
             below_peak = np.log(np.where(greedy, np.float32(0), min_p))
-        weighed = weighed.without(weighed.peaks + torch.from_numpy(below_peak)[:, None])
+        distribution = distribution.without(
+            distribution.peaks + torch.from_numpy(below_peak)[:, None]
+        )
     limited = np.flatnonzero(~greedy & ((top_k > 0) | (top_p < 1)))
     if limited.size:
-        weighed = weighed.without(_floors(weighed, limited, top_k, top_p))
-    return weighed
+        distribution = distribution.without(_cutoffs(distribution, limited, top_k, top_p))
+    return distribution
 
 
 def weights_of(logits: torch.Tensor) -> TokenDistribution:
@@ -162,12 +164,12 @@ def processed_logprobs(
 
     Arguments are those of :func:`weigh`. For callers that need all of them; sampling does not.
     """
-    weighed = weigh(logits, temperature, top_k, top_p, min_p)
-    return weighed.logprobs(torch.arange(logits.shape[-1]).expand(logits.shape))
+    distribution = weigh(logits, temperature, top_k, top_p, min_p)
+    return distribution.logprobs(torch.arange(logits.shape[-1]).expand(logits.shape))
 
 
-def _floors(
-    weighed: TokenDistribution,
+def _cutoffs(
+    distribution: TokenDistribution,
     limited: npt.NDArray[np.int64],
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
@@ -179,49 +181,53 @@ def _floors(
     vocabulary takes thirty times as long as drawing from it, so more tokens are ranked only in rows
     that do not reach their top-p.
     """
-    vocab = weighed.logits.shape[-1]
-    keep_most = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
-    width = min(vocab, int(np.where(top_k > 0, keep_most, RANKED_FIRST)[limited].max()))
-    floors = torch.full_like(weighed.peaks, -torch.inf)
-    sought = limited
-    while sought.size:
-        found, is_found = _floors_within(width, weighed, sought, keep_most[sought], top_p[sought])
-        floors[torch.from_numpy(sought)] = found
-        sought = sought[~is_found]
+    vocab = distribution.logits.shape[-1]
+    kept_max = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
+    width = min(vocab, int(np.where(top_k > 0, kept_max, RANKED_FIRST)[limited].max()))
+    cutoffs = torch.full_like(distribution.peaks, -torch.inf)
+    pending = limited
+    while pending.size:
+        result, is_decided = _cutoffs_within(
+            width, distribution, pending, kept_max[pending], top_p[pending]
+        )
+        cutoffs[torch.from_numpy(pending)] = result
+        pending = pending[~is_decided]
         width = min(vocab, RANKED_GROWTH * width)
-    return floors
+    return cutoffs
 
 
-def _floors_within(
+def _cutoffs_within(
     width: int,
-    weighed: TokenDistribution,
-    sought: npt.NDArray[np.int64],
-    keep_most: npt.NDArray[np.int64],
+    distribution: TokenDistribution,
+    pending: npt.NDArray[np.int64],
+    kept_max: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
 ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
-    """Return the last logit kept in each row ``sought`` [R, 1], and whether ``width``
+    """Return the last logit kept in each row ``pending`` [R, 1], and whether ``width``
     ranks decide it [R].
 
     Sums are in double and in the order of ranks, so they do not depend on ``width``, which depends
     on the other rows.
     """
-    rows, most = torch.from_numpy(sought), torch.from_numpy(keep_most)[:, None]
-    is_all = sought.size == len(weighed.logits)
-    logits = weighed.logits if is_all else weighed.logits.index_select(0, rows)
+    rows, kept_max_column = torch.from_numpy(pending), torch.from_numpy(kept_max)[:, None]
+    is_all = pending.size == len(distribution.logits)
+    logits = distribution.logits if is_all else distribution.logits.index_select(0, rows)
     vocab = logits.shape[-1]
     ranked = logits.topk(width).values if width < vocab else logits.sort(descending=True).values
-    left_out = torch.arange(width) >= most
-    if weighed.floors is not None:
-        left_out |= ranked < weighed.floors[rows]
-    weights = (ranked - weighed.peaks[rows]).exp().masked_fill_(left_out, 0.0).double()
+    is_excluded = torch.arange(width) >= kept_max_column
+    if distribution.cutoffs is not None:
+        is_excluded |= ranked < distribution.cutoffs[rows]
+    weights = (ranked - distribution.peaks[rows]).exp().masked_fill_(is_excluded, 0.0).double()
     mass = weights.cumsum(-1)
-    whole = weighed.sums[rows].sum(-1, keepdim=True, dtype=torch.float64)
-    total = torch.where(most == vocab, whole, mass[:, -1:])
+    full_mass = distribution.sums[rows].sum(-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(kept_max_column == vocab, full_mass, mass[:, -1:])
     # Rounding may bring the sum to the total early; top_p = 1 still keeps every token.
     share = torch.from_numpy(np.where(top_p < 1, top_p, np.inf))[:, None]
-    kept = (mass - weights < share * total).sum(-1, keepdim=True).clamp(min=1).minimum(most)
-    is_found = (kept < width) | (most <= width)
-    return ranked.gather(-1, kept - 1), is_found.squeeze(-1).numpy()
+    kept = (
+        (mass - weights < share * total).sum(-1, keepdim=True).clamp(min=1).minimum(kept_max_column)
+    )
+    is_decided = (kept < width) | (kept_max_column <= width)
+    return ranked.gather(-1, kept - 1), is_decided.squeeze(-1).numpy()
 
 
 def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -254,11 +260,11 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     vocab = weights.shape[-1]
     if vocab <= DRAW_BLOCK:
         return weights.sum(-1, keepdim=True)
-    whole = vocab - vocab % DRAW_BLOCK
-    sums = torch.unflatten(weights[:, :whole], -1, (-1, DRAW_BLOCK)).sum(-1)
-    if whole == vocab:
+    full_blocks = vocab - vocab % DRAW_BLOCK
+    sums = torch.unflatten(weights[:, :full_blocks], -1, (-1, DRAW_BLOCK)).sum(-1)
+    if full_blocks == vocab:
         return sums
-    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
+    return torch.cat([sums, weights[:, full_blocks:].sum(-1, keepdim=True)], -1)
 
 
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,5 +282,5 @@ def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, 
     index = index.minimum(torch.searchsorted(cumulative, total))
     index.clamp_(max=weights.shape[-1] - 1)  # NaN weights: a NaN log-prob, not a crash
     weight = weights.gather(-1, index).double()
-    rest = (target - (cumulative.gather(-1, index) - weight)) / weight
-    return index.squeeze(-1), rest.squeeze(-1).clamp(0.0, UNIFORM_MAX)
+    remainder = (target - (cumulative.gather(-1, index) - weight)) / weight
+    return index.squeeze(-1), remainder.squeeze(-1).clamp(0.0, UNIFORM_MAX)

@@ -149,12 +149,12 @@ class PackedMatrix:
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, functions: ctypes.CDLL
     ) -> None:
-        def found(name: str) -> Callable[..., int]:
+        def bind(name: str) -> Callable[..., int]:
             return function(functions, name, ARGUMENTS[name], dtype)
 
-        self._multiply_by = found("tg_multiply")
-        self._pack = found("tg_pack")
-        self._take = found("tg_take")
+        self._multiply_by = bind("tg_multiply")
+        self._pack = bind("tg_pack")
+        self._take = bind("tg_take")
         self.shape = (outputs, inputs)
         self.dtype = dtype
         panel = functions["tg_panel_outputs"]()

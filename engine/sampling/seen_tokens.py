@@ -69,7 +69,7 @@ def batched(rows: Sequence[int], counts: Sequence[SeenCounts], vocab_size: int) 
 
     indices = [row * vocab_size + count.token_ids for row, count in zip(rows, counts, strict=True)]
     return SeenTokens(
-        places=torch.from_numpy(np.concatenate(indices)),
+        indices=torch.from_numpy(np.concatenate(indices)),
         output_counts=torch.from_numpy(np.concatenate([count.output_counts for count in counts])),
         repetition=column([count.repetition for count in counts]),
         frequency=column([count.frequency for count in counts]),
