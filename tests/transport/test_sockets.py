@@ -203,8 +203,8 @@ async def test_sending_to_a_stranger_or_to_a_killed_peer_says_so(router: RouterS
     inbox = Inbox(router)
     program = (
         "import sys; from tidegate.transport.sockets import DealerSocket;"
-        "from tidegate.transport.messages import Resumed;"
-        "dealer = DealerSocket(sys.argv[1], b'engine-0'); dealer.send(Resumed());"
+        "from tidegate.transport.messages import TurnsResumed;"
+        "dealer = DealerSocket(sys.argv[1], b'engine-0'); dealer.send(TurnsResumed());"
         "dealer.receive(1000)"
     )
     engine = await asyncio.create_subprocess_exec(sys.executable, "-c", program, router.address)
@@ -366,7 +366,9 @@ def test_an_engine_skips_what_it_cannot_read_and_complains(noise: list[bytes]) -
 async def test_a_message_nobody_would_read_is_refused_before_it_is_sent(
     router: RouterSocket,
 ) -> None:
-    with pytest.raises(BadFrame, match="a Complaint would be refused by its receiver: a frame of"):
+    with pytest.raises(
+        BadFrame, match="a MessageRejected would be refused by its receiver: a frame of"
+    ):
         router.send(b"engine-0", MessageRejected(message="x" * SMALL_FRAME_BYTES_MAX))
 
 

@@ -361,7 +361,7 @@ def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
         staging.update(update)
     (failed,) = answers(staging)
     assert isinstance(failed, WeightsFailed)
-    assert "no weights have come" in failed.message
+    assert "no weights arrived" in failed.message
     staging.init(there.init())
     publish(staging, there, 2, named_buffers(directories[1]))
     (staged,) = answers(staging)
