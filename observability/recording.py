@@ -148,7 +148,7 @@ class RunRecorder(Recorder):
         self._write_run_file()
         self._files.submit(self._archive_model, "weights/v00000")
 
-    # ------------------------------------------------------------ called while the run goes on
+    # ------------------------------------------------------------ called during the run
 
     def rollout(
         self,

@@ -1,4 +1,4 @@
-"""Files of one recording process, and the thread that writes them while the run goes on.
+"""Files of one recording process, and the thread that writes them during the run.
 
 :class:`RunRecorder` submits jobs to a :class:`RunFiles`. Rollouts go to an Arrow IPC stream at
 once, and to a Parquet file in row groups.

@@ -144,7 +144,7 @@ class SimulatedEngine:
         self._complained: deque[int] = deque(maxlen=COMPLAINTS_MAX)
         """Oldest unacknowledged step at each of the last complaints."""
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     def start(self) -> None:
         """Connect and send the hello."""

@@ -21,7 +21,7 @@ from tidegate.simulation.turns import DEADLY_TOKEN
 from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
 
 DEVIATION_SHARE = 0.15
-"""Share of turns at which an episode of a crash-restart run deviates from its earlier lives.
+"""Share of turns at which an episode of a crash-restart run deviates from its script.
 
 The episode appends a token before or after the scripted tokens, or asks for one token fewer.
 """

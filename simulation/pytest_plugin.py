@@ -116,6 +116,6 @@ def pytest_runtest_makereport(
     """Add the engines' states and last messages to the report of a failed test."""
     report = yield
     story = item.stash.get(_STORY, None)
-    if story is not None and report.failed and call.when == "call" and (told := story()):
-        report.sections.append(("engines and the last messages, in virtual seconds", told))
+    if story is not None and report.failed and call.when == "call" and (text := story()):
+        report.sections.append(("engines and the last messages, in virtual seconds", text))
     return report

@@ -163,7 +163,10 @@ class SimulatedRun:
         """Refuse calls from the run's own episodes, as a run with its own thread does."""
         task = asyncio.current_task()
         if task is not None and task.get_name().startswith("rollout "):
-            raise RuntimeError("a run can't be asked from its own episodes: they would wait for it")
+            raise RuntimeError(
+                "a run can't be called from its own episodes, because the call would wait for its "
+                "episode; call it from the trainer"
+            )
 
     def failure(self) -> BaseException:
         """Return the error that requests get after the end of the run."""

@@ -242,7 +242,7 @@ class ScriptedModel:
         """Take the script and the engines by name.
 
         ``turn_of`` maps an engine and its handle to the turn, so that a turn continued on another
-        engine is told from a new turn.
+        engine is distinguished from a new turn.
         """
         self._says = says
         self._turn_of = turn_of
@@ -315,8 +315,8 @@ class ScriptedModel:
                 said = next(self._next)
             except StopIteration:
                 raise ConfigError(
-                    f"the script has {len(self._says)} answers, and all are given; another turn "
-                    f"was asked for after {request.text[-200:]!r}"
+                    f"the script has only {len(self._says)} answers, but another turn "
+                    f"was requested after {request.text[-200:]!r}"
                 ) from None
         ids = self._encode(said) if isinstance(said, str) else list(said)
         return ids if ids[-1:] == [self._stop] else [*ids, self._stop]

@@ -26,7 +26,7 @@ Data = dict[str, Any]
 
 
 def run_any(scenario: Scenario) -> Report:
-    """Run a scenario: a crash-restart run if it allows several lives, else a plain run."""
+    """Run a scenario: a crash-restart run if it allows several processes, else a plain run."""
     return run_crash_restarts(scenario) if scenario.processes_max > 1 else run_scenario(scenario)
 
 

@@ -162,7 +162,7 @@ def _broken_tables(turn: RecordedTurn, context_tokens: int) -> Iterator[str]:
         end = prefill.spans[-1].end if prefill.spans else 0
         if end != turn.start + prefill.at or _gap((s.start, s.end) for s in prefill.spans):
             yield (
-                f"the prefill at token {prefill.at} does not say who computed each of the "
+                f"the prefill at token {prefill.at} does not name the version of each of the "
                 f"{turn.start + prefill.at} positions before it"
             )
 
@@ -206,7 +206,7 @@ def _plan_pass(
         plan.tokens_unknown += sum(span.end - span.start for span in spans)
         for span in spans:
             if span.kv is not None:
-                problem(f"{_tokens(span)} say {span.kv_label} but no prefill tells who computed it")
+                problem(f"{_tokens(span)} say {span.kv_label} but no prefill names its versions")
         return
     for message in _contradictions(turn, history, spans):
         problem(message)

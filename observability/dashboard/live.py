@@ -141,9 +141,9 @@ class LiveRecorder(Recorder):
             while self._ended_rows > ENDED_KEPT or (
                 self._ended_tokens > ENDED_TOKENS_KEPT and len(self._ended) > 1
             ):
-                gone = self._ended.popleft()
-                self._ended_rows -= len(gone.rows)
-                self._ended_tokens -= gone.tokens
+                dropped = self._ended.popleft()
+                self._ended_rows -= len(dropped.rows)
+                self._ended_tokens -= dropped.tokens
 
     def engine_step(self, step: EngineStep) -> None:
         """Add a step to the timeline, in 1 to 2 microseconds."""

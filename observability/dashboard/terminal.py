@@ -33,7 +33,7 @@ ENGINES_SHOWN_MAX = 16
 BAR_WIDTH = 24
 
 FAILED_REQUESTS_MAX = 3
-"""Failed requests in a row after which the dashboard counts as gone."""
+"""Failed requests in a row after which the dashboard counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True)

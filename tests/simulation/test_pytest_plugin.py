@@ -76,7 +76,7 @@ async def test_what_is_said_may_depend_on_the_context_and_on_the_weights(
 
 async def test_a_script_that_is_used_up_says_so(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve(says=["once"]) as rollouts:
-        with pytest.raises(ConfigError, match="the script has 1 answers, and all are given"):
+        with pytest.raises(ConfigError, match="the script has only 1 answers"):
             await rollouts.evaluate(["a", "b"], episode=one_turn)
 
 

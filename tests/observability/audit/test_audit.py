@@ -261,8 +261,8 @@ def test_a_logprob_of_other_sampling_than_recorded_is_caught(run: Path) -> None:
     [
         (lambda turn: turn["spans"][0].update(end=4), "its spans cover 4 tokens but 5"),
         (lambda turn: turn["spans"][0].update(start=1), "gap or overlap at token 0"),
-        (lambda turn: turn["prefills"][0].update(at=1), "does not say who computed each"),
-        (lambda turn: turn.update(prefills=[]), "no prefill tells who computed it"),
+        (lambda turn: turn["prefills"][0].update(at=1), "does not name the version of each"),
+        (lambda turn: turn.update(prefills=[]), "no prefill names its versions"),
         (lambda turn: turn.update(start=1000), "are not in the context"),
         (lambda turn: turn.update(length=0, spans=[], prefills=[]), "are in no turn"),
     ],
