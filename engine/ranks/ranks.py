@@ -231,7 +231,7 @@ class Ranks:
             return
         from tidegate.engine.ranks.rank_processes import start_ranks
 
-        rendezvous_file = self._directory.path / "meeting"
+        rendezvous_file = self._directory.path / "rendezvous"
         self._peers = start_ranks(
             self.shard.ranks, [*arguments, f"--rendezvous-file={rendezvous_file}"]
         )
