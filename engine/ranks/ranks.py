@@ -223,7 +223,8 @@ class Ranks:
             from tidegate.engine.models import rank_group
 
             self._directory = PrivateDirectory("ranks")
-            self.group = rank_group.RankGroup(0, count, self._directory.path / "rendezvous")
+            self._rendezvous_file = self._directory.path / "rendezvous"
+            self.group = rank_group.RankGroup(0, count, self._rendezvous_file)
 
     def start(self, arguments: Sequence[str]) -> None:
         """Start the other ranks' processes, which load their part of the model."""
@@ -231,9 +232,8 @@ class Ranks:
             return
         from tidegate.engine.ranks.rank_processes import start_ranks
 
-        rendezvous_file = self._directory.path / "rendezvous"
         self._peers = start_ranks(
-            self.shard.ranks, [*arguments, f"--rendezvous-file={rendezvous_file}"]
+            self.shard.ranks, [*arguments, f"--rendezvous-file={self._rendezvous_file}"]
         )
 
     def lead(self, runner: Runner, keys: EngineKeys | None) -> Runner:
