@@ -79,7 +79,7 @@ class ErrorForm:
 
 
 class OpenAIErrors(ErrorForm):
-    """Errors as OpenAI's API writes them: ``type`` by the status, ``code`` a word or null."""
+    """Error bodies of OpenAI's API: ``type`` depends on the status, ``code`` is a word or null."""
 
     KINDS: ClassVar[Mapping[int, str]] = {
         401: "authentication_error",
@@ -126,7 +126,7 @@ class OpenAIErrors(ErrorForm):
 
 
 class VllmErrors(ErrorForm):
-    """Errors as vLLM's server writes them: ``type`` a class name, ``code`` the status."""
+    """Error bodies of vLLM's server: ``type`` is a class name, ``code`` the status."""
 
     KINDS: ClassVar[Mapping[int, str]] = {
         400: "BadRequestError",

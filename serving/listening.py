@@ -13,8 +13,8 @@ LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Names of this host that only a client on this host uses, as they stand in a Host header."""
 
 KEEP_ALIVE_S = 3600
-"""Idle time after which a connection is closed. Agents' tools take minutes; a server that closes
-while a client sends a request makes it send the request again, and sample again."""
+"""Idle time after which a connection is closed. Agents' tools take minutes; a client whose
+connection is closed while it sends a request sends the request again, which samples again."""
 
 
 def is_loopback(host: str) -> bool:
@@ -27,8 +27,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listen(host: str, port: int, what: str) -> socket.socket:
-    """Open a listening socket; ``port`` 0 takes a free one. ``what`` names the server in the error.
+def listen(host: str, port: int, server: str) -> socket.socket:
+    """Open a listening socket; ``port`` 0 takes a free one. ``server`` names it in the error.
 
     Raises:
         ConfigError: the address is taken, or not of this host.
@@ -36,7 +36,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # What is accepted inherits it. An answer's head and body would wait 40 ms for each other.
+    # Accepted sockets inherit it. With Nagle's algorithm a response's body waits 40 ms for an ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listening.bind((host, port))
@@ -44,7 +44,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-        raise ConfigError(f"{what} can't listen on {host}:{port}: {why}") from error
+        raise ConfigError(f"{server} can't listen on {host}:{port}: {why}") from error
     listening.setblocking(False)
     return listening
 

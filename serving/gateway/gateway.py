@@ -58,9 +58,9 @@ class Gateway(GatewaySessions):
         token: str | None = None,
         allowed_hosts: Sequence[str] = (),
     ) -> None:
-        """``port`` 0 takes a free one. ``token`` is what agents that come from outside show to be
-        given a task; without one it is drawn at random (:attr:`token`). ``allowed_hosts``: names
-        beside its address that requests without a valid key may call the gateway by.
+        """``port`` 0 takes a free one. ``token`` is the key by which agents in other processes
+        claim tasks; by default it is drawn at random (:attr:`token`). ``allowed_hosts``: host names
+        beside its address by which requests without a valid key may call the gateway.
 
         Traffic is not encrypted: if clients are on other hosts, put a proxy with TLS in front.
 
@@ -73,7 +73,7 @@ class Gateway(GatewaySessions):
         except ImportError as error:
             raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
         self._socket = listen(host, port, "the gateway")
-        """Listens from construction on: a client that connects before the run begins waits."""
+        """Open from construction on: clients that connect before the run begins wait."""
         super().__init__(
             token or secrets.token_urlsafe(24),
             url=url_of(self._socket),
@@ -84,10 +84,10 @@ class Gateway(GatewaySessions):
         self._threads = ThreadPoolExecutor(AGENT_THREADS_MAX, "agent")
 
     def episode(self, agent: Agent | None = None) -> "EpisodeFunction":
-        """Return an episode for :meth:`Rollouts.batches` that ``agent`` plays.
+        """Return an episode function for :meth:`Rollouts.batches` whose turns ``agent`` generates.
 
-        Without ``agent``, a client plays it that takes its task by ``POST /sessions`` and posts a
-        reward in the end.
+        Without ``agent``, a client in another process takes the task by ``POST /sessions`` and
+        posts the reward.
         """
 
         async def play(episode: "Episode", task: Any) -> float:

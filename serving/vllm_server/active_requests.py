@@ -94,7 +94,7 @@ class ActiveRequest:
     """A request that is being answered, and all its choices."""
 
     request_id: str
-    """The id that the client is told."""
+    """Id in the answer, by which ``/abort_requests`` finds the request."""
     choices: list[ActiveChoice] = field(default_factory=list)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time, for the answer's ``created``."""

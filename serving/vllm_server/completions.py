@@ -195,7 +195,7 @@ class Completer:
     async def chat(
         self, request: VllmChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
-        """Render a chat request and start its turns; return them with the form of their answer."""
+        """Begin ``/v1/chat/completions``."""
         if request.tool_choice not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
         tools = None if request.tool_choice == "none" else request.tools
@@ -207,7 +207,7 @@ class Completer:
     async def chat_batch(
         self, request: BatchChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
-        """Render several conversations and start their turns; return them with their answer."""
+        """Begin ``/v1/chat/completions/batch``."""
         request.refuse_unserved_in_batches()
         _refuse_many(len(request.messages), request)
         prompts = [

@@ -69,15 +69,15 @@ class VLLMServer(SyncRollouts):
     ) -> None:
         """``rollouts`` is a run that was not entered yet; ``port`` 0 takes a free one.
 
-        ``weight_transfer``: how ``/update_weights`` gets tensors, from safetensors (``disk``) or
-        from the trainer's process: over TCP (``gloo``), or as vLLM's own do (``nccl``, or ``ipc``
-        on one GPU; refused as the trainer asks for it where there is no CUDA).
+        ``weight_transfer``: how ``/update_weights`` receives tensors: from safetensors files
+        (``disk``), or from the trainer's process over TCP (``gloo``) or by vLLM's own backends
+        (``nccl``, or ``ipc`` on one GPU), whose ``init`` is refused where there is no CUDA.
         ``rejects_while_paused``: whether engines paused by ``abort`` or ``wait`` answer new
         requests with 503, as vLLM's from 0.33 on; else they queue.
 
-        Paths under /v1 want the ``api_key``, if there is one. Paths that pause engines or change
-        weights want ``control_token``, which is drawn if none is given (:attr:`control_token`);
-        ``needs_control_token=False`` leaves them open to trainers that know none.
+        Paths under /v1 require the ``api_key``, if there is one. Paths that pause engines or change
+        weights require ``control_token``, drawn at random by default (:attr:`control_token`);
+        ``needs_control_token=False`` leaves them open to trainers that send none.
         Requests may name weights and adapters below the model's directory and
         ``weight_directories`` only. ``lora_directory``: an unknown model name that is a directory
         in it is loaded as an adapter. ``allowed_hosts``: names beside its address that requests
@@ -123,7 +123,7 @@ class VLLMServer(SyncRollouts):
             raise ConfigError(f"{error.name} is missing: pip install 'tidegate[gateway]'") from None
         self._socket = listen(host, port, "the server")
         self.url = url_of(self._socket)
-        """Without a slash at its end; OpenAI's clients want ``/v1`` added."""
+        """Base URL without a final slash; OpenAI's clients need ``/v1`` appended."""
         self._serving: concurrent.futures.Future[None] | None = None
 
     def __enter__(self) -> Self:
