@@ -337,7 +337,8 @@ class Completer:
             why = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
             raise ApiError(400, f"{why}, got {prompt_tokens * each}", param="n")
         entries = sum(output_limits) * each * (sampling.num_top_logprobs or 0)
-        entries += prompt_tokens * (sampling.num_prompt_logprobs or 0)
+        if sampling.num_prompt_logprobs is not None:  # an echo repeats them in each choice
+            entries += prompt_tokens * each * (1 + sampling.num_prompt_logprobs)
         if entries > LOGPROBS_ENTRIES_MAX:
             raise ApiError(
                 400,

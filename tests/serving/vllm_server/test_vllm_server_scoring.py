@@ -99,3 +99,9 @@ def test_logprobs_true_is_read_as_one(client: Client) -> None:
 
     assert json.dumps(answer(True)) == json.dumps(answer(1))
     assert json.dumps(answer(False)) == json.dumps(answer(0))
+
+
+def test_an_echo_in_many_choices_is_refused_if_its_log_probs_are_too_many(client: Client) -> None:
+    body = {"prompt": [3] * 1000, "echo": True, "logprobs": 2, "n": 1024, "max_tokens": 0}
+    refused = client.refusal("/v1/completions", body)
+    assert (refused["code"], refused["param"]) == (400, "logprobs")
