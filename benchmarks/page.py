@@ -114,6 +114,22 @@ def scheduling_table(rows: Rows) -> Iterator[str]:
         yield f"| {policy} | {' | '.join(cells)} |"
 
 
+def scheduling_tables(rows: Rows) -> Iterator[str]:
+    """Yield every recorded figure of scheduling.jsonl, a table per workload, for the site."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        yield f"\n## {workload}\n"
+        yield f"| policy | η | pause mode | {' | '.join(names).replace('_', ' ')} |"
+        yield "|---|--:|---|" + "--:|" * len(names)
+        cases: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
+        for row in rows:
+            if row["workload"] == workload:
+                cases.setdefault((row["policy"], row["eta"], row["mode"]), {})[row["name"]] = row
+        for case, found in cases.items():
+            cells = [_number(found.get(name), "value", ".3g") for name in names]
+            yield f"| {' | '.join([*map(str, case), *cells])} |"
+
+
 def learning_table(rows: Rows) -> Iterator[str]:
     """Yield reward, time and staleness of each configuration: median, lowest and highest."""
     names = list(dict.fromkeys(row["name"] for row in rows))

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import io
+import json
 import os
 import pkgutil
 import re
@@ -27,6 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import tidegate
+from benchmarks.page import RESULTS, scheduling_tables
 from tidegate import errors, transport
 from tidegate.cli import app
 from tidegate.observability.metrics import METRICS
@@ -99,6 +101,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "errors.md": errors_page(),
         "messages.md": messages_page(),
+        "scheduling-results.md": scheduling_results_page(),
     }
     written["index.md"] = _index_page(written)
     return {f"{FOLDER}/{name}": text for name, text in written.items()}
@@ -421,6 +424,22 @@ def _struct_default(field: msgspec.inspect.Field) -> object:
     if field.default is not msgspec.NODEFAULT:
         return field.default
     return field.default_factory()  # type: ignore[operator]  # it has one of both
+
+
+# ---------------------------------------------------------------- results
+
+
+def scheduling_results_page() -> str:
+    """Return the page of all recorded figures of ``python -m benchmarks.scheduling``."""
+    rows = [json.loads(line) for line in (RESULTS / "scheduling.jsonl").read_text().splitlines()]
+    lines = [
+        "# Scheduling results",
+        "",
+        "From `benchmarks/results/scheduling.jsonl`. Policies and columns: "
+        "[Cost of scheduling policies](../scheduling.md#columns).",
+        *scheduling_tables(rows),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------- text
