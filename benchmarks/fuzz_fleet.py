@@ -103,7 +103,7 @@ class FuzzedFleet:
     def hear(self, peer: bytes, frame: bytes) -> int:
         """Process one frame and its commands; return the number of steps accepted."""
         steps = 0
-        for item in self.fleet.hear([(peer, frame)], self._now_s):
+        for item in self.fleet.receive([(peer, frame)], self._now_s):
             if isinstance(item, EngineReply):
                 if isinstance(item.message, WeightsLive):
                     self._do(ev.EngineSwapped(item.engine, item.message.version))

@@ -143,7 +143,7 @@ class FixedEngine:
         self._ids = model.tokenizer.encode(words + ENDS["chatml"], add_special_tokens=False).ids
         self._rows = 10**9
 
-    async def ask(
+    async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
         """Return a whole turn."""

@@ -360,7 +360,7 @@ class EnvironmentPool:
         self._processes: list[WorkerProcess] = []
         self._ids = itertools.count(1)
         self._places = asyncio.Semaphore(environments_max)
-        self.tool_places = asyncio.Semaphore(self._processes_max)
+        self.tool_slots = asyncio.Semaphore(self._processes_max)
         """Held while a tool computes, so that a call waits for any process to be free."""
         self._open = 0
         self._lost = 0

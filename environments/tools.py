@@ -131,16 +131,16 @@ class Tools:
         Raises:
             ProcessDied: this call may have killed it, or too many processes died.
         """
-        places = self._pool.tool_places
+        slots = self._pool.tool_slots
         for losses_left in reversed(range(LOSSES_MAX)):
-            await places.acquire()
+            await slots.acquire()
             try:
                 process = self._pool.tool_home()
             except (OSError, RunClosed):
-                places.release()
+                slots.release()
                 raise
             try:
-                reply = await process.ask(call, timeout_s, when_free=places.release)
+                reply = await process.ask(call, timeout_s, when_free=slots.release)
             except ProcessDied as death:
                 if death.suspects or not losses_left:
                     raise

@@ -46,7 +46,7 @@ AWAITING_GRACE_S = 5.0
 times out such calls, so this applies only if its event loop is blocked, and the call that blocks
 it should time out first."""
 
-LAST_WORDS_S = 1.0
+OUTPUT_DRAIN_S = 1.0
 """How long to read the output of a process that has ended; its children may keep the pipe open."""
 
 
@@ -63,7 +63,7 @@ class ProcessDied(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _PendingCall:
     """A call from request to reply."""
 
     call_id: int
@@ -82,15 +82,15 @@ class WorkerProcess:
     def __init__(self, started: StartedWorker) -> None:
         """Take over a process that was just started."""
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[_Pending] = deque()
-        self._computing: _Pending | None = None
+        self._waiting: deque[_PendingCall] = deque()
+        self._computing: _PendingCall | None = None
         """The call that the process runs now; waiting calls are sent after it."""
-        self._sent: dict[int, _Pending] = {}
+        self._sent: dict[int, _PendingCall] = {}
         """Calls without a reply, by id: the computing one and the awaiting ones."""
-        self._said = OutputTail()
+        self._output = OutputTail()
         self.environments = 0
         """Number of open environments, maintained by their owners."""
-        self.how_it_died: str | None = None
+        self.exit_reason: str | None = None
         self._is_closing = False
         self._is_ready = False
         self._ended = asyncio.Event()
@@ -106,7 +106,7 @@ class WorkerProcess:
     @property
     def is_dead(self) -> bool:
         """Whether the process has ended."""
-        return self.how_it_died is not None
+        return self.exit_reason is not None
 
     @property
     def queued(self) -> int:
@@ -132,24 +132,26 @@ class WorkerProcess:
             TypeError, ValueError: the call can't be encoded.
         """
         try:
-            if self.how_it_died is not None:
+            if self.exit_reason is not None:
                 raise self._died(suspects=0)
             frame = calls.frame(call)
         except BaseException:
             if when_free is not None:
                 when_free()
             raise
-        pending = _Pending(call.call_id, frame, timeout_s, self._loop.create_future(), when_free)
+        pending = _PendingCall(
+            call.call_id, frame, timeout_s, self._loop.create_future(), when_free
+        )
         self._waiting.append(pending)
         self._send_next()
         return await pending.reply
 
     def _died(self, *, suspects: int, was_late: bool = False) -> ProcessDied:
         if self._started.was_lost:
-            return ProcessDied(self.how_it_died or "", suspects=0)
+            return ProcessDied(self.exit_reason or "", suspects=0)
         # A process that never became ready would fail again, so this call must not be retried.
         suspects = suspects if self._is_ready or self._is_closing else 1
-        return ProcessDied(self.how_it_died or "", suspects=suspects, was_late=was_late)
+        return ProcessDied(self.exit_reason or "", suspects=suspects, was_late=was_late)
 
     def _send_next(self) -> None:
         if not self._is_ready or self._is_closing:
@@ -161,10 +163,10 @@ class WorkerProcess:
                 continue
             assert self._transport is not None
             self._transport.write(pending.frame)
-            pending.timer = self._loop.call_later(pending.timeout_s, self._late, pending)
+            pending.timer = self._loop.call_later(pending.timeout_s, self._timed_out, pending)
             self._computing = self._sent[pending.call_id] = pending
 
-    def _late(self, pending: _Pending) -> None:
+    def _timed_out(self, pending: _PendingCall) -> None:
         how = f"killed, for it gave no answer in {pending.timeout_s:g} s"
         self._end(how, late=pending)
 
@@ -195,7 +197,7 @@ class WorkerProcess:
             self._send_next()
         if isinstance(reply, calls.CallAwaiting):
             late_s = 2 * pending.timeout_s + AWAITING_GRACE_S
-            pending.timer = self._loop.call_later(late_s, self._late, pending)
+            pending.timer = self._loop.call_later(late_s, self._timed_out, pending)
             return
         del self._sent[reply.call_id]
         if not pending.reply.done():
@@ -206,12 +208,12 @@ class WorkerProcess:
         if why is not None or self._is_closing or self.is_dead:
             self._end(why)
         else:
-            task = self._loop.create_task(self._end_with_its_last_words())
+            task = self._loop.create_task(self._end_after_output())
             self._tasks.add(task)
 
-    async def _end_with_its_last_words(self) -> None:
+    async def _end_after_output(self) -> None:
         listening = [task for task in self._tasks if task is not asyncio.current_task()]
-        await asyncio.wait(listening, timeout=LAST_WORDS_S)
+        await asyncio.wait(listening, timeout=OUTPUT_DRAIN_S)
         self._end(None)
 
     async def _listen(self) -> None:
@@ -222,7 +224,7 @@ class WorkerProcess:
         )
         try:
             while data := await reader.read(65536):
-                self._said.add(data)
+                self._output.add(data)
         finally:
             transport.close()
 
@@ -235,20 +237,20 @@ class WorkerProcess:
     def _never_ready(self) -> None:
         self._end(f"killed, for it was not ready in {self._started.start_timeout_s:.0f} s")
 
-    def _end(self, how: str | None, *, late: _Pending | None = None) -> None:
-        if self.how_it_died is not None:
+    def _end(self, how: str | None, *, late: _PendingCall | None = None) -> None:
+        if self.exit_reason is not None:
             return
         self._starting.cancel()
         ended = self._started.kill()
         if self._transport is not None:
             self._transport.abort()
-        self.how_it_died = how or ended
-        if lines := self._said.lines():
-            self.how_it_died += "; it had printed:\n  " + "\n  ".join(lines)
-        self._tell_all(late)
+        self.exit_reason = how or ended
+        if lines := self._output.lines():
+            self.exit_reason += "; it had printed:\n  " + "\n  ".join(lines)
+        self._fail_all(late)
         self._ended.set()
 
-    def _tell_all(self, late: _Pending | None) -> None:
+    def _fail_all(self, late: _PendingCall | None) -> None:
         """Fail all calls, with how the process ended and how many calls may have caused it."""
         # A late or computing call is the cause; without one, any awaiting call may be.
         guilty = late or self._computing
@@ -314,7 +316,7 @@ class _Wire(asyncio.Protocol):
         self._process.lost(None)
 
 
-def _free(pending: _Pending) -> None:
+def _free(pending: _PendingCall) -> None:
     when_free, pending.when_free = pending.when_free, None
     if when_free is not None:
         when_free()

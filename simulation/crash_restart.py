@@ -22,7 +22,7 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.episodes.episode import Episode
-from tidegate.orchestrator.journal.reading import Snapshot
+from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.discarded_rows import discarded_rows
@@ -62,7 +62,7 @@ class SimulatedStore:
         self._chance = chance
         self._records: list[tuple[int, bytes]] = []
         """(log sequence number, record) of each record after the snapshot."""
-        self._snapshot: Snapshot | None = None
+        self._snapshot: JournalSnapshot | None = None
         self._appended = self._committed = 0
         self._on_committed: Callable[[int], None] | None = None
         self._commit: asyncio.TimerHandle | None = None
@@ -85,7 +85,7 @@ class SimulatedStore:
         """Replace the records up to ``lsn`` with a snapshot, at once."""
         assert lsn == self._appended
         self._committed = lsn
-        self._snapshot = Snapshot(lsn, snapshot)
+        self._snapshot = JournalSnapshot(lsn, snapshot)
         self._records.clear()
         self.bytes_since_snapshot = 0
 
@@ -100,7 +100,7 @@ class SimulatedStore:
         """Iterate over the records after the snapshot."""
         return iter(list(self._records))
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> JournalSnapshot | None:
         """Return the newest snapshot, or None if none was made."""
         return self._snapshot
 

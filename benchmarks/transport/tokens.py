@@ -88,7 +88,7 @@ class Subject:
 
     def take(self, frames: list[tuple[bytes, bytes]]) -> None:
         """Process frames as the scheduler does."""
-        for item in self._fleet.hear(frames, self._loop.time()):
+        for item in self._fleet.receive(frames, self._loop.time()):
             match item:
                 case ev.StepArrived():
                     self._core.handle(item)

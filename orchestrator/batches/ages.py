@@ -42,9 +42,9 @@ class PublishTimes:
     def version_at(self, times_s: "Array") -> "Array":
         """Return the trainer's version at each of these times."""
         known_s, versions = self._known
-        places = np.searchsorted(known_s, times_s, side="right") - 1
-        at: Array = versions[np.maximum(places, 0)]
-        return at
+        indices = np.searchsorted(known_s, times_s, side="right") - 1
+        versions_then: Array = versions[np.maximum(indices, 0)]
+        return versions_then
 
 
 @dataclass(slots=True)

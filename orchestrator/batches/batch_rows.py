@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.batches.batches import Batch, PackedBatch, Shard
+from tidegate.orchestrator.batches.batches import Batch, BatchShard, PackedBatch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED
 from tidegate.policies.sharding import split_rows
 
@@ -45,7 +45,7 @@ class BatchFacts:
     number: int
     trainer_version: int
     tasks: tuple[object, ...]
-    shard: Shard | None = None
+    shard: BatchShard | None = None
 
 
 def shards(batch: Batch, world_size: int) -> list[Batch]:
@@ -54,7 +54,7 @@ def shards(batch: Batch, world_size: int) -> list[Batch]:
     parts = split_rows(batch.group_ids.tolist(), lengths, ranks=world_size)
     totals = len(lengths), batch.sampled_tokens
     return [
-        replace(rows_of(batch, part), shard=Shard(rank, world_size, *totals, tuple(part)))
+        replace(rows_of(batch, part), shard=BatchShard(rank, world_size, *totals, tuple(part)))
         for rank, part in enumerate(parts)
     ]
 
@@ -64,8 +64,8 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
     columns = batch_columns(batch)
     chosen = torch.tensor(list(rows), dtype=torch.int64)
     bounds = batch.packed.cu_seqlens.tolist()
-    places = [torch.arange(bounds[row], bounds[row + 1]) for row in rows]
-    tokens = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+    token_indices = [torch.arange(bounds[row], bounds[row + 1]) for row in rows]
+    tokens = torch.cat(token_indices) if token_indices else torch.empty(0, dtype=torch.int64)
     picked = {
         name: column[chosen if name in ROW_COLUMNS else tokens] for name, column in columns.items()
     }

@@ -52,7 +52,7 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class BatchShard:
     """The part of a batch that a data-parallel rank has."""
 
     rank: int
@@ -101,7 +101,7 @@ class Batch:
     """[R, T] float32: rewards of single turns, each at its turn's last token; None without any."""
     number: int = 0
     """Number of the batch in its run, from 1; the same on all ranks. 0 outside a run."""
-    shard: Shard | None = None
+    shard: BatchShard | None = None
     """This rank's part of the batch; None if it is the whole batch."""
 
     @property
@@ -191,16 +191,16 @@ def _advantages(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> torch.T
 
 def _turn_rewards(rollouts: Sequence[Rollout], shape: tuple[int, ...]) -> torch.Tensor | None:
     rewarded = [
-        (place, turn.start + turn.length - 1, turn.reward)
-        for place, rollout in enumerate(rollouts)
+        (row, turn.start + turn.length - 1, turn.reward)
+        for row, rollout in enumerate(rollouts)
         for turn in rollout.turns
         if turn.reward is not None and turn.length
     ]
     if not rewarded:
         return None
     out = torch.zeros(shape, dtype=torch.float32)
-    for place, last, reward in rewarded:
-        out[place, last] = reward
+    for row, last, reward in rewarded:
+        out[row, last] = reward
     return out
 
 

@@ -28,7 +28,7 @@ from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, words_of
 from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
 from tidegate.orchestrator.episodes.model_files import ModelFiles
-from tidegate.orchestrator.episodes.tool_calls import Reply, parse_reply
+from tidegate.orchestrator.episodes.tool_calls import ParsedReply, parse_reply
 from tidegate.transport.media import Media
 from tidegate.transport.sampling import Processor
 
@@ -115,7 +115,7 @@ class _Said(Generic[Row]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place(Generic[Row]):
+class _Continuation(Generic[Row]):
     """Where messages continue or begin a row; nothing is appended yet."""
 
     said: _Said[Row] | None
@@ -178,7 +178,7 @@ class Conversation(Generic[Row]):
         def work() -> None:
             plain = plain_messages(messages)
             prompt = known.rendered[_digest(plain, tools)] = self._template.render(plain, tools)
-            text = self._place_of(plain, keys(plain), tools, prompt, known).text
+            text = self._continuation_of(plain, keys(plain), tools, prompt, known).text
             known.tokens[text] = self._model.encode(text)
 
         await in_thread(work)
@@ -256,7 +256,7 @@ class Conversation(Generic[Row]):
         self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, known: Known
     ) -> Row:
         digests = keys(messages)
-        place = self._place_of(messages, digests, tools, prompt, known)
+        place = self._continuation_of(messages, digests, tools, prompt, known)
         self._seen.update(digests)
         ids = known.tokens.get(place.text)
         if ids is None:
@@ -265,14 +265,14 @@ class Conversation(Generic[Row]):
             return self._go_on(place.said, ids, place.media)
         return self._begin(ids, place.why, place.media)
 
-    def _place_of(
+    def _continuation_of(
         self,
         messages: list[dict[str, Any]],
         digests: list[bytes],
         tools: Tools | None,
         prompt: str,
         known: Known,
-    ) -> _Place[Row]:
+    ) -> _Continuation[Row]:
         why = self._why_anew(digests)
         for place in range(len(messages) - 2, -1, -1):
             said = self._said.get(digests[place])
@@ -280,13 +280,13 @@ class Conversation(Generic[Row]):
                 continue
             added = self._added(said, messages, place + 1, tools, prompt, known)
             if added is not None:
-                return _Place(said, added, media_of(messages[place + 1 :]), "")
+                return _Continuation(said, added, media_of(messages[place + 1 :]), "")
             why = (
                 "template_rewrote: the chat template, or other tools, show what was before "
                 f"message {place + 1} otherwise than the model saw and said it"
             )
             break
-        return _Place(None, prompt, media_of(messages), why)
+        return _Continuation(None, prompt, media_of(messages), why)
 
     def _go_on(self, said: _Said[Row], added: list[int], media: list[Media]) -> Row:
         row = said.row
@@ -399,7 +399,7 @@ def tool_names(tools: object) -> list[str]:
     return names
 
 
-def _message(reply: Reply, turn_name: str) -> dict[str, Any]:
+def _message(reply: ParsedReply, turn_name: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:
         message["tool_calls"] = [

@@ -46,22 +46,22 @@ from tidegate.transport.messages import SamplingParams, SubmitTurn, encode
 class EpisodeBackend(Protocol):
     """Methods of :class:`EpisodeRunner` that an episode calls."""
 
-    def ask(
+    def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Awaitable[Turn]:
-        """Ask for a new turn now; awaits its end. ``media`` are new in the rollout's context."""
+        """Request a new turn now; the result is its end. ``media`` are new in the context."""
 
     def rejoin(self, rollout: Rollout) -> Awaitable[Turn]:
         """Await the end of the turn that was running when the run was resumed."""
 
     def give_up_turn(self, rollout: Rollout) -> None:
-        """Cancel the turn of ``ask`` or ``rejoin``."""
+        """Cancel the turn of ``generate`` or ``rejoin``."""
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end.
 
-        ``tokens``: how much of the context the episode had repeated. Does nothing to a discarded
-        rollout.
+        ``tokens``: length of the context that the episode had replayed. Does nothing to a
+        discarded rollout.
         """
 
     def is_over_budget(self, rollout: Rollout) -> bool:
@@ -73,8 +73,8 @@ class EpisodeBackend(Protocol):
     def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         """Count the time within as a named activity of the episode."""
 
-    def score(self, rollout: Rollout, asked: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
-        """Have engines score given tokens for this rollout's episode."""
+    def score(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
+        """Have engines score the queries' tokens for this rollout's episode."""
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Make another row for this row's episode, with an empty context."""
@@ -87,21 +87,21 @@ SMALL_CONTEXT_TOKENS = 64 * 1024
 class ScoringClient(Protocol):
     """A scorer that can be called from any event loop, such as a :class:`~tidegate.Scorer`."""
 
-    async def score_queries(self, asked: Sequence[ScoreQuery]) -> list[Score]:
+    async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         """Return one score per sequence."""
 
 
 class ScoringEpisode:
     """Scoring methods of an :class:`Episode`; they fail once the episode is over."""
 
-    __slots__ = ("_asking", "_generating", "_is_over", "_rollout")
+    __slots__ = ("_backend", "_is_over", "_pending_scores", "_rollout")
 
-    def __init__(self, rollout: Rollout, generating: EpisodeBackend) -> None:
+    def __init__(self, rollout: Rollout, backend: EpisodeBackend) -> None:
         self._rollout = rollout
-        self._generating = generating
+        self._backend = backend
         self._is_over = False
-        self._asking: tuple[asyncio.Future[list[Score]], ...] = ()
-        """Scoring calls that are not answered yet."""
+        self._pending_scores: tuple[asyncio.Future[list[Score]], ...] = ()
+        """Scoring calls without an answer."""
 
     async def score(
         self,
@@ -127,44 +127,44 @@ class ScoringEpisode:
             ScoreRefused: no engine can ever answer, e.g. a sequence is too long.
             EngineLost: several engines were lost with the same sequence, or the scorer's last one.
         """
-        asked = logprob_queries(sequences, start, top_logprobs, temperature)
-        return cast("list[TokenScores]", await self._ask(asked, by))
+        queries = logprob_queries(sequences, start, top_logprobs, temperature)
+        return cast("list[TokenScores]", await self._score(queries, by))
 
     async def reward(
         self, sequences: Sequence[Any], *, by: ScoringClient | None = None
     ) -> list[Readout]:
         """Return a classification head's outputs for each sequence; otherwise as :meth:`score`."""
-        return cast("list[Readout]", await self._ask(reward_queries(sequences), by))
+        return cast("list[Readout]", await self._score(reward_queries(sequences), by))
 
-    async def _ask(self, asked: Sequence[ScoreQuery], by: ScoringClient | None) -> list[Score]:
+    async def _score(self, queries: Sequence[ScoreQuery], by: ScoringClient | None) -> list[Score]:
         self._refuse_if_over()
-        coming: Awaitable[list[Score]]
+        answer: Awaitable[list[Score]]
         if by is None:
-            coming = self._generating.score(self._rollout, asked)
+            answer = self._backend.score(self._rollout, queries)
         else:
-            coming = by.score_queries(asked)
-        asking = asyncio.ensure_future(coming)
-        self._asking += (asking,)
+            answer = by.score_queries(queries)
+        scores = asyncio.ensure_future(answer)
+        self._pending_scores += (scores,)
         try:
-            with self._generating.doing(self._rollout, SCORE):
-                return await asking
+            with self._backend.doing(self._rollout, SCORE):
+                return await scores
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_over and task is not None and not task.cancelling():
                 self._refuse_if_over()
             raise
         finally:
-            asking.cancel()
-            self._asking = tuple(other for other in self._asking if other is not asking)
+            scores.cancel()
+            self._pending_scores = tuple(p for p in self._pending_scores if p is not scores)
 
-    def _take_scores_back(self) -> None:
+    def _cancel_scores(self) -> None:
         """Cancel scoring calls that background tasks of the episode still await."""
-        for asking in self._asking:
-            asking.cancel()
+        for scores in self._pending_scores:
+            scores.cancel()
 
     def _refuse_if_over(self) -> None:
         if self._is_over:
-            raise RunClosed("the episode has returned; its context is settled")
+            raise RunClosed("the episode has returned, so its context can't change any more")
 
 
 BITS_64 = (1 << 64) - 1
@@ -173,9 +173,9 @@ BITS_64 = (1 << 64) - 1
 def turn_seed(run_seed: int, rollout: Rollout, turn: int) -> int:
     """Return a 63-bit sampling seed for a turn, by splitmix64's finaliser.
 
-    It depends on the run's seed, the group, the place in the group and the turn, so it is the same
-    in every run with these tasks. Each part has its own odd factor (fractions of the golden ratio,
-    sqrt 2 and sqrt 3), so that small numbers do not collide.
+    The seed depends on the run's seed, the group, the index in the group and the turn, so it is the
+    same in every run with these tasks. Each part has its own odd factor (fractions of the golden
+    ratio, sqrt 2 and sqrt 3), so that small numbers do not collide.
     """
     x = run_seed + rollout.group_id * 0x9E3779B97F4A7C15
     x += rollout.index * 0x6A09E667F3BCC909 + turn * 0xBB67AE8584CAA73B
@@ -190,7 +190,7 @@ def mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-async def within(timeout_s: float, coming: Awaitable[Turn], rollout: Rollout) -> Turn:
+async def with_timeout(timeout_s: float, answer: Awaitable[Turn], rollout: Rollout) -> Turn:
     """Await the turn of ``rollout`` for at most ``timeout_s``.
 
     Raises:
@@ -199,14 +199,14 @@ async def within(timeout_s: float, coming: Awaitable[Turn], rollout: Rollout) ->
     clock = asyncio.timeout(timeout_s)
     try:
         async with clock:
-            return await coming
+            return await answer
     except TimeoutError:
         if not clock.expired():
             raise
         raise TurnTimeout(timeout_s=timeout_s, tokens=rollout.turns[-1].length) from None
 
 
-NOT_REPEATABLE = ("cancelled", "refused")
+NOT_REPLAYABLE = ("cancelled", "refused")
 """Finish reasons of turns that can't be replayed, because their episode got an exception."""
 
 
@@ -225,11 +225,11 @@ class ReplayCursor:
         """Whether all turns are replayed, so that the next one is new."""
         return self.turns >= len(self._rollout.turns)
 
-    def follows(self, given: "array[int]") -> bool:
-        """Whether these tokens were appended here before, so that the context has them already."""
-        end = self.tokens + len(given)
+    def follows(self, appended: "array[int]") -> bool:
+        """Whether the recorded context continues with these tokens; if so, skip them."""
+        end = self.tokens + len(appended)
         next_turn = self._rollout.turns[self.turns]
-        if end > next_turn.start or self._rollout.token_ids[self.tokens : end] != given:
+        if end > next_turn.start or self._rollout.token_ids[self.tokens : end] != appended:
             return False
         self.tokens = end
         return True
@@ -240,14 +240,14 @@ class ReplayCursor:
         return self._rollout.turns[self.turns].sampling.seed
 
     def next_turn(self, sampling: SamplingParams, media: tuple[Media, ...] = ()) -> Turn | None:
-        """Return the next turn to replay, if the episode asks for the same; None if it diverges."""
+        """Return the next turn to replay, if the episode requests the same; None if it diverges."""
         turn = self._rollout.turns[self.turns]
         is_same = self.tokens == turn.start and sampling == turn.sampling and media == turn.media
-        if not is_same or turn.finish_reason in NOT_REPEATABLE:
+        if not is_same or turn.finish_reason in NOT_REPLAYABLE:
             return None
         return turn
 
-    def lived_through(self, turn: Turn) -> None:
+    def advance(self, turn: Turn) -> None:
         """Note that a turn was replayed to its end."""
         self.turns += 1
         self.tokens = turn.start + turn.length
@@ -256,8 +256,8 @@ class ReplayCursor:
 def too_long(tokens: int) -> TurnRefused:
     """Return the error for a context that fits no message to an engine."""
     return TurnRefused(
-        f"a context of {tokens} tokens; one may have {CONTEXT_TOKENS_MAX}, for a message to an "
-        f"engine holds no more. Shorten the prompt, or what is appended to it"
+        f"a context has at most {CONTEXT_TOKENS_MAX} tokens, because one message to an engine "
+        f"holds it, got {tokens}; shorten the prompt, or what is appended to it"
     )
 
 
@@ -306,12 +306,12 @@ class Episode(ScoringEpisode):
         "__weakref__",
         "_conversation",
         "_defaults",
-        "_given_media",
         "_is_generating",
         "_is_reserved",
         "_model",
-        "_past",
-        "_past_branches",
+        "_new_media",
+        "_replay",
+        "_replay_branches",
         "_salt",
         "_turns",
         "branches",
@@ -321,26 +321,26 @@ class Episode(ScoringEpisode):
         self,
         rollout: Rollout,
         model: ModelFiles,
-        generating: EpisodeBackend,
+        backend: EpisodeBackend,
         defaults: SamplingSettings,
         *,
         parent: "Episode | None" = None,
     ) -> None:
         """``parent``: for a branch, the episode that it was forked from."""
-        super().__init__(rollout, generating)
+        super().__init__(rollout, backend)
         self._salt: int = 0 if parent is None else mixed(parent._salt + len(parent.branches) + 1)
-        """Separates a branch's random seeds from others'; made of its place, equal in every run."""
+        """Separates a branch's sampling seeds from those of other rows; the same in every run."""
         self.branches: list[Episode] = []
         """Branches forked from this episode, in order."""
         self._turns: list[GeneratedTurn] = []
         self._conversation: Conversation[Episode] | None = None
-        self._given_media: tuple[Media, ...] = ()
+        self._new_media: tuple[Media, ...] = ()
         """Media appended since the last turn."""
         self._model = model
         self._defaults = defaults
-        self._past = ReplayCursor(rollout) if rollout.turns else None
+        self._replay = ReplayCursor(rollout) if rollout.turns else None
         """After a resume: replay of earlier turns, until all have been replayed; else None."""
-        self._past_branches = rollout.branches
+        self._replay_branches = rollout.branches
         """After a resume: branches not forked again yet."""
         self._is_generating = False
         self._is_reserved = False
@@ -348,13 +348,13 @@ class Episode(ScoringEpisode):
     @property
     def token_ids(self) -> list[int]:
         """Copy of the context's token ids so far."""
-        past, token_ids = self._past, self._rollout.token_ids
-        return (token_ids[: past.tokens] if past else token_ids).tolist()
+        replay, token_ids = self._replay, self._rollout.token_ids
+        return (token_ids[: replay.tokens] if replay else token_ids).tolist()
 
     @property
     def num_tokens(self) -> int:
         """Length of the context so far, in tokens."""
-        return self._past.tokens if self._past else len(self._rollout.token_ids)
+        return self._replay.tokens if self._replay else len(self._rollout.token_ids)
 
     @property
     def turns(self) -> tuple[GeneratedTurn, ...]:
@@ -364,8 +364,8 @@ class Episode(ScoringEpisode):
     @property
     def media(self) -> list[Media]:
         """Media of the context, in order."""
-        turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns
-        return [*(each for turn in turns for each in turn.media), *self._given_media]
+        turns = self._rollout.turns[: self._replay.turns] if self._replay else self._rollout.turns
+        return [*(each for turn in turns for each in turn.media), *self._new_media]
 
     @property
     def is_idle(self) -> bool:
@@ -422,7 +422,7 @@ class Episode(ScoringEpisode):
 
     @property
     def index(self) -> int:
-        """Place of this rollout in its group, 0 <= index < group_size."""
+        """Index of this rollout in its group, 0 <= index < group_size."""
         return self._rollout.index
 
     @property
@@ -443,24 +443,24 @@ class Episode(ScoringEpisode):
         self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
-        given = self._model.given.of(content)
-        if self.num_tokens + len(given) > CONTEXT_TOKENS_MAX:
-            raise too_long(self.num_tokens + len(given))
+        appended = self._model.given.of(content)
+        if self.num_tokens + len(appended) > CONTEXT_TOKENS_MAX:
+            raise too_long(self.num_tokens + len(appended))
         if media:
-            self._give_media(media)
-        if self._past is not None:
-            if self._past.follows(given):
+            self._add_media(media)
+        if self._replay is not None:
+            if self._replay.follows(appended):
                 return
-            self._forget_the_past()
-        self._rollout.extend(given)
+            self._stop_replay()
+        self._rollout.extend(appended)
 
-    def _give_media(self, media: Sequence[Media]) -> None:
+    def _add_media(self, media: Sequence[Media]) -> None:
         at = self.num_tokens
-        given = tuple(
+        appended = tuple(
             [msgspec.structs.replace(each, token_offset=each.token_offset or at) for each in media]
         )
-        refuse_too_much([*self.media, *given])
-        self._given_media += given
+        refuse_too_much([*self.media, *appended])
+        self._new_media += appended
 
     def fork(self) -> "Episode":
         """Return a branch, which has a copy of this context and continues on its own.
@@ -480,12 +480,12 @@ class Episode(ScoringEpisode):
     ) -> "Episode":
         """Return a branch with another context than this one's; ``reason`` is recorded."""
         self._refuse_if_over()
-        if self._past_branches:
-            row, *later = self._past_branches
-            self._past_branches = tuple(later)
+        if self._replay_branches:
+            row, *later = self._replay_branches
+            self._replay_branches = tuple(later)
         else:
-            row = self._generating.fork(self._rollout, reason)
-        branch = Episode(row, self._model, self._generating, self._defaults, parent=self)
+            row = self._backend.fork(self._rollout, reason)
+        branch = Episode(row, self._model, self._backend, self._defaults, parent=self)
         self.branches.append(branch)
         branch.append(context, media=media)
         return branch
@@ -499,8 +499,8 @@ class Episode(ScoringEpisode):
         ``generate`` parks by itself.
         """
         self._refuse_if_over()
-        if self._past is None and self._rollout.group_id >= 0:
-            await self._generating.park(self._rollout)
+        if self._replay is None and self._rollout.group_id >= 0:
+            await self._backend.park(self._rollout)
 
     def doing(self, name: str) -> AbstractContextManager[None]:
         """Count the time within as a named activity, and show it on the trace.
@@ -508,11 +508,11 @@ class Episode(ScoringEpisode):
         ``with episode.doing("reward"): …`` has no other effect. Environments, tools called from the
         episode's own coroutine, and scoring count their time by themselves.
         """
-        return self._generating.doing(self._rollout, name)
+        return self._backend.doing(self._rollout, name)
 
     def turn_so_far(self) -> GeneratedTurn | None:
         """Return the last turn with its tokens so far, running or ended; None before the first."""
-        turns = self._rollout.turns[: self._past.turns] if self._past else self._rollout.turns
+        turns = self._rollout.turns[: self._replay.turns] if self._replay else self._rollout.turns
         return GeneratedTurn(turns[-1], self._model.tokenizer) if turns else None
 
     async def generate(
@@ -574,12 +574,12 @@ class Episode(ScoringEpisode):
         sampling = self._completed(sampling, options)
         self._is_generating = True
         try:  # inline: a nested coroutine would be stepped with each of the turn's steps
-            if self._generating.is_over_budget(self._rollout):
+            if self._backend.is_over_budget(self._rollout):
                 await self.park()
             try:
-                turn = await self._asked(sampling, timeout_s)
+                turn = await self._start_turn(sampling, timeout_s)
             except (asyncio.CancelledError, TurnTimeout):
-                self._generating.give_up_turn(self._rollout)
+                self._backend.give_up_turn(self._rollout)
                 raise
         finally:
             self._is_generating = False
@@ -591,7 +591,7 @@ class Episode(ScoringEpisode):
         self._is_reserved = False
         if self._is_generating:
             raise RuntimeError("an episode takes one turn at a time; await the first generate()")
-        if not (self._rollout.filed_token_ids if self._past is None else self._past.tokens):
+        if not (self._rollout.filed_token_ids if self._replay is None else self._replay.tokens):
             raise RuntimeError("the context is empty; append a prompt first")
 
     def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
@@ -602,14 +602,14 @@ class Episode(ScoringEpisode):
             sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
         return sampling
 
-    def _asked(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
-        media, self._given_media = self._given_media, ()  # now they belong to the turn
-        coming: Awaitable[Turn]
-        if self._past is not None:
-            coming = self._turn_again(self._past, sampling, media)
+    def _start_turn(self, sampling: SamplingParams, timeout_s: float | None) -> Awaitable[Turn]:
+        media, self._new_media = self._new_media, ()  # the turn has them now
+        answer: Awaitable[Turn]
+        if self._replay is not None:
+            answer = self._replay_turn(self._replay, sampling, media)
         else:
-            coming = self._generating.ask(self._rollout, sampling, media)
-        return coming if timeout_s is None else within(timeout_s, coming, self._rollout)
+            answer = self._backend.generate(self._rollout, sampling, media)
+        return answer if timeout_s is None else with_timeout(timeout_s, answer, self._rollout)
 
     def end(self) -> None:
         """Close the context: background tasks of a returned episode can't change it any more.
@@ -620,27 +620,27 @@ class Episode(ScoringEpisode):
             return
         for branch in self.branches:
             branch.end()
-        for unforked in self._past_branches:
+        for unforked in self._replay_branches:
             for row in unforked.rows:
-                self._generating.cut(row, turns=0, tokens=0)
-        if self._past is not None:
-            self._forget_the_past()
+                self._backend.cut(row, turns=0, tokens=0)
+        if self._replay is not None:
+            self._stop_replay()
         self._is_over = True
-        if self._asking:
-            self._take_scores_back()
+        if self._pending_scores:
+            self._cancel_scores()
 
     def turn_rewards(self) -> list[TurnsRewarded]:
         """Return the rewards of single turns, of this row and its branches."""
-        given: list[TurnsRewarded] = []
+        events: list[TurnsRewarded] = []
         rewards: list[tuple[int, float]] = []
         for turn in self._turns:
             if turn.given_reward is not None:
                 rewards.append((turn.number, turn.given_reward))
         if rewards:
-            given.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
+            events.append(TurnsRewarded(self._rollout.rollout_id, tuple(rewards)))
         for branch in self.branches:
-            given += branch.turn_rewards()
-        return given
+            events += branch.turn_rewards()
+        return events
 
     def _next_seed(self) -> int:
         """Return the sampling seed of the next turn.
@@ -648,36 +648,36 @@ class Episode(ScoringEpisode):
         A turn that is replayed after a resume keeps the seed it had, because a split may have given
         its group another number, from which the seed would be derived.
         """
-        if self._past is not None:
-            return self._past.next_seed
+        if self._replay is not None:
+            return self._replay.next_seed
         rollout = self._rollout
         return turn_seed(self._defaults.seed + self._salt, rollout, len(rollout.turns))
 
-    async def _turn_again(
-        self, past: ReplayCursor, sampling: SamplingParams, media: tuple[Media, ...]
+    async def _replay_turn(
+        self, replay: ReplayCursor, sampling: SamplingParams, media: tuple[Media, ...]
     ) -> Turn:
-        """Replay the next turn, or ask for a new one if the episode has diverged."""
-        turn = past.next_turn(sampling, media)
+        """Replay the next turn, or request a new turn if the episode has diverged."""
+        turn = replay.next_turn(sampling, media)
         if turn is None:
-            self._forget_the_past()
-            return await self._generating.ask(self._rollout, sampling, media)
+            self._stop_replay()
+            return await self._backend.generate(self._rollout, sampling, media)
         if turn.finish_reason is None:
-            turn = await self._generating.rejoin(self._rollout)
-        past.lived_through(turn)
-        if past.is_over:
-            self._past = None
+            turn = await self._backend.rejoin(self._rollout)
+        replay.advance(turn)
+        if replay.is_over:
+            self._replay = None
         return turn
 
-    def _forget_the_past(self) -> None:
+    def _stop_replay(self) -> None:
         """Stop replaying: discard the turns that the episode has not repeated.
 
         The cut removes every token after the last repeated turn. Tokens that the episode has
         appended again since that turn are put back, as if it had just appended them.
         """
-        past, self._past = self._past, None
-        if past is None:
+        replay, self._replay = self._replay, None
+        if replay is None:
             return
         rollout = self._rollout
-        repeated = rollout.token_ids[: past.tokens]
-        self._generating.cut(rollout, turns=past.turns, tokens=past.tokens)
+        repeated = rollout.token_ids[: replay.tokens]
+        self._backend.cut(rollout, turns=replay.turns, tokens=replay.tokens)
         rollout.extend(repeated[rollout.sampled_end :])

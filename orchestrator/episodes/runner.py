@@ -33,11 +33,11 @@ from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSetti
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
-GRACE_S = 5.0
-"""Time that a cancelled task has to clean up. One that runs on swallows ``CancelledError``: nothing
-can stop it."""
+CANCEL_GRACE_S = 5.0
+"""Time that a cancelled task has to clean up. A task that runs longer swallows ``CancelledError``,
+and nothing can stop it."""
 
-LOOK_AGAIN_S = 1.0
+SUSPENDED_CHECK_INTERVAL_S = 1.0
 """Interval of the timer while all clocks are stopped, when nothing is due."""
 
 Task = TypeVar("Task", bound="asyncio.Task[Any]")
@@ -52,27 +52,27 @@ class Deadlines(Generic[Task]):
         self._give_up = give_up
         self._due_s: dict[Task, float] = {}
         """Deadline of each task on the loop's clock, earliest first."""
-        self._is_in_order = True
+        self._is_sorted = True
         """Whether the deadlines are sorted; they are not after a held task was released."""
         self._held: dict[Task, float] = {}
         """Tasks whose clock is stopped, with the seconds that they have left."""
         self._cancelled: dict[Task, float] = {}
         """Cancelled tasks with the time at which each is given up, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
-        self._stood_still_at_s: float | None = None
+        self._suspended_at_s: float | None = None
         """Since when all clocks are stopped; None while they run."""
 
     def suspend(self, now_s: float) -> None:
         """Stop all clocks. Tasks that were cancelled already keep their deadline."""
-        if self._stood_still_at_s is None:
-            self._stood_still_at_s = now_s
+        if self._suspended_at_s is None:
+            self._suspended_at_s = now_s
 
     def resume(self, now_s: float) -> None:
         """Start all clocks again, with as much time left as before. Harmless if repeated."""
-        if self._stood_still_at_s is None:
+        if self._suspended_at_s is None:
             return
-        late_s = now_s - self._stood_still_at_s
-        self._stood_still_at_s = None
+        late_s = now_s - self._suspended_at_s
+        self._suspended_at_s = None
         self._due_s = {task: due_s + late_s for task, due_s in self._due_s.items()}
 
     def begin(self, task: Task) -> None:
@@ -94,20 +94,20 @@ class Deadlines(Generic[Task]):
         if self._due_s.pop(task, None) is not None:
             self._held[task] = left_s
 
-    def let_go(self, task: Task) -> None:
+    def release(self, task: Task) -> None:
         """Start a held task's clock again. Harmless if it isn't held."""
         left_s = self._held.pop(task, None)
         if left_s is not None:
             loop = task.get_loop()
             due_s = self._due_s[task] = self._now_s(loop) + left_s
-            self._is_in_order = False  # thousands may be released together: sort once
+            self._is_sorted = False  # thousands may be released together: sort once
             self._call_by(due_s, loop)
 
-    def cut_short(self, task: Task) -> None:
+    def cancel_now(self, task: Task) -> None:
         """Cancel this task now. Does nothing if its time is up."""
         if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             loop = task.get_loop()
-            self._cancelled[task] = loop.time() + GRACE_S
+            self._cancelled[task] = loop.time() + CANCEL_GRACE_S
             task.cancel()
             self._set_timer(loop)
 
@@ -124,9 +124,9 @@ class Deadlines(Generic[Task]):
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         now_s = loop.time()
-        self._put_in_order()
+        self._sort()
         for task in _take_due(self._due_s, self._now_s(loop)):
-            self._cancelled[task] = now_s + GRACE_S
+            self._cancelled[task] = now_s + CANCEL_GRACE_S
             task.cancel()
         for task in _take_due(self._cancelled, now_s):
             self._give_up(task)
@@ -134,7 +134,7 @@ class Deadlines(Generic[Task]):
 
     def _now_s(self, loop: asyncio.AbstractEventLoop) -> float:
         """Return the time on the clock that stops when all tasks' clocks do."""
-        return loop.time() if self._stood_still_at_s is None else self._stood_still_at_s
+        return loop.time() if self._suspended_at_s is None else self._suspended_at_s
 
     def _call_by(self, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:
@@ -143,13 +143,13 @@ class Deadlines(Generic[Task]):
             self._timer.cancel()
         self._timer = loop.call_at(due_s, self._expire, loop)
 
-    def _put_in_order(self) -> None:
-        if not self._is_in_order:
+    def _sort(self) -> None:
+        if not self._is_sorted:
             self._due_s = dict(sorted(self._due_s.items(), key=lambda item: item[1]))
-            self._is_in_order = True
+            self._is_sorted = True
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._put_in_order()
+        self._sort()
         if self._timer is not None:
             self._timer.cancel()
         firsts = [
@@ -158,8 +158,8 @@ class Deadlines(Generic[Task]):
         self._timer = None
         if firsts:
             first_s = min(firsts)
-            if self._stood_still_at_s is not None:
-                first_s = max(first_s, loop.time() + LOOK_AGAIN_S)
+            if self._suspended_at_s is not None:
+                first_s = max(first_s, loop.time() + SUSPENDED_CHECK_INTERVAL_S)
             self._timer = loop.call_at(first_s, self._expire, loop)
 
 
@@ -181,7 +181,7 @@ EPISODE_FAILURES_MAX = 100
 """Failed episodes in a row, without one success, that end the run: the code is wrong, not a task. A
 lower limit would let one bad batch of tasks end it."""
 
-EPISODE_IS_OVER = "the episode has returned; its rollout can't go on"
+EPISODE_IS_OVER = "the episode has returned, so its rollout can't continue"
 
 ENDED_REMEMBERED = 256
 """Ended episodes checked for references: enough to tell keeping all from keeping a few."""
@@ -193,7 +193,7 @@ log = logging.getLogger("tidegate")
 class EpisodeLeakTracker:
     """Objects that should be gone once their episode is over; the run's watchdog checks them."""
 
-    stubborn: set[int] = field(default_factory=set)
+    uncancelled: set[int] = field(default_factory=set)
     """Rollouts that were given up while their episode still runs after being cancelled."""
     ended: deque[weakref.ref[Episode]] = field(
         default_factory=lambda: deque(maxlen=ENDED_REMEMBERED)
@@ -228,7 +228,7 @@ def _reward(value: object) -> float | BaseException:
 
 
 class EpisodeRunner:
-    """Runs the episodes of one run on its event loop, and serves what they ask for."""
+    """Runs the episodes of one run on its event loop, and serves their requests."""
 
     def __init__(
         self,
@@ -243,11 +243,11 @@ class EpisodeRunner:
         parking: Parking,
         score: Callable[[Sequence[ScoreQuery]], Awaitable[list[Score]]],
         context_tokens_max: Callable[[], int] = lambda: 0,
-        diary: EpisodeTracer | None = None,
+        tracer: EpisodeTracer | None = None,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
-        one failed episode too many; ``on_over`` gets rollouts that ask for no more turns, maybe
-        twice; ``score`` asks engines; ``diary`` logs what episodes spend their time on.
+        one failed episode too many; ``on_over`` gets rollouts that request no more turns, maybe
+        twice; ``score`` queries engines; ``tracer`` logs how episodes spend their time.
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
@@ -262,14 +262,14 @@ class EpisodeRunner:
         self._score = score
         self._context_tokens_max = context_tokens_max
         self.activities = Activities(self.loop.time)
-        self._diary = diary
-        self._failures_in_a_row = 0
-        self._going: dict[int, EpisodeTask] = {}
+        self._tracer = tracer
+        self._consecutive_failures = 0
+        self._tasks: dict[int, EpisodeTask] = {}
         """Tasks of running episodes, by rollout id."""
         self._is_ending = False
-        self.left = EpisodeLeakTracker()
-        self._forked: Rollout | None = None
-        self._broken: EpisodeError | None = None
+        self.leaks = EpisodeLeakTracker()
+        self._new_row: Rollout | None = None
+        self._failure: EpisodeError | None = None
         """Error that every further episode fails with, after too many failures."""
 
     def suspend_deadlines(self, is_halted: bool) -> None:
@@ -280,26 +280,26 @@ class EpisodeRunner:
     def begin(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
         """Start one episode."""
         if not self._is_ending:
-            self._going[rollout.rollout_id] = EpisodeTask(self, rollout, task, function)
+            self._tasks[rollout.rollout_id] = EpisodeTask(self, rollout, task, function)
 
     def stop(self, rollout: Rollout) -> None:
         """Cancel the episode of a discarded rollout, and ignore its result."""
-        task = self._going.get(rollout.rollout_id)
+        task = self._tasks.get(rollout.rollout_id)
         if task is not None:
-            self.left.stubborn.add(rollout.rollout_id)  # until it has ended
-            self._deadlines.cut_short(task)
+            self.leaks.uncancelled.add(rollout.rollout_id)  # until it has ended
+            self._deadlines.cancel_now(task)
         self._on_over(rollout)
 
     async def end(self) -> None:
         """Cancel every episode, and return once all have ended; no further one begins."""
         self._is_ending = True
-        tasks = list(self._going.values())
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         while unfinished := [task for task in tasks if not task.done()]:
             with contextlib.suppress(asyncio.CancelledError):  # if cancelled, still wait for them
                 await asyncio.wait(unfinished)
-        self._going.clear()  # a task that is cancelled before its first step runs no code of ours
+        self._tasks.clear()  # a task that is cancelled before its first step runs no code of ours
 
     async def play(self, task: EpisodeTask, given: object, function: EpisodeFunction) -> None:
         """Run one episode to its end."""
@@ -314,23 +314,23 @@ class EpisodeRunner:
             self._end(task, value, None)
 
     def _open(self, task: EpisodeTask) -> Episode:
-        """What a task's function talks to; from now on its time runs.
+        """Make the task's episode and start its deadline.
 
         Raises:
             CancelledError: the rollout was stopped already.
             EpisodeError: too many episodes have failed.
         """
         rollout = task.rollout
-        if rollout.rollout_id in self.left.stubborn:
+        if rollout.rollout_id in self.leaks.uncancelled:
             raise asyncio.CancelledError
-        if self._broken is not None:
-            raise self._broken
+        if self._failure is not None:
+            raise self._failure
         episode = Episode(rollout, self._model, self, self._defaults)
         self._deadlines.begin(task)
         if self._budget_s is not None:
             self._give_budget(task, self._budget_s)
-        if self._diary is not None:
-            self._diary.begins(rollout)
+        if self._tracer is not None:
+            self._tracer.began(rollout)
         return episode
 
     def _end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
@@ -341,30 +341,30 @@ class EpisodeRunner:
             self._on_error(failure)
 
     def _ended(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
-        rollout, stubborn = task.rollout, self.left.stubborn
+        rollout, uncancelled = task.rollout, self.leaks.uncancelled
         number = rollout.rollout_id
         try:
-            event = self._said(task, value, error)
+            event = self._end_event(task, value, error)
             rollout.ended_s = self.loop.time()
             # Ignored if it was cancelled because its rollout was discarded, or the run ends.
-            if event is not None and not (number in stubborn or self._is_ending):
+            if event is not None and not (number in uncancelled or self._is_ending):
                 assert task.episode is not None
                 for rewarded in task.episode.turn_rewards():
                     self._handle(rewarded)
                 self._handle(event)
         finally:
-            if self._diary is not None:
-                self._diary.ends(rollout, "failed" if error is not None else "returned")
-            stubborn.discard(number)
-            del self._going[number]
+            if self._tracer is not None:
+                self._tracer.ended(rollout, "failed" if error is not None else "returned")
+            uncancelled.discard(number)
+            del self._tasks[number]
             self._on_over(rollout)
 
-    def _said(
+    def _end_event(
         self, task: EpisodeTask, value: object, error: BaseException | None
     ) -> ev.Event | None:
         """Return the event of a task's end; None if its episode never began."""
         episode = task.episode
-        if episode is None:  # it never began
+        if episode is None:  # the task never began
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
             return None
@@ -373,7 +373,7 @@ class EpisodeRunner:
         if isinstance(reward, float):
             self._deadlines.end(task)
             event = ev.EpisodeReturned(task.rollout.rollout_id, reward)
-            self._failures_in_a_row = 0
+            self._consecutive_failures = 0
         elif is_interrupt(reward):
             raise reward
         else:
@@ -387,51 +387,54 @@ class EpisodeRunner:
         was_too_long = self._deadlines.end(task)
         reason = "episode_error"
         if isinstance(error, asyncio.CancelledError) and was_too_long:
-            reason, late = "episode_timeout", TimeoutError("it took too long")
+            reason, late = "episode_timeout", TimeoutError("the episode exceeded its timeout")
             late.__cause__, error = error, late
-        if not (rollout.rollout_id in self.left.stubborn or self._is_ending):
+        if not (rollout.rollout_id in self.leaks.uncancelled or self._is_ending):
             self._count_failure(rollout, error)
         return ev.EpisodeFailed(rollout.rollout_id, reason)
 
     def _settle(self, rollout: Rollout, episode: Episode) -> None:
         episode.end()
-        self.left.ended.append(weakref.ref(episode))
+        self.leaks.ended.append(weakref.ref(episode))
         # The rollout has dropped rows without tokens; the episode still has them.
         for row in episode.rows if episode.branches else (rollout,):
-            left = self._waiting.turns.pop(row.rollout_id, None)
-            if left is not None:
-                fail(left, RunClosed(EPISODE_IS_OVER))
+            turn = self._waiting.turns.pop(row.rollout_id, None)
+            if turn is not None:
+                fail(turn, RunClosed(EPISODE_IS_OVER))
 
     def _give_up(self, task: EpisodeTask) -> None:
         """Settle a rollout whose episode still runs after it was cancelled at its deadline."""
         rollout, episode = task.rollout, task.episode
         assert episode is not None, "its time has begun with it"
         self._settle(rollout, episode)
-        if rollout.rollout_id in self.left.stubborn:
+        if rollout.rollout_id in self.leaks.uncancelled:
             return  # it was stopped: the core has settled it
-        self.left.stubborn.add(rollout.rollout_id)
+        self.leaks.uncancelled.add(rollout.rollout_id)
         try:
-            self._count_failure(rollout, TimeoutError("it took too long, and won't be cancelled"))
+            self._count_failure(
+                rollout,
+                TimeoutError("the episode exceeded its timeout and did not end after its cancel"),
+            )
         except EpisodeError as error:
-            self._broken = error
+            self._failure = error
         self._handle(ev.EpisodeFailed(rollout.rollout_id, "episode_timeout"))
 
     def _count_failure(self, rollout: Rollout, error: BaseException) -> None:
-        self._failures_in_a_row += 1
-        story = "".join(traceback.format_exception(error))
-        log.warning("rollout=%d discarded, its episode failed:\n%s", rollout.rollout_id, story)
-        if self._failures_in_a_row >= EPISODE_FAILURES_MAX:
+        self._consecutive_failures += 1
+        stack = "".join(traceback.format_exception(error))
+        log.warning("rollout=%d discarded, its episode failed:\n%s", rollout.rollout_id, stack)
+        if self._consecutive_failures >= EPISODE_FAILURES_MAX:
             raise EpisodeError(
-                f"the episode failed {self._failures_in_a_row} times in a row without one "
+                f"the episode failed {self._consecutive_failures} times in a row without one "
                 f"success; the last time with {type(error).__name__}: {error}"
             ) from error
 
-    # ------------------------------------------------------------ what episodes ask for
+    # ------------------------------------------------------------ requests of episodes
 
-    def ask(
+    def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> "asyncio.Future[Turn]":
-        """Ask for a new turn; the future is done when it has ended. ``media`` are new in the
+        """Request a new turn; the future is done when the turn has ended. ``media`` are new in the
         context.
 
         Raises:
@@ -447,15 +450,15 @@ class EpisodeRunner:
         """Await the turn that this rollout has on some engine."""
         future: asyncio.Future[Turn] = self.loop.create_future()
         self._waiting.turns[rollout.rollout_id] = future
-        if self._diary is not None:
-            self._diary.asks(rollout, future)
+        if self._tracer is not None:
+            self._tracer.turn_started(rollout, future)
         return future
 
     def is_over_budget(self, rollout: Rollout) -> bool:
         """Whether the episode has used its budget, since it began or was last parked."""
         if self._budget_s is None:
             return False
-        task = self._going.get(rollout.root.rollout_id)
+        task = self._tasks.get(rollout.root.rollout_id)
         return task is not None and self._deadlines.left_s(task) <= task.parks_at_left_s
 
     async def park(self, rollout: Rollout) -> None:
@@ -465,20 +468,20 @@ class EpisodeRunner:
         """
         self._refuse_if_given_up(rollout)
         number = rollout.root.rollout_id
-        task = self._going[number]
-        if self._diary is not None:
-            self._diary.parks(rollout)
+        task = self._tasks[number]
+        if self._tracer is not None:
+            self._tracer.parked(rollout)
         if self._parking.is_of_use:
             self._deadlines.hold(task)
         try:
             await self._parking.wait(number)
         finally:
             if number not in self._parking.rows:
-                self._deadlines.let_go(task)
+                self._deadlines.release(task)
             if self._budget_s is not None:
                 self._give_budget(task, self._budget_s)
-        if self._diary is not None:
-            self._diary.goes_on(rollout)
+        if self._tracer is not None:
+            self._tracer.unparked(rollout)
 
     def _give_budget(self, task: EpisodeTask, budget_s: float) -> None:
         task.parks_at_left_s = self._deadlines.left_s(task) - budget_s
@@ -487,36 +490,38 @@ class EpisodeRunner:
     def doing(self, rollout: Rollout, name: str) -> Iterator[None]:
         """Count the time within as a named activity of the episode."""
         name = self.activities.begin(name)
-        if self._diary is not None:
-            self._diary.does(rollout, name)
+        if self._tracer is not None:
+            self._tracer.activity_began(rollout, name)
         try:
             yield
         finally:
             self.activities.end(name)
-            if self._diary is not None:
-                self._diary.did(rollout, name)
+            if self._tracer is not None:
+                self._tracer.activity_ended(rollout, name)
 
-    def score(self, rollout: Rollout, asked: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
-        """Have the run's engines score given tokens."""
+    def score(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
+        """Have the run's engines score the queries' tokens."""
         self._refuse_if_given_up(rollout)
-        return self._score(asked)
+        return self._score(queries)
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
         """Make another row for this row's episode, with an empty context."""
         self._refuse_if_given_up(rollout)
         self._handle(ev.RolloutForked(rollout.rollout_id, reason))
-        if self._forked is None:
+        if self._new_row is None:
             raise RunClosed(EPISODE_IS_OVER)
-        row, self._forked = self._forked, None
+        row, self._new_row = self._new_row, None
         return row
 
     def forked(self, row: Rollout) -> None:
         """Take the row that the core has made for :meth:`fork`."""
-        self._forked = row
+        self._new_row = row
 
     def _refuse_if_given_up(self, rollout: Rollout) -> None:
-        if rollout.root.rollout_id in self.left.stubborn:
-            raise RunClosed("this rollout was given up; its episode was cancelled, and must end")
+        if rollout.root.rollout_id in self.leaks.uncancelled:
+            raise RunClosed(
+                "this rollout was discarded and its episode cancelled; let CancelledError end it"
+            )
 
     def give_up_turn(self, rollout: Rollout) -> None:
         """Cancel this rollout's turn."""
@@ -525,6 +530,6 @@ class EpisodeRunner:
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """Keep ``turns`` turns of the rollout, and its context up to the last kept turn's end."""
-        if rollout.root.rollout_id in self.left.stubborn:
+        if rollout.root.rollout_id in self.leaks.uncancelled:
             return  # it is settled
         self._handle(ev.RolloutCut(rollout.rollout_id, turns, tokens, "went_another_way"))

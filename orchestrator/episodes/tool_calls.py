@@ -52,22 +52,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """Text and tool calls of a turn."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def parse_reply(text: str, tools: Collection[str]) -> Reply:
+def parse_reply(text: str, tools: Collection[str]) -> ParsedReply:
     """Split a turn's text into content and calls; ``tools`` are the names of the offered tools."""
     if not tools:
-        return Reply(text)
+        return ParsedReply(text)
     read = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
-    return read or Reply(text)
+    return read or ParsedReply(text)
 
 
-def settled_words(text: str, tools: Collection[str], stops: Collection[str] = ()) -> str:
+def settled_text(text: str, tools: Collection[str], stops: Collection[str] = ()) -> str:
     """Return the text of a running turn that is certain to begin its content, whatever follows.
 
     It ends where a call, or one of the strings that end the turn, may begin.
@@ -90,31 +90,31 @@ def _may_begin(mark: str, text: str) -> int:
     return len(text) - next((n for n in lengths if text.endswith(mark[:n])), 0)
 
 
-def _hermes(text: str) -> Reply | None:
+def _hermes(text: str) -> ParsedReply | None:
     blocks = _HERMES.findall(text)
     calls = [_call(_json(block), "arguments") for block in blocks]
     read = tuple(call for call in calls if call is not None)
     if not read or len(read) < len(blocks):
         return None
-    return Reply(_HERMES.sub("", text).strip(), read)
+    return ParsedReply(_HERMES.sub("", text).strip(), read)
 
 
-def _llama(text: str, tools: Collection[str]) -> Reply | None:
+def _llama(text: str, tools: Collection[str]) -> ParsedReply | None:
     """Any JSON may be an answer, so it is a call only if it names an offered tool."""
     said = text.strip().removeprefix(PYTHON_TAG).strip()
     if not said.startswith("{"):
         return None
     call = _call(_json(said), "parameters")
-    return Reply("", (call,)) if call is not None and call.name in tools else None
+    return ParsedReply("", (call,)) if call is not None and call.name in tools else None
 
 
-def _deepseek(text: str) -> Reply | None:
+def _deepseek(text: str) -> ParsedReply | None:
     pairs = [p for block in _DEEPSEEK_CALLS.findall(text) for p in _DEEPSEEK_CALL.findall(block)]
     calls = [_deepseek_call(before.strip(), after) for before, after in pairs]
     read = tuple(call for call in calls if call is not None)
     if not read or len(read) < len(pairs):
         return None
-    return Reply(_DEEPSEEK_CALLS.sub("", text).strip(), read)
+    return ParsedReply(_DEEPSEEK_CALLS.sub("", text).strip(), read)
 
 
 def _deepseek_call(before: str, after: str) -> ToolCall | None:
@@ -124,7 +124,7 @@ def _deepseek_call(before: str, after: str) -> ToolCall | None:
     return _call({"name": name, "arguments": _json(arguments)}, "arguments")
 
 
-def _mistral(text: str, tools: Collection[str]) -> Reply | None:
+def _mistral(text: str, tools: Collection[str]) -> ParsedReply | None:
     """Without the mark, a list is an answer unless it names offered tools only."""
     content, mark, said = text.rpartition(MISTRAL_MARK)
     values = _json(said.strip())
@@ -133,7 +133,7 @@ def _mistral(text: str, tools: Collection[str]) -> Reply | None:
     read = tuple(call for value in values if (call := _call(value, "arguments")) is not None)
     if len(read) < len(values) or not (mark or all(call.name in tools for call in read)):
         return None
-    return Reply(content.strip(), read)
+    return ParsedReply(content.strip(), read)
 
 
 def _call(value: object, arguments_key: str) -> ToolCall | None:

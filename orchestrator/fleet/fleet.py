@@ -59,7 +59,7 @@ class EngineRequirements:
 def objection(
     peer: bytes,
     hello: Hello,
-    demands: EngineRequirements,
+    requirements: EngineRequirements,
     engines: Mapping[str, Engine],
     newest_version: int,
 ) -> str | None:
@@ -68,14 +68,14 @@ def objection(
     ``newest_version``: newest version that this run has published.
     """
     return (
-        _of_its_name(peer, hello, engines)
-        or _of_what_it_can(hello, demands)
-        or _of_its_blocks(hello, demands, engines)
-        or _of_its_weights(hello, demands, engines, newest_version)
+        _name_objection(peer, hello, engines)
+        or _capability_objection(hello, requirements)
+        or _block_size_objection(hello, requirements, engines)
+        or _weights_objection(hello, requirements, engines, newest_version)
     )
 
 
-def _of_its_name(peer: bytes, hello: Hello, engines: Mapping[str, Engine]) -> str | None:
+def _name_objection(peer: bytes, hello: Hello, engines: Mapping[str, Engine]) -> str | None:
     if hello.protocol != PROTOCOL:
         return (
             f"engine {hello.engine!r} speaks protocol {hello.protocol}, this run {PROTOCOL}; "
@@ -92,51 +92,54 @@ def _of_its_name(peer: bytes, hello: Hello, engines: Mapping[str, Engine]) -> st
     return None
 
 
-def _of_what_it_can(hello: Hello, demands: EngineRequirements) -> str | None:
+def _capability_objection(hello: Hello, requirements: EngineRequirements) -> str | None:
     if hello.max_running_turns < 1:
         return f"max_running_turns must be >= 1, got {hello.max_running_turns}"
-    if demands.is_deterministic and not hello.is_deterministic:
+    if requirements.is_deterministic and not hello.is_deterministic:
         return (
-            f"engine {hello.engine!r} gives a turn other bits in other batches, and this run "
-            f"is deterministic; start the engine with --deterministic"
+            f"engine {hello.engine!r} is not deterministic, but this run is; start the engine with "
+            f"--deterministic"
         )
-    if hello.quantization != demands.quantization:
+    if hello.quantization != requirements.quantization:
         return (
-            f"engine {hello.engine!r} rounds weights to {hello.quantization or 'nothing'!r}, "
-            f"and this run's are to be rounded to {demands.quantization or 'nothing'!r}; start "
-            f"both with the same quantization"
+            f"engine {hello.engine!r} has quantization {hello.quantization or 'none'!r}, but this "
+            f"run {requirements.quantization or 'none'!r}; start both with the same quantization"
         )
-    if demands.kv_policy is not None and demands.kv_policy not in hello.kv_policies:
+    if requirements.kv_policy is not None and requirements.kv_policy not in hello.kv_policies:
         can = ", ".join(map(repr, hello.kv_policies)) or "nothing"
         return (
-            f"engine {hello.engine!r} ({hello.model_code or hello.architecture}) can't do "
-            f"kv_policy={demands.kv_policy!r} and be right about whose weights sampled what; it "
-            f"can do {can}: set that"
+            f"engine {hello.engine!r} ({hello.model_code or hello.architecture}) does not support "
+            f"kv_policy={requirements.kv_policy!r} with correct provenance; it supports {can}: "
+            f"set one of these"
         )
     return None
 
 
-def _of_its_blocks(
-    hello: Hello, demands: EngineRequirements, engines: Mapping[str, Engine]
+def _block_size_objection(
+    hello: Hello, requirements: EngineRequirements, engines: Mapping[str, Engine]
 ) -> str | None:
     """Require one block size, because deterministic engines sum attention block by block."""
-    for other in engines.values() if demands.is_deterministic else ():
-        its = other.hello.block_tokens
-        if other.hello.engine != hello.engine and its != hello.block_tokens:
+    for other in engines.values() if requirements.is_deterministic else ():
+        other_block_tokens = other.hello.block_tokens
+        if other.hello.engine != hello.engine and other_block_tokens != hello.block_tokens:
             return (
                 f"engine {hello.engine!r} has KV blocks of {hello.block_tokens} tokens, "
-                f"{other.hello.engine!r} of {its}, and the bits of a deterministic engine depend "
-                f"on them; start all with the same --block-tokens"
+                f"{other.hello.engine!r} of {other_block_tokens}, but the exact results of a "
+                f"deterministic engine depend on the block size; start all engines with the same "
+                f"--block-tokens"
             )
     return None
 
 
-def _of_its_weights(
-    hello: Hello, demands: EngineRequirements, engines: Mapping[str, Engine], newest_version: int
+def _weights_objection(
+    hello: Hello,
+    requirements: EngineRequirements,
+    engines: Mapping[str, Engine],
+    newest_version: int,
 ) -> str | None:
-    if demands.weight_channel not in (None, *hello.weight_channels):
+    if requirements.weight_channel not in (None, *hello.weight_channels):
         return (
-            f"engine {hello.engine!r} has no weight channel {demands.weight_channel!r}, and "
+            f"engine {hello.engine!r} has no weight channel {requirements.weight_channel!r}, and "
             f"could never serve what this run publishes; it has "
             f"{', '.join(hello.weight_channels) or 'none'}: set weight_channel to one of these"
         )
@@ -187,7 +190,7 @@ class DueAck:
     seq: int
 
 
-Heard = list[Event | EngineReply]
+Received = list[Event | EngineReply]
 """Meaning of a batch of frames, in order."""
 
 
@@ -207,7 +210,7 @@ class Fleet:
         """An ``is_deterministic`` one takes only engines that are, and only such as round weights
         to ``quantization``; with a ``kv_policy`` or ``weight_channel``, only those that have it."""
         self._settings = settings
-        self._demands = EngineRequirements(
+        self._requirements = EngineRequirements(
             is_deterministic, quantization, kv_policy, weight_channel
         )
         self._send = send
@@ -239,8 +242,8 @@ class Fleet:
         """Longest context that any engine so far reads; 0 before the first has joined."""
         self._have_fine_tokens = False
         """Whether all token ids and log-probs of the steps being handled are in range."""
-        self._answers = RateLimiter(replies_max=ANSWERS_PER_S_MAX, interval_s=1.0)
-        self._hellos = RateLimiter(replies_max=HELLOS_PER_S_MAX, interval_s=1.0)
+        self._reply_limiter = RateLimiter(replies_max=ANSWERS_PER_S_MAX, interval_s=1.0)
+        self._hello_limiter = RateLimiter(replies_max=HELLOS_PER_S_MAX, interval_s=1.0)
 
     def resume(self, streams: Mapping[str, tuple[int, int]], away: list[str], now_s: float) -> None:
         """Expect the engines of a crashed process, which reconnect and replay their steps."""
@@ -248,7 +251,7 @@ class Fleet:
         self._expected = dict.fromkeys(away, now_s + self._settings.engine_timeout_s)
 
     def take_acks(self) -> list[DueAck]:
-        """Return the acknowledgements to send once everything heard so far is committed."""
+        """Return the acknowledgements to send once everything received so far is committed."""
         acks, self._acks = self._acks, {}
         return list(acks.values())
 
@@ -273,9 +276,9 @@ class Fleet:
     def tick(self, now_s: float) -> list[Event]:
         """Send heartbeats, and remove engines that were silent for too long."""
         events: list[Event] = []
-        deaf_s = self._deaf_s(now_s)
+        blocked_s = self._blocked_s(now_s)
         for name, engine in list(self.engines.items()):
-            engine.heard_s += deaf_s
+            engine.heard_s += blocked_s
             silent_s = now_s - engine.heard_s
             if silent_s > self._settings.engine_timeout_s:
                 engine.may_return = True
@@ -290,8 +293,8 @@ class Fleet:
             events.append(EngineLeft(name, is_crash=False))  # its host may have died with the run's
         return events
 
-    def _deaf_s(self, now_s: float) -> float:
-        """Return how long user code has blocked this loop, which is no engine's silence."""
+    def _blocked_s(self, now_s: float) -> float:
+        """Return for how long user code blocked this loop, which must not count as silence."""
         due_s = self._next_tick_s if self._next_tick_s is not None else now_s
         self._next_tick_s = now_s + self._settings.heartbeat_interval_s
         return max(0.0, now_s - due_s)
@@ -301,15 +304,15 @@ class Fleet:
         engine = self.engines.pop(name, None)
         if engine is None:
             return []
-        _remember(self._given_up, name, engine)
-        _remember(self.departed, name, cut(why))
+        _keep_newest(self._given_up, name, engine)
+        _keep_newest(self.departed, name, cut(why))
         return [EngineLeft(name, is_crash)]
 
     # ------------------------------------------------------------ incoming
 
-    def hear(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Heard:
+    def receive(self, frames: list[tuple[bytes, bytes]], now_s: float) -> Received:
         """Decode frames of engines. A bad frame is counted, answered and dropped, alone."""
-        heard: Heard = []
+        received: Received = []
         messages = [_decoded(frame) for _, frame in frames]
         steps = [message for message in messages if type(message) is Step]
         self._have_fine_tokens = are_tokens_fine(steps, self._vocab_size_min)
@@ -318,24 +321,26 @@ class Fleet:
                 self._complain(peer, message, now_s)
                 continue
             try:
-                self._hear_one(peer, message, now_s, heard)
+                self._receive_one(peer, message, now_s, received)
             except BadFrame as error:
                 self._complain(peer, error, now_s)
-        return heard
+        return received
 
     def _complain(self, peer: bytes, error: BadFrame, now_s: float) -> None:
         self.malformed_frames += 1
-        self._answer(peer, MessageRejected(message=cut(str(error))), now_s)
+        self._reply_to(peer, MessageRejected(message=cut(str(error))), now_s)
 
-    def _answer(self, peer: bytes, message: Message, now_s: float) -> None:
-        if self._answers.has(peer, now_s):
+    def _reply_to(self, peer: bytes, message: Message, now_s: float) -> None:
+        if self._reply_limiter.has(peer, now_s):
             self._send(peer, message)
 
-    def _hear_one(self, peer: bytes, message: FromEngine, now_s: float, heard: Heard) -> None:
+    def _receive_one(
+        self, peer: bytes, message: FromEngine, now_s: float, received: Received
+    ) -> None:
         if type(message) is Hello:
-            if not self._hellos.has(peer, now_s):
+            if not self._hello_limiter.has(peer, now_s):
                 raise BadFrame(f"more than {HELLOS_PER_S_MAX} hellos a second; wait")
-            self._welcome(peer, message, now_s, heard)
+            self._welcome(peer, message, now_s, received)
             return
         name = _name(peer)
         engine = self.engines.get(name)
@@ -344,35 +349,37 @@ class Fleet:
             if gone is not None and gone.may_return:  # it or the network hung; it is back
                 raise BadFrame(f"{name!r} {self.departed[name]} and was given up; say hello again")
             if name in self.departed:  # its turns went elsewhere: it must end
-                self._answer(peer, HelloRejected(message=f"given up: {self.departed[name]}"), now_s)
+                self._reply_to(
+                    peer, HelloRejected(message=f"given up: {self.departed[name]}"), now_s
+                )
                 return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
         engine.heard_s = now_s
         match message:
             case Step():
-                self._hear_step(name, engine, message, heard)
+                self._receive_step(name, engine, message, received)
             case EngineHeartbeat():
                 engine.running_turns = message.running_turns
                 engine.waiting_turns = message.waiting_turns
                 engine.out_of_memory_steps = message.out_of_memory_steps
             case TurnFailed(turn=turn, message=why):
-                heard.append(TurnRejected(name, turn, cut(why)))
+                received.append(TurnRejected(name, turn, cut(why)))
             case Goodbye(reason=reason, has_failed=has_failed):
-                heard += self.lose(name, reason, is_crash=has_failed)
-            case MessageRejected() if not self._answers.has(peer, now_s):
+                received += self.lose(name, reason, is_crash=has_failed)
+            case MessageRejected() if not self._reply_limiter.has(peer, now_s):
                 self.malformed_frames += 1  # above the rate limit: counted, not logged
             case _:
                 if isinstance(message, WeightsLive):
-                    self._hear_live(engine, message)
-                heard.append(EngineReply(name, message))
+                    self._receive_live(engine, message)
+                received.append(EngineReply(name, message))
 
-    def _hear_live(self, engine: Engine, live: WeightsLive) -> None:
+    def _receive_live(self, engine: Engine, live: WeightsLive) -> None:
         version = live.version
         if version > self.newest_version:
             raise BadFrame(f"weights v{version} are live, but v{self.newest_version} is the newest")
         engine.count_swap(live)
 
-    def _hear_step(self, name: str, engine: Engine, step: Step, heard: Heard) -> None:
+    def _receive_step(self, name: str, engine: Engine, step: Step, received: Received) -> None:
         try:  # a bad step doesn't count as received
             event = step_arrived(name, step, engine.hello.epoch)
             check_step(
@@ -392,7 +399,7 @@ class Fleet:
             for prefill in event.prefills:
                 self.context_tokens += prefill.spans[-1].end
                 self.cached_context_tokens += prefill.cached_tokens
-            heard.append(event)
+            received.append(event)
         elif verdict is StepAcceptance.GAP:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
         if (seq := engine.window.acknowledgement()) is not None:
@@ -400,10 +407,10 @@ class Fleet:
 
     # ------------------------------------------------------------ handshake
 
-    def _welcome(self, peer: bytes, hello: Hello, now_s: float, heard: Heard) -> None:
-        if why := objection(peer, hello, self._demands, self.engines, self.newest_version):
-            _remember(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
-            self._answer(peer, HelloRejected(message=cut(why)), now_s)
+    def _welcome(self, peer: bytes, hello: Hello, now_s: float, received: Received) -> None:
+        if why := objection(peer, hello, self._requirements, self.engines, self.newest_version):
+            _keep_newest(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
+            self._reply_to(peer, HelloRejected(message=cut(why)), now_s)
             return
         held = _handles(hello)
         if hello.vocab_size < self._vocab_size_min:
@@ -411,7 +418,7 @@ class Fleet:
         self.context_tokens_max = max(self.context_tokens_max, hello.context_tokens_max)
         known = self.engines.get(hello.engine)
         if known is not None and known.hello.epoch != hello.epoch:
-            heard += self.lose(hello.engine, "came back as a new process")
+            received += self.lose(hello.engine, "came back as a new process")
         before = known or self._given_up.get(hello.engine)
         if before is not None and before.hello.epoch == hello.epoch:
             window = before.window  # it has reconnected: its stream continues
@@ -436,10 +443,10 @@ class Fleet:
             replay_until=hello.next_seq,
             media=tuple(hello.media),
         )
-        heard.append(joined)
+        received.append(joined)
 
     def _window(self, hello: Hello) -> ReceiveWindow:
-        """Make the receive window of an engine process that this process has not heard before."""
+        """Make the receive window of an engine process that is new to this process."""
         epoch, next_seq = self._streams.get(hello.engine, (hello.epoch, 0))
         if epoch != hello.epoch:
             next_seq = 0
@@ -464,11 +471,11 @@ def _decoded(frame: bytes) -> FromEngine | BadFrame:
         return error
 
 
-def _remember(memory: dict[str, T], name: str, what: T) -> None:
-    memory.pop(name, None)
-    memory[name] = what
-    if len(memory) > REMEMBERED_MAX:
-        del memory[next(iter(memory))]
+def _keep_newest(records: dict[str, T], name: str, what: T) -> None:
+    records.pop(name, None)
+    records[name] = what
+    if len(records) > REMEMBERED_MAX:
+        del records[next(iter(records))]
 
 
 def _name(peer: bytes) -> str:

@@ -21,16 +21,16 @@ class Heartbeats:
         on_silent: Callable[[str], None],
         *,
         interval_s: float,
-        patience_s: float,
+        join_timeout_s: float,
     ) -> None:
         """``handle`` feeds events to the core; ``on_silent`` gets the names of engines that were
-        given up; ``patience_s``: how long a run without any engine waits for one."""
+        given up; ``join_timeout_s``: how long a run without any engine waits for one."""
         self._fleet = fleet
         self._handle = handle
         self._on_silent = on_silent
         self._interval_s = interval_s
-        self._patience_s = patience_s
-        self._alone_since_s: float | None = None
+        self._join_timeout_s = join_timeout_s
+        self._no_engine_since_s: float | None = None
 
     async def run(self) -> None:
         """Run until cancelled.
@@ -45,15 +45,15 @@ class Heartbeats:
             for event in silent:
                 if isinstance(event, ev.EngineLeft):
                     self._on_silent(event.engine)
-            self._refuse_to_be_alone(loop.time())
+            self._check_engines_left(loop.time())
             await asyncio.sleep(self._interval_s)
 
-    def _refuse_to_be_alone(self, now_s: float) -> None:
+    def _check_engines_left(self, now_s: float) -> None:
         if self._fleet.engines:
-            self._alone_since_s = None
-        elif self._alone_since_s is None:
-            self._alone_since_s = now_s
-        elif now_s - self._alone_since_s > self._patience_s:
-            stories = "; ".join(f"{name}: {why}" for name, why in self._fleet.departed.items())
-            why = f"none has come since ({stories or 'none ever joined'})"
+            self._no_engine_since_s = None
+        elif self._no_engine_since_s is None:
+            self._no_engine_since_s = now_s
+        elif now_s - self._no_engine_since_s > self._join_timeout_s:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self._fleet.departed.items())
+            why = f"none has come since ({reasons or 'none ever joined'})"
             raise EngineLost(f"no engine is left, and {why}")

@@ -74,7 +74,7 @@ class EngineProcess:
         """Whether the process is alive."""
         return self._process.poll() is None
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """Return why the process ended: its exit status, and the end of its log."""
         status = self._process.poll()
         how = (
@@ -168,7 +168,7 @@ class LocalEngines:
 
     def _ended(self, name: str) -> None:
         process = self._processes.pop(name)
-        why = process.epitaph()
+        why = process.exit_reason()
         process.join()
         if self.may_restart and self._restarts[name] < RESTARTS_MAX:
             delay_s = RESTART_DELAY_FIRST_S * 4 ** self._restarts[name]

@@ -14,7 +14,7 @@ from tidegate.errors import JournalCorrupt, JournalExists, JournalFailed, Journa
 from tidegate.orchestrator.journal.lock import FileLock
 from tidegate.orchestrator.journal.reading import (
     SQLITE_PROBLEMS,
-    Snapshot,
+    JournalSnapshot,
     as_journal_errors,
     check,
     is_unused,
@@ -48,7 +48,7 @@ class JournalFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = b""
-        self.snapshot: Snapshot | None = None
+        self.snapshot: JournalSnapshot | None = None
         self.last_lsn = 0
         """Lsn of the newest committed record; 0 before the first."""
         self._files = (path, path.with_name(path.name + "-wal"))
@@ -158,7 +158,7 @@ class JournalFile:
 
     # ------------------------------------------------------------------------- writing
 
-    def commit(self, records: Sequence[bytes], snapshot: Snapshot | None) -> None:
+    def commit(self, records: Sequence[bytes], snapshot: JournalSnapshot | None) -> None:
         """Add records and, if there is one, replace all records that a snapshot covers by it.
 
         On return they are on the disk. If this raises, they may be there or not, but never in part;
@@ -198,7 +198,7 @@ class JournalFile:
         )
         self._unmerged_bytes += len(body) + PAGE_BYTES  # a commit writes whole pages
 
-    def _compact(self, snapshot: Snapshot) -> None:
+    def _compact(self, snapshot: JournalSnapshot) -> None:
         """Replace records by a snapshot. A row that the snapshot covers only in part stays; reading
         skips its covered records."""
         execute = self._connection.execute

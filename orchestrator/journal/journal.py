@@ -16,7 +16,7 @@ from typing import Self
 
 from tidegate.errors import JournalBehind, JournalError, JournalFailed, RunClosed
 from tidegate.orchestrator.journal.file import JournalFile
-from tidegate.orchestrator.journal.reading import Snapshot
+from tidegate.orchestrator.journal.reading import JournalSnapshot
 
 COMMIT_BYTES_MAX = 8 * 1024 * 1024
 """Record bytes in one commit: larger ones are no faster, and delay their first record."""
@@ -58,7 +58,7 @@ class _Work:
 
     records: list[bytes]
     payload_bytes: int
-    snapshot: Snapshot | None
+    snapshot: JournalSnapshot | None
 
 
 class Journal:
@@ -75,7 +75,7 @@ class Journal:
         self._has_committed = threading.Condition(self._lock)
         self._pending: list[bytes] = []
         self._pending_bytes = 0
-        self._snapshot: Snapshot | None = None
+        self._snapshot: JournalSnapshot | None = None
         """Newest snapshot that is not stored yet; it replaces older ones."""
         self._appended_lsn = self._committed_lsn = file.last_lsn
         self._records_since_open = self._payload_bytes = self._commits = self._compactions = 0
@@ -118,7 +118,7 @@ class Journal:
         """Bytes that were given to :meth:`create`."""
         return self._file.header
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> JournalSnapshot | None:
         """Return the newest stored snapshot with its lsn; None without one."""
         return self._file.snapshot
 
@@ -218,7 +218,7 @@ class Journal:
                     f"lsn must be one from the last snapshot's, {first}, to the last appended, "
                     f"{self._appended_lsn}, got {lsn}"
                 )
-            self._snapshot = Snapshot(lsn, snapshot)
+            self._snapshot = JournalSnapshot(lsn, snapshot)
             self._bytes_since_snapshot = 0
             if self._is_idle:
                 self._has_work.notify()

@@ -32,7 +32,7 @@ SQLITE_PROBLEMS = (sqlite3.Error, UnicodeDecodeError)
 """Exceptions that a damaged file may raise: SQLite quotes names from it, of any bytes."""
 
 
-class Snapshot(NamedTuple):
+class JournalSnapshot(NamedTuple):
     """State of a core, and the lsn of the last record that it covers."""
 
     lsn: int
@@ -62,17 +62,19 @@ def read_header(path: Path, connection: sqlite3.Connection) -> bytes:
     raise JournalCorrupt(path=path, where="the header is gone or fails its checksum")
 
 
-def read_snapshot(path: Path, connection: sqlite3.Connection) -> Snapshot | None:
+def read_snapshot(path: Path, connection: sqlite3.Connection) -> JournalSnapshot | None:
     """Return the newest snapshot; None without one."""
     query = "SELECT lsn, body, crc32 FROM snapshots ORDER BY lsn DESC LIMIT 1"
     for lsn, body, crc32 in connection.execute(query):
         if not _is_intact(lsn, 0, body, crc32):
             raise JournalCorrupt(path=path, where=f"the snapshot at {lsn} fails its checksum")
-        return Snapshot(lsn, body)
+        return JournalSnapshot(lsn, body)
     return None
 
 
-def read_last_lsn(path: Path, connection: sqlite3.Connection, snapshot: Snapshot | None) -> int:
+def read_last_lsn(
+    path: Path, connection: sqlite3.Connection, snapshot: JournalSnapshot | None
+) -> int:
     """Return the lsn of the newest record; 0 before the first."""
     held = snapshot.lsn if snapshot else 0
     query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn DESC LIMIT 1"
@@ -85,7 +87,7 @@ def read_last_lsn(path: Path, connection: sqlite3.Connection, snapshot: Snapshot
 
 
 def read_records(
-    path: Path, connection: sqlite3.Connection, snapshot: Snapshot | None
+    path: Path, connection: sqlite3.Connection, snapshot: JournalSnapshot | None
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the records after the snapshot, in order, each with its lsn."""
     last = held = snapshot.lsn if snapshot else 0

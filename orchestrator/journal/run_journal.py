@@ -18,7 +18,7 @@ from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import encode_event, replay
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.orchestrator.journal.journal import BODY_BYTES_MAX
-from tidegate.orchestrator.journal.reading import Snapshot
+from tidegate.orchestrator.journal.reading import JournalSnapshot
 
 log = logging.getLogger("tidegate")
 
@@ -50,7 +50,7 @@ class Store(Protocol):
     def read(self) -> Iterator[tuple[int, bytes]]:
         """Yield the records after the snapshot, in order; before :meth:`start`."""
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> JournalSnapshot | None:
         """Return the newest snapshot with its lsn; None without one."""
 
 

@@ -123,7 +123,7 @@ class EngineSide:
             self.handle,
             lambda engine: self.on_silent(engine),  # whoever it is by then
             interval_s=self._settings.fleet.heartbeat_interval_s,
-            patience_s=self._settings.fleet.engine_start_timeout_s,
+            join_timeout_s=self._settings.fleet.engine_start_timeout_s,
         )
 
     def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
@@ -145,7 +145,7 @@ class EngineSide:
     def on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
         """Handle the frames that have arrived; an unexpected error ends the run."""
         try:
-            for item in self.fleet.hear(frames, asyncio.get_running_loop().time()):
+            for item in self.fleet.receive(frames, asyncio.get_running_loop().time()):
                 self._on_heard(item)
             if acks := self.fleet.take_acks():
                 self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these

@@ -50,7 +50,7 @@ class RunWatch:
         core: Core,
         fleet: Fleet,
         weights: WeightControl,
-        left: EpisodeLeakTracker,
+        leaks: EpisodeLeakTracker,
         *,
         parked: Container[int] = (),
         is_paused: Callable[[], bool] = lambda: False,
@@ -62,7 +62,7 @@ class RunWatch:
         self._fleet = fleet
         self._weights = weights
         self._is_paused = is_paused
-        self._left = left
+        self._leaks = leaks
         self._parked = parked
         self._round_s = stuck_after_s / ROUNDS_PER_STUCK_AFTER
         self._watchdog = Watchdog(stuck_after_s)
@@ -135,11 +135,11 @@ class RunWatch:
         )
 
     def _check_left_behind(self) -> None:
-        for rollout_id in self._left.stubborn:
+        for rollout_id in self._leaks.uncancelled:
             if self._watchdog.is_stuck("episode", rollout_id, None):
                 why = "it was given up at its timeout, but swallows CancelledError and goes on"
                 self._watchdog.report("episode", rollout_id, why)
-        ended = self._left.ended
+        ended = self._leaks.ended
         alive = sum(episode() is not None for episode in ended)
         are_kept = len(ended) == ended.maxlen and alive > KEPT_SHARE * len(ended)
         who = "episodes that have ended"

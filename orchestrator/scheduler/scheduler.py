@@ -114,11 +114,11 @@ class Scheduler:
         recorder: Recorder | None,
         journal: RunJournal | None = None,
         resume: ev.RunResumed | None = None,
-        diary: EpisodeTracer | None = None,
+        tracer: EpisodeTracer | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
         """With a ``journal``, whose core is used then, the run survives a crash; ``resume`` says
-        where to continue after one. ``diary`` logs what episodes spend their time on. ``now_s``: a
+        where to continue after one. ``tracer`` logs how episodes spend their time. ``now_s``: a
         clock that advances within one iteration of the loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
@@ -157,10 +157,10 @@ class Scheduler:
             live_version=lambda: self.core.turns.live_version,
             is_starved=lambda: self.core.batch_requests > 0,
         )
-        self._episodes = self._new_episodes(model, diary)
+        self._episodes = self._new_episodes(model, tracer)
         self._commands = self._new_commands(recorder)
 
-    def _new_episodes(self, model: ModelFiles, diary: EpisodeTracer | None) -> EpisodeRunner:
+    def _new_episodes(self, model: ModelFiles, tracer: EpisodeTracer | None) -> EpisodeRunner:
         return EpisodeRunner(
             self._settings.episodes,
             self._settings.sampling,
@@ -172,7 +172,7 @@ class Scheduler:
             parking=self._parking,
             score=self.scores.submit_all,
             context_tokens_max=lambda: self.fleet.context_tokens_max,
-            diary=diary,
+            tracer=tracer,
         )
 
     def _new_commands(self, recorder: Recorder | None) -> Commands:
@@ -224,7 +224,7 @@ class Scheduler:
             self.core,
             self.fleet,
             self.control.state,
-            self._episodes.left,
+            self._episodes.leaks,
             parked=self._parking.rows,
             is_paused=lambda: self.control.state.pause_mode is not None,
             stuck_after_s=self._settings.records.stuck_after_s,

@@ -318,7 +318,7 @@ class Run:
             recorder=self.recorder,
             journal=self._journal.journal,
             resume=self._journal.resumed,
-            diary=EpisodeTracer(self.recorder.episode_interval)
+            tracer=EpisodeTracer(self.recorder.episode_interval)
             if self.recorder is not None and self.recorder.keeps_episodes
             else None,
             now_s=time.monotonic,

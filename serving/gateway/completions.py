@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tidegate.orchestrator.episodes.conversation import tool_names
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
-from tidegate.orchestrator.episodes.tool_calls import settled_words
+from tidegate.orchestrator.episodes.tool_calls import settled_text
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import OpenAIErrors
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
@@ -63,7 +63,7 @@ class GatewayChoice:
         if self.turn.done() or so_far is None or not so_far.goes_on:
             return self.sent
         self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
-        return settled_words(self.detokenizer.text, tools, stops)
+        return settled_text(self.detokenizer.text, tools, stops)
 
 
 def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> GatewayChoice:

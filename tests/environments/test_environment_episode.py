@@ -207,7 +207,7 @@ class Engines:
         self.asked = 0
         self.cuts: list[tuple[int, int]] = []
 
-    async def ask(
+    async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
         self.asked += 1

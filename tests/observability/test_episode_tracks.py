@@ -14,17 +14,17 @@ from tidegate.transport.messages import SamplingParams
 
 
 class Watch:
-    """An episode diary with a clock set by the test."""
+    """An EpisodeTracer with a clock set by the test."""
 
     def __init__(self) -> None:
         self.now_us = 0
         self.told: list[EpisodeInterval] = []
-        self.diary = EpisodeTracer(self.told.append, now_us=lambda: self.now_us)
+        self.tracer = EpisodeTracer(self.told.append, now_us=lambda: self.now_us)
 
     def ask(self, rollout: Rollout) -> "asyncio.Future[Turn]":
         rollout.turns.append(Turn(rollout, SamplingParams(max_tokens=4)))
         answer: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self.diary.asks(rollout, answer)
+        self.tracer.turn_started(rollout, answer)
         return answer
 
     async def answer(
@@ -44,20 +44,20 @@ class Watch:
 
 async def test_an_episodes_turns_tools_and_parking_lie_within_it() -> None:
     watch, rollout = Watch(), Rollout(7, 3, 0)
-    watch.diary.begins(rollout)
+    watch.tracer.began(rollout)
     watch.now_us = 500  # too short to be recorded
     answer = watch.ask(rollout)
     watch.now_us = 10_000
     await watch.answer(answer, rollout, 1, 1)
     watch.now_us = 40_000
-    watch.diary.parks(rollout)
+    watch.tracer.parked(rollout)
     watch.now_us = 90_000
-    watch.diary.goes_on(rollout)
+    watch.tracer.unparked(rollout)
     answer = watch.ask(rollout)
     watch.now_us = 95_000
     await watch.answer(answer, rollout, 1, 2)
     watch.now_us = 99_000
-    watch.diary.ends(rollout, "returned")
+    watch.tracer.ended(rollout, "returned")
     assert watch.intervals == [
         (1, "turn v1", 500, 10_000),
         (1, "tools", 10_000, 40_000),
@@ -73,13 +73,13 @@ async def test_an_episodes_turns_tools_and_parking_lie_within_it() -> None:
 async def test_a_branch_has_a_lane_of_its_own_for_it_generates_beside_its_trunk() -> None:
     watch, trunk, branch = Watch(), Rollout(1, 0, 0), Rollout(2, 0, 0)
     branch.branch_of, trunk.branches = trunk, (branch,)
-    watch.diary.begins(trunk)
+    watch.tracer.began(trunk)
     answers = [watch.ask(trunk), watch.ask(branch)]
     watch.now_us = 5_000
     await watch.answer(answers[1], branch, 0)
     watch.now_us = 6_000
     await watch.answer(answers[0], trunk, 0)
-    watch.diary.ends(trunk, "returned")
+    watch.tracer.ended(trunk, "returned")
     assert watch.intervals == [
         (2, "turn v0", 0, 5_000),
         (1, "turn v0", 0, 6_000),
@@ -95,24 +95,24 @@ async def test_a_lane_is_free_again_after_its_episode_and_those_without_one_are_
     watch = Watch()
     rollouts = [Rollout(number, 0, 0) for number in range(LANES_MAX + 1)]
     for rollout in rollouts:
-        watch.diary.begins(rollout)
+        watch.tracer.began(rollout)
     watch.ask(rollouts[-1])
-    watch.diary.ends(rollouts[-1], "returned")
+    watch.tracer.ended(rollouts[-1], "returned")
     assert watch.told == []
-    watch.diary.ends(rollouts[4], "failed")
-    watch.diary.begins(Rollout(99, 0, 0))
-    watch.diary.ends(Rollout(99, 0, 0), "returned")
+    watch.tracer.ended(rollouts[4], "failed")
+    watch.tracer.began(Rollout(99, 0, 0))
+    watch.tracer.ended(Rollout(99, 0, 0), "returned")
     assert [(i.lane, i.name) for i in watch.told] == [(5, "rollout 4"), (5, "rollout 99")]
 
 
 async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_over() -> None:
     watch, rollout = Watch(), Rollout(7, 3, 0)
-    watch.diary.begins(rollout)
+    watch.tracer.began(rollout)
     watch.ask(rollout)
     watch.now_us = 2_000
     late = watch.ask(rollout)
     watch.now_us = 3_000
-    watch.diary.ends(rollout, "failed")
+    watch.tracer.ended(rollout, "failed")
     late.cancel()
     await asyncio.sleep(0)  # arrives after the end, and changes nothing
     assert watch.intervals == [

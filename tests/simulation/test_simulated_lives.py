@@ -148,13 +148,13 @@ def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -
         rollout.extend(context[rollout.sampled_end :])
         return commands
 
-    def forget_the_past(self: Episode) -> None:
-        past, self._past = self._past, None
+    def stop_replay(self: Episode) -> None:
+        past, self._replay = self._replay, None
         if past is not None:
-            self._generating.cut(self._rollout, turns=past.turns, tokens=past.tokens)
+            self._backend.cut(self._rollout, turns=past.turns, tokens=past.tokens)
 
     patch.setattr(GroupTracker, "cut", cut)
-    patch.setattr(Episode, "_forget_the_past", forget_the_past)
+    patch.setattr(Episode, "_stop_replay", stop_replay)
 
 
 @mutation

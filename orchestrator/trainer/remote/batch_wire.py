@@ -11,7 +11,7 @@ import msgspec
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.batches.batch_rows import BatchFacts, batch_columns, laid_out
-from tidegate.orchestrator.batches.batches import Batch, Shard
+from tidegate.orchestrator.batches.batches import Batch, BatchShard
 from tidegate.orchestrator.trainer.remote.columns import tensors_of, to_frames
 from tidegate.transport.trainer_messages import BatchReply
 
@@ -32,7 +32,7 @@ def batch_to_wire(
         if id(task) not in index_by_id:
             index_by_id[id(task)] = len(tasks)
             tasks.append(task if _is_plain(task) else None)
-    shard = batch.shard or Shard(0, 1, len(batch.rewards), batch.sampled_tokens)
+    shard = batch.shard or BatchShard(0, 1, len(batch.rewards), batch.sampled_tokens)
     message = BatchReply(
         batch_number=batch.number,
         trainer_version=batch.trainer_version,
@@ -65,7 +65,9 @@ def batch_from_wire(message: BatchReply, frames: Sequence[bytes]) -> Batch:
         number=message.batch_number,
         trainer_version=message.trainer_version,
         tasks=tuple(message.tasks[index] for index in message.task_of_row),
-        shard=Shard(message.rank, message.world_size, *totals) if message.world_size > 1 else None,
+        shard=BatchShard(message.rank, message.world_size, *totals)
+        if message.world_size > 1
+        else None,
     )
     return laid_out(facts, tensors_of(message.columns, frames))
 

@@ -36,7 +36,7 @@ class Engine:
     newer_weights: asyncio.Event | None = None
     """Set when newer weights are live; an episode over its budget waits for it."""
 
-    async def ask(
+    async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
         ids = self.model.tokenizer.encode(self.words.pop(0), add_special_tokens=False).ids

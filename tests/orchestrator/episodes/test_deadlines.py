@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tidegate.orchestrator.episodes.runner import GRACE_S, Deadlines
+from tidegate.orchestrator.episodes.runner import CANCEL_GRACE_S, Deadlines
 from tidegate.simulation.virtual_time import run_in_virtual_time
 
 TIMEOUT_S = 10.0
@@ -100,9 +100,9 @@ def test_a_task_that_is_held_has_as_much_time_left_after_it() -> None:
             await asyncio.sleep(94.0)
             late = group.create_task(watched(deadlines, "late", ended, loop.create_future))
             await asyncio.sleep(3.0)
-            deadlines.let_go(held)
-            deadlines.let_go(ends)
-            deadlines.let_go(held)
+            deadlines.release(held)
+            deadlines.release(ends)
+            deadlines.release(held)
             assert (deadlines.left_s(held), deadlines.left_s(late)) == (4.0, 7.0)
         return ended
 
@@ -135,7 +135,7 @@ def test_many_that_are_let_go_together_are_put_in_order_once() -> None:
             await asyncio.sleep(91.0)
             sys.setprofile(count)
             for task in tasks:
-                deadlines.let_go(task)
+                deadlines.release(task)
             sys.setprofile(None)
         return ended
 
@@ -150,8 +150,8 @@ def test_a_task_that_is_held_can_be_cut_short() -> None:
         task = asyncio.create_task(watched(deadlines, "a", ended, loop.create_future))
         await asyncio.sleep(1.0)
         deadlines.hold(task)
-        deadlines.cut_short(task)
-        deadlines.let_go(task)
+        deadlines.cancel_now(task)
+        deadlines.release(task)
         await task
         return ended
 
@@ -202,4 +202,4 @@ def test_a_task_deaf_to_its_cancellation_is_given_up_after_its_grace() -> None:
         assert ended == {"a": (TIMEOUT_S + 60.0, "late")}
         return [(when_s, task is asyncio.current_task()) for when_s, task in given_up]
 
-    assert run_in_virtual_time(main()) == [(TIMEOUT_S + GRACE_S, True)]
+    assert run_in_virtual_time(main()) == [(TIMEOUT_S + CANCEL_GRACE_S, True)]

@@ -13,10 +13,10 @@ from tests.orchestrator.episodes.talking import CALL, TOOLS, Talk, user
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.forced_calls import forced_call
 from tidegate.orchestrator.episodes.tool_calls import (
-    Reply,
+    ParsedReply,
     ToolCall,
     parse_reply,
-    settled_words,
+    settled_text,
 )
 from tidegate.transport.sampling import Processor
 
@@ -106,20 +106,20 @@ def test_calls_of_deepseek_are_read_in_both_of_its_forms() -> None:
     second = f"{call}function{sep}stop\n```json\n{{}}\n```{end}"
     calls = (ToolCall("add", {"a": 3}), ToolCall("stop", {}))
     v3 = deepseek(f"I look.{begin}{first}{second}{ends}")
-    assert parse_reply(v3, ["add", "stop"]) == Reply("I look.", calls)
+    assert parse_reply(v3, ["add", "stop"]) == ParsedReply("I look.", calls)
     v31 = deepseek(f'{begin}{call}add{sep}{{"a": 3}}{end}{call}stop{sep}{{}}{end}{ends}')
-    assert parse_reply(v31, ["add", "stop"]) == Reply("", calls)
+    assert parse_reply(v31, ["add", "stop"]) == ParsedReply("", calls)
     broken = v31.replace("{}", "{")
-    assert parse_reply(broken, ["add", "stop"]) == Reply(broken)
+    assert parse_reply(broken, ["add", "stop"]) == ParsedReply(broken)
 
 
 def test_calls_of_mistral_are_read_with_their_mark_and_without() -> None:
     listed = '[{"name": "add", "arguments": {"a": 3}}, {"name": "stop", "arguments": {}}]'
     calls = (ToolCall("add", {"a": 3}), ToolCall("stop", {}))
-    assert parse_reply(f"Well.[TOOL_CALLS] {listed}", ["add"]) == Reply("Well.", calls)
-    assert parse_reply(listed, ["add", "stop"]) == Reply("", calls)
-    assert parse_reply(listed, ["add"]) == Reply(listed)
-    assert parse_reply("[1, 2]", ["add"]) == Reply("[1, 2]")
+    assert parse_reply(f"Well.[TOOL_CALLS] {listed}", ["add"]) == ParsedReply("Well.", calls)
+    assert parse_reply(listed, ["add", "stop"]) == ParsedReply("", calls)
+    assert parse_reply(listed, ["add"]) == ParsedReply(listed)
+    assert parse_reply("[1, 2]", ["add"]) == ParsedReply("[1, 2]")
 
 
 PIECES = st.sampled_from(
@@ -141,13 +141,13 @@ def test_what_is_shown_of_a_turn_is_what_it_begins_with_when_it_has_ended(
     whole = said[: end + len("STOP")] if end >= 0 else said
     content = parse_reply(said[:end] if end >= 0 else said, tools).content
     for length in range(len(whole) + 1):
-        assert content.startswith(settled_words(whole[:length], tools, stops))
+        assert content.startswith(settled_text(whole[:length], tools, stops))
 
 
 def test_a_turn_is_shown_up_to_where_a_call_or_a_stop_may_begin() -> None:
-    assert settled_words("I add. ", ["add"]) == "I add."
-    assert settled_words("I add. <tool", ["add"]) == "I add."
-    assert settled_words("1 < 2", ["add"]) == "1 < 2"
-    assert settled_words("I add. <tool", []) == "I add. <tool"
-    assert settled_words("over and ou", [], ["over and out"]) == ""
-    assert settled_words("over and up", [], ["over and out"]) == "over and up"
+    assert settled_text("I add. ", ["add"]) == "I add."
+    assert settled_text("I add. <tool", ["add"]) == "I add."
+    assert settled_text("1 < 2", ["add"]) == "1 < 2"
+    assert settled_text("I add. <tool", []) == "I add. <tool"
+    assert settled_text("over and ou", [], ["over and out"]) == ""
+    assert settled_text("over and up", [], ["over and out"]) == "over and up"

@@ -28,7 +28,7 @@ class Engines:
         self.forks = 0
         self.cuts: list[tuple[int, int]] = []
 
-    async def ask(
+    async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
         self.asked.append(sampling)

@@ -74,7 +74,7 @@ class Wire:
         return True
 
     def hear(self, *messages: Message, peer: bytes = b"a") -> list[ev.Event | EngineReply]:
-        heard = self.fleet.hear([(peer, encode(message)) for message in messages], self.now_s)
+        heard = self.fleet.receive([(peer, encode(message)) for message in messages], self.now_s)
         self.fleet.acknowledge(self.fleet.take_acks())
         return heard
 
@@ -103,7 +103,7 @@ def test_an_engine_that_is_not_deterministic_is_refused_by_a_run_that_is() -> No
     wire = Wire()
     wire.fleet = Fleet(SETTINGS, wire.send, is_deterministic=True)
     assert wire.hear(hello()) == []
-    assert "gives a turn other bits in other batches" in str(wire.last())
+    assert "is not deterministic, but this run is" in str(wire.last())
     same = msgspec.structs.replace(hello(), is_deterministic=True)
     assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
 
@@ -272,7 +272,7 @@ def test_a_stranger_is_told_to_say_hello_first(wire: Wire) -> None:
 
 def test_a_bad_frame_harms_nobody_else(wire: Wire) -> None:
     good = encode(make_step(0))
-    heard = wire.fleet.hear([(b"a", b"\xc1garbage"), (b"a", good)], wire.now_s)
+    heard = wire.fleet.receive([(b"a", b"\xc1garbage"), (b"a", good)], wire.now_s)
     assert [type(item) for item in heard] == [ev.StepArrived]
     assert wire.fleet.malformed_frames == 1
 

@@ -51,10 +51,10 @@ def test_an_engine_that_was_given_up_and_says_hello_again_goes_on_in_its_stream(
         send,
     )
     hello = encode(hello_of("engine-0", 1, COSTS))
-    fleet.hear([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
+    fleet.receive([(b"engine-0", hello), (b"engine-0", a_step(0)), (b"engine-0", a_step(1))], 0.0)
     assert len(fleet.tick(6.0)) == 1  # silent for too long
 
-    heard = fleet.hear([(b"engine-0", hello), (b"engine-0", a_step(2))], 7.0)
+    heard = fleet.receive([(b"engine-0", hello), (b"engine-0", a_step(2))], 7.0)
 
     assert [type(item).__name__ for item in heard] == ["EngineJoined", "StepArrived"]
 

@@ -80,7 +80,7 @@ def heard(
     for name in engines:
         wire.hear(hello(name, vocab=VOCAB_SIZE), peer=name.encode())
     wire.sent.clear()
-    items = [item for batch in batches for item in wire.fleet.hear(batch, wire.now_s)]
+    items = [item for batch in batches for item in wire.fleet.receive(batch, wire.now_s)]
     assert wire.fleet.malformed_frames >= sum(isinstance(m, MessageRejected) for _, m in wire.sent)
     return items, wire.sent
 

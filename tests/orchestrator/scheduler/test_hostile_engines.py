@@ -148,10 +148,10 @@ def test_an_engine_whose_stream_has_a_hole_is_lost_unless_it_is_filled(wire: Wir
 
 def test_nonsense_is_counted_always_and_answered_so_often() -> None:
     wire = Wire()
-    wire.fleet.hear([(b"x", b"\xc1")] * 1000, wire.now_s)
+    wire.fleet.receive([(b"x", b"\xc1")] * 1000, wire.now_s)
     assert wire.fleet.malformed_frames == 1000
     assert len(wire.sent) == ANSWERS_PER_S_MAX
-    wire.fleet.hear([(b"x", b"\xc1")], wire.now_s + 1.0)
+    wire.fleet.receive([(b"x", b"\xc1")], wire.now_s + 1.0)
     assert len(wire.sent) == ANSWERS_PER_S_MAX + 1
 
 
@@ -214,7 +214,7 @@ def test_a_name_that_is_no_text_is_nobodys() -> None:
     wire = Wire()
     wire.hear(hello("\ufffd"), peer="\ufffd".encode())
     frames = [(b"\xff", encode(Goodbye(reason="I am the one of that name")))]
-    assert wire.fleet.hear(frames, wire.now_s) == []
+    assert wire.fleet.receive(frames, wire.now_s) == []
     assert isinstance(wire.last(), MessageRejected)
     assert list(wire.fleet.engines) == ["\ufffd"]
 

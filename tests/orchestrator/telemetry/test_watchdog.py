@@ -112,9 +112,13 @@ class Watched:
             lambda peer, message: True,
         )
         self.weights = ControlDriver()
-        self.left = EpisodeLeakTracker()
+        self.leaks = EpisodeLeakTracker()
         self.watch = RunWatch(
-            self.driver.core, self.fleet, self.weights.state, self.left, stuck_after_s=STUCK_AFTER_S
+            self.driver.core,
+            self.fleet,
+            self.weights.state,
+            self.leaks,
+            stuck_after_s=STUCK_AFTER_S,
         )
 
     def join(self, engine: str) -> None:
@@ -123,7 +127,7 @@ class Watched:
         self.hear(engine, hello_of(engine, 1, COSTS))
 
     def hear(self, engine: str, message: Message) -> None:
-        self.fleet.hear([(engine.encode(), encode(message))], 0.0)
+        self.fleet.receive([(engine.encode(), encode(message))], 0.0)
 
     def sample(self, engine: str, handle: int, finish: int = 0) -> None:
         self.driver.sample(engine, handle, 1, finish)
@@ -301,10 +305,10 @@ def test_episodes_that_cannot_be_ended_or_are_kept_after_their_end_are_named() -
     kept: list[Episode] = []
 
     async def story(run: Watched) -> None:
-        run.left.stubborn.add(17)
+        run.leaks.uncancelled.add(17)
         for index in range(ENDED_REMEMBERED):
             kept.append(an_episode(index))
-            run.left.ended.append(weakref.ref(kept[-1]))
+            run.leaks.ended.append(weakref.ref(kept[-1]))
         await long()
 
     run = watched(story)
@@ -319,7 +323,7 @@ def test_episodes_that_cannot_be_ended_or_are_kept_after_their_end_are_named() -
 def test_episodes_that_are_let_go_are_not() -> None:
     async def story(run: Watched) -> None:
         for index in range(ENDED_REMEMBERED):
-            run.left.ended.append(weakref.ref(an_episode(index)))
+            run.leaks.ended.append(weakref.ref(an_episode(index)))
         await long()
 
     assert watched(story).stuck == []

@@ -91,7 +91,7 @@ async def test_who_waits_for_a_branch_of_a_rollout_that_is_given_up_is_told(
             await anext(rollouts.batches([0], episode=solve))
         await asyncio.sleep(10)
         assert [task.done() for task in waiting] == [True]
-        with pytest.raises(RunClosed, match="rollout can't go on"):
+        with pytest.raises(RunClosed, match="rollout can't continue"):
             waiting[0].result()
 
 
@@ -238,6 +238,6 @@ def test_a_turn_is_refused_by_the_model_and_by_its_bytes() -> None:
     assert "engines read 1000 together" in refusal_of(1000, context_tokens_max=1000)
     assert refusal_of(3_000_000, **long) == ""
     assert "of which 15200000 are its context" in refusal_of(3_800_000, **long)
-    assert f"one may have {CONTEXT_TOKENS_MAX}" in refusal_of(CONTEXT_TOKENS_MAX + 1)
+    assert f"at most {CONTEXT_TOKENS_MAX} tokens" in refusal_of(CONTEXT_TOKENS_MAX + 1)
     assert refusal_of(10, Media("image", "x.png")) == ""
     assert "surrogates not allowed" in refusal_of(10, Media("image", "\ud800.png"))

@@ -146,7 +146,7 @@ async def test_a_client_that_closes_its_connection_has_its_turns_given_up(
         if not running:
             given_up.set()
 
-    talk.engine.ask = never  # type: ignore[method-assign]
+    talk.engine.generate = never  # type: ignore[method-assign]
     talk.engine.give_up_turn = give_up  # type: ignore[method-assign]
 
     async def agent(endpoint: Endpoint, task: object) -> float:

@@ -33,7 +33,7 @@ async def test_a_stream_says_the_same_in_parts(
 ) -> None:
     monkeypatch.setattr(completions, "STREAM_INTERVAL_S", 0.0)
     async with session_of(gateway, tmp_path) as (talk, _, client):
-        whole = talk.engine.ask
+        whole = talk.engine.generate
 
         async def slowly(
             rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
@@ -47,7 +47,7 @@ async def test_a_stream_says_the_same_in_parts(
             turn.finish_reason = "stop"
             return turn
 
-        talk.engine.ask = slowly  # type: ignore[method-assign]
+        talk.engine.generate = slowly  # type: ignore[method-assign]
         body = {"messages": [user("q")], "stream": True, "stream_options": {"include_usage": True}}
         chunks = events_of(await client.post(CHAT, json=body))
         deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"]]
@@ -61,7 +61,7 @@ async def test_a_stream_says_the_same_in_parts(
         said = [c["choices"][0]["delta"].get("content") for c in chunks]
         assert "".join(filter(None, said)) == "in der ab"
         assert len(list(filter(None, said))) > 1
-        talk.engine.ask = whole  # type: ignore[method-assign]
+        talk.engine.generate = whole  # type: ignore[method-assign]
         talk.engine.words.append(f"I add.{CALL}{END}")
         body = {"messages": [user("r")], "stream": True, "tools": TOOLS}
         last = events_of(await client.post(CHAT, json=body))[-1]["choices"][0]

@@ -15,7 +15,7 @@ from tests.orchestrator.trainer.remote.remote_runs import (
 )
 from tests.remote_trainer import weights
 from tidegate.errors import ConfigError, TrainerLost
-from tidegate.orchestrator.batches.batches import Shard
+from tidegate.orchestrator.batches.batches import BatchShard
 
 pytestmark = pytest.mark.wire
 
@@ -40,8 +40,8 @@ async def test_ranks_get_parts_of_the_same_batch_and_publish_once_for_all(
         assert mine.shard is not None
         assert theirs.shard is not None
         assert sorted(mine.shard.rows + theirs.shard.rows) == [0, 1, 2, 3]
-        assert mine.shard == Shard(0, 2, 4, total, mine.shard.rows)
-        assert theirs.shard == Shard(1, 2, 4, total, theirs.shard.rows)
+        assert mine.shard == BatchShard(0, 2, 4, total, mine.shard.rows)
+        assert theirs.shard == BatchShard(1, 2, 4, total, theirs.shard.rows)
 
 
 async def test_each_rank_says_which_rows_of_its_part_it_left_out(
