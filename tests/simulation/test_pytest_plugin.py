@@ -210,7 +210,7 @@ async def test_an_episode_can_not_wait_for_its_own_run(tidegate_serve: ServeInTe
     async with tidegate_serve() as rollouts:
 
         async def curious(episode: tidegate.Episode, task: int) -> float:
-            with pytest.raises(RuntimeError, match="own episodes"):
+            with pytest.raises(RuntimeError, match="own episode"):
                 await rollouts.evaluate([1], episode=one_turn)
             return 1.0
 
