@@ -40,7 +40,7 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RenderCache:
     """Results computed in a thread ahead of :meth:`Conversation.prepare`, for long requests."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Known:
     """Rendered prompts by :func:`_digest` of messages and tools."""
 
 
-NOTHING = Known()
+EMPTY_CACHE = RenderCache()
 
 log = logging.getLogger("tidegate")
 
@@ -102,7 +102,7 @@ Row = TypeVar("Row", bound=ContextRow)
 
 
 @dataclass(frozen=True, slots=True)
-class _Said(Generic[Row]):
+class _GeneratedMessage(Generic[Row]):
     """A turn that the model generated, and the context before it."""
 
     row: Row
@@ -118,7 +118,7 @@ class _Said(Generic[Row]):
 class _Continuation(Generic[Row]):
     """Where messages continue or begin a row; nothing is appended yet."""
 
-    said: _Said[Row] | None
+    generated: _GeneratedMessage[Row] | None
     """Turn that the messages continue from; None if they begin a row."""
     text: str
     """Text to append."""
@@ -148,7 +148,7 @@ class Conversation(Generic[Row]):
         self._episode = episode
         self._model = model
         self._template = read_chat_template(model.path)
-        self._said: dict[bytes, _Said[Row]] = {}
+        self._generated: dict[bytes, _GeneratedMessage[Row]] = {}
         """Generated turns, by digest of the messages up to and including each."""
         self._seen: set[bytes] = set()
         """Digests of all message prefixes asked for so far."""
@@ -167,22 +167,22 @@ class Conversation(Generic[Row]):
 
     async def read_ahead(
         self, messages: object, tools: Tools | None, *, in_thread: InThread = asyncio.to_thread
-    ) -> Known:
+    ) -> RenderCache:
         """Render and tokenise in a thread what :meth:`prepare` would on the event loop.
 
         Raises:
             ChatRefused: the chat template has no prompt for these messages.
         """
-        known = Known()
+        cache = RenderCache()
 
         def work() -> None:
             plain = plain_messages(messages)
-            prompt = known.rendered[_digest(plain, tools)] = self._template.render(plain, tools)
-            text = self._continuation_of(plain, keys(plain), tools, prompt, known).text
-            known.tokens[text] = self._model.encode(text)
+            prompt = cache.rendered[_digest(plain, tools)] = self._template.render(plain, tools)
+            text = self._continuation_of(plain, keys(plain), tools, prompt, cache).text
+            cache.tokens[text] = self._model.encode(text)
 
         await in_thread(work)
-        return known
+        return cache
 
     def prepare(
         self,
@@ -190,11 +190,11 @@ class Conversation(Generic[Row]):
         tools: Tools | None,
         tool_choice: Choice = None,
         *,
-        known: Known = NOTHING,
+        cache: RenderCache = EMPTY_CACHE,
     ) -> "Prepared[Row]":
         """Append what these messages add to a row, and reserve the row for the next turn.
 
-        ``known``: results of :meth:`read_ahead`.
+        ``cache``: results of :meth:`read_ahead`.
 
         Raises:
             ChatRefused: the chat template has no prompt for these messages, or no call can be
@@ -207,9 +207,9 @@ class Conversation(Generic[Row]):
         forced = None
         if not is_free(tool_choice):
             forced = forced_call(tool_choice, tools, self._template.source)
-        prompt = self._rendered(plain, tools, known)
+        prompt = self._rendered(plain, tools, cache)
         refuse_if_written_out(prompt, plain)
-        row = self._row_for(plain, tools, prompt, known)
+        row = self._row_for(plain, tools, prompt, cache)
         row.reserve()
         return Prepared(row, plain, names, prompt, forced)
 
@@ -222,11 +222,13 @@ class Conversation(Generic[Row]):
             own = options.get("processors") or ()
             options = {**options, "processors": [*own, prepared.forced]}
         turn = await row.generate(**options)
-        reply = parse_reply(self._words(turn, options), prepared.tools)
+        reply = parse_reply(self._content(turn, options), prepared.tools)
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
         key = keys([*messages, *plain_messages([turn.message])])[-1]
         has_calls = bool(reply.tool_calls)
-        self._said[key] = _Said(row, row.num_tokens, prepared.prompt, reply.content, has_calls)
+        self._generated[key] = _GeneratedMessage(
+            row, row.num_tokens, prepared.prompt, reply.content, has_calls
+        )
         return turn
 
     async def prompt_tokens(
@@ -242,28 +244,30 @@ class Conversation(Generic[Row]):
         ids: list[int] = await in_thread(lambda: self._model.encode(rendered()))
         return ids
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Tools | None, known: Known) -> str:
-        if known is NOTHING:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Tools | None, cache: RenderCache
+    ) -> str:
+        if cache is EMPTY_CACHE:
             return self._template.render(messages, tools)
         digest = _digest(messages, tools)
-        if digest not in known.rendered:
-            known.rendered[digest] = self._template.render(messages, tools)
-        return known.rendered[digest]
+        if digest not in cache.rendered:
+            cache.rendered[digest] = self._template.render(messages, tools)
+        return cache.rendered[digest]
 
-    # ------------------------------------------------------------ which row, and what it gets
+    # ------------------------------------------------------------ continue or begin a row
 
     def _row_for(
-        self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, known: Known
+        self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, cache: RenderCache
     ) -> Row:
         digests = keys(messages)
-        place = self._continuation_of(messages, digests, tools, prompt, known)
+        continuation = self._continuation_of(messages, digests, tools, prompt, cache)
         self._seen.update(digests)
-        ids = known.tokens.get(place.text)
+        ids = cache.tokens.get(continuation.text)
         if ids is None:
-            ids = self._model.encode(place.text)
-        if place.said is not None:
-            return self._go_on(place.said, ids, place.media)
-        return self._begin(ids, place.why, place.media)
+            ids = self._model.encode(continuation.text)
+        if continuation.generated is not None:
+            return self._continue_row(continuation.generated, ids, continuation.media)
+        return self._begin_row(ids, continuation.why, continuation.media)
 
     def _continuation_of(
         self,
@@ -271,38 +275,40 @@ class Conversation(Generic[Row]):
         digests: list[bytes],
         tools: Tools | None,
         prompt: str,
-        known: Known,
+        cache: RenderCache,
     ) -> _Continuation[Row]:
-        why = self._why_anew(digests)
-        for place in range(len(messages) - 2, -1, -1):
-            said = self._said.get(digests[place])
-            if said is None:
+        why = self._fork_reason(digests)
+        for index in range(len(messages) - 2, -1, -1):
+            generated = self._generated.get(digests[index])
+            if generated is None:
                 continue
-            added = self._added(said, messages, place + 1, tools, prompt, known)
-            if added is not None:
-                return _Continuation(said, added, media_of(messages[place + 1 :]), "")
+            appended = self._appended_text(generated, messages, index + 1, tools, prompt, cache)
+            if appended is not None:
+                return _Continuation(generated, appended, media_of(messages[index + 1 :]), "")
             why = (
                 "template_rewrote: the chat template, or other tools, show what was before "
-                f"message {place + 1} otherwise than the model saw and said it"
+                f"message {index + 1} otherwise than the model saw and generated it"
             )
             break
         return _Continuation(None, prompt, media_of(messages), why)
 
-    def _go_on(self, said: _Said[Row], added: list[int], media: list[Media]) -> Row:
-        row = said.row
-        last = row.token_ids[said.tokens - 1 : said.tokens]
-        if added[:1] == last:  # the engine has sampled the end of the turn itself
-            added = added[1:]
-        if row.is_idle and row.num_tokens == said.tokens:
-            row.append(added, media=media)
+    def _continue_row(
+        self, generated: _GeneratedMessage[Row], appended: list[int], media: list[Media]
+    ) -> Row:
+        row = generated.row
+        last = row.token_ids[generated.tokens - 1 : generated.tokens]
+        if appended[:1] == last:  # the engine has sampled the end of the turn itself
+            appended = appended[1:]
+        if row.is_idle and row.num_tokens == generated.tokens:
+            row.append(appended, media=media)
             return row
-        context = [*row.token_ids[: said.tokens], *added]
-        before = [each for each in row.media if each.token_offset < said.tokens]
-        media = [*before, *(replace(each, at=said.tokens) for each in media)]
+        context = [*row.token_ids[: generated.tokens], *appended]
+        before = [each for each in row.media if each.token_offset < generated.tokens]
+        media = [*before, *(replace(each, token_offset=generated.tokens) for each in media)]
         why = "resampled: its row has gone on from here in another way"
         return self._fork(row, context, why, media)
 
-    def _begin(self, context: list[int], why: str, media: list[Media]) -> Row:
+    def _begin_row(self, context: list[int], why: str, media: list[Media]) -> Row:
         episode = self._episode
         if episode.is_idle and not episode.num_tokens:
             episode.append(context, media=media)
@@ -315,52 +321,52 @@ class Conversation(Generic[Row]):
         log.info("rollout=%d forks into %d, %s", row.rollout_id, branch.rollout_id, why)
         return branch
 
-    def _why_anew(self, digests: list[bytes]) -> str:
+    def _fork_reason(self, digests: list[bytes]) -> str:
         """Return the fork reason of these messages if they continue no earlier turn."""
-        known = sum(digest in self._seen for digest in digests)
-        if known == len(digests):
+        seen = sum(digest in self._seen for digest in digests)
+        if seen == len(digests):
             return "resampled: the same messages were asked for before"
-        if known:
-            return f"agent_rewrote: from message {known} on they are other than they were"
+        if seen:
+            return f"agent_rewrote: from message {seen} on they are other than they were"
         return "new_conversation: no message of before is in it"
 
-    def _added(
+    def _appended_text(
         self,
-        said: _Said[Row],
+        generated: _GeneratedMessage[Row],
         messages: list[dict[str, Any]],
         start: int,
         tools: Tools | None,
         prompt: str,
-        known: Known,
+        cache: RenderCache,
     ) -> str | None:
         """Return the text that the template adds after a turn; None if it changed what was before.
 
         A second rendering with other text in the first message after the turn shows where that
         message's own text begins: the turn's end is the last end-of-turn mark before it.
         """
-        if not prompt.startswith(said.prompt):
+        if not prompt.startswith(generated.prompt):
             return None
-        begin = len(said.prompt)
+        begin = len(generated.prompt)
         end_of_turn = self._template.end_of_turn.strip() or self._template.end_of_turn
         if not end_of_turn:
-            is_there = prompt.startswith(said.content, begin) and not said.has_tool_calls
-            return prompt[begin + len(said.content) :] if is_there else None
+            is_there = prompt.startswith(generated.content, begin) and not generated.has_tool_calls
+            return prompt[begin + len(generated.content) :] if is_there else None
         first = messages[start]
         words = words_of(first["content"])
         other = PLACEHOLDER if words.lstrip()[:1] != PLACEHOLDER[0] else "0"
         try:
             changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
-            common = _common(prompt, self._rendered(changed, tools, known))
+            common = _common(prompt, self._rendered(changed, tools, cache))
         except ChatRefused:
             return None
         end = common.rfind(end_of_turn, begin)
-        shown, words = _squeezed(prompt[begin:end]), _squeezed(said.content)
-        is_same = shown.startswith(words) if said.has_tool_calls else shown == words
+        rendered, content = _squeezed(prompt[begin:end]), _squeezed(generated.content)
+        is_same = rendered.startswith(content) if generated.has_tool_calls else rendered == content
         return prompt[end:] if end >= begin and is_same else None
 
-    # ------------------------------------------------------------ tokens and words
+    # ------------------------------------------------------------ text of a turn
 
-    def _words(self, turn: GeneratedTurn, options: Mapping[str, Any]) -> str:
+    def _content(self, turn: GeneratedTurn, options: Mapping[str, Any]) -> str:
         """Return the turn's text without the stop token or stop string that ended it."""
         stops = options.get("stop_token_ids")
         stops = self._model.stop_token_ids if stops is None else stops
@@ -369,8 +375,8 @@ class Conversation(Generic[Row]):
             return turn.text
         if ids[-1] in stops:
             return str(self._model.tokenizer.decode(ids[:-1], skip_special_tokens=True))
-        places = [turn.text.rfind(stop) for stop in options.get("stop_strings") or ()]
-        ends = [place for place in places if place >= 0]
+        positions = [turn.text.rfind(stop) for stop in options.get("stop_strings") or ()]
+        ends = [position for position in positions if position >= 0]
         return turn.text[: min(ends)] if ends else turn.text
 
 
@@ -418,14 +424,14 @@ def _message(reply: ParsedReply, turn_name: str) -> dict[str, Any]:
 
 def _common(one: str, other: str) -> str:
     """Return the common prefix, by bisection: a Python loop over a long prompt is slow."""
-    known, end = 0, min(len(one), len(other))
-    while known < end:
-        middle = (known + end + 1) // 2
-        if one[known:middle] == other[known:middle]:
-            known = middle
+    length, end = 0, min(len(one), len(other))
+    while length < end:
+        middle = (length + end + 1) // 2
+        if one[length:middle] == other[length:middle]:
+            length = middle
         else:
             end = middle - 1
-    return one[:known]
+    return one[:length]
 
 
 def _squeezed(text: str) -> str:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tidegate.orchestrator.batches.tasks import to_json
-from tidegate.orchestrator.episodes.conversation import NOTHING
+from tidegate.orchestrator.episodes.conversation import EMPTY_CACHE
 from tidegate.serving.api_app import (
     Answer,
     ApiRoute,
@@ -80,14 +80,14 @@ class _Handlers:
         request = decode_json(await _body(http), GatewayChatRequest)
         options, tools = generate_options(request), request.offered_tools
         _refuse_many(request.messages)
-        conversation, known = session.episode.conversation, NOTHING
+        conversation, cache = session.episode.conversation, EMPTY_CACHE
         if is_large(http):
             ahead = conversation.read_ahead(request.messages, tools, in_thread=off_loop)
-            known = await unless_gone(http, ahead)
+            cache = await unless_gone(http, ahead)
 
         def begin_choice() -> GatewayChoice:
             prepared = conversation.prepare(
-                request.messages, tools, request.tool_choice, known=known
+                request.messages, tools, request.tool_choice, cache=cache
             )
             return choice_of(prepared.row, conversation.generate_from(prepared, options))
 

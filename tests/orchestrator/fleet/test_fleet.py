@@ -130,7 +130,7 @@ def test_an_engine_that_cannot_do_the_runs_kv_policy_is_refused_with_what_it_can
     wire.fleet = Fleet(SETTINGS, wire.send, kv_policy="keep")
     assert wire.hear(msgspec.structs.replace(hello(), kv_policies=["recompute"])) == []
     assert "does not support kv_policy='keep'" in str(wire.last())
-    assert "it can do 'recompute'" in str(wire.last())
+    assert "it supports 'recompute'" in str(wire.last())
     same = msgspec.structs.replace(hello(), kv_policies=["keep", "recompute"])
     assert wire.hear(same) == [ev.EngineJoined("a", 0, 4, epoch=1)]
 

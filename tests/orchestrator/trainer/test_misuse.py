@@ -213,7 +213,7 @@ async def test_a_run_is_used_once(model: Path) -> None:
     rollouts = tidegate.serve(model=model, **SMALL)
     async with rollouts:
         pass
-    with pytest.raises(RuntimeError, match="can.t be started twice"):
+    with pytest.raises(RuntimeError, match=r"can't be started twice"):
         await rollouts.__aenter__()
 
 
