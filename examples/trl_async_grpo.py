@@ -75,9 +75,9 @@ class DirectoryTransfer:
         """No-op: nothing to release."""
 
     def _post(self, path: str, **about: Any) -> None:
-        answer = requests.post(f"{self._server}/{path}", timeout=TIMEOUT_S, **about)
-        if answer.status_code != 200:
-            raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
+        response = requests.post(f"{self._server}/{path}", timeout=TIMEOUT_S, **about)
+        if response.status_code != 200:
+            raise RuntimeError(f"{path}: {response.status_code} {response.text}")
 
 
 class _CPUAttention:
@@ -160,7 +160,7 @@ def main() -> None:
         seen.watch(trainer)
         trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    told = {
+    results = {
         "steps": trainer.state.global_step,
         "versions": trainer.model_version,
         "staleness": dict(sorted(seen.ages.items())),
@@ -169,7 +169,7 @@ def main() -> None:
         "first_ratio": history[0]["ratio"],
         "first_kl": history[0]["kl"],
     }
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 def _config(arguments: argparse.Namespace, scratch: str) -> AsyncGRPOConfig:

@@ -47,13 +47,13 @@ class GlooClient(vllm_client.VLLMClient):  # type: ignore[misc]
             "rank_offset": 1,
             "world_size": 2,
         }
-        patience = datetime.timedelta(seconds=TIMEOUT_S)
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
         with ThreadPoolExecutor(max_workers=1) as pool:
             url = f"{self.base_url}/init_weight_transfer_engine"
-            answered = pool.submit(self._post, url, json={"init_info": init_info})
-            store = TCPStore("127.0.0.1", self.group_port, 2, is_master=True, timeout=patience)
-            self.communicator: Any = ProcessGroupGloo(store, 0, 2, patience)
-            answered.result()
+            response = pool.submit(self._post, url, json={"init_info": init_info})
+            store = TCPStore("127.0.0.1", self.group_port, 2, is_master=True, timeout=timeout)
+            self.communicator: Any = ProcessGroupGloo(store, 0, 2, timeout)
+            response.result()
 
     def update_named_params(
         self,
@@ -66,10 +66,10 @@ class GlooClient(vllm_client.VLLMClient):  # type: ignore[misc]
         self._start_weight_update()
         with ThreadPoolExecutor(max_workers=1) as pool:
             url = f"{self.base_url}/update_weights"
-            answered = pool.submit(self._post, url, json={"update_info": update_info})
+            response = pool.submit(self._post, url, json={"update_info": update_info})
             for _, tensor in named_params:
                 self.communicator.broadcast(tensor.detach().cpu().contiguous(), 0).wait()
-            answered.result()
+            response.result()
         self._finish_weight_update()
         GlooClient.updates += 1
 
@@ -107,14 +107,14 @@ def main() -> None:
         )
         trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    told = {
+    results = {
         "steps": trainer.state.global_step,
         "updates": GlooClient.updates,
         "rewards": [round(entry["reward"], 4) for entry in history],
         # The server's sampling log-probs against the trainer's.
         "logprobs_differ": [entry["sampling/sampling_logp_difference/max"] for entry in history],
     }
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 def _config(arguments: argparse.Namespace, scratch: str) -> GRPOConfig:

@@ -72,7 +72,7 @@ def main() -> None:
         if run is None:
             return
         ledger = run.statistics().ledger
-        told = _told(trainer, seen) | {
+        results = _results(trainer, seen) | {
             "run_version": run.version,
             "rollouts": run.statistics().trained_rollouts,
             "tokens": {
@@ -81,7 +81,7 @@ def main() -> None:
                 "discarded": ledger.discarded,
             },
         }
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 def _rollouts(
@@ -104,7 +104,7 @@ def _rollouts(
     return run, tidegate.TRLRollouts(run, tasks(), episode=solve, args=config)
 
 
-def _told(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
+def _results(trainer: Any, seen: StalenessSeen) -> dict[str, Any]:
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     return {
         "steps": trainer.state.global_step,

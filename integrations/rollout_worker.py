@@ -44,8 +44,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One requested completion."""
+class _CompletionRequest:
+    """One requested completion of a prompt."""
 
     prompt: list[int]
     sampling: Mapping[str, Any]
@@ -69,9 +69,9 @@ class RolloutWorker:
         self._run = tidegate.serve_sync(model=model, engines=engines, **settings)
         self._seed = self._run.settings.sampling.seed
         self._run.__enter__()
-        self._asked = itertools.count()
+        self._requested = itertools.count()
         self._responses: list[list[Sample]] = []
-        self._arriving: dict[str, torch.Tensor] = {}
+        self._received: dict[str, torch.Tensor] = {}
         """Received tensors of the next version, until the last one."""
         self._group: Any = None
 
@@ -103,13 +103,13 @@ class RolloutWorker:
         Raises:
             TurnRefused: no engine can ever serve one of the prompts.
         """
-        sampling, n_asked = _sampling(sampling_params)
-        count = n_asked if n is None else n
+        sampling, n_requested = _sampling(sampling_params)
+        count = n_requested if n is None else n
         if count < 1:
             raise ConfigError(f"n counts completions of each prompt, at least 1; got n={count}")
         seed = sampling.pop("seed", None)
-        wanted = [
-            _Wanted(
+        requests = [
+            _CompletionRequest(
                 [int(token) for token in prompt],
                 sampling,
                 self._next_seed() if seed is None else int(seed) + index,
@@ -117,7 +117,7 @@ class RolloutWorker:
             for prompt in prompt_token_ids
             for index in range(count)
         ]
-        samples = self._sampled(wanted)
+        samples = self._generate(requests)
         return [samples[at : at + count] for at in range(0, len(samples), count)]
 
     generate_sequences = generate
@@ -198,15 +198,17 @@ class RolloutWorker:
 
         if self._group is None:
             raise ConfigError("update_weight() needs init_weights_update_group() before it")
-        kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _dtype_name(dtype), None)
-        if not isinstance(kind, torch.dtype):
+        tensor_dtype = (
+            dtype if isinstance(dtype, torch.dtype) else getattr(torch, _dtype_name(dtype), None)
+        )
+        if not isinstance(tensor_dtype, torch.dtype):
             raise WeightsRefused(f"tensor {name!r} has dtype {dtype!r}, which torch does not know")
-        tensor = torch.empty(tuple(shape), dtype=kind)
+        tensor = torch.empty(tuple(shape), dtype=tensor_dtype)
         dist.broadcast(tensor, 0, group=self._group)
-        self._arriving[name] = tensor
+        self._received[name] = tensor
         if not empty_cache:
             return None
-        state_dict, self._arriving = self._arriving, {}
+        state_dict, self._received = self._received, {}
         return self._run.publish(state_dict)
 
     def update_weights(
@@ -261,26 +263,26 @@ class RolloutWorker:
     # ------------------------------------------------------------ generation
 
     def _next_seed(self) -> int:
-        return (self._seed << 40) + next(self._asked)
+        return (self._seed << 40) + next(self._requested)
 
-    def _sampled(self, wanted: Sequence[_Wanted]) -> list[Sample]:
+    def _generate(self, requests: Sequence[_CompletionRequest]) -> list[Sample]:
         """Run one episode of one turn for each request, concurrently."""
         turns: dict[int, GeneratedTurn] = {}
 
         async def one_turn(episode: Episode, number: int) -> float:
-            one = wanted[number]
-            episode.append(one.prompt)
-            turns[number] = await episode.generate(seed=one.seed, **one.sampling)
+            request = requests[number]
+            episode.append(request.prompt)
+            turns[number] = await episode.generate(seed=request.seed, **request.sampling)
             return 0.0
 
-        self._run.evaluate(range(len(wanted)), episode=one_turn)
-        missing = [number for number in range(len(wanted)) if number not in turns]
+        self._run.evaluate(range(len(requests)), episode=one_turn)
+        missing = [number for number in range(len(requests)) if number not in turns]
         if missing:
             raise EpisodeError(
-                f"{len(missing)} of {len(wanted)} samples could not be generated, the first of the "
-                f"prompt {wanted[missing[0]].prompt[:20]}; the log says why"
+                f"{len(missing)} of {len(requests)} samples could not be generated, the first for "
+                f"the prompt {requests[missing[0]].prompt[:20]}; the log says why"
             )
-        return [_sample(one.prompt, turns[number]) for number, one in enumerate(wanted)]
+        return [_sample(request.prompt, turns[number]) for number, request in enumerate(requests)]
 
 
 def _sample(prompt: list[int], turn: GeneratedTurn) -> Sample:

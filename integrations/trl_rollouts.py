@@ -6,8 +6,8 @@
             model=path, args=config, rollout_worker=worker, weight_transfer=worker, …
         ).train()
 
-In place of TRL's queue, a row is handed over when the trainer asks for one, so no row gets older
-while it waits. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
+A row is handed over when the trainer asks for one, instead of waiting in TRL's queue, where it would
+get older. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
 """
 
 import queue
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError, RunClosed
-from tidegate.integrations.trl_rows import Row, TRLArguments, TRLRows
+from tidegate.integrations.trl_rows import TRLArguments, TrlRow, TRLRows
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.serving.vllm_server.model_info import read_model_info
 
@@ -84,8 +84,8 @@ class TRLRollouts:
             else ()
         )
         self._run = run
-        self._sample = _sample_class()
-        self._given: dict[str, Any] = {"episode": episode} if episode is not None else {}
+        self._sample_class = _sample_class()
+        self._episode_argument: dict[str, Any] = {"episode": episode} if episode is not None else {}
         self._tasks = () if tasks is None else (tasks,)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         """Metrics that TRL logs beside its own: for each batch, completions' mean length; and the
@@ -100,7 +100,7 @@ class TRLRollouts:
     def start(self) -> None:
         """Begin to take batches. TRL publishes its weights before it calls this."""
         batches: Any = self._run.batches
-        self._batches = batches(*self._tasks, **self._given)
+        self._batches = batches(*self._tasks, **self._episode_argument)
 
     def stop(self) -> None:
         """Take no more batches. The run itself ends with its own ``with``."""
@@ -143,7 +143,7 @@ class TRLRollouts:
     def _log_metric(self, name: str, value: float) -> None:
         self.metrics_queue.put_nowait({name: value})
 
-    def _next_rows(self) -> list[Row]:
+    def _next_rows(self) -> list[TrlRow]:
         """Return the next batch's rows as TRL's samples; none once the tasks are used up."""
         if self._batches is None:
             raise RunClosed("TRL asked for rollouts before start() or after stop()")
@@ -151,23 +151,23 @@ class TRLRollouts:
         if batch is None:
             return []
         lengths = batch.loss_mask.sum(1)
-        told = (float(lengths.sum()), float(len(lengths)))
-        self.metrics_queue.put_nowait({"completions/mean_length": told})
-        samples = _samples(self._sample, batch, self._versions_ahead)
-        return [Row(sample, batch.number, place) for place, sample in enumerate(samples)]
+        sum_and_count = (float(lengths.sum()), float(len(lengths)))
+        self.metrics_queue.put_nowait({"completions/mean_length": sum_and_count})
+        samples = _samples(self._sample_class, batch, self._versions_ahead)
+        return [TrlRow(sample, batch.number, index) for index, sample in enumerate(samples)]
 
 
-def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
+def _samples(sample_class: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
     """Return a batch in TRL's form, one sample for each row."""
     now_s = time.time()  # TRL's own clock for what waits in its queue
     oldest = batch.trainer_version + versions_ahead - batch.staleness
     deviations = _reward_deviations(batch)
-    made = []
+    samples = []
     for row, task in enumerate(batch.tasks):
         tokens = int(batch.attention_mask[row].sum())
         prompt = task.get("prompt") if isinstance(task, Mapping) else None
-        made.append(
-            sample(
+        samples.append(
+            sample_class(
                 prompt=prompt if isinstance(prompt, list) else [],
                 completion=[],  # TRL shows the text in traces only
                 input_ids=_column(batch.token_ids, row, tokens),
@@ -183,12 +183,12 @@ def _samples(sample: Any, batch: "Batch", versions_ahead: int) -> "list[Any]":
                 enqueued_at=now_s,
             )
         )
-    return made
+    return samples
 
 
 def _column(values: "torch.Tensor", row: int, tokens: int) -> "np.ndarray[Any, Any]":
-    told: np.ndarray[Any, Any] = values[row, :tokens].numpy()
-    return told
+    column: np.ndarray[Any, Any] = values[row, :tokens].numpy()
+    return column
 
 
 def _reward_deviations(batch: "Batch") -> dict[int, float]:

@@ -50,14 +50,14 @@ class TRLArguments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrlRow:
     """One row of a batch, in TRL's form."""
 
     sample: Any
     """TRL's ``RolloutSample``."""
     batch: int
     """Number of the batch."""
-    place: int
+    index: int
     """Index of the row in its batch."""
 
 
@@ -69,7 +69,7 @@ class TRLRows:
         run: "SyncRollouts | SyncRemoteRollouts",
         args: TRLArguments,
         *,
-        more: Callable[[], Sequence[Row]],
+        more: Callable[[], Sequence[TrlRow]],
         log_metric: Callable[[str, float], None],
     ) -> None:
         """``more`` returns the next batch's rows; empty after the last task."""
@@ -79,12 +79,12 @@ class TRLRows:
         self._log_metric = log_metric
         self._version = 0
         """TRL's weight version, from which it computes a row's age."""
-        self._rows: deque[Row] = deque()
-        self._given = 0
+        self._rows: deque[TrlRow] = deque()
+        self._handed = 0
         """Number of rows handed to TRL."""
-        self._given_at: list[int] = []
-        """Value of ``_given`` at TRL's last three weight syncs; the first precedes any step."""
-        self._last_given: deque[Row] = deque()
+        self._handed_at_syncs: list[int] = []
+        """Value of ``_handed`` at TRL's last three weight syncs; the first precedes any step."""
+        self._last_handed: deque[TrlRow] = deque()
         """The last rows handed to TRL, which it may not have trained on yet."""
         self.is_over = False
         """Whether the tasks are used up."""
@@ -97,14 +97,14 @@ class TRLRows:
             queue.Empty: the tasks are used up.
         """
         while (row := self._next()) is not None:
-            why = self._dropped_for(row)
-            if why is None:
-                self._given += 1
-                self._last_given.append(row)
+            reason = self._drop_reason(row)
+            if reason is None:
+                self._handed += 1
+                self._last_handed.append(row)
                 return row.sample
-            log.info("batch=%d row=%d discarded, %s for TRL", row.batch, row.place, why)
-            self._log_metric(DROPPED[why], 1.0)
-            self._run.discard(row.batch, [row.place], reason=why)
+            log.info("batch=%d row=%d discarded, %s for TRL", row.batch, row.index, reason)
+            self._log_metric(DROPPED[reason], 1.0)
+            self._run.discard(row.batch, [row.index], reason=reason)
         self.is_over = True
         raise queue.Empty
 
@@ -119,30 +119,33 @@ class TRLRows:
     def synced(self, version: int) -> None:
         """Note that TRL has published its weights, as TRL's ``version``."""
         self._version = version
-        self._given_at = [*self._given_at[-2:], self._given]
-        while len(self._last_given) > self._ahead_max:
-            self._last_given.popleft()
+        self._handed_at_syncs = [*self._handed_at_syncs[-2:], self._handed]
+        while len(self._last_handed) > self._ahead_max:
+            self._last_handed.popleft()
 
     def end(self) -> None:
         """Discard the rows that TRL has not trained on when it stops."""
         ahead = self._ahead()
-        untrained = [*list(self._last_given)[len(self._last_given) - ahead :], *self._rows]
+        untrained = [
+            *list(self._last_handed)[len(self._last_handed) - ahead :],
+            *self._rows,
+        ]
         self._rows.clear()
-        self._last_given.clear()
-        self._given, self._given_at = 0, []
+        self._last_handed.clear()
+        self._handed, self._handed_at_syncs = 0, []
         for number in sorted({row.batch for row in untrained}):
-            places = [row.place for row in untrained if row.batch == number]
+            indices = [row.index for row in untrained if row.batch == number]
             try:
-                self._run.discard(number, places, reason=NOT_TRAINED)
+                self._run.discard(number, indices, reason=NOT_TRAINED)
             except TidegateError as error:  # TRL may be stopping because of another error
-                log.warning("batch=%d rows=%s count as trained: %s", number, places, error)
+                log.warning("batch=%d rows=%s count as trained: %s", number, indices, error)
 
-    def _next(self) -> Row | None:
+    def _next(self) -> TrlRow | None:
         if not self._rows:
             self._rows.extend(self._more())
         return self._rows.popleft() if self._rows else None
 
-    def _dropped_for(self, row: Row) -> str | None:
+    def _drop_reason(self, row: TrlRow) -> str | None:
         """Return the reason for which TRL would drop the row; None if it would not."""
         if self._version - row.sample.model_version > self._args.max_staleness:
             return TOO_STALE
@@ -154,9 +157,9 @@ class TRLRows:
     @property
     def _ahead_max(self) -> int:
         """Upper limit of the rows handed to TRL that it may not have trained on."""
-        since = self._given_at[-2] if len(self._given_at) > 1 else 0
+        since = self._handed_at_syncs[-2] if len(self._handed_at_syncs) > 1 else 0
         rows = self._args.per_device_train_batch_size * self._args.world_size
-        return self._given - since + rows
+        return self._handed - since + rows
 
     def _ahead(self) -> int:
         """Return how many of the rows handed to TRL belong to no complete train step.
@@ -169,12 +172,12 @@ class TRLRows:
         args = self._args
         if args.token_budget is not None and args.token_budget <= 0:
             rows = args.per_device_train_batch_size * args.world_size
-            of_a_step = args.gradient_accumulation_steps
-            steps = max(0, self._given // rows - 1) // of_a_step
-            return self._given - steps * of_a_step * rows
+            per_step = args.gradient_accumulation_steps
+            steps = max(0, self._handed // rows - 1) // per_step
+            return self._handed - steps * per_step * rows
         if args.gradient_accumulation_steps * args.weight_sync_steps > 1:
             return 0
-        steps = len(self._given_at) - 1
+        steps = len(self._handed_at_syncs) - 1
         if steps == 1:  # both micro-batches were taken since the previous sync
             return 0
-        return self._given - self._given_at[-2] + 1 if steps > 1 else self._given
+        return self._handed - self._handed_at_syncs[-2] + 1 if steps > 1 else self._handed

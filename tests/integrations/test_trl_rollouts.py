@@ -11,7 +11,7 @@ import pytest
 
 import tidegate
 from tidegate.errors import ConfigError, RunClosed
-from tidegate.integrations.trl_rows import Row, TRLRows
+from tidegate.integrations.trl_rows import TrlRow, TRLRows
 from tidegate.orchestrator.settings.config import run_settings
 
 
@@ -77,9 +77,12 @@ class Trainer:
         self.args = args
         self.told: list[tuple[int, list[int], str]] = []
         self.logged: list[str] = []
-        self._batches: Iterator[list[Row]] = iter(
+        self._batches: Iterator[list[TrlRow]] = iter(
             [
-                [Row(self.sample(tokens, -place), number, place) for place, tokens in enumerate(b)]
+                [
+                    TrlRow(self.sample(tokens, -place), number, place)
+                    for place, tokens in enumerate(b)
+                ]
                 for number, b in enumerate(lengths, 1)
             ]
         )
@@ -203,7 +206,7 @@ def test_only_as_many_rows_are_remembered_as_trl_may_be_ahead() -> None:
     for sync in range(48):
         trainer.rows.synced(sync)
         trainer.take(4)
-    assert len(trainer.rows._last_given) <= 12
+    assert len(trainer.rows._last_handed) <= 12
 
 
 def test_a_run_that_has_failed_does_not_hide_what_trl_ends_for() -> None:
