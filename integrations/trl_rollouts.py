@@ -6,8 +6,8 @@
             model=path, args=config, rollout_worker=worker, weight_transfer=worker, …
         ).train()
 
-A row is handed over when the trainer asks for one, instead of waiting in TRL's queue, where it would
-get older. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
+A row is handed over when the trainer asks for one, instead of waiting in TRL's queue, where it
+would get older. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
 """
 
 import queue
