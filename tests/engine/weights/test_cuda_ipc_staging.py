@@ -253,9 +253,9 @@ def test_settings_by_which_no_engine_shares_the_gpu_are_refused(
     directories: list[Path], tmp_path: Path, values: dict[str, Any], why: str
 ) -> None:
     values = {"device": "cuda", "weight_channel": "cuda_ipc"} | values
-    if "address" in values:  # of other hosts, which would be refused without keys
+    if "listen_address" in values:  # of other hosts, which would be refused without keys
         make_keys(tmp_path / "keys")
-        values["keys"] = tmp_path / "keys"
+        values["curve_key_directory"] = tmp_path / "keys"
     with pytest.raises(ConfigError, match=why):
         run_settings(model=directories[0], **values)
 
