@@ -23,7 +23,7 @@ from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.sampling import RowSampling, sample_rows
 from tidegate.kernels.sampling import sample
 from tidegate.transport.messages import SubmitTurn
-from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
+from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
 
 ROWS = 32
 PROMPT_TOKENS, OUTPUT_TOKENS = 500, 200
@@ -43,7 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_logprobs_5": {"top_logprobs": 5},
     "raw_logprobs": {"raw_logprobs": True},
     "allowed_tokens": {
-        "processors": [Processor("allowed_tokens", {"token_ids": list(range(100))}).to_str()]
+        "logits_processors": [
+            LogitsProcessor("allowed_tokens", {"token_ids": list(range(100))}).to_str()
+        ]
     },
 }
 

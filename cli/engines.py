@@ -33,10 +33,11 @@ def keys(
     own = make_keys(directory, engine)
     echo(
         f"The orchestrator keeps {directory} to itself. In the run: "
-        f"curve_key_directory={str(directory)!r} and an address such as 'tcp://0.0.0.0:5555'.\n"
+        f"curve_key_directory={str(directory)!r} and, say, listen_address='tcp://0.0.0.0:5555'.\n"
         f"Copy {own} to each host of such engines, by a way that nobody can read:\n"
         f"    scp -pr {own} HOST:\n"
-        f"    tidegate engine --keys {own.name} --connect tcp://THIS_HOST:5555 --engine NAME …\n"
+        f"    tidegate engine --curve-key-directory {own.name} "
+        f"--connect tcp://THIS_HOST:5555 --engine NAME …\n"
         f"To shut them out, remove {directory / 'engines' / own.name}.key; they can't connect "
         f"again then."
     )

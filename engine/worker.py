@@ -64,7 +64,7 @@ PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:
     """Run one engine until it ends; return the process's exit status.
 
-    ``keys`` are an alternative to --keys for callers that hold them in memory.
+    ``keys`` are an alternative to --curve-key-directory for callers that hold them in memory.
     """
     arguments = _parse(argv)
     if arguments.die_with_parent is not None:
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
             return ENDED  # the parent died during imports, before the signal was set
     ranks = None
     try:
-        if arguments.keys is not None:
-            keys = read_engine_keys(arguments.keys)
+        if arguments.curve_key_directory is not None:
+            keys = read_engine_keys(arguments.curve_key_directory)
         ranks = Ranks(arguments.tensor_parallel_size, is_deterministic=arguments.deterministic)
         _refuse_irregular(arguments.model)
         device = find_device(arguments.device)
@@ -129,7 +129,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model directory")
     parser.add_argument("--engine", required=True, help="name, unique within the run")
     parser.add_argument(
-        "--keys", type=Path, help="directory that `tidegate keys` made for engines, copied here"
+        "--curve-key-directory",
+        type=Path,
+        help="directory that `tidegate keys` made for engines, copied here",
     )
     parser.add_argument(
         "--dtype",
@@ -176,7 +178,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="MODULE",
-        help="import this module, and know the logit processors of its PROCESSORS",
+        help="import this module, and know the logits processors of its PROCESSORS",
     )
     parser.add_argument(
         "--deterministic",

@@ -439,7 +439,9 @@ def _turn_of(row: dict[str, Any]) -> RecordedTurn:
     )
     text = row.pop("options")
     try:
-        options = None if text is None else msgspec.json.decode(text, type=SamplingParams)
+        options = None
+        if text is not None:
+            options = SamplingParams.from_record(msgspec.json.decode(text, type=dict[str, Any]))
     except msgspec.DecodeError as error:
         raise AuditError(f"a turn's recorded sampling options can't be read: {error}") from None
     return RecordedTurn(**row, options=options, spans=spans, prefills=prefills)

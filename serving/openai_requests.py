@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from tidegate.serving.api_errors import ApiError
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 NO_SEED = -1
 """Value that vLLM's clients write for "no seed"."""
@@ -228,7 +228,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.num_top_logprobs:
             options["top_logprobs"] = self.num_top_logprobs
         if processors := self._processors():
-            options["processors"] = processors
+            options["logits_processors"] = processors
         return options
 
     def _refuse_unserved(self) -> None:
@@ -250,14 +250,16 @@ class Sampling(msgspec.Struct, kw_only=True):
             )
             raise ApiError(400, why, param="structured_outputs")
 
-    def _processors(self) -> list[Processor]:
+    def _processors(self) -> list[LogitsProcessor]:
         processors = []
         if self.allowed_token_ids:
-            processors.append(Processor("allowed_tokens", {"token_ids": self.allowed_token_ids}))
+            processors.append(
+                LogitsProcessor("allowed_tokens", {"token_ids": self.allowed_token_ids})
+            )
         if self.schema is not None:
-            processors.append(Processor("json_schema", {"schema": dict(self.schema)}))
+            processors.append(LogitsProcessor("json_schema", {"schema": dict(self.schema)}))
         elif self.grammar is not None:
-            processors.append(Processor("grammar", {"lark": self.grammar}))
+            processors.append(LogitsProcessor("grammar", {"lark": self.grammar}))
         return processors
 
 

@@ -162,7 +162,8 @@ def _check_tcp(address: str, *, has_keys: bool, listens: bool) -> None:
         raise ConfigError(
             f"{address!r} can be reached from other hosts, so it needs keys: make them with "
             f"`tidegate keys DIRECTORY`, then set curve_key_directory='DIRECTORY' for the run, and "
-            f"give `--keys DIRECTORY/engine` to engines (for this host alone, {_EXAMPLES})"
+            f"give `--curve-key-directory DIRECTORY/engine` to engines (for this host alone, "
+            f"{_EXAMPLES})"
         )
     if not listens and (host == "*" or _is_unspecified(host)):
         raise ConfigError(

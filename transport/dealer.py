@@ -158,8 +158,8 @@ class DealerSocket:
                 f"directory that `tidegate keys` made for engines there anew"
             )
         return (
-            f"{self._address} hangs up: most likely it wants keys; give --keys DIRECTORY, one that "
-            f"`tidegate keys` made for engines there"
+            f"{self._address} hangs up: most likely it wants keys; give --curve-key-directory "
+            f"DIRECTORY, one that `tidegate keys` made for engines there"
         )
 
     def close(self) -> None:

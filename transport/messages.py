@@ -195,7 +195,7 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
 class TurnFailed(Message, frozen=True, kw_only=True, tag="turn_failed"):
     """The engine can never serve this turn as requested; ``message`` says why and what to change.
 
-    The turn may have tokens already, if its logit processor failed or excluded every token.
+    The turn may have tokens already, if its logits processor failed or excluded every token.
     """
 
     turn: Count

@@ -11,6 +11,9 @@ import msgspec
 
 from tidegate.errors import ConfigError
 
+FORMER_FIELDS = {"processors": "logits_processors"}
+"""Former name of a field of ``SamplingParams`` -> its name now, for journals and recordings."""
+
 
 class TokenBias(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Value added to one token's logit."""
@@ -29,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     3. ``repetition_penalty`` r: ``x / r`` if x > 0, else ``x * r``, for tokens of the prompt or the
       output so far. Then ``x - frequency_penalty * n - presence_penalty * (n > 0)``, where the
       token occurs n times in the output so far.
-    4. ``processors``, one after another.
+    4. ``logits_processors``, one after another.
     5. ``x / temperature``.
     6. ``min_p``: tokens with less than this share of the most likely token's probability are
       excluded.
@@ -69,16 +72,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     raw_logprobs: bool = False
     """Whether to report each token's log-probability before all of these steps, at temperature
     1."""
-    processors: list[str] = []
-    """Logit processors, as serialised by :meth:`Processor.to_str`."""
+    logits_processors: list[str] = []
+    """Logits processors, as serialised by :meth:`LogitsProcessor.to_str`."""
     adapter: str = ""
     """Name of the LoRA adapter to compute with; empty: none."""
     cache_salt: str = ""
     """Prefix-cache namespace: turns share KV of equal contexts only with turns of the same salt."""
 
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "SamplingParams":
+        """Return the parameters that this or an earlier version has recorded.
 
-class Processor(msgspec.Struct, frozen=True):
-    """Logit processor that engines know by name, and its arguments.
+        Raises:
+            msgspec.ValidationError: a value has another type.
+        """
+        return msgspec.convert({FORMER_FIELDS.get(k, k): v for k, v in record.items()}, cls)
+
+
+class LogitsProcessor(msgspec.Struct, frozen=True):
+    """Logits processor that engines know by name, and its arguments.
 
     Built-in processors are ``allowed_tokens`` and ``disallowed_tokens`` (``token_ids``),
     ``temperature_schedule`` (``initial``, ``final``, ``warmup_tokens``), ``json_schema``
@@ -104,7 +116,7 @@ class Processor(msgspec.Struct, frozen=True):
             ) from None
 
     @classmethod
-    def from_str(cls, text: str) -> "Processor":
+    def from_str(cls, text: str) -> "LogitsProcessor":
         """Parse the output of :meth:`to_str`.
 
         Raises:

@@ -106,7 +106,7 @@ class TrainerDealer:
         problem = "does not know these keys, or has others" if self._has_keys else "wants keys"
         return (
             f"{self._address} {problem}: `tidegate keys DIRECTORY --engine trainer` makes some "
-            f"where the run is; copy DIRECTORY/trainer here, and give it as keys="
+            f"where the run is; copy DIRECTORY/trainer here, and give it as curve_key_directory="
         )
 
     def wait(self, descriptor: int, timeout_s: float) -> None:

@@ -79,7 +79,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", required=True, help=f"KIND+URL; kinds: {', '.join(KINDS)}")
     parser.add_argument("--model", required=True, type=Path, help="the run's model directory")
     parser.add_argument("--engine", required=True, help="name, unique within the run")
-    parser.add_argument("--keys", type=Path, help="directory that `tidegate keys` made for engines")
+    parser.add_argument(
+        "--curve-key-directory", type=Path, help="directory that `tidegate keys` made for engines"
+    )
     parser.add_argument("--max-running-turns", type=int, help="fewer than the engine can do")
     parser.add_argument(
         "--weights-directory",
@@ -116,7 +118,8 @@ def open_adapter(url: str, model: Path) -> EngineAdapter:
 
 
 async def _main(arguments: argparse.Namespace) -> int:
-    keys = None if arguments.keys is None else read_engine_keys(arguments.keys)
+    directory = arguments.curve_key_directory
+    keys = None if directory is None else read_engine_keys(directory)
     adapter = open_adapter(arguments.url, arguments.model)
     epoch = time.time_ns()  # a later start has a later epoch, and replaces this one
     labels = _Labels(epoch)

@@ -1,1 +1,1 @@
-"""Sampling and scoring: options, logit processors, grammars, stop strings, log-probs."""
+"""Sampling and scoring: options, logits processors, grammars, stop strings, log-probs."""

@@ -1,4 +1,4 @@
-"""Structured output: logit processors for JSON schemas and Lark grammars, by llguidance.
+"""Structured output: logits processors for JSON schemas and Lark grammars, by llguidance.
 
 Used by ``ProcessorRegistry`` as the processors ``json_schema`` and ``grammar``. Schemas and
 grammars are of llguidance's kinds, https://github.com/guidance-ai/llguidance, an optional
@@ -21,7 +21,7 @@ from tidegate.engine.sampling.grammar_compiler import (
     library,
     tokens_of,
 )
-from tidegate.engine.sampling.logits import LogitProcessor, ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -41,11 +41,11 @@ class Grammars:
     def __init__(self) -> None:
         self._compiler = GrammarCompiler()
 
-    def json_schema(self, arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    def json_schema(self, arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
         """Make a processor that constrains the output to JSON that fits ``schema``."""
         return self._make_processor(_schema_text(arguments), setup)
 
-    def grammar(self, arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+    def grammar(self, arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
         """Make a processor that constrains the output to the Lark grammar ``lark``."""
         return self._make_processor(_lark_text(arguments), setup)
 
@@ -62,7 +62,7 @@ class Grammars:
             return None
         return self._compiler.compile(_vocabulary(setup), text(arguments))
 
-    def _make_processor(self, text: str, setup: ProcessorSetup) -> LogitProcessor:
+    def _make_processor(self, text: str, setup: ProcessorSetup) -> TurnLogitsProcessor:
         compiled = self._compiler.compile(_vocabulary(setup), text)
         return _GrammarProcessor(compiled.result(HELPER_START_S + COMPILE_WALL_S), setup)
 

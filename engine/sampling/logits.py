@@ -1,4 +1,4 @@
-"""Interface of logit processors: callables that edit a turn's logits before each token is sampled.
+"""Interface of logits processors: callables that edit a turn's logits before each token is sampled.
 
 Implemented by users' modules and by ``processors.py`` and ``grammar.py``; see
 :mod:`tidegate.engine.sampling.processors` for how a turn names one.
@@ -26,7 +26,7 @@ class TurnTokens:
     """Tokens sampled so far, by any engine; only ever appended to."""
 
 
-class LogitProcessor(Protocol):
+class TurnLogitsProcessor(Protocol):
     """Edits one turn's logits. Each turn has its own instance, so it may keep state."""
 
     def __call__(self, logits: torch.Tensor, turn: TurnTokens) -> None:
@@ -47,5 +47,5 @@ class ProcessorSetup:
     tokenizer: ModelTokenizer
 
 
-MakeProcessor = Callable[[dict[str, Any], ProcessorSetup], LogitProcessor]
+MakeProcessor = Callable[[dict[str, Any], ProcessorSetup], TurnLogitsProcessor]
 """Makes one turn's processor from its arguments; an exception refuses the turn."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tidegate.engine.models.tokenizer import ModelTokenizer
-from tidegate.engine.sampling.logits import LogitProcessor, ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
 from tidegate.engine.sampling.processors import ProcessorRegistry
 from tidegate.engine.sampling.seen_tokens import SeenCounts
 from tidegate.engine.sampling.stop_strings import StopStrings
@@ -41,7 +41,7 @@ TOP_LOGPROBS_BYTES_MAX = 2 * 1024 * 1024
 STOP_STRINGS_MAX = 64
 STOP_STRING_CHARS_MAX = 1000
 PROCESSORS_MAX = 16
-"""Limit of logit processors per turn; each is called for every token."""
+"""Limit of logits processors per turn; each is called for every token."""
 
 
 class RowOptions:
@@ -54,9 +54,9 @@ class RowOptions:
         "banned",
         "bias_ids",
         "biases",
+        "logits_processors",
         "min_p",
         "min_tokens",
-        "processors",
         "raw_logprobs",
         "seen",
         "step_tokens_max",
@@ -83,12 +83,12 @@ class RowOptions:
         without a limit."""
         self.seen: SeenCounts | None = None
         """Tokens to penalise; None without penalties."""
-        self.processors: list[tuple[str, LogitProcessor]] = []
+        self.logits_processors: list[tuple[str, TurnLogitsProcessor]] = []
 
     @property
     def edit_by_output(self) -> bool:
         """Whether the logits depend on the output's tokens, not only on their number."""
-        return self.seen is not None or bool(self.processors)
+        return self.seen is not None or bool(self.logits_processors)
 
     def append(self, token_id: int, index: int) -> bool:
         """Count an output token; return whether it completes a stop string."""
@@ -105,18 +105,18 @@ class RowOptions:
         """
         first = self._prompt_tokens
         turn = TurnTokens(self._tokens[:first], self._tokens[first : first + index])
-        for name, processor in self.processors:
+        for name, processor in self.logits_processors:
             try:
                 processor(logits, turn)
             except BaseException as error:  # noqa: BLE001 - it may even exit, or a library panic
                 reason = f"{type(error).__name__}: {error}"
-                return cut(f"logit processor {name!r} failed after {index} tokens: {reason}")
+                return cut(f"logits processor {name!r} failed after {index} tokens: {reason}")
         peak = float(logits.max())
         if math.isfinite(peak):
             return None
-        names = ", ".join(name for name, _ in self.processors)
+        names = ", ".join(name for name, _ in self.logits_processors)
         return (
-            f"after {index} tokens the logit processors {names} leave nothing to sample: the "
+            f"after {index} tokens the logits processors {names} leave nothing to sample: the "
             f"largest logit is {peak}; keep at least one token's logit finite"
         )
 
@@ -147,9 +147,11 @@ class OptionReader:
         once.
         """
         params = message.sampling
-        if not params.processors or len(params.processors) > PROCESSORS_MAX:
+        if not params.logits_processors or len(params.logits_processors) > PROCESSORS_MAX:
             return []
-        futures = [self._registry.prepare(text, self._setup(params)) for text in params.processors]
+        futures = [
+            self._registry.prepare(text, self._setup(params)) for text in params.logits_processors
+        ]
         return [future for future in futures if future is not None and not future.done()]
 
     def close(self) -> None:
@@ -180,7 +182,9 @@ class OptionReader:
             self._ban(options, setup.stop_token_ids)
         if _is_penalized(params):
             options.seen = SeenCounts(params, tokens, prompt_tokens, known_tokens, self._vocab_size)
-        options.processors = [self._registry.make(text, setup) for text in params.processors]
+        options.logits_processors = [
+            self._registry.make(text, setup) for text in params.logits_processors
+        ]
         if params.stop_strings:
             strings = StopStrings(
                 self._tokenizer.get(), params.stop_strings, tokens[:prompt_tokens].tolist()
@@ -241,7 +245,7 @@ def _is_plain(params: SamplingParams) -> bool:
         or params.stop_strings
         or params.top_logprobs
         or params.raw_logprobs
-        or params.processors
+        or params.logits_processors
         or _is_penalized(params)
     )
 
@@ -270,9 +274,9 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_lists(params: SamplingParams) -> None:
-    if len(params.processors) > PROCESSORS_MAX:
+    if len(params.logits_processors) > PROCESSORS_MAX:
         raise TurnRefused(
-            f"a turn may have {PROCESSORS_MAX} processors, got {len(params.processors)}"
+            f"a turn may have {PROCESSORS_MAX} processors, got {len(params.logits_processors)}"
         )
     if len(params.stop_strings) > STOP_STRINGS_MAX:
         raise TurnRefused(

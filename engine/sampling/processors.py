@@ -1,4 +1,4 @@
-"""Registry of logit processors by name: the built-in ones and those of users' modules.
+"""Registry of logits processors by name: the built-in ones and those of users' modules.
 
 Used by ``OptionReader``. A module adds processors as ``PROCESSORS = {"my_name": make_mine}``. An
 engine imports only the modules on its command line, never names that come over the wire.
@@ -14,14 +14,14 @@ import torch
 
 from tidegate.engine.sampling.grammar import Grammars
 from tidegate.engine.sampling.logits import (
-    LogitProcessor,
     MakeProcessor,
     ProcessorSetup,
+    TurnLogitsProcessor,
     TurnTokens,
 )
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.limits import cut
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 
 class ProcessorRegistry:
@@ -55,7 +55,7 @@ class ProcessorRegistry:
         ``text`` are left to ``make``.
         """
         try:
-            processor_spec = Processor.from_str(text)
+            processor_spec = LogitsProcessor.from_str(text)
             return self._grammars.prepare(processor_spec.name, processor_spec.arguments, setup)
         except BaseException:  # noqa: BLE001 - as in ``make``, which is called next
             return None
@@ -64,20 +64,20 @@ class ProcessorRegistry:
         """Stop the grammar helper process, if there is one."""
         self._grammars.close()
 
-    def make(self, text: str, setup: ProcessorSetup) -> tuple[str, LogitProcessor]:
+    def make(self, text: str, setup: ProcessorSetup) -> tuple[str, TurnLogitsProcessor]:
         """Make the processor that ``text`` names; return its name and the processor.
 
         Raises:
             TurnRefused: there is no such processor, or it rejects its arguments.
         """
         try:
-            processor_spec = Processor.from_str(text)
+            processor_spec = LogitsProcessor.from_str(text)
         except ConfigError as error:
             raise TurnRefused(str(error)) from None
         make = self._makers.get(processor_spec.name)
         if make is None:
             raise TurnRefused(
-                f"unknown logit processor {processor_spec.name!r}; this engine has "
+                f"unknown logits processor {processor_spec.name!r}; this engine has "
                 f"{', '.join(sorted(self._makers))}; start engines with logits_processors=[module] "
                 "to add your own"
             )
@@ -89,7 +89,7 @@ class ProcessorRegistry:
             reason = f"{type(error).__name__}: {error}"
             raise TurnRefused(
                 cut(
-                    f"logit processor {processor_spec.name!r} refuses "
+                    f"logits processor {processor_spec.name!r} refuses "
                     f"{processor_spec.arguments!r:.300}: {reason}"
                 )
             ) from None
@@ -121,7 +121,7 @@ def _read_token_ids(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.T
     return torch.tensor(sorted({*token_ids}), dtype=torch.int64)
 
 
-def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Allow only ``token_ids``: an action mask. Stop tokens must be listed, too."""
     token_ids = _read_token_ids(arguments, setup)
     if not len(token_ids):
@@ -135,7 +135,7 @@ def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitPro
     return processor
 
 
-def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Exclude ``token_ids``."""
     token_ids = _read_token_ids(arguments, setup)
     if len(token_ids) == setup.vocab_size:
@@ -173,7 +173,7 @@ class TemperatureSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         logits.sub_(logits.max()).div_(temperature)
 
 
-def temperature_schedule(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def temperature_schedule(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Make a :class:`TemperatureSchedule`."""
     return msgspec.convert(arguments, TemperatureSchedule)
 

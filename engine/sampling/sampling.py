@@ -238,7 +238,7 @@ def _edit(
     failures: dict[int, str] = {}
     for row, row_options in options.items():
         if (
-            row_options.processors
+            row_options.logits_processors
             and (reason := row_options.process(logits[row], sampling[row].index)) is not None
         ):
             failures[row] = reason

@@ -136,7 +136,7 @@ class EngineScheduler:
         drafts: DraftSource | None = None,
     ) -> None:
         """``options`` reads the sequences' sampling options; None serves neither text options
-        nor custom logit processors. ``scoring`` says what the model can score; None:
+        nor custom logits processors. ``scoring`` says what the model can score; None:
         nothing. ``shares_prefixes`` and ``drafts`` change speed only; tests compare runs
         with and without them."""
         self.version = version

@@ -22,7 +22,7 @@ from tidegate.integrations.ray.ray_places import (
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.orchestrator.trainer.remote.listener import listen
-from tidegate.orchestrator.trainer.remote.rollouts import SyncRemoteRollouts, connect_sync
+from tidegate.orchestrator.trainer.remote.rollouts import RemoteRollouts, SyncRemoteRollouts
 from tidegate.transport.security import EngineKeys, ephemeral_keys
 
 if TYPE_CHECKING:
@@ -206,7 +206,8 @@ class RayTrainer:
             MASTER_ADDR=meeting[0],
             MASTER_PORT=str(meeting[1]),
         )
-        with connect_sync(
+        connection = RemoteRollouts(
             address, keys=self._keys, rank=self._rank, world_size=self._world_size
-        ) as rollouts:
+        )
+        with SyncRemoteRollouts(connection) as rollouts:
             return train(rollouts)

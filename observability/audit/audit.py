@@ -107,7 +107,7 @@ class AuditReport:
     tokens_unknown: int
     """Tokens whose KV history is tagged unknown; nothing about them can be checked."""
     tokens_unreplayable: int
-    """Tokens drawn with a user-defined logit processor or a grammar, or from a context with
+    """Tokens drawn with a user-defined logits processor or a grammar, or from a context with
     media; only their tags were checked."""
     tokens_unarchived: int
     """Tokens sampled by weights that were published just before a process was killed and were
@@ -149,7 +149,7 @@ class AuditReport:
         if self.tokens_unreplayable:
             lines.append(
                 f"{self.tokens_unreplayable} tokens were not replayed: they were drawn with "
-                f"user-defined logit processors or a grammar, or from images, audio or video"
+                f"user-defined logits processors or a grammar, or from images, audio or video"
             )
         if self.tokens_unarchived:
             lines.append(

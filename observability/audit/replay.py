@@ -22,7 +22,7 @@ import transformers
 from tidegate.observability.audit.archived_model import load_version
 from tidegate.observability.audit.replay_plan import Replay, Segment
 from tidegate.transport.messages import SamplingParams
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 Tokens = npt.NDArray[np.int32]
 
@@ -60,12 +60,12 @@ def _edit_row(
         x = torch.as_tensor(penalty(token_ids[None], x[None])[0])
     counts = torch.from_numpy(np.bincount(output, minlength=len(x)).astype(np.float32))
     x = x - options.frequency_penalty * counts - options.presence_penalty * (counts > 0)
-    for text in options.processors:
-        x = _apply_processor(x, Processor.from_str(text), len(output))
+    for text in options.logits_processors:
+        x = _apply_processor(x, LogitsProcessor.from_str(text), len(output))
     return x
 
 
-def _apply_processor(x: torch.Tensor, processor: Processor, index: int) -> torch.Tensor:
+def _apply_processor(x: torch.Tensor, processor: LogitsProcessor, index: int) -> torch.Tensor:
     arguments = processor.arguments
     if processor.name == "temperature_schedule":
         first, last = arguments["initial"], arguments["final"]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.transport.messages import KvSpan
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 Purpose = Literal["audit", "other_version", "fresh_kv"]
 """Purpose of a replay: to check the record (``audit``), or to measure whether a wrong tag would
@@ -27,7 +27,7 @@ be detected, with a neighbouring version (``other_version``) or with fresh inste
 
 
 PROCESSORS_REPLAYED = {"allowed_tokens", "disallowed_tokens", "temperature_schedule"}
-"""Built-in logit processors; user-defined ones and grammars can't be replayed."""
+"""Built-in logits processors; user-defined ones and grammars can't be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ReplayPlan:
     tokens_unknown: int = 0
     """Tokens of spans with unknown KV history, which can't be replayed."""
     tokens_unreplayable: int = 0
-    """Tokens drawn with an unknown logit processor or after media; only their tags are checked."""
+    """Tokens drawn with an unknown logits processor or after media; only their tags are checked."""
 
 
 def plan_rollout(rollout: RecordedRollout) -> ReplayPlan:
@@ -238,9 +238,9 @@ def _plan_pass(
 
 
 def is_replayable(turn: RecordedTurn) -> bool:
-    """Return whether all logit processors of the turn can be replayed."""
-    processors = turn.options.processors if turn.options is not None else []
-    return all(Processor.from_str(text).name in PROCESSORS_REPLAYED for text in processors)
+    """Return whether all logits processors of the turn can be replayed."""
+    processors = turn.options.logits_processors if turn.options is not None else []
+    return all(LogitsProcessor.from_str(text).name in PROCESSORS_REPLAYED for text in processors)
 
 
 def _contradictions(

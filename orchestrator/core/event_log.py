@@ -12,6 +12,7 @@ import msgspec
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.transport.messages import Prefill, TokenDetails
+from tidegate.transport.sampling import SamplingParams
 
 KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.StepArrived,
@@ -185,6 +186,8 @@ def _event(kind: type[Any], values: list[Any]) -> Any:
         fields["task"] = task_of(fields.get("body", b""))
     elif kind in (ev.TaskFoundAgain, ev.EvaluationRequested):
         fields["task"] = TASK_ELSEWHERE
+    elif kind is ev.TurnRequested:
+        fields["sampling"] = SamplingParams.from_record(fields["sampling"])
     return msgspec.convert(fields, kind)
 
 

@@ -30,7 +30,7 @@ from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.tool_calls import ParsedReply, parse_reply
 from tidegate.transport.media import Media
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 Tools = Sequence[Mapping[str, Any]]
 """Tool definitions as in OpenAI's API: ``{"type": "function", "function": {"name": …, …}}``."""
@@ -135,8 +135,8 @@ class Prepared(Generic[Row]):
     messages: list[dict[str, Any]]
     tools: list[str]
     prompt: str
-    forced: Processor | None = None
-    """Processor that constrains the turn to a tool call."""
+    forced: LogitsProcessor | None = None
+    """Logits processor that constrains the turn to a tool call."""
 
 
 class Conversation(Generic[Row]):
@@ -219,8 +219,8 @@ class Conversation(Generic[Row]):
         """Generate the next message in a prepared row."""
         row, messages = prepared.row, prepared.messages
         if prepared.forced is not None:
-            own = options.get("processors") or ()
-            options = {**options, "processors": [*own, prepared.forced]}
+            own = options.get("logits_processors") or ()
+            options = {**options, "logits_processors": [*own, prepared.forced]}
         turn = await row.generate(**options)
         reply = parse_reply(self._content(turn, options), prepared.tools)
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidegate.errors import ChatRefused
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 Choice = str | Mapping[str, Any] | None
 """OpenAI's ``tool_choice``: ``auto`` (or None), ``none``, ``required``, or one function."""
@@ -27,7 +27,7 @@ def is_free(choice: Choice) -> bool:
 
 def forced_call(
     choice: Choice, tools: Sequence[Mapping[str, Any]] | None, template: str
-) -> Processor:
+) -> LogitsProcessor:
     """Return the processor that constrains a turn to a call of one of ``tools``, or of ``choice``.
 
     ``template`` is the source of the model's chat template.
@@ -39,9 +39,9 @@ def forced_call(
     if HERMES_MARK in template:
         call = json.dumps(_either(functions, "arguments"))
         lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
-        return Processor("grammar", {"lark": lark})
+        return LogitsProcessor("grammar", {"lark": lark})
     if all(mark in template for mark in LLAMA_MARKS):
-        return Processor("json_schema", {"schema": _either(functions, "parameters")})
+        return LogitsProcessor("json_schema", {"schema": _either(functions, "parameters")})
     raise ChatRefused(
         "tool_choice can't force a call of this model: its chat template is neither of Hermes' "
         "form (<tool_call>) nor of Llama 3's; leave it at 'auto'"

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from tidegate.errors import ConfigError, TurnRefused
-from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
+from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
 
 SEED_MASK = 2**64 - 1
 """Seeds may be any int; engines take 64 bits of it."""
@@ -52,7 +52,7 @@ class SamplingOptions(TypedDict, total=False):
     """Number of likeliest tokens to return in ``GeneratedTurn.top_logprobs``."""
     raw_logprobs: bool
     """Whether to return ``GeneratedTurn.raw_logprobs``."""
-    processors: Sequence[Processor | str]
+    logits_processors: Sequence[LogitsProcessor | str]
     adapter: str
     """LoRA adapter in place of the run's own; empty for none."""
     cache_salt: str
@@ -106,14 +106,16 @@ def _as_sent(options: SamplingOptions) -> dict[str, Any]:
         if isinstance(options["stop_strings"], str):
             raise TypeError(f"stop_strings must be a list, got {options['stop_strings']!r}")
         sent["stop_strings"] = list(options["stop_strings"])
-    if "processors" in options:
-        sent["processors"] = [_as_text(processor) for processor in options["processors"]]
+    if "logits_processors" in options:
+        sent["logits_processors"] = [
+            _as_text(processor) for processor in options["logits_processors"]
+        ]
     return sent
 
 
-def _as_text(processor: Processor | str) -> str:
+def _as_text(processor: LogitsProcessor | str) -> str:
     if isinstance(processor, str):
-        processor = Processor.from_str(processor)
+        processor = LogitsProcessor.from_str(processor)
     return processor.to_str()
 
 

@@ -201,7 +201,10 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
     """Return the command line of a worker that serves ``settings.model``."""
     command = [sys.executable, "-m", WORKER, "--die-with-parent", str(os.getpid())]
     if settings.fleet.curve_key_directory is not None:
-        command += ["--keys", str(settings.fleet.curve_key_directory / ENGINE_DEFAULT)]
+        command += [
+            "--curve-key-directory",
+            str(settings.fleet.curve_key_directory / ENGINE_DEFAULT),
+        ]
     threads = settings.engine_threads
     return [*command, *engine_options(settings.model, settings.engine, name, address, threads)]
 
@@ -252,7 +255,7 @@ def adapter_command(settings: RunSettings, name: str, address: str, url: str) ->
         "max-running-turns": settings.engine.max_running_turns,
     }
     if settings.fleet.curve_key_directory is not None:
-        options["keys"] = settings.fleet.curve_key_directory / ENGINE_DEFAULT
+        options["curve-key-directory"] = settings.fleet.curve_key_directory / ENGINE_DEFAULT
     directory = settings.records.run_directory
     if directory is not None:  # which the server is more likely to see than /tmp
         options["weights-directory"] = (directory / "published" / name).resolve()

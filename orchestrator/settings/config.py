@@ -302,7 +302,7 @@ class EngineSettings(SettingsRecord):
     num_kv_blocks: Count | None = None
     """KV blocks per engine; None sizes the cache by the engine's memory budget."""
     logits_processors: tuple[str, ...] = ()
-    """Modules of logit processors, each with a dict ``PROCESSORS``, that engines import; from the
+    """Modules of logits processors, each with a dict ``PROCESSORS``, that engines import; from the
     directory that the run is started in, or PYTHONPATH."""
     quantization: Quantization | None = None
     """Type that engines round each version's layer weights to; trainer and published weights stay

@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from tidegate.runs import score_server, score_server_sync, serve, serve_sync, vllm_server
     from tidegate.serving.gateway.gateway import Endpoint, Gateway
     from tidegate.serving.vllm_server.server import VLLMServer
-    from tidegate.transport.sampling import Processor
+    from tidegate.transport.sampling import LogitsProcessor
 
     __version__: str
 
@@ -94,12 +94,12 @@ __all__ = [
     "Gateway",
     "GeneratedTurn",
     "GroupFilter",
+    "LogitsProcessor",
     "Observation",
     "OneStepOffPolicy",
     "OverSampling",
     "PackedBatch",
     "PlacementSettings",
-    "Processor",
     "RayPlaces",
     "Readout",
     "RecordSettings",
@@ -165,7 +165,7 @@ _HOMES = {
     "OverSampling": "policies.rounds",
     "PackedBatch": "orchestrator.batches.batches",
     "PlacementSettings": "orchestrator.settings.config",
-    "Processor": "transport.sampling",
+    "LogitsProcessor": "transport.sampling",
     "RayPlaces": "integrations.ray.ray_places",
     "Readout": "orchestrator.fleet.scores",
     "RecordSettings": "orchestrator.settings.config",

@@ -41,7 +41,7 @@ from tidegate.transport.messages import (
     TurnsPaused,
     TurnsResumed,
 )
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
 
 pytestmark = pytest.mark.wire
@@ -94,7 +94,7 @@ def test_a_cancelled_turn_ends_at_once_and_says_so(engine: Orchestra) -> None:
         ([1], SamplingParams(max_tokens=2**40), "context of 512 tokens"),
         ([1], SamplingParams(max_tokens=1, min_p=2.0), "min_p must be in [0, 1]"),
         ([1], SamplingParams(max_tokens=1, stop_strings=[""]), "1 to 1000 characters, got 0"),
-        ([1], SamplingParams(max_tokens=1, processors=["{}"]), "is no processor"),
+        ([1], SamplingParams(max_tokens=1, logits_processors=["{}"]), "is no processor"),
     ],
 )
 def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
@@ -107,8 +107,8 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
 
 
 def test_a_refusal_that_quotes_something_endless_is_cut(engine: Orchestra) -> None:
-    endless = Processor("x" * 100_000).to_str()
-    engine.submit(PROMPT, SamplingParams(max_tokens=2, processors=[endless]))
+    endless = LogitsProcessor("x" * 100_000).to_str()
+    engine.submit(PROMPT, SamplingParams(max_tokens=2, logits_processors=[endless]))
     assert "xxx" in engine.await_one(TurnFailed).message
     assert len(engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
@@ -118,8 +118,8 @@ def test_an_engine_decodes_other_turns_while_it_compiles_a_grammar_that_costs_to
 ) -> None:
     pytest.importorskip("llguidance")
     schema = {"type": "integer", "multipleOf": 100_000_007}
-    costly = Processor("json_schema", {"schema": schema}).to_str()
-    asked = SamplingParams(max_tokens=9, stop_token_ids=[0], processors=[costly])
+    costly = LogitsProcessor("json_schema", {"schema": schema}).to_str()
+    asked = SamplingParams(max_tokens=9, stop_token_ids=[0], logits_processors=[costly])
     turn = engine.submit(PROMPT, asked)
     other = engine.generate(PROMPT, GREEDY)
     assert len(other.token_ids) == GREEDY.max_tokens

@@ -17,7 +17,7 @@ from tidegate.observability.recording import RunRecorder
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.transport.messages import KvSpan, SamplingParams
-from tidegate.transport.sampling import Processor, TokenBias
+from tidegate.transport.sampling import LogitsProcessor, TokenBias
 
 VOCAB = 40
 VERSIONS = 3
@@ -138,12 +138,12 @@ class Sampler:
         for token in {*output}:
             times = output.count(token)
             logits[0, token] -= sampling.frequency_penalty * times + sampling.presence_penalty
-        for text in sampling.processors:
-            logits = self._processed(logits, Processor.from_str(text), len(output))
+        for text in sampling.logits_processors:
+            logits = self._processed(logits, LogitsProcessor.from_str(text), len(output))
         return logits
 
     @staticmethod
-    def _processed(logits: torch.Tensor, processor: Processor, index: int) -> torch.Tensor:
+    def _processed(logits: torch.Tensor, processor: LogitsProcessor, index: int) -> torch.Tensor:
         if processor.name == "temperature_schedule":
             return logits / [2.0, 1.5, 1.0, 0.5, 0.5, 0.5][index]
         if processor.name == "allowed_tokens":
@@ -248,21 +248,25 @@ def filtered(models: list[Any], rollout_id: int) -> Rollout:
     return sampler.rollout
 
 
-SCHEDULE = Processor("temperature_schedule", {"initial": 2, "final": 0.5, "warmup_tokens": 3})
+SCHEDULE = LogitsProcessor("temperature_schedule", {"initial": 2, "final": 0.5, "warmup_tokens": 3})
 
 
 def with_options(models: list[Any], rollout_id: int) -> Rollout:
-    """One turn for each other sampling option; the last with an unknown logit processor."""
+    """One turn for each other sampling option; the last with an unknown logits processor."""
     sampler = Sampler(models, rollout_id, [3, 2, 1])
     for sampling in (
         {"min_p": 0.1},
         {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
         {"logit_bias": [TokenBias(4, 3.0)], "min_tokens": 4, "stop_token_ids": [6]},
-        {"processors": [SCHEDULE.to_str()]},
-        {"processors": [Processor("allowed_tokens", {"token_ids": [5, 6, 7]}).to_str()]},
+        {"logits_processors": [SCHEDULE.to_str()]},
+        {
+            "logits_processors": [
+                LogitsProcessor("allowed_tokens", {"token_ids": [5, 6, 7]}).to_str()
+            ]
+        },
         {"temperature": 0.0, "repetition_penalty": 0.5},
         {"temperature": 1.3, "top_k": 12, "top_p": 0.8, "min_p": 0.02, "presence_penalty": 1.0},
-        {"processors": [Processor("my_own").to_str()]},
+        {"logits_processors": [LogitsProcessor("my_own").to_str()]},
     ):
         sampler.turn(**sampling)
         sampler.tokens(6, 1)

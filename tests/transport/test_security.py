@@ -150,7 +150,7 @@ def test_the_command_says_what_goes_where_and_refuses_to_do_it_twice(tmp_path: P
     made = runner.invoke(app, ["keys", str(tmp_path / "keys"), "--engine", "gpu-1"])
     assert made.exit_code == 0
     assert f"scp -pr {tmp_path}/keys/gpu-1 HOST:" in made.output
-    assert "--keys gpu-1 --connect" in made.output
+    assert "--curve-key-directory gpu-1 --connect" in made.output
     assert isinstance(
         runner.invoke(app, ["keys", str(tmp_path / "keys"), "--engine", "gpu-1"]).exception,
         ConfigError,

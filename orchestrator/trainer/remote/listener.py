@@ -89,7 +89,7 @@ async def listen(
         tasks: the run's tasks; without them, the trainer sends its own, as plain data.
         episode: runs the tasks; a string ``"module:function"`` is imported.
         episodes: further episodes that the trainer may name.
-        keys: keys that trainers need; by default those in the run's ``keys``.
+        keys: keys that trainers need; by default those in the run's ``curve_key_directory``.
         on_bound: called with the address once trainers can connect to it.
 
     Raises:

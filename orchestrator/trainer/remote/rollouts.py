@@ -1,6 +1,6 @@
 """Client handles of a run in another process, for one rank of a trainer: async and sync.
 
-    async with tidegate.connect("tcp://host:5600", keys="trainer") as rollouts:
+    async with tidegate.connect("tcp://host:5600", curve_key_directory="trainer") as rollouts:
         async for batch in rollouts.batches():
             train_step(batch)
             await rollouts.publish(model.state_dict())
@@ -112,17 +112,17 @@ class RemoteRollouts(TrainerHandle):
         self,
         address: str,
         *,
-        keys: str | Path | EngineKeys | None,
-        rank: int,
-        world_size: int,
-        resume: Mapping[str, Any] | None,
-        connect_timeout_s: float,
-        run_timeout_s: float,
+        keys: EngineKeys | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        resume: Mapping[str, Any] | None = None,
+        connect_timeout_s: float = 60.0,
+        run_timeout_s: float = 60.0,
     ) -> None:
         self.address = address
         self.rank = rank
         self.world_size = world_size
-        self._keys = read_engine_keys(Path(keys)) if isinstance(keys, str | Path) else keys
+        self._keys = keys
         self._resume = None if resume is None else _state(resume)
         self._connect_timeout_s = connect_timeout_s
         self._run_timeout_s = run_timeout_s
@@ -515,7 +515,7 @@ def _scores_of(answered: RequestAnswered) -> list[Score]:
 def connect(
     address: str,
     *,
-    keys: str | Path | EngineKeys | None = None,
+    curve_key_directory: str | Path | None = None,
     rank: int = 0,
     world_size: int = 1,
     resume: Mapping[str, Any] | None = None,
@@ -524,9 +524,9 @@ def connect(
 ) -> RemoteRollouts:
     """Connect as the trainer of a run in another process, which calls ``listen(address)``.
 
-    ``keys`` is a directory that ``tidegate keys`` made, for addresses on other hosts. Each of
-    ``world_size`` data-parallel processes connects with its own ``rank`` and gets its part of each
-    batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: the run hands
+    ``curve_key_directory``, made by ``tidegate keys``, is needed for addresses on other hosts. Each
+    of ``world_size`` data-parallel processes connects with its own ``rank`` and gets its part of
+    each batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: the run hands
     later batches over again, as long as it keeps them.
 
     For up to ``connect_timeout_s``, entering the handle waits for the run to listen, and for the
@@ -536,6 +536,7 @@ def connect(
     Raises:
         ConfigError: the address, the keys or the rank are wrong.
     """
+    keys = None if curve_key_directory is None else read_engine_keys(Path(curve_key_directory))
     return RemoteRollouts(
         address,
         keys=keys,
@@ -550,7 +551,7 @@ def connect(
 def connect_sync(
     address: str,
     *,
-    keys: str | Path | EngineKeys | None = None,
+    curve_key_directory: str | Path | None = None,
     rank: int = 0,
     world_size: int = 1,
     resume: Mapping[str, Any] | None = None,
@@ -561,7 +562,7 @@ def connect_sync(
     return SyncRemoteRollouts(
         connect(
             address,
-            keys=keys,
+            curve_key_directory=curve_key_directory,
             rank=rank,
             world_size=world_size,
             resume=resume,

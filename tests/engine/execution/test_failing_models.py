@@ -7,18 +7,18 @@ import pytest
 from tests.engine.execution.failing_worker import EXIT, LONG, POISON
 from tests.engine.orchestra import Models, Orchestra
 from tidegate.transport.messages import LENGTH, Goodbye, SamplingParams, TurnFailed
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 from tidegate.transport.scoring import ScoreFailed, ScoreResult, ScoreTokens
 
 pytestmark = pytest.mark.wire
 
-SOUND = Processor("disallowed_tokens", {"token_ids": [POISON, EXIT]}).to_str()
+SOUND = LogitsProcessor("disallowed_tokens", {"token_ids": [POISON, EXIT]}).to_str()
 
 PROGRAM = "tests.engine.execution.failing_worker"
 
 
 def asked(max_tokens: int, seed: int = 0) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, seed=seed, processors=[SOUND])
+    return SamplingParams(max_tokens=max_tokens, seed=seed, logits_processors=[SOUND])
 
 
 def test_turns_that_the_models_code_fails_for_end_by_name_and_all_others_go_on(

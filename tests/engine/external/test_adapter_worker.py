@@ -115,7 +115,7 @@ def test_a_turn_ends_as_asked_and_tells_its_prefill_once(engine: Orchestra) -> N
 def test_what_an_engine_does_otherwise_is_refused_by_name(engine: Orchestra) -> None:
     for sampling, named in (
         (SamplingParams(max_tokens=3, frequency_penalty=0.5), "frequency_penalty"),
-        (SamplingParams(max_tokens=3, processors=["{}"]), "processors"),
+        (SamplingParams(max_tokens=3, logits_processors=["{}"]), "logits_processors"),
         (SamplingParams(max_tokens=3, adapter="a"), "adapter"),
         (SamplingParams(max_tokens=3, top_logprobs=21), "20 top_logprobs at most"),
         (SamplingParams(max_tokens=1000), "max_tokens=1000 is more than"),

@@ -1,13 +1,13 @@
-"""A user's module of logit processors, which the tests' engines import."""
+"""A user's module of logits processors, which the tests' engines import."""
 
 from typing import Any
 
 import torch
 
-from tidegate.engine.sampling.logits import LogitProcessor, ProcessorSetup, TurnTokens
+from tidegate.engine.sampling.logits import ProcessorSetup, TurnLogitsProcessor, TurnTokens
 
 
-def once(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def once(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Exclude tokens that have been sampled."""
 
     def ban(logits: torch.Tensor, turn: TurnTokens) -> None:
@@ -16,7 +16,7 @@ def once(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
     return ban
 
 
-def raising(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def raising(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Raise after some tokens."""
 
     def fail(logits: torch.Tensor, turn: TurnTokens) -> None:
@@ -26,7 +26,7 @@ def raising(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
     return fail
 
 
-def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Exclude all tokens after some tokens."""
 
     def silence(logits: torch.Tensor, turn: TurnTokens) -> None:
@@ -36,7 +36,7 @@ def silencing(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcesso
     return silence
 
 
-def nosy(arguments: dict[str, Any], setup: ProcessorSetup) -> LogitProcessor:
+def nosy(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
     """Raise, at the third call, an error that contains what the processor was given."""
     seen: list[Any] = []
 

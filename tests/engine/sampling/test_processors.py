@@ -1,4 +1,4 @@
-"""Effects of logit processors on a turn, and failing processors."""
+"""Effects of logits processors on a turn, and failing processors."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport import messages
 from tidegate.transport.messages import LENGTH, RUNNING, STOP, SubmitTurn
-from tidegate.transport.sampling import Processor, SamplingParams
+from tidegate.transport.sampling import LogitsProcessor, SamplingParams
 
 pytestmark = pytest.mark.wire
 
@@ -76,10 +76,12 @@ class Engine:
         self.finish: dict[int, int] = {}
         self.details: dict[int, list[messages.TokenDetails]] = {}
 
-    def submit(self, turn: int, prompt: list[int], *processors: Processor, **asked: Any) -> None:
+    def submit(
+        self, turn: int, prompt: list[int], *processors: LogitsProcessor, **asked: Any
+    ) -> None:
         sampling = SamplingParams(
             **({"max_tokens": 12, "seed": turn} | asked),
-            processors=[processor.to_str() for processor in processors],
+            logits_processors=[processor.to_str() for processor in processors],
         )
         token_ids = np.array(prompt, "<i4").tobytes()
         self.scheduler.submit(SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling))
@@ -119,9 +121,9 @@ def engine(model: Path) -> Iterator[Engine]:
 
 
 def test_only_allowed_tokens_are_sampled_and_never_a_disallowed_one(engine: Engine) -> None:
-    engine.submit(1, [5, 6], Processor("allowed_tokens", {"token_ids": [7, 8, 9]}))
-    engine.submit(2, [5, 6], Processor("disallowed_tokens", {"token_ids": list(range(90))}))
-    engine.submit(3, [5, 6], Processor("allowed_tokens", {"token_ids": [7]}))
+    engine.submit(1, [5, 6], LogitsProcessor("allowed_tokens", {"token_ids": [7, 8, 9]}))
+    engine.submit(2, [5, 6], LogitsProcessor("disallowed_tokens", {"token_ids": list(range(90))}))
+    engine.submit(3, [5, 6], LogitsProcessor("allowed_tokens", {"token_ids": [7]}))
     assert engine.run() == {}
     assert {*engine.tokens[1]} <= {7, 8, 9}
     assert {*engine.tokens[2]} <= {*range(90, 96)}
@@ -132,15 +134,17 @@ def test_processors_apply_one_after_another(engine: Engine) -> None:
     engine.submit(
         1,
         [5, 6],
-        Processor("allowed_tokens", {"token_ids": [7, 8, 9]}),
-        Processor("disallowed_tokens", {"token_ids": [8]}),
+        LogitsProcessor("allowed_tokens", {"token_ids": [7, 8, 9]}),
+        LogitsProcessor("disallowed_tokens", {"token_ids": [8]}),
     )
     assert engine.run() == {}
     assert {*engine.tokens[1]} == {7, 9}
 
 
 def test_a_temperature_schedule_is_the_temperature_it_names_at_each_token() -> None:
-    schedule = Processor("temperature_schedule", {"initial": 2.0, "final": 0.5, "warmup_tokens": 3})
+    schedule = LogitsProcessor(
+        "temperature_schedule", {"initial": 2.0, "final": 0.5, "warmup_tokens": 3}
+    )
     setup = ProcessorSetup(VOCAB, (), ModelTokenizer(None))
     name, processor = ProcessorRegistry().make(schedule.to_str(), setup)
     assert name == "temperature_schedule"
@@ -155,14 +159,14 @@ def test_a_temperature_schedule_is_the_temperature_it_names_at_each_token() -> N
 def test_a_users_own_processor_sees_prompt_and_output_and_edits_its_row_only(
     engine: Engine,
 ) -> None:
-    engine.submit(1, [5, 6], Processor("once"), max_tokens=40)
+    engine.submit(1, [5, 6], LogitsProcessor("once"), max_tokens=40)
     engine.submit(2, [5, 6], max_tokens=40)
-    engine.submit(3, [5, 6], Processor("nosy"))
+    engine.submit(3, [5, 6], LogitsProcessor("nosy"))
     refused = engine.run()
     assert len({*engine.tokens[1]}) == 40
     a, b = engine.tokens[3]
     seen = [([5, 6], [], 96), ([5, 6], [a], 96), ([5, 6], [a, b], 96)]
-    assert refused == {3: f"logit processor 'nosy' failed after 2 tokens: RuntimeError: {seen!r}"}
+    assert refused == {3: f"logits processor 'nosy' failed after 2 tokens: RuntimeError: {seen!r}"}
 
 
 def test_a_processor_that_raises_ends_its_turn_and_no_other(engine: Engine) -> None:
@@ -170,14 +174,14 @@ def test_a_processor_that_raises_ends_its_turn_and_no_other(engine: Engine) -> N
     engine.run()
     undisturbed = engine.tokens[1]
     engine.submit(1, [5, 6], max_tokens=8)
-    engine.submit(2, [5, 6], Processor("raising", {"after": 0}))
-    engine.submit(3, [5, 6, 7], Processor("raising", {"after": 3}), top_logprobs=1)
+    engine.submit(2, [5, 6], LogitsProcessor("raising", {"after": 0}))
+    engine.submit(3, [5, 6, 7], LogitsProcessor("raising", {"after": 3}), top_logprobs=1)
     engine.submit(4, [5, 6], top_logprobs=1, max_tokens=8)
-    engine.submit(5, [5, 6, 8], Processor("raising", {"after": 1, "by": "exit"}))
+    engine.submit(5, [5, 6, 8], LogitsProcessor("raising", {"after": 1, "by": "exit"}))
     assert engine.run() == {
-        5: "logit processor 'raising' failed after 1 tokens: SystemExit: what a pity",
-        2: "logit processor 'raising' failed after 0 tokens: RuntimeError: what a pity",
-        3: "logit processor 'raising' failed after 3 tokens: RuntimeError: what a pity",
+        5: "logits processor 'raising' failed after 1 tokens: SystemExit: what a pity",
+        2: "logits processor 'raising' failed after 0 tokens: RuntimeError: what a pity",
+        3: "logits processor 'raising' failed after 3 tokens: RuntimeError: what a pity",
     }
     assert engine.tokens[1] == undisturbed
     assert [len(engine.tokens[turn]) for turn in (1, 2, 3, 4)] == [8, 0, 3, 8]
@@ -188,10 +192,10 @@ def test_a_processor_that_raises_ends_its_turn_and_no_other(engine: Engine) -> N
 
 @pytest.mark.parametrize("peak", ["-inf", "inf", "nan"])
 def test_a_turn_that_is_left_nothing_to_sample_ends_and_says_so(engine: Engine, peak: str) -> None:
-    engine.submit(1, [5, 6], Processor("silencing", {"after": 2, "with": peak}))
+    engine.submit(1, [5, 6], LogitsProcessor("silencing", {"after": 2, "with": peak}))
     engine.submit(2, [5, 6], max_tokens=4)
     [message] = engine.run().values()
-    assert message.startswith("after 2 tokens the logit processors silencing leave nothing to")
+    assert message.startswith("after 2 tokens the logits processors silencing leave nothing to")
     assert f"largest logit is {peak};" in message
     assert (engine.finish[1], engine.finish[2]) == (RUNNING, LENGTH)
 
@@ -206,7 +210,7 @@ ARGUMENTS = [
     ("temperature_schedule", {"initial": 1, "final": 1, "warmup_tokens": 0}, "at least 1, got 0"),
     ("json_schema", {"schema": {"type": "nonsense"}}, "json_schema"),
     ("grammar", {"lark": "start: :"}, "grammar"),
-    ("raise", {}, "unknown logit processor 'raise'; this engine has allowed_tokens, disallow"),
+    ("raise", {}, "unknown logits processor 'raise'; this engine has allowed_tokens, disallow"),
 ]
 
 
@@ -215,28 +219,28 @@ def test_arguments_that_make_no_sense_refuse_the_turn(
     engine: Engine, name: str, arguments: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(TurnRefused, match=told):
-        engine.submit(1, [5], Processor(name, arguments), stop_token_ids=[EOS_TOKEN_ID])
+        engine.submit(1, [5], LogitsProcessor(name, arguments), stop_token_ids=[EOS_TOKEN_ID])
     assert engine.scheduler.handles == []
 
 
 def test_text_that_is_no_processor_refuses_the_turn(engine: Engine) -> None:
     for text in ("", "[]", '{"name": 3}', "[" * 100_000):
-        sampling = SamplingParams(max_tokens=1, processors=[text])
+        sampling = SamplingParams(max_tokens=1, logits_processors=[text])
         with pytest.raises(TurnRefused, match=r"is no processor .*; write it as \{"):
             engine.scheduler.submit(SubmitTurn(turn=1, token_ids=bytes(4), sampling=sampling))
 
 
 def test_a_processor_travels_as_json_whose_keys_keep_their_order() -> None:
-    one = Processor("allowed_tokens", {"b": [1, 2.5], "a": {"y": None, "x": "é"}})
+    one = LogitsProcessor("allowed_tokens", {"b": [1, 2.5], "a": {"y": None, "x": "é"}})
     told = '{"name":"allowed_tokens","arguments":{"b":[1,2.5],"a":{"y":null,"x":"é"}}}'
     assert one.to_str() == told
-    assert Processor.from_str(told).to_str() == told
-    assert Processor.from_str(one.to_str()) == one
-    assert Processor.from_str('{"name": "x"}') == Processor("x")
+    assert LogitsProcessor.from_str(told).to_str() == told
+    assert LogitsProcessor.from_str(one.to_str()) == one
+    assert LogitsProcessor.from_str('{"name": "x"}') == LogitsProcessor("x")
     with pytest.raises(ConfigError, match="'x' can't be written as JSON"):
-        Processor("x", {"set": object()}).to_str()
+        LogitsProcessor("x", {"set": object()}).to_str()
     with pytest.raises(ConfigError, match="'x' can't be written as JSON: Out of range"):
-        Processor("x", {"bias": [math.nan]}).to_str()
+        LogitsProcessor("x", {"bias": [math.nan]}).to_str()
 
 
 def test_a_schemas_properties_are_written_in_its_order(engine: Engine, model: Path) -> None:
@@ -248,7 +252,7 @@ def test_a_schemas_properties_are_written_in_its_order(engine: Engine, model: Pa
         "required": ["why", "answer"],
         "additionalProperties": False,
     }
-    processor = Processor("json_schema", {"schema": schema})
+    processor = LogitsProcessor("json_schema", {"schema": schema})
     engine.submit(0, [5, 6], processor, max_tokens=60, stop_token_ids=[EOS_TOKEN_ID])
     engine.run()
     text = ModelTokenizer(model).get().decode(engine.tokens[0][:-1])
@@ -260,9 +264,11 @@ def test_a_grammar_too_deep_or_too_large_refuses_its_turn_and_no_process_ends(
 ) -> None:
     pytest.importorskip("llguidance")
 
-    def chain(rules: int) -> Processor:
+    def chain(rules: int) -> LogitsProcessor:
         names = [f'a{i}: "x" a{i + 1}' for i in range(rules)]
-        return Processor("grammar", {"lark": "\n".join(["start: a0", *names, f'a{rules}: "y"'])})
+        return LogitsProcessor(
+            "grammar", {"lark": "\n".join(["start: a0", *names, f'a{rules}: "y"'])}
+        )
 
     engine.submit(0, [5], chain(3200), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
     engine.run()
@@ -271,19 +277,19 @@ def test_a_grammar_too_deep_or_too_large_refuses_its_turn_and_no_process_ends(
         engine.submit(1, [5], chain(5000), max_tokens=2, stop_token_ids=[EOS_TOKEN_ID])
 
 
-def chained_terminals(count: int) -> Processor:
+def chained_terminals(count: int) -> LogitsProcessor:
     """Return a grammar that llguidance compiles in cubic time."""
     lines = [f'T{i}: T{i + 1} | "x{i}"' for i in range(count)]
-    return Processor("grammar", {"lark": "\n".join(["start: T0", *lines, f'T{count}: "y"'])})
+    return LogitsProcessor("grammar", {"lark": "\n".join(["start: T0", *lines, f'T{count}: "y"'])})
 
 
 COSTLY = {
     "49 KB of chained terminals": chained_terminals(2500),
-    "1,500 pattern properties": Processor(
+    "1,500 pattern properties": LogitsProcessor(
         "json_schema",
         {"schema": {"patternProperties": {f"^p{i}_[a-z]*$": True for i in range(1500)}}},
     ),
-    "gigabytes for 43 bytes": Processor(
+    "gigabytes for 43 bytes": LogitsProcessor(
         "json_schema", {"schema": {"type": "integer", "multipleOf": 100_000_007}}
     ),
 }
@@ -291,14 +297,14 @@ COSTLY = {
 
 @pytest.mark.parametrize("processor", COSTLY.values(), ids=COSTLY)
 def test_a_grammar_that_costs_too_much_to_compile_refuses_its_turn_and_the_next_is_compiled(
-    processor: Processor, engine: Engine
+    processor: LogitsProcessor, engine: Engine
 ) -> None:
     pytest.importorskip("llguidance")
     asked = {"max_tokens": 2, "stop_token_ids": [EOS_TOKEN_ID]}
     for turn in range(2):  # the second time from memory
         with pytest.raises(TurnRefused, match=r"compilation took more than .* constrain less of"):
             engine.submit(turn, [5], processor, **asked)
-    engine.submit(3, [5], Processor("json_schema", {"schema": SCHEMA}), **asked)
+    engine.submit(3, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}), **asked)
     engine.run()
     assert len(engine.tokens[3]) == 2
 
@@ -310,7 +316,7 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
     sampling = SamplingParams(
         max_tokens=2,
         stop_token_ids=[EOS_TOKEN_ID],
-        processors=[COSTLY["49 KB of chained terminals"].to_str()],
+        logits_processors=[COSTLY["49 KB of chained terminals"].to_str()],
     )
     token_ids = np.array([5], "<i4").tobytes()
     for turn in (1, 2):
@@ -362,7 +368,7 @@ SCHEMA = {
 
 def test_a_json_schema_makes_every_turn_end_as_json_that_fits(engine: Engine, model: Path) -> None:
     pytest.importorskip("llguidance")
-    processor = Processor("json_schema", {"schema": SCHEMA})
+    processor = LogitsProcessor("json_schema", {"schema": SCHEMA})
     for turn in range(6):
         engine.submit(turn, [5, 6], processor, max_tokens=60, stop_token_ids=[EOS_TOKEN_ID])
     assert engine.run() == {}
@@ -381,7 +387,7 @@ def test_a_json_schema_makes_every_turn_end_as_json_that_fits(engine: Engine, mo
 
 def test_a_grammar_goes_on_where_a_moved_turn_was(engine: Engine, model: Path) -> None:
     pytest.importorskip("llguidance")
-    processor = Processor("grammar", {"lark": 'start: "ab" ("c" | "d")+ "."'})
+    processor = LogitsProcessor("grammar", {"lark": 'start: "ab" ("c" | "d")+ "."'})
     asked = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 9}
     engine.submit(1, [5, 6], processor, **asked)
     engine.run()
@@ -391,7 +397,7 @@ def test_a_grammar_goes_on_where_a_moved_turn_was(engine: Engine, model: Path) -
             max_tokens=9 - moved_after,
             seed=1,
             stop_token_ids=[EOS_TOKEN_ID],
-            processors=[processor.to_str()],
+            logits_processors=[processor.to_str()],
         )
         context = np.array([5, 6, *whole[:moved_after]], "<i4").tobytes()
         engine.tokens[2], engine.logprobs[2] = [], []
@@ -410,10 +416,12 @@ def test_without_the_library_a_grammar_is_refused_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(TurnRefused, match=r"pip install 'tidegate\[grammar\]'"):
-        engine.submit(1, [5], Processor("json_schema", {"schema": SCHEMA}), stop_token_ids=[0])
+        engine.submit(
+            1, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}), stop_token_ids=[0]
+        )
 
 
 def test_a_grammar_without_a_stop_token_is_refused(engine: Engine) -> None:
     pytest.importorskip("llguidance")
     with pytest.raises(TurnRefused, match="no stop token to end with"):
-        engine.submit(1, [5], Processor("json_schema", {"schema": SCHEMA}))
+        engine.submit(1, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}))

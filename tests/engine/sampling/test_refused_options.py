@@ -37,7 +37,7 @@ REFUSALS = [
     ({"stop_strings": [""]}, "a stop string must have 1 to 1000 characters, got 0"),
     ({"stop_strings": ["x"] * 65}, "a turn may have 64 stop_strings, got 65"),
     ({"stop_strings": ["x"]}, "this engine has no tokenizer"),
-    ({"processors": ["{}"] * 17}, "a turn may have 16 processors, got 17"),
+    ({"logits_processors": ["{}"] * 17}, "a turn may have 16 processors, got 17"),
 ]
 
 
@@ -71,7 +71,7 @@ WHOLE = st.integers(-3, 30) | st.sampled_from([2**31, 2**63 - 1, -(2**63)])
         stop_strings=st.lists(st.text(max_size=3), max_size=2),
         top_logprobs=WHOLE,
         raw_logprobs=st.booleans(),
-        processors=st.lists(
+        logits_processors=st.lists(
             st.text(max_size=9)
             | st.sampled_from(["allowed_tokens", "temperature_schedule"]).map(
                 lambda name: json.dumps({"name": name, "arguments": {"token_ids": [3, 99]}})

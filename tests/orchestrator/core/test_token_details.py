@@ -16,7 +16,7 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.transport.messages import ABORT, RUNNING, STOP, TokenDetails
-from tidegate.transport.sampling import Processor, SamplingParams, TokenBias
+from tidegate.transport.sampling import LogitsProcessor, SamplingParams, TokenBias
 
 ASKING = SamplingParams(max_tokens=8, top_logprobs=2, raw_logprobs=True)
 
@@ -140,7 +140,7 @@ async def test_generate_takes_every_option_by_name() -> None:
         stop_strings=("</a>",),
         top_logprobs=3,
         raw_logprobs=True,
-        processors=[Processor("x", {"b": 1, "a": 2}), '{"name": "y"}'],
+        logits_processors=[LogitsProcessor("x", {"b": 1, "a": 2}), '{"name": "y"}'],
     )
     assert asked == SamplingParams(
         max_tokens=4,
@@ -156,7 +156,7 @@ async def test_generate_takes_every_option_by_name() -> None:
         stop_strings=["</a>"],
         top_logprobs=3,
         raw_logprobs=True,
-        processors=[
+        logits_processors=[
             '{"name":"x","arguments":{"b":1,"a":2}}',
             '{"name":"y","arguments":{}}',
         ],
@@ -173,9 +173,15 @@ async def test_generate_takes_every_option_by_name() -> None:
         ({"logit_bias": [3]}, "no attribute 'items'"),
         ({"stop_strings": "</a>"}, "stop_strings must be a list, got '</a>'"),
         ({"stop_strings": [3]}, "Expected `str`, got `int`"),
-        ({"processors": ["json"]}, "'json' is no processor"),
-        ({"processors": [Processor("x", {"f": print})]}, "'x' can't be written as JSON"),
-        ({"processors": [Processor("x", {"f": "y" * 5_000_000})]}, "bytes of options, where"),
+        ({"logits_processors": ["json"]}, "'json' is no processor"),
+        (
+            {"logits_processors": [LogitsProcessor("x", {"f": print})]},
+            "'x' can't be written as JSON",
+        ),
+        (
+            {"logits_processors": [LogitsProcessor("x", {"f": "y" * 5_000_000})]},
+            "bytes of options, where",
+        ),
         ({"min_p": math.nan}, "an option is infinite or no number"),
         ({"logit_bias": {3: math.inf}}, "an option is infinite or no number"),
         ({"min_tokens": 2**64}, "no engine can read"),
@@ -206,3 +212,10 @@ async def test_an_option_that_there_is_not_is_a_mistake_like_any() -> None:
 def test_a_turn_that_asks_for_nothing_has_no_room_for_it() -> None:
     turn = Turn(Rollout(0, 0, 0), SamplingParams(max_tokens=3))
     assert turn.details is None
+
+
+def test_recorded_options_are_read_by_the_names_that_an_older_version_gave_them() -> None:
+    options = SamplingParams(max_tokens=3, logits_processors=['{"name": "x"}'])
+    older = {"max_tokens": 3, "processors": ['{"name": "x"}']}
+    assert SamplingParams.from_record(older) == options
+    assert SamplingParams.from_record(msgspec.to_builtins(options)) == options

@@ -18,7 +18,7 @@ from tidegate.orchestrator.episodes.tool_calls import (
     parse_reply,
     settled_text,
 )
-from tidegate.transport.sampling import Processor
+from tidegate.transport.sampling import LogitsProcessor
 
 ADD = {"a": {"type": "integer"}}
 TWO: list[Any] = [
@@ -34,7 +34,7 @@ TWO: list[Any] = [
 NAMED = {"type": "function", "function": {"name": "stop"}}
 
 
-def allows(processor: Processor, text: str) -> bool:
+def allows(processor: LogitsProcessor, text: str) -> bool:
     """Whether the grammar library lets a model generate exactly this text."""
     library = pytest.importorskip("llguidance")
     if processor.name == "grammar":
@@ -87,7 +87,7 @@ async def test_an_episode_asks_its_engine_to_hold_the_turn_to_the_call(tmp_path:
     )
     assert message["tool_calls"][0]["function"]["name"] == "add"
     await talk.say("hm<|im_end|>", [user("?")], tools=TOOLS, tool_choice="none")
-    asked = [turn.sampling.processors for row in talk.rollout.rows for turn in row.turns]
+    asked = [turn.sampling.logits_processors for row in talk.rollout.rows for turn in row.turns]
     assert asked == [[forced_call("required", TOOLS, CHATML).to_str()], []]
 
 

@@ -103,7 +103,7 @@ async def test_a_host_that_is_cut_off_and_comes_back_costs_no_token(
     address = f"tcp://{network.address}:{PORT}"
     state, noise = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
     worker = [sys.executable, "-m", "tidegate.engine.worker", "--connect", address]
-    worker += ["--model", str(model), "--keys", str(tmp_path / "keys" / "engine")]
+    worker += ["--model", str(model), "--curve-key-directory", str(tmp_path / "keys" / "engine")]
     engines = [
         started(network.command(host, *worker, "--engine", f"far-{host}")) for host in (0, 1)
     ]

@@ -33,19 +33,19 @@ async def test_every_sampling_option_reaches_the_engine_and_its_tokens_are_audit
         "stop_strings": ["e", "ab"],
         "top_logprobs": 2,
         "raw_logprobs": True,
-        "processors": [tidegate.Processor("disallowed_tokens", {"token_ids": [50]})],
+        "logits_processors": [tidegate.LogitsProcessor("disallowed_tokens", {"token_ids": [50]})],
     }
     turns: list[tidegate.GeneratedTurn] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([10 + task, 11, 12])
         turns.append(await episode.generate(max_tokens=12, top_k=40, **asked))
-        own = tidegate.Processor("once")
-        once = await episode.generate(max_tokens=8, processors=[own])
+        own = tidegate.LogitsProcessor("once")
+        once = await episode.generate(max_tokens=8, logits_processors=[own])
         assert len({*once.token_ids}) == len(once.token_ids)
-        failing = tidegate.Processor("raising", {"after": 2})
+        failing = tidegate.LogitsProcessor("raising", {"after": 2})
         with pytest.raises(TurnRefused, match="'raising' failed after 2 tokens: RuntimeError"):
-            await episode.generate(max_tokens=8, stop_token_ids=[], processors=[failing])
+            await episode.generate(max_tokens=8, stop_token_ids=[], logits_processors=[failing])
         return 0.0
 
     model, run = make_model_directory(tmp_path / "qwen3"), tmp_path / "run"

@@ -93,7 +93,7 @@ async def test_an_output_is_held_to_a_form_that_a_request_names_as_vllms_clients
         assert len(turns) == 2
         for turn in turns:
             assert turn.sampling.min_tokens == 1
-            (processor,) = turn.sampling.processors
+            (processor,) = turn.sampling.logits_processors
             assert json.loads(processor) == {"name": name, "arguments": arguments}
 
 

@@ -46,7 +46,7 @@ async def listening(
 
 def joined(run: tidegate.Rollouts, address: str, **options: Any) -> tidegate.SyncRemoteRollouts:
     """A trainer on a thread of this process: the same wire, another loop."""
-    return tidegate.connect_sync(address, keys=keys_of(run), **options)
+    return tidegate.connect_sync(address, curve_key_directory=keys_of(run), **options)
 
 
 async def refused(run: tidegate.Rollouts, address: str, **who: int) -> None:

@@ -49,8 +49,10 @@ async def test_each_rank_says_which_rows_of_its_part_it_left_out(
 ) -> None:
     async with listening(run, address, tasks=range(2)) as listen:
         async with (
-            tidegate.connect(address, keys=keys_of(run), rank=1, world_size=2) as one,
-            tidegate.connect(address, keys=keys_of(run), world_size=2) as zero,
+            tidegate.connect(
+                address, curve_key_directory=keys_of(run), rank=1, world_size=2
+            ) as one,
+            tidegate.connect(address, curve_key_directory=keys_of(run), world_size=2) as zero,
         ):
             theirs, mine = await asyncio.gather(anext(one.batches()), anext(zero.batches()))
             await one.discard(theirs, [0], reason="too_long_here")
@@ -90,11 +92,13 @@ async def test_a_rank_that_dies_is_named_and_its_next_process_gets_its_part_agai
                 connect={
                     "rank": 1,
                     "world_size": 2,
-                    "keys": str(keys_of(run)),
+                    "curve_key_directory": str(keys_of(run)),
                 },
             ).run()
         )
-        async with tidegate.connect(address, keys=keys_of(run), world_size=2) as zero:
+        async with tidegate.connect(
+            address, curve_key_directory=keys_of(run), world_size=2
+        ) as zero:
             batches = zero.batches()
             first = await anext(batches)
             lost = (await died)[-1]

@@ -61,7 +61,7 @@ async def test_a_remote_run_answers_as_one_in_this_process_does(
 ) -> None:
     keys = keys_of(run)
     async with listening(run, address, tasks=range(2), episodes={"named": named_turn}) as listen:
-        async with tidegate.connect(address, keys=keys) as rollouts:
+        async with tidegate.connect(address, curve_key_directory=keys) as rollouts:
             (batch,) = [batch async for batch in rollouts.batches()]
             sequences = [[10, 11, 12, 13], [20, 21]]
             ours = await run.score(sequences, top_logprobs=2)
@@ -258,7 +258,7 @@ async def test_strangers_second_processes_and_impossible_ranks_are_refused_by_na
         ({"world_size": 2}, RunLost, "rank 0 of 1 is still connected"),
         ({"rank": 3, "world_size": 2}, ConfigError, "got rank=3, world_size=2"),
     ]
-    async with listening(run, address), tidegate.connect(address, keys=keys_of(run)):
+    async with listening(run, address), tidegate.connect(address, curve_key_directory=keys_of(run)):
         for who, kind, why in refusals:
             with pytest.raises(kind, match=why):
                 await refused(run, address, **who)
