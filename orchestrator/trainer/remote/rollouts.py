@@ -526,8 +526,8 @@ def connect(
 
     ``curve_key_directory``, made by ``tidegate keys``, is needed for addresses on other hosts. Each
     of ``world_size`` data-parallel processes connects with its own ``rank`` and gets its part of
-    each batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: the run hands
-    later batches over again, as long as it keeps them.
+    each batch. ``resume`` continues from a ``state_dict()`` of the trainer's checkpoint: the run
+    hands later batches over again, as long as it keeps them.
 
     For up to ``connect_timeout_s``, entering the handle waits for the run to listen, and for the
     rank to become free if a dead process still holds it. Calls fail with ``RunLost`` if the run
