@@ -21,12 +21,12 @@ from tidegate.policies.routing import (
     LeastLoaded,
     PowerOfTwoChoices,
     PrefixAffinity,
-    Routing,
+    RoutingPolicy,
     SessionAffinity,
 )
 from tidegate.transport.messages import SamplingParams
 
-POLICIES: dict[str, Routing] = {
+POLICIES: dict[str, RoutingPolicy] = {
     "least_loaded": LeastLoaded(),
     "session_affinity": SessionAffinity(),
     "prefix_affinity": PrefixAffinity(),
@@ -40,8 +40,8 @@ RUNS = 5
 class Crowd:
     """A turn table with many running turns, to which one is added as one is removed."""
 
-    def __init__(self, policy: Routing, engines: int) -> None:
-        self._book = TurnTracker(PlacementRules(routing=policy))
+    def __init__(self, policy: RoutingPolicy, engines: int) -> None:
+        self._book = TurnTracker(PlacementRules(routing_policy=policy))
         for number in range(engines):
             self._book.join(EngineJoined(f"engine-{number:04}", 0, 64))
         self._running: deque[Rollout] = deque()
@@ -66,7 +66,7 @@ class Crowd:
         return (process_time() - began_s) / TURNS * 1e6
 
 
-def measure(name: str, policy: Routing) -> Row:
+def measure(name: str, policy: RoutingPolicy) -> Row:
     """Measure both sizes alternately, so that a busy machine slows them alike."""
     few, many = Crowd(policy, 10), Crowd(policy, 1000)
     samples = [(few.us_per_turn(), many.us_per_turn()) for _ in range(RUNS)]

@@ -1,11 +1,11 @@
 """Routing policies: which engine gets the next turn, chosen from engine names and loads.
 
-The orchestrator's core calls :meth:`Routing.choose` for each turn it sends. A policy is
+The orchestrator's core calls :meth:`RoutingPolicy.choose` for each turn it sends. A policy is
 deterministic and immutable, because replaying the core's events must send each turn to the same
 engine; all mutable state is in :class:`EngineLoads`, which can be rebuilt from the running turns. A
 custom policy is one method::
 
-    class FirstByName(Routing):
+    class FirstByName(RoutingPolicy):
         def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
             return loads.names[0] if loads.names else None
 
@@ -105,7 +105,7 @@ class TurnToRoute(NamedTuple):
     """Engine that sampled this rollout's last tokens and may still hold their KV, or None."""
 
 
-class Routing:
+class RoutingPolicy:
     """Interface of routing policies. Equal arguments must give equal results."""
 
     __slots__ = ()
@@ -116,16 +116,16 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class LeastLoaded(Routing):
+class LeastLoaded(RoutingPolicy):
     """Chooses the engine with the fewest turns per unit of capacity."""
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """Return the least loaded engine; see :meth:`Routing.choose`."""
+        """Return the least loaded engine; see :meth:`RoutingPolicy.choose`."""
         return loads.least()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PowerOfTwoChoices(Routing):
+class PowerOfTwoChoices(RoutingPolicy):
     """Chooses the less loaded of two engines drawn pseudo-randomly for each turn.
 
     Use it if several orchestrators share the engines: each knows only its own turns, and if all
@@ -137,7 +137,7 @@ class PowerOfTwoChoices(Routing):
     """Seed of the draws; give each orchestrator a different one."""
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """Return the less loaded of the two drawn engines; see :meth:`Routing.choose`."""
+        """Return the less loaded of the two drawn engines; see :meth:`RoutingPolicy.choose`."""
         names = loads.names
         if len(names) < 2:
             return loads.least()
@@ -149,7 +149,7 @@ class PowerOfTwoChoices(Routing):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionAffinity(Routing):
+class SessionAffinity(RoutingPolicy):
     """Keeps a rollout on the engine that holds its KV, unless that engine is much more loaded.
 
     A rollout stays while the engine that sampled its last tokens has at most ``margin_turns`` turns
@@ -159,7 +159,7 @@ class SessionAffinity(Routing):
     """
 
     margin_turns: int = 8
-    otherwise: Routing = field(default_factory=LeastLoaded)
+    otherwise: RoutingPolicy = field(default_factory=LeastLoaded)
     """Policy for first turns, and for turns whose engine is too full or gone."""
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class SessionAffinity(Routing):
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
         """Return the engine with the rollout's KV, or ask ``otherwise``; see
-        :meth:`Routing.choose`."""
+        :meth:`RoutingPolicy.choose`."""
         engine = turn.kv_engine
         if engine is not None and loads.is_near_least(engine, self.margin_turns):
             return engine
@@ -175,7 +175,7 @@ class SessionAffinity(Routing):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixAffinity(Routing):
+class PrefixAffinity(RoutingPolicy):
     """Sends all rollouts of a group to one engine, so their prompt's KV is computed only once.
 
     Group ``g`` prefers engine ``g mod n`` in name order: groups are numbered consecutively, so this
@@ -185,13 +185,14 @@ class PrefixAffinity(Routing):
 
     margin_turns: int = 16
     """At least the rollouts per group, or some of each group always go elsewhere."""
-    otherwise: Routing = field(default_factory=LeastLoaded)
+    otherwise: RoutingPolicy = field(default_factory=LeastLoaded)
 
     def __post_init__(self) -> None:
         _check_margin(self.margin_turns)
 
     def choose(self, loads: EngineLoads, turn: TurnToRoute) -> str | None:
-        """Return the group's preferred engine, or ask ``otherwise``; see :meth:`Routing.choose`."""
+        """Return the group's preferred engine, or ask ``otherwise``; see
+        :meth:`RoutingPolicy.choose`."""
         names = loads.names
         if names:
             preferred = names[turn.group_id % len(names)]

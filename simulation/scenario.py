@@ -24,11 +24,11 @@ from tidegate.policies.asynchrony import (
 )
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
+from tidegate.policies.migration import EvenOut, LongTailLane
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import MeasuredSpeeds
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.policies.stragglers import EvenOut, LongTailLane
 from tidegate.simulation.faults import (
     ALL_FAULTS,
     FAULTS_MAX,

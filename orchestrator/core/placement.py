@@ -1,4 +1,4 @@
-"""Choice of the engine for each turn, by load and by the routing and straggler policies.
+"""Choice of the engine for each turn, by load and by the routing and migration policies.
 
 :class:`TurnTracker` calls it. It derives everything from the engines and their turns, so it is not
 saved with the core: a core that replays its events chooses the same engines.
@@ -11,9 +11,9 @@ from zlib import crc32
 from tidegate.orchestrator.core.events import StepArrived
 from tidegate.orchestrator.core.filing import TokenAppender
 from tidegate.orchestrator.core.rollout import Turn
-from tidegate.policies.routing import EngineLoads, LeastLoaded, Routing, TurnToRoute
+from tidegate.policies.migration import EngineView, MigrationPolicy, Move, RunningTurn
+from tidegate.policies.routing import EngineLoads, LeastLoaded, RoutingPolicy, TurnToRoute
 from tidegate.policies.speeds import EngineSpeeds
-from tidegate.policies.stragglers import EngineView, Move, RunningTurn, Stragglers
 from tidegate.transport.media import MediaKind
 
 
@@ -21,10 +21,10 @@ from tidegate.transport.media import MediaKind
 class PlacementRules:
     """Policies by which engines are chosen."""
 
-    routing: Routing = field(default_factory=LeastLoaded)
+    routing_policy: RoutingPolicy = field(default_factory=LeastLoaded)
     speeds: EngineSpeeds | None = None
     """Weights of engines' slots; None takes all engines for equally fast."""
-    stragglers: Stragglers | None = None
+    migration_policy: MigrationPolicy | None = None
     """Policy that moves running turns; None leaves every turn where it is."""
 
 
@@ -56,9 +56,9 @@ class Placement:
     def __init__(self, engines: dict[str, EngineTurns], rules: PlacementRules) -> None:
         self._engines = engines
         self._rules = rules
-        self.watches_steps = rules.speeds is not None or rules.stragglers is not None
+        self.watches_steps = rules.speeds is not None or rules.migration_policy is not None
         """Whether a policy needs to see steps. Mostly none does, and steps are many."""
-        self._is_by_load = type(rules.routing) is LeastLoaded
+        self._is_by_load = type(rules.routing_policy) is LeastLoaded
         """Whether routing is by load alone, so that nothing about the turn must be computed."""
         self._open: EngineLoads | None = None
         """Loads of engines that may get any turn; None if they must be computed anew."""
@@ -109,8 +109,8 @@ class Placement:
     def _loads(self, live_version: int) -> EngineLoads:
         if self._open is None:
             self._open, self._open_reserved = EngineLoads(), EngineLoads()
-            stragglers = self._rules.stragglers
-            reserved = stragglers.reserve(sorted(self._engines)) if stragglers else ()
+            policy = self._rules.migration_policy
+            reserved = policy.reserve(sorted(self._engines)) if policy else ()
             self._reserved = frozenset(reserved)
             for name in self._engines:
                 self.rank(name, live_version)
@@ -144,7 +144,7 @@ class Placement:
     def _routed(self, turn: Turn, number: int, loads: EngineLoads) -> str | None:
         group_id, kv_engine = turn.rollout.group_id, _kv_engine(turn)
         to_route = TurnToRoute(number=number, group_id=group_id, kv_engine=kv_engine)
-        return self._rules.routing.choose(loads, to_route)
+        return self._rules.routing_policy.choose(loads, to_route)
 
     def takes_media(self, name: str, turn: Turn) -> bool:
         """Whether an engine reads all media of a turn's context."""
@@ -161,9 +161,9 @@ class Placement:
         return loads
 
     def _takes(self, reserved: str, turn: Turn) -> bool:
-        stragglers = self._rules.stragglers
+        policy = self._rules.migration_policy
         num_turns = len(self._engines[reserved].submissions)
-        return stragglers is not None and stragglers.takes(tokens=turn.length, num_turns=num_turns)
+        return policy is not None and policy.takes(tokens=turn.length, num_turns=num_turns)
 
     # ------------------------------------------------------------ moving
 
@@ -174,14 +174,14 @@ class Placement:
         other steps. So all turns are checked about once in ``check_steps`` steps of an engine, even
         if some engines stand still.
         """
-        stragglers = self._rules.stragglers
-        if stragglers is None:
+        policy = self._rules.migration_policy
+        if policy is None:
             return []
-        interval = stragglers.check_steps * len(self._engines)
+        interval = policy.check_steps * len(self._engines)
         if (event.seq + crc32(event.engine.encode())) % interval:
             return []
         self._loads(live_version)
-        return stragglers.moves([self._view(name, live_version) for name in sorted(self._engines)])
+        return policy.moves([self._view(name, live_version) for name in sorted(self._engines)])
 
     def _view(self, name: str, live_version: int) -> EngineView:
         engine = self._engines[name]

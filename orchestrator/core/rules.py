@@ -16,6 +16,7 @@ from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
+from tidegate.policies.migration import EvenOut, LongTailLane
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
 from tidegate.policies.routing import (
     LeastLoaded,
@@ -25,7 +26,6 @@ from tidegate.policies.routing import (
 )
 from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.policies.stragglers import EvenOut, LongTailLane
 
 CLASS = "class"
 """Key under which a record names its class."""
@@ -75,7 +75,12 @@ OUR_CLASSES: dict[str, type] = {
 """Classes that a record may name without the caller passing them, by their names there. A name is
 part of the journal's format: it stays when its class is moved or renamed."""
 
-FORMER_FIELDS = {"order": "consumption_order", "on_deadline": "deadline_policy"}
+FORMER_FIELDS = {
+    "order": "consumption_order",
+    "on_deadline": "deadline_policy",
+    "routing": "routing_policy",
+    "stragglers": "migration_policy",
+}
 """Former name of a field of our classes -> its name now, for journals written before."""
 
 RECORD_DEPTH_MAX = 16

@@ -30,10 +30,10 @@ from tidegate.orchestrator.settings.suggestions import did_you_mean
 from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy
 from tidegate.policies.consumption import Window
 from tidegate.policies.filters import DynamicSampling, GroupFilter
-from tidegate.policies.routing import LeastLoaded, Routing
+from tidegate.policies.migration import MigrationPolicy
+from tidegate.policies.routing import LeastLoaded, RoutingPolicy
 from tidegate.policies.speeds import EngineSpeeds
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.policies.stragglers import Stragglers
 from tidegate.transport.addresses import check_listener, is_on_this_host
 from tidegate.transport.messages import KvPolicy, PauseMode
 from tidegate.transport.security import (
@@ -136,17 +136,19 @@ class StalenessSettings(SettingsRecord):
 class PlacementSettings(SettingsRecord):
     """Policies that choose an engine for each turn."""
 
-    routing_policy: InstanceOf[Routing] = LeastLoaded()
+    routing_policy: InstanceOf[RoutingPolicy] = LeastLoaded()
     """Chooses the engine that a new turn is sent to."""
     engine_speeds: InstanceOf[EngineSpeeds] | None = None
     """Weighs engines' loads by their speeds; None takes all engines for equally fast."""
-    migration_policy: InstanceOf[Stragglers] | None = None
+    migration_policy: InstanceOf[MigrationPolicy] | None = None
     """Chooses running turns to move to another engine; None moves none."""
 
     def rules(self) -> PlacementRules:
         """Return these policies as the core takes them."""
         return PlacementRules(
-            routing=self.routing_policy, speeds=self.engine_speeds, stragglers=self.migration_policy
+            routing_policy=self.routing_policy,
+            speeds=self.engine_speeds,
+            migration_policy=self.migration_policy,
         )
 
 
@@ -569,9 +571,9 @@ class RunOptions(TypedDict, total=False):
     staleness_policy: StalenessPolicy | None
     group_filter: GroupFilter
     # placement
-    routing_policy: Routing
+    routing_policy: RoutingPolicy
     engine_speeds: EngineSpeeds | None
-    migration_policy: Stragglers | None
+    migration_policy: MigrationPolicy | None
     # sampling
     temperature: float
     max_tokens: int

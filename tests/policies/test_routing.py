@@ -9,7 +9,7 @@ from tidegate.policies.routing import (
     LeastLoaded,
     PowerOfTwoChoices,
     PrefixAffinity,
-    Routing,
+    RoutingPolicy,
     SessionAffinity,
     TurnToRoute,
 )
@@ -104,7 +104,7 @@ def test_an_outdated_load_is_no_measure_of_the_least() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_policy_chooses_somebody_who_may_be_chosen_and_the_same_one_when_asked_again(
-    policy: Routing,
+    policy: RoutingPolicy,
 ) -> None:
     chance = random.Random(1)
     known: dict[str, int] = {}
@@ -124,7 +124,7 @@ def test_a_policy_chooses_somebody_who_may_be_chosen_and_the_same_one_when_asked
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_policy_leaves_no_engine_far_behind(policy: Routing) -> None:
+def test_a_policy_leaves_no_engine_far_behind(policy: RoutingPolicy) -> None:
     turns = dict.fromkeys("abcdef", 0)
     loads = loads_of(turns)
     chance = random.Random(2)

@@ -10,13 +10,13 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.placement import Placement, PlacementRules
+from tidegate.policies.migration import EngineView, MigrationPolicy, Move
 from tidegate.policies.staleness import StalenessPolicy
-from tidegate.policies.stragglers import EngineView, Move, Stragglers
 
 
 @dataclass(frozen=True, slots=True)
-class MovesAnything(Stragglers):
-    """Straggler policy that moves many turns at every step, also where they can't go."""
+class MovesAnything(MigrationPolicy):
+    """Migration policy that moves many turns at every step, also where they can't go."""
 
     check_steps: int = 1
 

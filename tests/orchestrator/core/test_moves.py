@@ -17,16 +17,18 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.state import digest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.migration import EvenOut, LongTailLane
 from tidegate.policies.routing import PowerOfTwoChoices, PrefixAffinity, SessionAffinity
 from tidegate.policies.speeds import DeclaredSpeeds, MeasuredSpeeds
-from tidegate.policies.stragglers import EvenOut, LongTailLane
 from tidegate.simulation.coverage_marks import CoverageMark
 from tidegate.simulation.scenario import Scenario, draw_scenario
 from tidegate.simulation.simulation import Simulation, SimulationReport, silent_log
 from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams, SubmitTurn
 
 PLAIN = PlacementRules()
-LANE = PlacementRules(stragglers=LongTailLane(min_tokens=4, engines=1, slots=2, check_steps=1))
+LANE = PlacementRules(
+    migration_policy=LongTailLane(min_tokens=4, engines=1, slots=2, check_steps=1)
+)
 
 
 def driver_with(rules: PlacementRules, engines: str, groups: int) -> PlacedDriver:
@@ -188,7 +190,7 @@ def test_the_lane_serves_all_when_nobody_else_is_there() -> None:
 
 
 def test_a_rollouts_next_turn_goes_where_its_last_one_was() -> None:
-    driver = driver_with(PlacementRules(routing=SessionAffinity(margin_turns=1)), "ab", 3)
+    driver = driver_with(PlacementRules(routing_policy=SessionAffinity(margin_turns=1)), "ab", 3)
     first, second, third = rollouts_of(driver)
     for rollout in (first, second):
         driver.ask_turn(rollout)
@@ -200,7 +202,7 @@ def test_a_rollouts_next_turn_goes_where_its_last_one_was() -> None:
 
 
 def test_the_rollouts_of_a_group_go_to_one_engine() -> None:
-    rules = PlacementRules(routing=PrefixAffinity(margin_turns=3))
+    rules = PlacementRules(routing_policy=PrefixAffinity(margin_turns=3))
     policy = BoundedStaleness(max_staleness=0, groups_per_batch=2)
     driver = PlacedDriver(rules, policy, group_size=3)
     for name in "ab":
@@ -246,14 +248,14 @@ def test_what_speeds_are_learned_from_is_in_the_journal() -> None:
 # ---------------------------------------------------------------- any history
 
 ANY_RULES = [
-    PlacementRules(stragglers=MovesAnything()),
-    PlacementRules(routing=PowerOfTwoChoices(seed=9), stragglers=MovesAnything()),
+    PlacementRules(migration_policy=MovesAnything()),
+    PlacementRules(routing_policy=PowerOfTwoChoices(seed=9), migration_policy=MovesAnything()),
     PlacementRules(
-        routing=SessionAffinity(otherwise=PrefixAffinity()),
-        stragglers=LongTailLane(min_tokens=2, engines=2, slots=2, check_steps=1),
+        routing_policy=SessionAffinity(otherwise=PrefixAffinity()),
+        migration_policy=LongTailLane(min_tokens=2, engines=2, slots=2, check_steps=1),
     ),
-    PlacementRules(stragglers=EvenOut(gap_turns=2, check_steps=1)),
-    PlacementRules(speeds=DeclaredSpeeds({"engine-0": 3.0}), stragglers=MovesAnything()),
+    PlacementRules(migration_policy=EvenOut(gap_turns=2, check_steps=1)),
+    PlacementRules(speeds=DeclaredSpeeds({"engine-0": 3.0}), migration_policy=MovesAnything()),
     PlacementRules(speeds=MeasuredSpeeds()),
 ]
 
@@ -313,6 +315,6 @@ def test_moved_tokens_are_those_that_the_tagged_weights_sample_whatever_goes_wro
     """The simulation checks the ledger after each event, and each trained token by its tags."""
     reports = [simulate_by(rules, seed) for seed in range(12)]
     assert [str(report.failure) for report in reports if report.failure] == []
-    if rules.stragglers is not None:
+    if rules.migration_policy is not None:
         assert any(CoverageMark.MOVED in report.coverage for report in reports)
     assert reports[3] == simulate_by(rules, 3)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.test_cli import status_of
 from tidegate.errors import JournalCorrupt, ResumeMismatch
+from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rules import Rules, made_of, record_of
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.replay import replay_journal
@@ -19,7 +20,9 @@ from tidegate.orchestrator.journal.run_journal import JournalHeader
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.policies.consumption import Window
+from tidegate.policies.migration import EvenOut
 from tidegate.policies.rounds import Synchronous
+from tidegate.policies.routing import SessionAffinity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,7 @@ def journal_with(directory: Path, rules: Any) -> Path:
 def rules_naming(name: str, **settings: Any) -> list[Any]:
     """Make rules that name a class, as the whole and at each place of a policy."""
     named = {"class": name, **settings}
-    return [named, {**RULES, "policy": named}, {**RULES, "placement": {"routing": [named]}}]
+    return [named, {**RULES, "policy": named}, {**RULES, "placement": {"routing_policy": [named]}}]
 
 
 @pytest.fixture
@@ -128,6 +131,16 @@ def test_fields_are_read_by_the_names_that_an_older_version_gave_them() -> None:
         older.pop("deadline_policy"),
     )
     assert made_of(older) == policy
+
+    placement = PlacementRules(
+        routing_policy=SessionAffinity(margin_turns=3), migration_policy=EvenOut(gap_turns=2)
+    )
+    older = record_of(placement)
+    older["routing"], older["stragglers"] = (
+        older.pop("routing_policy"),
+        older.pop("migration_policy"),
+    )
+    assert made_of(older) == placement
 
 
 @pytest.mark.parametrize(

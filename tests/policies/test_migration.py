@@ -5,19 +5,19 @@ from collections import Counter
 
 import pytest
 
-from tidegate.policies.stragglers import (
+from tidegate.policies.migration import (
     EngineView,
     EvenOut,
     LongTailLane,
+    MigrationPolicy,
     Move,
     RunningTurn,
-    Stragglers,
 )
 
 Running = dict[str, list[RunningTurn]]
 
 
-def views(policy: Stragglers, running: Running, closed: str = "") -> list[EngineView]:
+def views(policy: MigrationPolicy, running: Running, closed: str = "") -> list[EngineView]:
     """Return the views that a core would pass for these engines."""
     reserved = policy.reserve(sorted(running))
     return [
@@ -129,7 +129,7 @@ def carry_out(moves: list[Move], running: Running) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        Stragglers(),
+        MigrationPolicy(),
         LongTailLane(min_tokens=20, engines=2, slots=4),
         LongTailLane(min_tokens=1, engines=9, slots=1),
         EvenOut(gap_turns=3),
@@ -137,7 +137,7 @@ def carry_out(moves: list[Move], running: Running) -> None:
     ids=["none", "lane for few", "lane for all", "even out"],
 )
 def test_whatever_runs_a_turn_moves_once_between_two_engines_that_are_there(
-    policy: Stragglers,
+    policy: MigrationPolicy,
 ) -> None:
     chance = random.Random(4)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Straggler policies: which running turns migrate to an engine where they decode faster. Opt-in.
+"""Migration policies: which running turns migrate to an engine where they decode faster. Opt-in.
 
 The orchestrator's core calls them every ``check_steps`` engine steps. A step takes ``t(b) = t0 + k
 * b`` for ``b`` turns, so a turn on a less loaded engine decodes faster. A move costs a prefill of
@@ -28,7 +28,7 @@ class EngineView:
 
     name: str
     is_reserved: bool
-    """Whether :meth:`Stragglers.reserve` has reserved this engine."""
+    """Whether :meth:`MigrationPolicy.reserve` has reserved this engine."""
     is_open: bool
     """Whether turns may be sent to this engine now."""
     num_turns: int
@@ -46,8 +46,8 @@ class Move:
     to: str
 
 
-class Stragglers:
-    """Interface of straggler policies. The base class moves nothing and reserves nothing."""
+class MigrationPolicy:
+    """Interface of migration policies. The base class moves nothing and reserves nothing."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class Stragglers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LongTailLane(Stragglers):
+class LongTailLane(MigrationPolicy):
     """Reserves some engines for long turns, lightly loaded so that they decode fast.
 
     A turn that has sampled ``min_tokens`` may move to one of ``engines`` reserved engines (the
@@ -102,11 +102,11 @@ class LongTailLane(Stragglers):
 
     def takes(self, *, tokens: int, num_turns: int) -> bool:
         """Return whether the turn is long and the engine has a free slot; see
-        :meth:`Stragglers.takes`."""
+        :meth:`MigrationPolicy.takes`."""
         return tokens >= self.min_tokens and num_turns < self.slots
 
     def moves(self, engines: Sequence[EngineView]) -> list[Move]:
-        """Return moves of long turns to reserved engines; see :meth:`Stragglers.moves`."""
+        """Return moves of long turns to reserved engines; see :meth:`MigrationPolicy.moves`."""
         lane = {e.name: e.num_turns for e in engines if e.is_reserved and e.is_open}
         room = sum(max(0, self.slots - turns) for turns in lane.values())
         if not room:
@@ -127,7 +127,7 @@ class LongTailLane(Stragglers):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvenOut(Stragglers):
+class EvenOut(MigrationPolicy):
     """Moves turns from the fullest engine to the emptiest when engines drain unevenly.
 
     New turns balance the engines by themselves. If none come (a synchronous batch runs out, the
@@ -149,7 +149,8 @@ class EvenOut(Stragglers):
             raise ValueError(f"EvenOut's check_steps must be >= 1, got {self.check_steps}")
 
     def moves(self, engines: Sequence[EngineView]) -> list[Move]:
-        """Return moves from the fullest to the emptiest engine; see :meth:`Stragglers.moves`."""
+        """Return moves from the fullest to the emptiest engine; see
+        :meth:`MigrationPolicy.moves`."""
         ranked = sorted((e for e in engines if e.is_open), key=lambda e: (e.num_turns, e.name))
         if len(ranked) < 2:
             return []
