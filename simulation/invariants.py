@@ -11,7 +11,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
-from tidegate.orchestrator.core.turns import LOSSES_IN_ALL_MAX, LOSSES_MAX
+from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTAL_MAX
 from tidegate.simulation.coverage_marks import CoverageMark, CoverageMarks
 from tidegate.simulation.ground_truth import GroundTruth
 from tidegate.simulation.model import check_turn
@@ -313,7 +313,7 @@ class InvariantChecker:
     def _place(self, engine: str, handle: int, rollout_id: int) -> None:
         """Note a submitted turn, and check that not too many engines were lost with it."""
         losses = self._losses[rollout_id]
-        assert losses < LOSSES_IN_ALL_MAX, (
+        assert losses < LOSSES_TOTAL_MAX, (
             f"rollout {rollout_id} is sent to an engine after {losses} lost engines"
         )
         for turns_of_engine in self._placed.values():
@@ -333,7 +333,7 @@ class InvariantChecker:
     def _check_refused(self, turn: Turn) -> None:
         """Note a refused turn, if the refusal is for engines that were lost with it."""
         losses = self._losses.pop(turn.rollout_id, 0)
-        if losses < LOSSES_MAX:
+        if losses < CONSECUTIVE_LOSSES_MAX:
             return
         self._refused_rollouts.add(turn.rollout.root.rollout_id)
         self._coverage.note(CoverageMark.TURN_ENDED_ENGINES)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.core.turns import LOSSES_MAX
+from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX
 from tidegate.orchestrator.core.weight_control import PublishWait
 from tidegate.orchestrator.settings.config import RunSettings, run_settings
 from tidegate.policies.asynchrony import (
@@ -196,10 +196,10 @@ EPISODE_TIMEOUT_MIN_S = 40.0
 FAULTS_S = FAULTS_MAX * LONGEST_FAULT_S
 """Longest time that the planned faults of a run take together, in seconds."""
 
-DEADLY_TURN_S = LOSSES_MAX * (LONGEST_FAULT_S + 1.0)
+DEADLY_TURN_S = CONSECUTIVE_LOSSES_MAX * (LONGEST_FAULT_S + 1.0)
 """Time that one deadly turn costs the engine of a one-engine run, in seconds: the turn is refused
-after ``LOSSES_MAX`` losses, and after each loss the engine needs about a second to join again and
-take weights."""
+after ``CONSECUTIVE_LOSSES_MAX`` losses, and after each loss the engine needs about a second to join
+again and take weights."""
 
 TURN_TOKENS = 10
 """Mean number of tokens that a turn samples; see

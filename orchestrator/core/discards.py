@@ -137,24 +137,24 @@ class _ReasonCounters:
         self.lengths[length_bucket(tokens)] += 1
         if task is None:
             return
-        rollouts, unsure = self.tasks.get(task, (0, 0))
+        rollouts, overcount = self.tasks.get(task, (0, 0))
         if not rollouts and len(self.tasks) >= TASKS_COUNTED:
             counts = [count for count, _ in self.tasks.values()]
             at = counts.index(min(counts))  # of equals, the oldest
             least = next(islice(self.tasks, at, None))
-            rollouts = unsure = self.tasks.pop(least)[0]
-        self.tasks[task] = (rollouts + 1, unsure)
+            rollouts = overcount = self.tasks.pop(least)[0]
+        self.tasks[task] = (rollouts + 1, overcount)
 
-    def take_back(self, tokens: int, task: TaskKey | None) -> None:
+    def uncount(self, tokens: int, task: TaskKey | None) -> None:
         """Undo :meth:`count`, for a rollout that a resumed run trains after all."""
         self.rollouts -= 1
         self.tokens -= tokens
         self.lengths[length_bucket(tokens)] -= 1
         if task is None or task not in self.tasks:  # other tasks have replaced it in the table
             return
-        rollouts, unsure = self.tasks[task]
+        rollouts, overcount = self.tasks[task]
         if rollouts > 1:
-            self.tasks[task] = (rollouts - 1, min(unsure, rollouts - 1))
+            self.tasks[task] = (rollouts - 1, min(overcount, rollouts - 1))
         else:
             del self.tasks[task]
 
@@ -167,8 +167,8 @@ class _ReasonCounters:
             share_of_generated=self.tokens / max(1, generated_tokens),
             lengths={_shortest(b): n for b, n in enumerate(self.lengths) if n},
             tasks=tuple(
-                TaskDiscards(key.offer, key.index, rollouts, rollouts - unsure)
-                for key, (rollouts, unsure) in most
+                TaskDiscards(key.offer, key.index, rollouts, rollouts - overcount)
+                for key, (rollouts, overcount) in most
             ),
         )
 
@@ -239,11 +239,11 @@ class Discards:
             if block.uncount_trained(tokens):
                 return
 
-    def take_back(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
+    def uncount_untrained(self, rollout: Rollout, reason: str, task: TaskKey | None) -> None:
         """Undo :meth:`count_untrained`, because a resume hands over the rollout's batch again."""
         tokens = rollout.tokens_of_all_rows
         tally = self._tally(reason)
-        tally.take_back(tokens, task)
+        tally.uncount(tokens, task)
         if not tally.rollouts:
             del self._tallies[reason]
         for block in self._blocks:
@@ -330,7 +330,7 @@ class Discards:
             tally = self._tallies[each.reason] = _ReasonCounters()
             tally.rollouts, tally.tokens = each.rollouts, each.tokens
             tally.lengths = list(each.lengths)
-            tally.tasks = {TaskKey(o, i): (n, unsure) for o, i, n, unsure in each.tasks}
+            tally.tasks = {TaskKey(o, i): (n, overcount) for o, i, n, overcount in each.tasks}
         self._blocks = []
         for lengths in saved.blocks:
             block = _Block()

@@ -1,14 +1,16 @@
 """Appends each token of an engine's step to its turn: the hot path of every token, without I/O.
 
-:class:`TurnTracker` calls it for each step. Consecutive steps with the same turns are collected as
-columns, and numpy splits many steps at once into each turn's share; one by one, each token would
-cost two Python appends. A turn counts its collected tokens at once, and :meth:`Turn.settle` files
-them before anyone reads the rollout's tokens.
+:class:`TurnTracker` calls it for each step. Consecutive steps with the same turns are coalesced:
+collected as columns, of which numpy splits up to :data:`STEPS_MAX` at once into each turn's tokens.
+Appending every token by itself would cost two Python appends per token. A turn's length includes
+its collected tokens immediately, and :meth:`Turn.settle` appends them before the rollout's tokens
+are read.
 
-Tokens per CPU-second without each part, with 16 tokens a row, with one as fast as they go, and with
-one at 1,000 steps a second (``benchmarks.transport tokens``, medians of 5 pairs): without
-:class:`StepCoalescer` .64, .42 and .55; without :func:`_file_each` as well .39, .18 and .34; with
-slices in place of :func:`splitter` .92 with one as fast as they go.
+Relative tokens per CPU-second without each part (``benchmarks.transport tokens``, medians of 5
+pairs), for 16 tokens per row, for 1 token per row at full speed, and for 1 token per row at 1,000
+steps per second: without :class:`StepCoalescer` .64, .42 and .55; without :func:`_file_each` as
+well .39, .18 and .34. With slices in place of :func:`splitter`: .92 for 1 token per row at full
+speed.
 """
 
 import struct
@@ -24,20 +26,21 @@ from tidegate.orchestrator.core.events import Command, StepArrived
 from tidegate.orchestrator.core.rollout import Turn
 
 STEPS_MAX = 64
-"""Steps collected before they are filed; more would save hardly anything, and delay readers."""
+"""Steps collected before their tokens are appended. A larger value saves hardly any CPU time, and
+delays readers."""
 
 
 class StepCoalescer:
-    """Collected steps of one engine whose rows are the same turns, with equal tokens per row.
+    """Consecutive steps of one engine with the same turns as rows, and equal tokens per row.
 
-    It is the :class:`DeferredTokens` of each of those turns.
+    Implements :class:`DeferredTokens` for each of these turns.
     """
 
     __slots__ = (
+        "_checked_submissions",
         "_handles",
         "_logprobs",
         "_rows",
-        "_seen",
         "_token_ids",
         "_tokens_per_step",
         "_turns",
@@ -47,44 +50,44 @@ class StepCoalescer:
     )
 
     def __init__(self, rows: "list[Turn]", first: StepArrived, tokens_each: int) -> None:
-        """Begin an empty collection; ``first`` is still to be added."""
+        """Begin an empty collection for the rows of ``first``, which is not added yet."""
         self._rows = rows
         self._turns = first.turns.tobytes()
         self._handles = frozenset(first.turns)
-        self._seen = (-1, -1)
-        """(number of submissions, newest handle) when all turns were last found in them."""
+        self._checked_submissions = (-1, -1)
+        """(number of submissions, newest handle) at the last check that all turns are submitted."""
         self._version = -1
         self._tokens_per_step = tokens_each
         self._token_ids: list[memoryview] = []
-        """One column per step."""
+        """Token ids of each step, row by row."""
         self._logprobs: list[memoryview[float]] = []
         self.tokens_each = 0
         """Collected tokens of each turn."""
         self.evaluation_rows = sum(row.is_evaluation for row in rows)
         for row in rows:
-            row.held_back = self
+            row.deferred_tokens = self
 
-    def takes(self, step: StepArrived, tokens_each: int, submissions: "dict[int, Turn]") -> bool:
-        """Whether ``step`` can be added: same rows and counts, and no turn begins or ends."""
+    def accepts(self, step: StepArrived, tokens_each: int, submissions: "dict[int, Turn]") -> bool:
+        """Whether ``step`` can be added: same rows and counts, no prefill, and no turn ended."""
         return (
             step.turns.tobytes() == self._turns
             and tokens_each == self._tokens_per_step
             and not step.finish
             and not step.prefills
-            and self._are_all_wanted(submissions)
+            and self._has_all_turns(submissions)
         )
 
-    def _are_all_wanted(self, submissions: "dict[int, Turn]") -> bool:
-        """Whether none of the turns was cancelled meanwhile.
+    def _has_all_turns(self, submissions: "dict[int, Turn]") -> bool:
+        """Whether no turn was cancelled since the last step.
 
-        Handles are never reused: if one is missing, either the count or the newest handle has
-        changed.
+        Handles are not reused, so a removal changes the number of submissions, or a later
+        submission has changed the newest handle.
         """
-        seen = (len(submissions), next(reversed(submissions), -1))
-        if seen != self._seen:
+        current = (len(submissions), next(reversed(submissions), -1))
+        if current != self._checked_submissions:
             if not self._handles <= submissions.keys():
                 return False
-            self._seen = seen
+            self._checked_submissions = current
         return True
 
     def add(self, step: StepArrived) -> None:
@@ -107,7 +110,10 @@ class StepCoalescer:
         tokens = self.tokens_each
         if not tokens:
             return
-        token_ids, logprobs = self._shares(self._token_ids), self._shares(self._logprobs)
+        token_ids, logprobs = (
+            self._bytes_per_row(self._token_ids),
+            self._bytes_per_row(self._logprobs),
+        )
         self.tokens_each = 0
         self._token_ids.clear()
         self._logprobs.clear()
@@ -117,17 +123,17 @@ class StepCoalescer:
             row.filed += tokens
 
     def end(self) -> None:
-        """File what is collected, and detach from the turns: another set of turns follows."""
+        """Append all collected tokens, and detach from the turns."""
         self.settle()
         for row in self._rows:
-            if row.held_back is self:
-                row.held_back = None
+            if row.deferred_tokens is self:
+                row.deferred_tokens = None
 
-    def _shares(self, columns: "Sequence[memoryview[Any]]") -> "tuple[bytes, ...]":
+    def _bytes_per_row(self, columns: "Sequence[memoryview[Any]]") -> "tuple[bytes, ...]":
         """Return each row's bytes over all collected steps."""
         rows = len(self._rows)
-        pile = np.frombuffer(b"".join(columns), np.uint32)
-        by_step = pile.reshape(len(columns), rows, self._tokens_per_step)
+        values = np.frombuffer(b"".join(columns), np.uint32)
+        by_step = values.reshape(len(columns), rows, self._tokens_per_step)
         return splitter(rows, 4 * self.tokens_each).unpack(by_step.transpose(1, 0, 2).tobytes())
 
 
@@ -138,8 +144,8 @@ def splitter(pieces: int, piece_bytes: int) -> struct.Struct:
 
 
 EVALUATION_HANDLES_FROM = 1 << 31
-"""First handle of evaluation turns; lower ones are of training. A token that arrives after its turn
-was dropped can still be counted in the right ledger."""
+"""First handle of evaluation turns; training turns have lower ones. Tokens that arrive after their
+turn was removed are counted in the right ledger by their handle."""
 
 
 class StepOutcome(Struct, gc=False):
@@ -149,30 +155,30 @@ class StepOutcome(Struct, gc=False):
     train_tokens: int = 0
     evaluation_tokens: int = 0
     late_tokens: int = 0
-    """Tokens of training turns that were over already."""
+    """Tokens of training turns that had been cancelled, moved or ended before."""
     late_evaluation_tokens: int = 0
-    """Tokens of evaluation turns that were over already."""
+    """Tokens of evaluation turns that had been cancelled, moved or ended before."""
 
 
 class TokenAppender:
     """Files the steps of one engine, in the order in which they arrive."""
 
-    __slots__ = ("_last_turns", "_steady")
+    __slots__ = ("_coalescer", "_last_turns")
 
     def __init__(self) -> None:
         self._last_turns = b""
-        """Handles of the last step that was filed by itself."""
-        self._steady: StepCoalescer | None = None
+        """Handles of the last step that was appended by itself."""
+        self._coalescer: StepCoalescer | None = None
 
     def file(self, submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
         """Append a step's tokens to their turns, and count them by ledger account.
 
-        A step with the same turns as the previous one begins a collection.
+        A step with the same turns as the previous step begins a :class:`StepCoalescer`.
         """
         tokens_each = _tokens_each(event)
-        if self._steady is not None:
-            if self._steady.takes(event, tokens_each, submissions):
-                return _added(self._steady, event, tokens_each)
+        if self._coalescer is not None:
+            if self._coalescer.accepts(event, tokens_each, submissions):
+                return _add_step(self._coalescer, event, tokens_each)
             self.end()
         try:
             rows = list(map(submissions.__getitem__, event.turns.tolist()))
@@ -182,16 +188,16 @@ class TokenAppender:
             return _file_any(submissions, event)
         turns = event.turns.tobytes()
         if turns == self._last_turns and not event.finish and not event.prefills:
-            self._steady = StepCoalescer(rows, event, tokens_each)
-            return _added(self._steady, event, tokens_each)
+            self._coalescer = StepCoalescer(rows, event, tokens_each)
+            return _add_step(self._coalescer, event, tokens_each)
         self._last_turns = turns
         return _file_each(rows, event, tokens_each)
 
     def end(self) -> None:
-        """File the current collection, if any."""
-        if self._steady is not None:
-            self._steady.end()
-            self._steady = None
+        """Append the tokens of the current :class:`StepCoalescer`, if any, and forget it."""
+        if self._coalescer is not None:
+            self._coalescer.end()
+            self._coalescer = None
             self._last_turns = b""
 
 
@@ -204,20 +210,20 @@ def _tokens_each(event: StepArrived) -> int:
     return counts[0] if column and column == column[:4] * len(counts) else 0
 
 
-def _added(steady: StepCoalescer, event: StepArrived, tokens_each: int) -> StepOutcome:
-    steady.add(event)
-    evaluation_tokens = tokens_each * steady.evaluation_rows
+def _add_step(coalescer: StepCoalescer, event: StepArrived, tokens_each: int) -> StepOutcome:
+    coalescer.add(event)
+    evaluation_tokens = tokens_each * coalescer.evaluation_rows
     return StepOutcome([], tokens_each * len(event.turns) - evaluation_tokens, evaluation_tokens)
 
 
 def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOutcome:
-    """File the usual step: every row is wanted and has the same number of tokens."""
+    """Append the usual step's tokens: every turn is submitted, with equally many tokens per row."""
     split = splitter(len(rows), 4 * tokens_each).unpack
     version, engine, evaluation_rows = event.version, event.engine, 0
     for row, token_ids, logprobs in zip(
         rows, split(event.token_ids), split(event.logprobs), strict=True
     ):
-        if row.sampled_by != version:  # else the previous token came from here too
+        if row.sampled_by != version:  # else the previous token continues the same run
             row.begin_run(version, engine)
         row.filed_token_ids.frombytes(token_ids)
         row.filed_logprobs.frombytes(logprobs)
@@ -229,7 +235,7 @@ def _file_each(rows: list[Turn], event: StepArrived, tokens_each: int) -> StepOu
 
 
 def _file_any(submissions: dict[int, Turn], event: StepArrived) -> StepOutcome:
-    """File a step with any token counts, zeros included, and rows of turns that are over."""
+    """Append the tokens of any step: counts may differ or be 0, and turns may have been removed."""
     outcome = StepOutcome([])
     handles = event.turns.tolist()
     rows = map(submissions.get, handles)

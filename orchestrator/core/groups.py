@@ -56,7 +56,7 @@ class GroupTracker(OutstandingGroupIndex):
         """Running rollouts with their groups, by rollout id; evaluations and branches included."""
         self.next_rollout_id = 0
         self.next_group_id = 0
-        turns.unwanted = self._discard_refused
+        turns.on_tokens_removed = self._discard_refused
 
     @property
     def returned_tasks(self) -> int:
@@ -200,7 +200,7 @@ class GroupTracker(OutstandingGroupIndex):
             if branch.sampled_tokens:
                 rows.append(branch)
             else:
-                branch.leave_out()
+                branch.remove_from_tree()
                 group.rollouts.remove(branch)
         return rows
 
@@ -270,10 +270,10 @@ class GroupTracker(OutstandingGroupIndex):
 
     def end_evaluations(self) -> list[ev.Command]:
         """Discard running evaluations: their caller is gone."""
-        going_on = [
+        evaluations = [
             (r, g) for r, g in self.running.values() if g.is_evaluation and r.branch_of is None
         ]
-        return [c for r, g in going_on for c in self.give_up(r, g, "run_ended")]
+        return [c for r, g in evaluations for c in self.give_up(r, g, "run_ended")]
 
     def end(self) -> list[ev.Command]:
         """Settle every rollout that is not trained."""
@@ -340,7 +340,7 @@ class GroupTracker(OutstandingGroupIndex):
         self._add_split(part, remainder=group)
         return part
 
-    def take_back(self, groups: list[Group]) -> None:
+    def return_to_buffer(self, groups: list[Group]) -> None:
         """Return trained groups to the buffer, because their batch was undone."""
         for rollout in (rollout for group in groups for rollout in group.kept):
             if masked := rollout.masked_tokens:

@@ -32,15 +32,15 @@ class Turn:
     """One generation call within a rollout: a slice of its context, with provenance."""
 
     __slots__ = (
+        "consecutive_losses",
+        "deferred_tokens",
         "details",
         "filed",
         "filed_logprobs",
         "filed_token_ids",
         "finish_reason",
-        "held_back",
         "is_evaluation",
         "losses",
-        "losses_in_vain",
         "media",
         "number",
         "place",
@@ -77,8 +77,8 @@ class Turn:
         """Index in the rollout's context of the first output token."""
         self.filed = 0
         """Number of output tokens that are in the rollout's context."""
-        self.held_back: DeferredTokens | None = None
-        """Collection that holds the tokens after those; None if there are none."""
+        self.deferred_tokens: DeferredTokens | None = None
+        """Collection that holds the output tokens after the ``filed`` ones; None if none does."""
         self.runs: list[VersionRun] = []
         self.prefills: Sequence[TurnPrefill] = ()
         self.finish_reason: str | None = None
@@ -86,16 +86,16 @@ class Turn:
         self.place: tuple[str, int] | None = None
         """(engine, handle) of the submission; None while the turn is on no engine."""
         self.priority = 0
-        """Priority in that engine's queue."""
+        """Priority in the queue of the engine in ``place``."""
         self.sampled_before = 0
-        """Number of output tokens when the turn was sent to that engine."""
+        """Number of output tokens when the turn was sent to the engine in ``place``."""
         self.sampled_by = -1
         """Version of the newest token from the present engine; -1 before the first."""
         self.is_evaluation = rollout.group_id < 0
         self.losses = 0
         """Number of engines that were lost while they had this turn."""
-        self.losses_in_vain = 0
-        """Number of the last such losses without a token of this turn in between."""
+        self.consecutive_losses = 0
+        """Number of engines lost in a row, without a token of this turn between two losses."""
         self.reward: float | None = None
         """Reward of this turn alone, beside the rollout's; None if the episode gave none."""
         wants_details = sampling.top_logprobs or sampling.raw_logprobs
@@ -124,13 +124,13 @@ class Turn:
     @property
     def length(self) -> int:
         """Number of output tokens so far."""
-        held_back = self.held_back
-        return self.filed if held_back is None else self.filed + held_back.tokens_each
+        deferred_tokens = self.deferred_tokens
+        return self.filed if deferred_tokens is None else self.filed + deferred_tokens.tokens_each
 
     def settle(self) -> None:
         """Append the turn's collected tokens to the context."""
-        if self.held_back is not None:
-            self.held_back.settle()
+        if self.deferred_tokens is not None:
+            self.deferred_tokens.settle()
 
     def token_ids_from(self, index: int) -> "array[int]":
         """Return a copy of the output tokens from index ``index`` on."""
@@ -157,18 +157,18 @@ class Turn:
         self.filed += 1
 
     def begin_run(self, version: int, engine: str) -> None:
-        """Note that the next token is sampled by ``version`` on ``engine``."""
+        """Record that the next token is sampled by ``version`` on ``engine``."""
         self.sampled_by = version
         runs = self.runs
         if runs and runs[-1].version == version and runs[-1].engine == engine:
             return
         runs.append(VersionRun(version, self.length, engine))
 
-    def take_back(self) -> int:
+    def remove_tokens(self) -> int:
         """Remove this turn's tokens, the newest of the context; return their number."""
         tokens, rollout = self.length, self.rollout
         del rollout.token_ids[self.start :], rollout.logprobs[self.start :]
-        self.filed, self.held_back = 0, None
+        self.filed, self.deferred_tokens = 0, None
         self.runs, self.prefills, self.details = [], (), None
         return tokens
 
@@ -187,7 +187,7 @@ class RolloutState(StrEnum):
     EVALUATED = "evaluated"
     """It has a reward and was for measuring only."""
     TRAINED = "trained"
-    """It was handed to the trainer. If the trainer left it out, ``discard_reason`` says why."""
+    """It was handed to the trainer. If the trainer discarded it, ``discard_reason`` says why."""
     DISCARDED = "discarded"
     """It will never be trained; ``discard_reason`` says why."""
 
@@ -220,7 +220,7 @@ class Rollout:
         """Place in the group, 0 <= index < group_size."""
         self.turns: list[Turn] = []
         self.filed_token_ids: array[int] = array("i")
-        """The array of :attr:`token_ids`, for callers that know that nothing is held back."""
+        """The array of :attr:`token_ids`, for callers that know that no tokens are deferred."""
         self.filed_logprobs: array[float] = array("f")
         self.may_have_media = False
         """Whether a turn ever had media: hardly one has, and every submission checks."""
@@ -254,14 +254,14 @@ class Rollout:
         for branch in self.branches:
             yield from branch.rows
 
-    def leave_out(self) -> None:
+    def remove_from_tree(self) -> None:
         """Remove a branch from the tree: its own branches become branches of its parent."""
         forked = self.branch_of
-        assert forked is not None, "only a branch can be left out"
+        assert forked is not None, "only a branch can be removed from its tree"
         for branch in self.branches:
             branch.branch_of = forked
-        others = [branch for branch in forked.branches if branch is not self]
-        forked.branches = (*others, *self.branches)
+        siblings = [branch for branch in forked.branches if branch is not self]
+        forked.branches = (*siblings, *self.branches)
 
     def extend(self, token_ids: "array[int] | list[int]") -> None:
         """Append given tokens (a prompt, an observation) to the context."""
@@ -274,8 +274,8 @@ class Rollout:
     def settle(self) -> None:
         """Append the collected tokens of its last turn to the context."""
         turns = self.turns
-        if turns and (held_back := turns[-1].held_back) is not None:
-            held_back.settle()
+        if turns and (deferred_tokens := turns[-1].deferred_tokens) is not None:
+            deferred_tokens.settle()
 
     @property
     def token_ids(self) -> "array[int]":
@@ -340,11 +340,11 @@ class Rollout:
         """Return the oldest version of unmasked tokens, and whether any token has another; None if
         all are masked."""
         oldest = newest = -1
-        floor = self.oldest_trainable
+        oldest_trainable = self.oldest_trainable
         for turn in self.turns:
             for run in turn.runs:
                 version = run.version
-                if version >= floor and (oldest < 0 or version < oldest):
+                if version >= oldest_trainable and (oldest < 0 or version < oldest):
                     oldest = version
                 if version > newest:
                     newest = version

@@ -44,7 +44,7 @@ class SavedTurn(Saved):
     reward: float | None = None
     media: tuple[Media, ...] = ()
     losses: int = 0
-    losses_in_vain: int = 0
+    consecutive_losses: int = 0
 
 
 class SavedRollout(Saved):
@@ -299,7 +299,7 @@ def _turn(turn: Turn) -> SavedTurn:
         saved.top_logprobs = details.top_logprobs.tobytes()
     saved.reward = turn.reward
     saved.media = turn.media
-    saved.losses, saved.losses_in_vain = turn.losses, turn.losses_in_vain
+    saved.losses, saved.consecutive_losses = turn.losses, turn.consecutive_losses
     return saved
 
 
@@ -517,7 +517,7 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
         told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
         turn.details.restore(told)
     turn.reward = saved.reward
-    turn.losses, turn.losses_in_vain = saved.losses, saved.losses_in_vain
+    turn.losses, turn.consecutive_losses = saved.losses, saved.consecutive_losses
     return turn
 
 

@@ -14,7 +14,7 @@ ITEM_BYTES = 4
 class TurnDetails:
     """Raw log-probs and likeliest tokens of one turn, in token order.
 
-    If an engine leaves some out, which tokens they are of is unknown, and none are returned.
+    If an engine omits values, they cannot be matched with tokens, and none are returned.
     """
 
     __slots__ = ("raw_each", "raw_logprobs", "top_each", "top_ids", "top_logprobs")
@@ -27,27 +27,29 @@ class TurnDetails:
         self.top_ids: array[int] = array("i")
         self.top_logprobs: array[float] = array("f")
 
-    def append(self, told: TokenDetails, tokens: int, *, before: int) -> None:
-        """Append what came with ``tokens`` tokens of one step, after ``before`` earlier tokens.
+    def append(self, details: TokenDetails, tokens: int, *, tokens_before: int) -> None:
+        """Append the details of one step's ``tokens`` tokens, after ``tokens_before`` earlier ones.
 
-        Unless all that was asked for is there, for every token so far, nothing is kept from now on,
-        because values could no longer be matched with tokens.
+        If any requested value of any token so far is missing, all values are deleted, because they
+        could no longer be matched with tokens.
         """
-        if self._counts() == self._asked(before) and _counts(told) == self._asked(tokens):
-            self.restore(told)
+        if self._counts() == self._requested_counts(tokens_before) and _counts(
+            details
+        ) == self._requested_counts(tokens):
+            self.restore(details)
         else:
             del self.raw_logprobs[:], self.top_ids[:], self.top_logprobs[:]
 
-    def restore(self, told: TokenDetails) -> None:
+    def restore(self, details: TokenDetails) -> None:
         """Append saved columns, when a saved state is loaded."""
-        self.raw_logprobs.frombytes(told.raw_logprobs)
-        self.top_ids.frombytes(told.top_ids)
-        self.top_logprobs.frombytes(told.top_logprobs)
+        self.raw_logprobs.frombytes(details.raw_logprobs)
+        self.top_ids.frombytes(details.top_ids)
+        self.top_logprobs.frombytes(details.top_logprobs)
 
     def _counts(self) -> tuple[int, int, int]:
         return len(self.raw_logprobs), len(self.top_ids), len(self.top_logprobs)
 
-    def _asked(self, tokens: int) -> tuple[int, int, int]:
+    def _requested_counts(self, tokens: int) -> tuple[int, int, int]:
         return self.raw_each * tokens, self.top_each * tokens, self.top_each * tokens
 
     def raw_of(self, tokens: int) -> list[float] | None:
@@ -58,7 +60,7 @@ class TurnDetails:
         """Return the likeliest tokens and their log-probs for each token from ``start`` on; None
         unless they are known for all ``tokens`` tokens.
 
-        Likeliest first; tokens that could not be sampled (-inf) are left out.
+        Likeliest first; tokens that could not be sampled (-inf) are omitted.
         """
         each = self.top_each
         if not each or len(self.top_ids) != each * tokens:
@@ -72,7 +74,7 @@ class TurnDetails:
         ]
 
 
-def _counts(told: TokenDetails) -> tuple[int, int, int]:
-    columns = (told.raw_logprobs, told.top_ids, told.top_logprobs)
+def _counts(details: TokenDetails) -> tuple[int, int, int]:
+    columns = (details.raw_logprobs, details.top_ids, details.top_logprobs)
     raw, ids, logprobs = (len(column) // ITEM_BYTES for column in columns)
     return raw, ids, logprobs

@@ -31,37 +31,40 @@ from tidegate.transport.messages import (
     SubmitTurn,
 )
 
-LOSSES_MAX = 3
-"""Engines that a turn, or a scoring request, may lose in a row before it is taken for the cause.
-Only losses without a token of the turn in between count."""
+CONSECUTIVE_LOSSES_MAX = 3
+"""Consecutive engine losses after which a turn, or a scoring request, is refused as their cause. A
+token of the turn ends the sequence."""
 
-LOSSES_IN_ALL_MAX = 9
-"""Engines that a turn may lose even with tokens in between: three restarts of three engines."""
+LOSSES_TOTAL_MAX = 9
+"""Engine losses after which a turn is refused, tokens in between or not: three restarts of three
+engines."""
 
 HANDLES_PER_PROCESS = 1 << 24
-"""Handles skipped at a resume: a crashed process gave out fewer than this many that it could not
-write to the journal, so no engine gets a handle twice."""
+"""Handles skipped at a resume, so that no engine gets a handle twice. A crashed process assigned
+fewer handles than this after the last event in its journal."""
 
 
 class TurnTracker:
-    """All running turns, by engine and handle."""
+    """Running turns: assigns each to an engine, and resubmits it when the engine is lost."""
 
     def __init__(self, rules: PlacementRules | None = None) -> None:
         self.engines: dict[str, EngineTurns] = {}
         self.placement = Placement(self.engines, rules or PlacementRules())
         self.live_version = 0
-        """Oldest version that a turn submitted now could be sampled by. Never falls."""
+        """Oldest version that may sample a turn submitted now. Never falls."""
         self.next_handle = 0
         self.waiting: dict[Turn, int] = {}
-        """Turns that no engine can take now, with their priorities."""
+        """Turn -> priority, for turns that no engine can take now."""
         self.streams: dict[str, tuple[int, int]] = {}
-        """Engine -> (epoch, next seq): which of its steps have been filed."""
+        """Engine -> (epoch, seq of the first step that has not been filed)."""
         self.media_taken: set[MediaKind] = set()
-        """Kinds of media that any engine so far has read; an engine that was lost may come back."""
-        self.unwanted: Callable[[Rollout, int], None] = lambda rollout, tokens: None
-        """Called with a rollout that continues and the number of its tokens that were removed."""
+        """Kinds of media that any engine so far can read; lost ones may return, so they count."""
+        self.on_tokens_removed: Callable[[Rollout, int], None] = lambda rollout, tokens: None
+        """Called when a refused turn's tokens are removed: with the rollout, which continues, and
+        the number of tokens."""
         self._suspect: Turn | None = None
-        """Last submitted turn among those suspected of crashing engines."""
+        """Turn last submitted among those suspected of crashing engines; None once it is cleared or
+        has left its engine."""
         self._oldest: set[str] = set()
         """Engines that serve ``live_version`` or older; empty if they must be computed anew."""
 
@@ -70,8 +73,8 @@ class TurnTracker:
     def join(self, event: EngineJoined) -> list[Command]:
         """Add an engine, or continue with one that has reconnected.
 
-        Of the turns that it should hold and does not, some ended in steps that it replays now; the
-        others were lost on the way, and are sent again after the replay.
+        Some of the submitted turns that the engine does not hold ended in steps that it replays
+        now. The other ones were lost in transit, and are submitted again after the replay.
         """
         name = event.engine
         commands: list[Command] = []
@@ -98,7 +101,7 @@ class TurnTracker:
         return commands + self._submit_waiting()
 
     def _send_missing(self, name: str, engine: EngineTurns) -> list[Command]:
-        """Submit the turns that an engine has lost once its replay is in, to any engine."""
+        """Submit the turns missing on an engine to any engine, once the replay has arrived."""
         epoch, next_seq = self.streams.get(name, (engine.epoch, 0))
         if epoch == engine.epoch and next_seq < engine.replay_until:
             return []
@@ -111,7 +114,7 @@ class TurnTracker:
         return commands
 
     def resume(self) -> None:
-        """Mark all engines as away until their hello: another process continues the run."""
+        """Mark all engines as away until their hello, because another process continues the run."""
         self.next_handle = (self.next_handle + HANDLES_PER_PROCESS) % EVALUATION_HANDLES_FROM
         self.placement.forget()
         for engine in self.engines.values():
@@ -131,27 +134,27 @@ class TurnTracker:
     def leave(self, engine: str, *, is_crash: bool) -> list[Command]:
         """Remove an engine; its turns continue elsewhere, oldest group first.
 
-        After a crash each lost turn counts it, and a turn that has lost too many engines is
-        refused: the next engine would be lost with it.
+        A crash counts as a loss of each of the engine's turns. A turn with too many losses is
+        refused, because it would crash the next engine too.
         """
-        gone = self.engines.pop(engine, None)
-        if gone is None:
+        removed = self.engines.pop(engine, None)
+        if removed is None:
             return []
-        gone.filing.end()
+        removed.filing.end()
         self.placement.forget()
         self._raise_live_version()
-        orphans = sorted(gone.submissions.values(), key=lambda turn: turn.priority)
-        for orphan in orphans:
-            orphan.place = None
+        lost_turns = sorted(removed.submissions.values(), key=lambda turn: turn.priority)
+        for turn in lost_turns:
+            turn.place = None
             if is_crash:
-                orphan.losses += 1
-                has_tokens = orphan.length > orphan.sampled_before
-                orphan.losses_in_vain = 1 if has_tokens else orphan.losses_in_vain + 1
-        commands = [c for orphan in orphans for c in self.submit(orphan, orphan.priority)]
+                turn.losses += 1
+                has_tokens = turn.length > turn.sampled_before
+                turn.consecutive_losses = 1 if has_tokens else turn.consecutive_losses + 1
+        commands = [c for turn in lost_turns for c in self.submit(turn, turn.priority)]
         return commands + self._send_next_suspect()
 
     def swap(self, engine: str, version: int) -> list[Command]:
-        """Note that an engine serves ``version`` from now on."""
+        """Record that an engine serves ``version`` from now on, and submit waiting turns."""
         held = self.engines.get(engine)
         if held is not None:
             held.weight_version = version
@@ -172,13 +175,13 @@ class TurnTracker:
     def submit(self, turn: Turn, priority: int) -> list[Command]:
         """Send a turn, with its tokens so far, to the engine that routing chooses.
 
-        An engine that serves weights older than ``live_version`` (a late joiner) gets none, because
-        its tokens could be older than admission has allowed for.
+        An engine that serves weights older than ``live_version`` (a late joiner) gets no turns,
+        because their tokens could exceed the staleness that admission has allowed for.
         """
         if turn.losses:
-            if turn.losses_in_vain >= LOSSES_MAX or turn.losses >= LOSSES_IN_ALL_MAX:
-                return [self._refuse(turn, _ends_engines(turn))]
-            if _is_suspect(turn) and self._is_suspect_out:
+            if turn.consecutive_losses >= CONSECUTIVE_LOSSES_MAX or turn.losses >= LOSSES_TOTAL_MAX:
+                return [self._refuse(turn, _crash_message(turn))]
+            if _is_suspect(turn) and self._is_suspect_untested:
                 turn.place = None
                 self.waiting[turn] = priority
                 return []
@@ -186,22 +189,22 @@ class TurnTracker:
         if name is not None:
             return [self._send(turn, priority, name)]
         turn.place = None
-        if why := self._never_taken(turn):
+        if why := self._placement_error(turn):
             return [self._refuse(turn, why)]
         self.waiting[turn] = priority
         return []
 
-    def _never_taken(self, turn: Turn) -> str:
-        """Return why no engine can ever take a turn; empty if one may."""
+    def _placement_error(self, turn: Turn) -> str:
+        """Return why no engine of the run can take a turn; empty if an engine may."""
         if not self.engines or any(engine.is_away for engine in self.engines.values()):
             return ""
-        lacking = sorted({each.kind for each in turn.rollout.media} - self.media_taken)
-        if not lacking:
+        missing_kinds = sorted({each.kind for each in turn.rollout.media} - self.media_taken)
+        if not missing_kinds:
             return ""
         return (
-            f"the context has media of kind {', '.join(lacking)}, which no engine of this run "
-            f"reads; serve a model that does by an engine that takes media (docs/agents.md), or "
-            f"leave them out"
+            f"the context has media of kind {', '.join(missing_kinds)}, which no engine of this "
+            f"run reads; serve a model that reads them by an engine that takes media "
+            f"(docs/agents.md), or remove them from the context"
         )
 
     def _send(self, turn: Turn, priority: int, name: str) -> Submit:
@@ -234,10 +237,9 @@ class TurnTracker:
     def move(self, turn: Turn, to: str) -> list[Command]:
         """Continue a running turn on another engine from its tokens so far, with the same priority.
 
-        Tokens that its old engine samples until it gets the cancel are counted as unwanted. Returns
-        no command if the turn has ended, is there already or may not be sent there, or if its
-        engine is away or serves newer weights than the other, where the turn would fall behind
-        again.
+        Tokens that the old engine samples before it receives the cancel are counted as late.
+        Returns no command if the turn has ended, if it is on engine ``to`` already, if ``to`` may
+        not take it or serves older weights than the old engine, or if the old engine is away.
         """
         if turn.place is None or turn.length >= turn.sampling.max_tokens:
             return []
@@ -253,30 +255,30 @@ class TurnTracker:
         assert moved is not None, f"turn {handle} is not on {name}"
         return [Cancel(name, handle), self._send(turn, moved.priority, to)]
 
-    def _relieve(self, event: StepArrived) -> list[Command]:
+    def _move_stragglers(self, event: StepArrived) -> list[Command]:
         commands: list[Command] = []
         for move in self.placement.moves(event, self.live_version):
             commands += self.move(self.engines[move.engine].submissions[move.handle], move.to)
         return commands
 
-    # ------------------------------------------------------------ turns that may end engines
+    # ------------------------------------------------------------ turns that may crash engines
 
     @property
-    def _is_suspect_out(self) -> bool:
-        """Whether an engine has a suspect turn that it has not sampled from yet.
+    def _is_suspect_untested(self) -> bool:
+        """Whether an engine has a suspect turn that it has not sampled a token for yet.
 
-        Turns that were lost together with the one that crashes engines are suspects like it. They
-        are sent one at a time, so that the next engine lost shows which one it was.
+        All turns that were lost with the same engines are suspects. They are submitted one at a
+        time, so that the next lost engine shows which turn crashes engines.
         """
         turn = self._suspect
         return turn is not None and turn.place is not None and turn.length == turn.sampled_before
 
     def _send_next_suspect(self) -> list[Command]:
-        """Submit another suspect turn, once the last one has a token or has left its engine."""
-        if self._suspect is None or self._is_suspect_out:
+        """Submit the next suspect turn, once the last suspect has a token or left its engine."""
+        if self._suspect is None or self._is_suspect_untested:
             return []
         if (turn := self._suspect).length > turn.sampled_before:
-            turn.losses_in_vain = 0
+            turn.consecutive_losses = 0
         self._suspect = None
         return self._submit_waiting()
 
@@ -305,14 +307,14 @@ class TurnTracker:
         return [Cancel(name, handle), *self._send_next_suspect()]
 
     def reject(self, engine: str, handle: int, message: str) -> list[Command]:
-        """Fail a turn that an engine can never serve."""
+        """Fail a turn that an engine has rejected for good, with the engine's ``message``."""
         turn = self._pop(engine, handle)
         return [] if turn is None else [self._refuse(turn, message), *self._send_next_suspect()]
 
     def _refuse(self, turn: Turn, why: str) -> FailTurn:
-        """Fail a turn and remove its tokens: its episode gets an exception, so none are trained."""
+        """Fail a turn and remove its tokens, because its episode gets an exception instead."""
         turn.finish_reason = "refused"
-        self.unwanted(turn.rollout, turn.take_back())
+        self.on_tokens_removed(turn.rollout, turn.remove_tokens())
         return FailTurn(turn, why)
 
     def _pop(self, engine: str, handle: int) -> Turn | None:
@@ -345,7 +347,7 @@ class TurnTracker:
             outcome.commands += self._send_next_suspect()
         if engine is not None and self.placement.watches_steps:
             self.placement.measure(event, self.live_version)
-            outcome.commands += self._relieve(event)
+            outcome.commands += self._move_stragglers(event)
         return outcome
 
     def _end_turns(self, event: StepArrived, engine: EngineTurns | None) -> list[Command]:
@@ -378,7 +380,7 @@ class TurnTracker:
             turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
 
     def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
-        """Check one of a step's turns, each time another, so that none runs long past its limit."""
+        """Check one of a step's turns, a different one at each step, for excess tokens."""
         if not event.turns:
             return []
         handle = event.turns[event.seq % len(event.turns)]
@@ -386,12 +388,12 @@ class TurnTracker:
         turn = engine.submissions.get(handle) if engine else None
         if turn is None or turn.length <= turn.sampling.max_tokens:
             return []
-        why = _overrun(turn)
+        why = _overrun_message(turn)
         return [Cancel(event.engine, handle), *self.reject(event.engine, handle, why)]
 
     @staticmethod
     def _finish(turn: Turn, code: int) -> bool:
-        """Set a turn's finish reason and return True; False if it was cut off before its end."""
+        """Set a turn's finish reason and return True; False if the engine cut the turn off."""
         left = turn.sampling.max_tokens - turn.length
         if left < 0 or (left and code not in (STOP, LENGTH)):
             return False
@@ -399,37 +401,37 @@ class TurnTracker:
         return True
 
     def _continue_turn(self, turn: Turn) -> list[Command]:
-        """Resubmit a turn that was cut off; refuse one that has more tokens than it asked for."""
+        """Resubmit a turn that was cut off; refuse it if it has more tokens than requested."""
         if turn.length > turn.sampling.max_tokens:
-            return [self._refuse(turn, _overrun(turn))]
+            return [self._refuse(turn, _overrun_message(turn))]
         return self.submit(turn, turn.priority)
 
 
 def _is_suspect(turn: Turn) -> bool:
     """Whether one more engine lost with this turn would show that the turn crashes engines."""
-    return turn.losses_in_vain >= LOSSES_MAX - 1
+    return turn.consecutive_losses >= CONSECUTIVE_LOSSES_MAX - 1
 
 
-def _ends_engines(turn: Turn) -> str:
+def _crash_message(turn: Turn) -> str:
     return (
-        f"{turn.losses} engines were lost with this turn, the last {turn.losses_in_vain} of them "
-        f"before a token of it, so it goes to no other: is it what ends them? It had {turn.start} "
-        f"tokens of context and asked for {turn.sampling.max_tokens}; engines' logs say how they "
-        f"ended"
+        f"{turn.losses} engines were lost with this turn, the last {turn.consecutive_losses} "
+        f"of them before it got a token, so it probably crashes them and is not sent to another "
+        f"engine. It has {turn.start} tokens of context and "
+        f"max_tokens={turn.sampling.max_tokens}; see the engines' logs for how they ended"
     )
 
 
-def _overrun(turn: Turn) -> str:
+def _overrun_message(turn: Turn) -> str:
     return (
-        f"the engine sampled {turn.length} tokens where at most {turn.sampling.max_tokens} were "
-        f"asked for; it has a defect"
+        f"the engine sampled {turn.length} tokens of max_tokens={turn.sampling.max_tokens}, which "
+        f"is a bug in the engine"
     )
 
 
 def _file_details(event: StepArrived, submissions: dict[int, Turn]) -> None:
     counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
     tokens = dict(zip(event.turns.tolist(), counts, strict=True))
-    for told in event.details:
-        turn = submissions.get(told.turn)
+    for details in event.details:
+        turn = submissions.get(details.turn)
         if turn is not None and turn.details is not None:
-            turn.details.append(told, tokens.get(told.turn, 0), before=turn.length)
+            turn.details.append(details, tokens.get(details.turn, 0), tokens_before=turn.length)

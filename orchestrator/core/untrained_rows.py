@@ -46,14 +46,14 @@ def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts)
     for root in roots:
         if (why := root.discard_reason) is not None and not _is_trained(root):
             groups.discarded_rollouts[why] -= 1
-            groups.discards.take_back(root, why, keys[root.group_id])
+            groups.discards.uncount_untrained(root, why, keys[root.group_id])
     for row in batch.rows:
         if row.discard_reason is not None:
             groups.ledger.discard_trained(
                 row.masked_tokens - row.sampled_tokens, row.discard_reason
             )
             row.discard_reason = None
-    groups.take_back(batch.groups)
+    groups.return_to_buffer(batch.groups)
 
 
 def _keys(batch: HandedBatch) -> dict[int, TaskKey | None]:

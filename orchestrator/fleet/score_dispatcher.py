@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.errors import EngineLost, ScoreRefused
-from tidegate.orchestrator.core.turns import LOSSES_MAX
+from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.pending_futures import fail, resolve
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, assemble_score
@@ -165,10 +165,10 @@ class ScoreDispatcher:
             request.parts.clear()
             request.parts_bytes = 0
             request.losses += is_lost
-            if request.losses >= LOSSES_MAX:
+            if request.losses >= CONSECUTIVE_LOSSES_MAX:
                 why = (
-                    f"{LOSSES_MAX} engines were lost with this request of {request.query.tokens} "
-                    f"tokens; it may be what crashes them"
+                    f"{CONSECUTIVE_LOSSES_MAX} engines were lost with this request of "
+                    f"{request.query.tokens} tokens; it may be what crashes them"
                 )
                 fail(request.future, EngineLost(why))
             else:

@@ -109,7 +109,7 @@ def test_what_a_turn_asked_for_and_was_told_reads_back(tmp_path: Path, model: Pa
         if turn.details is not None:
             floats, ids = array("f", [-0.5, -1.5]), array("i", [10, 11])
             told = TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
-            turn.details.append(told, 1, before=0)
+            turn.details.append(told, 1, tokens_before=0)
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
 

@@ -167,7 +167,7 @@ def a_batch_is_trained_twice(patch: pytest.MonkeyPatch) -> None:
     def train(self: Core, head: list[Group]) -> list[ev.Command]:
         commands = right(self, head)
         if head and self.trained.batches == 2:
-            self.groups.take_back([head[-1]])
+            self.groups.return_to_buffer([head[-1]])
         return commands
 
     patch.setattr(Core, "_train", train)
@@ -379,9 +379,9 @@ def the_rows_of_a_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=225)
 def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) -> None:
-    right = StepCoalescer.takes
+    right = StepCoalescer.accepts
 
-    def takes(
+    def accepts(
         self: StepCoalescer,
         step: ev.StepArrived,
         tokens_each: int,
@@ -390,7 +390,7 @@ def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) 
         self._version = step.version
         return right(self, step, tokens_each, submissions)
 
-    patch.setattr(StepCoalescer, "takes", takes)
+    patch.setattr(StepCoalescer, "accepts", accepts)
 
 
 @mutation(seed=29)

@@ -159,14 +159,14 @@ def a_cut_keeps_given_tokens_that_no_event_has_told(patch: pytest.MonkeyPatch) -
 
 @mutation
 def batches_to_be_handed_over_again_go_to_the_end(patch: pytest.MonkeyPatch) -> None:
-    def take_back(self: GroupTracker, groups: list[Group]) -> None:
+    def return_to_buffer(self: GroupTracker, groups: list[Group]) -> None:
         self._outstanding.update({group.group_id: group for group in groups})
         self._ended.update({group.group_id: group for group in groups})
         for rollout in (rollout for group in groups for rollout in group.kept):
             rollout.state = RolloutState.FINISHED
             self.ledger.untrain(rollout.sampled_tokens)
 
-    patch.setattr(GroupTracker, "take_back", take_back)
+    patch.setattr(GroupTracker, "return_to_buffer", return_to_buffer)
 
 
 @mutation
@@ -176,11 +176,11 @@ def batches_to_be_handed_over_again_are_selected_anew(patch: pytest.MonkeyPatch)
 
 @mutation
 def rows_left_out_of_a_batch_that_is_undone_stay_discarded(patch: pytest.MonkeyPatch) -> None:
-    def take_back(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
+    def undo_batch(batch: HandedBatch, groups: GroupTracker, trained: TrainedCounts) -> None:
         trained.count(batch.rows, batch.trainer_version, -1)
-        groups.take_back(batch.groups)
+        groups.return_to_buffer(batch.groups)
 
-    patch.setattr(untrained_rows, "undo_batch", take_back)
+    patch.setattr(untrained_rows, "undo_batch", undo_batch)
 
 
 @mutation

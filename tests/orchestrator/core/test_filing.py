@@ -179,7 +179,7 @@ def test_many_steps_of_the_same_turns_are_filed_at_once_and_nobody_can_tell() ->
     filing = TokenAppender()
     for n in range(10):
         filing.file(submissions, step({h: [(10 * n + h, -1.0)] for h in submissions}, version=4))
-    assert turns[1].held_back is not None
+    assert turns[1].deferred_tokens is not None
     assert turns[1].length == 10
     assert len(turns[1].rollout.filed_token_ids) < 3 + 10  # the rest waits
     assert turns[1].rollout.token_ids.tolist() == [1, 2, 3, *range(1, 100, 10)]
@@ -192,5 +192,5 @@ def test_a_lost_engine_holds_nothing_back() -> None:
     for n in range(5):
         filing.file({0: turn}, step({0: [(n, 0.0)]}, version=0))
     filing.end()
-    assert turn.held_back is None
+    assert turn.deferred_tokens is None
     assert turn.token_ids.tolist() == [0, 1, 2, 3, 4]

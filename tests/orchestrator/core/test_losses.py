@@ -4,7 +4,7 @@ from tests.orchestrator.core.driver import Driver
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.state import digest, load, save
-from tidegate.orchestrator.core.turns import LOSSES_IN_ALL_MAX, LOSSES_MAX
+from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX, LOSSES_TOTAL_MAX
 
 
 def asked(driver: Driver, *, tokens: int = 8) -> list[Rollout]:
@@ -37,7 +37,7 @@ def test_a_turn_with_which_three_engines_were_lost_is_refused_by_name_and_sent_t
 ):
     driver = driver_with("abcd")
     [rollout] = asked(driver)
-    for name in "abc"[: LOSSES_MAX - 1]:
+    for name in "abc"[: CONSECUTIVE_LOSSES_MAX - 1]:
         assert not refused(lose(driver, name))
     [told] = refused(lose(driver, "c"))
     assert told.turn is rollout.turns[-1]
@@ -50,7 +50,7 @@ def test_a_turn_with_which_three_engines_were_lost_is_refused_by_name_and_sent_t
 def test_an_engine_that_leaves_on_request_or_for_its_weights_costs_its_turns_nothing() -> None:
     driver = driver_with("a")
     [rollout] = asked(driver)
-    for _ in range(2 * LOSSES_IN_ALL_MAX):
+    for _ in range(2 * LOSSES_TOTAL_MAX):
         del driver.engines["a"]
         driver.do(ev.EngineLeft("a", is_crash=False))
         driver.join("a")
@@ -61,7 +61,7 @@ def test_an_engine_that_leaves_on_request_or_for_its_weights_costs_its_turns_not
 def test_tokens_in_between_clear_a_turn_but_not_for_ever() -> None:
     driver = driver_with("a")
     [rollout] = asked(driver, tokens=100)
-    for _ in range(LOSSES_IN_ALL_MAX - 1):
+    for _ in range(LOSSES_TOTAL_MAX - 1):
         place = driver.where(rollout)
         assert place is not None
         driver.sample(*place, 2)
@@ -71,7 +71,7 @@ def test_tokens_in_between_clear_a_turn_but_not_for_ever() -> None:
     assert place is not None
     driver.sample(*place, 2)
     [told] = refused(lose(driver, "a"))
-    assert told.message.startswith(f"{LOSSES_IN_ALL_MAX} engines were lost with this turn")
+    assert told.message.startswith(f"{LOSSES_TOTAL_MAX} engines were lost with this turn")
 
 
 def test_the_one_that_ends_engines_is_found_and_the_turns_beside_it_go_on() -> None:
@@ -95,7 +95,7 @@ def test_the_one_that_ends_engines_is_found_and_the_turns_beside_it_go_on() -> N
 def test_losses_and_the_suspect_that_is_out_are_saved_and_restored() -> None:
     driver = driver_with("a", groups=3)
     asked(driver)
-    for _ in range(LOSSES_MAX - 1):
+    for _ in range(CONSECUTIVE_LOSSES_MAX - 1):
         lose(driver, "a")
         driver.join("a")
     assert len(driver.engines["a"].turns) == 1

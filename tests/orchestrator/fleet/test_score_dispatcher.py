@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.orchestrator.fleet.test_fleet import hello
 from tidegate.errors import ConfigError, EngineLost, ScoreRefused
-from tidegate.orchestrator.core.turns import LOSSES_MAX
+from tidegate.orchestrator.core.turns import CONSECUTIVE_LOSSES_MAX
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 from tidegate.orchestrator.fleet.scores import (
@@ -114,17 +114,17 @@ async def test_reconnects_never_fail_a_request() -> None:
     run = Run()
     run.join("a")
     future = run.dispatcher.submit(query())
-    for _ in range(2 * LOSSES_MAX):
+    for _ in range(2 * CONSECUTIVE_LOSSES_MAX):
         run.join("a")
-    assert run.requests()[-1] == ("a", 2 * LOSSES_MAX)
-    run.dispatcher.received("a", answer(2 * LOSSES_MAX, [-1.0, -2.0]))
+    assert run.requests()[-1] == ("a", 2 * CONSECUTIVE_LOSSES_MAX)
+    run.dispatcher.received("a", answer(2 * CONSECUTIVE_LOSSES_MAX, [-1.0, -2.0]))
     await future
 
 
 async def test_a_request_that_crashes_every_engine_fails_with_its_size() -> None:
     run = Run()
     future = run.dispatcher.submit(query(tokens=7))
-    for number in range(LOSSES_MAX):
+    for number in range(CONSECUTIVE_LOSSES_MAX):
         run.join(f"e{number}")
         run.lose(f"e{number}")
     with pytest.raises(EngineLost, match=r"3 engines were lost .* 7 tokens"):

@@ -1,10 +1,10 @@
-"""Version floors of groups, and how a publish raises them."""
+"""Oldest possible versions of groups, and how a publish raises them."""
 
 from tests.orchestrator.core.driver import Driver
 from tidegate.transport.messages import STOP
 
 
-def test_a_publish_raises_the_floors_of_groups_without_a_token_and_of_no_others() -> None:
+def test_a_publish_raises_the_oldest_possible_version_only_of_groups_without_a_token() -> None:
     driver = Driver(max_staleness=2, groups_per_batch=1, group_size=2)
     driver.join("a")
     assert driver.fill() == 3
