@@ -643,7 +643,7 @@ class CrashRestartRun:
                 self._checkpoint = self._checkpoint_of(batches, discarded_tokens)
             await self._publish(scheduler)
             if is_saved and self._chance.random() < 0.5:
-                await scheduler.make_safe(batches, self._offer_index)
+                await scheduler.mark_checkpointed(batches, self._offer_index)
 
     def _offer(self, scheduler: Scheduler, offer: int) -> None:
         """Offer one of the trainer's two iterators of tasks, from its beginning."""

@@ -49,7 +49,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
     core.batch_requests = 0
     core.are_tasks_exhausted = False
     core.is_restoring, core.is_paused, core.pending_after_resume = True, False, {}
-    core.is_batch_awaited = False
+    core.has_unmet_request = False
     commands = core.groups.end_evaluations()
     first_lost = core.handed.first_lost_version(event.batches)
     core.turns.resume()
@@ -57,7 +57,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
         core.trained.batches -= 1
         untrained_rows.undo_batch(batch, core.groups, core.trained)
     core.handed.forget_trainer_pace()
-    core.handed.make_safe(event.batches, event.offer)
+    core.handed.mark_checkpointed(event.batches, event.offer)
     core.tasks.resume(event.offer)
     if first_lost is not None:
         core.trainer_version += 1
@@ -96,9 +96,7 @@ def _roll_back(core: "Core", group: Group) -> list[ev.Command]:
     """Discard a group, and put its task back to be started again."""
     assert group.key is not None
     commands: list[ev.Command] = []
-    if (
-        not group.is_split_remainder
-    ):  # else the others of its group were trained, or is discarded too
+    if not group.is_split_remainder:  # else the group that it was split from decides
         if group.body or group.key.offer >= core.tasks.first_available_offer:
             core.tasks.put_back(group.key, group.task, group.body)
         else:
@@ -127,9 +125,9 @@ class Core:
         self.trained = TrainedCounts()
         self.trainer_version = 0
         self.batch_requests = 0
-        self.is_batch_awaited = False
-        """Whether the trainer waits for a batch, or was refused one, while a publish is undecided.
-        """
+        self.has_unmet_request = False
+        """Whether, since the newest publish, a batch request was refused, or put on hold because a
+        publish was undecided."""
         self.are_tasks_exhausted = False
         self.pending_after_resume: dict[TaskKey, list[Group]] = {}
         """After a resume: unfinished groups by task key, until the user's iterator gives it."""
@@ -169,7 +167,8 @@ class Core:
 
     @property
     def training_groups(self) -> int:
-        """Places of batches whose version is not live yet; a short batch holds a whole one's."""
+        """Number of outstanding groups of batches whose version is not live yet; a short batch
+        counts as a whole one."""
         return self.handed.num_groups
 
     @property
@@ -238,14 +237,14 @@ class Core:
                 return self._release([]) if self.handed.on_batch_requested() else self._hand_over()
             case ev.BatchRequestCancelled(is_held=is_held):
                 self.batch_requests -= 1
-                self.is_batch_awaited |= is_held
+                self.has_unmet_request |= is_held
                 return []
             case ev.BatchReturned():
                 return self._undo_hand_over(event)
             case ev.VersionPublished():
                 return self._on_published(event)
             case ev.PublishFailed():
-                self.handed.on_publish_failed(is_asked=self._is_requested_ahead)
+                self.handed.on_publish_failed(is_batch_requested=self._is_requested_ahead)
                 return []
             case ev.VersionRetracted(version=version):
                 return self._retract(version)
@@ -256,7 +255,7 @@ class Core:
             case ev.EngineLeft(engine=engine, is_crash=is_crash):
                 return self._release(self.turns.leave(engine, is_crash=is_crash))
             case ev.BatchesCheckpointed(batches=batches, offer=offer):
-                self.handed.make_safe(batches, offer)
+                self.handed.mark_checkpointed(batches, offer)
                 return []
             case ev.RowsDiscarded(batch=number, rows=rows, reason=reason):
                 untrained_rows.discard_rows(
@@ -355,7 +354,9 @@ class Core:
             if self.handed.assume_trained():
                 return self._release(commands)
             self.batch_requests -= 1
-            self.is_batch_awaited = True  # the trainer may look ahead further than admission allows
+            self.has_unmet_request = (
+                True  # the trainer may look ahead further than admission allows
+            )
             commands.append(ev.RefuseBatch(self.handed.unpublished_groups))
         return commands
 
@@ -455,18 +456,18 @@ class Core:
         if self.policy.masks_old_tokens:
             oldest_trainable = max(0, self.policy.oldest_trainable(version))
         rows = self.groups.train(batch, oldest_trainable=oldest_trainable)
-        number = self.handed.add(batch, version, places=self._slots_held_by(batch))
+        number = self.handed.add(batch, version, num_groups=self._groups_counted_for(batch))
         self.trained.batches += 1
         self.trained.count(rows, version, 1)
         hand_over = ev.HandOver(batch, version, number, oldest_trainable)
         return [hand_over, *self._expire(), *self._pause_generation()]
 
-    def _slots_held_by(self, batch: list[Group]) -> int:
-        """Return the admission places that a batch holds: those of a whole batch.
+    def _groups_counted_for(self, batch: list[Group]) -> int:
+        """Return the number of outstanding groups that a batch counts as: that of a whole batch.
 
         A short batch makes a version too, so groups admitted beside it age as much as beside a
-        whole one. If the policy allows fewer outstanding groups than that, the batch holds the
-        places that are left.
+        whole batch. If the policy allows fewer outstanding groups, the batch counts as all those
+        that are left.
         """
         groups = sum([group.split_from is None for group in batch])
         left = self.policy.outstanding_groups_ceiling - self.outstanding_groups
@@ -475,7 +476,7 @@ class Core:
     def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:
         """Undo the newest hand-over; its groups are selected anew at the version current then."""
         assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
-        self.is_batch_awaited |= event.is_held
+        self.has_unmet_request |= event.is_held
         self.trained.batches -= 1
         untrained_rows.undo_batch(self.handed.undo_newest(), self.groups, self.trained)
         return self._release([])
@@ -506,17 +507,17 @@ class Core:
         The number of batches since the last publish then does not show how many a version is made
         from, see :class:`HandedBatches`.
         """
-        return self.is_batch_awaited or self.batch_requests > 0
+        return self.has_unmet_request or self.batch_requests > 0
 
     def _on_published(self, event: ev.VersionPublished) -> list[ev.Command]:
         self.trainer_version = event.version
         self.handed.publish(
             event.version,
-            is_asked=self._is_requested_ahead,
+            is_batch_requested=self._is_requested_ahead,
             is_restored=self.is_restoring,
             replaced=event.replaced,
         )
-        self.is_restoring = self.is_batch_awaited = False
+        self.is_restoring = self.has_unmet_request = False
         return self._release(self._expire())
 
     def _retract(self, version: int) -> list[ev.Command]:
@@ -525,7 +526,7 @@ class Core:
         return self._release(self._discard_and_requeue_all(bad, "rolled_back"))
 
     def _release(self, commands: list[ev.Command]) -> list[ev.Command]:
-        """Free the places of batches whose version is live on every engine, and hand over."""
+        """Release batches whose version is live on every engine from admission, and hand over."""
         live_version = self.turns.live_version
         if live_version != self.oldest_versions_as_of:
             self.oldest_versions_as_of = live_version
@@ -536,8 +537,7 @@ class Core:
         return commands + self._hand_over()
 
     def _on_task_found(self, task: object, key: TaskKey) -> list[ev.Command]:
-        """Match a task that a resumed run's iterator gave again with the groups that are pending
-        for it."""
+        """Restart the groups that are pending for a task that the resumed run's iterator gave."""
         if key in self.tasks.requeued:
             return [ev.RequeueTask(task, key)]
         commands: list[ev.Command] = []

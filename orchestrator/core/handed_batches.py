@@ -1,9 +1,9 @@
-"""Batches that the trainer has had: which it still holds, and which a crash could still undo.
+"""Batches handed to the trainer: which batches count in admission, and which a crash can undo.
 
-:class:`Core` adds a batch at its hand-over. A batch holds places in admission (it counts in
-``outstanding_groups``) until the version made from it is live. Its groups are kept as well, because
-the trainer may report rows that it did not train on; a run with a journal keeps them until the
-trainer's checkpoint holds the batch.
+:class:`Core` adds a batch at its hand-over. A batch counts in ``outstanding_groups`` until the
+version made from it is live. Its groups are kept longer, because the trainer may report rows that
+it did not train on; a run with a journal keeps them until the trainer's checkpoint contains the
+batch.
 
 A publish does not say which batches its weights were made from. A trainer that asks for the next
 batch during its train step (look-ahead) holds batches that it will train on later, under a newer
@@ -21,8 +21,8 @@ from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout
 
 KEPT_BATCHES = 2
-"""Batches kept in a run without a journal: a trainer that takes rows one by one may be a batch
-ahead of what it trains on, and has by then reported what it left out of the batch before."""
+"""Fewest batches kept in a run without a journal. A trainer that consumes single rows may request
+the next batch before it reports the discarded rows of the current batch."""
 
 
 @dataclass(slots=True)
@@ -32,13 +32,14 @@ class HandedBatch:
     number: int
     """Number of the batch in its run, from 1."""
     num_groups: int
-    """Places that the batch holds in admission."""
+    """Number of outstanding groups that the batch counts as in admission; at least its own."""
     trainer_version: int
-    """Version at which it is trained; see :attr:`HandedBatches.untrained`."""
+    """Trainer version at which the batch is trained; see :attr:`HandedBatches.untrained`."""
     version: int | None = None
     """First version that was certainly made from the batch; None until then."""
     groups: list[Group] = field(default_factory=list)
-    """Groups of the batch, kept while rows may be left out or a resume may undo the batch."""
+    """Groups of the batch, kept while the trainer may discard rows or a resume may undo the
+    batch."""
     was_undone: bool = False
     """Whether a resume had undone this batch and handed it over again unchanged."""
 
@@ -49,47 +50,48 @@ class HandedBatch:
 
 
 class HandedBatches:
-    """The trainer's batches, as long as admission, left-out rows or a resume need them."""
+    """Batches of the trainer, kept while admission, discarded rows or a resume need them."""
 
     def __init__(self, *, is_kept: bool) -> None:
         """``is_kept``: whether batches may have to be handed over again after a crash."""
         self.is_kept = is_kept
         self.count = 0
         """Number of batches handed over; after a resume, of those in the trainer's checkpoint."""
-        self.safe = 0
-        """Number of batches that the trainer's checkpoint certainly holds."""
-        self.safe_offer = 0
+        self.checkpointed = 0
+        """Number of batches that the trainer's checkpoint certainly contains."""
+        self.checkpoint_offer = 0
         """Number of the user's iterator in use at that checkpoint."""
         self.holding: deque[HandedBatch] = deque()
         """Batches whose version isn't live yet, oldest first."""
         self.kept: deque[HandedBatch] = deque()
-        """Batches that aren't safe, oldest first; if not ``is_kept``, the last few, and those whose
-        version isn't live yet."""
+        """Batches that no checkpoint contains, oldest first. If not ``is_kept``, the last
+        :data:`KEPT_BATCHES` batches, or more while more are in ``holding``."""
         self.undone: deque[tuple[int, ...]] = deque()
         """Group ids of the batches that a resume has undone and that are still to be handed over
         again, oldest batch first, each in its original order."""
         self.versions: deque[tuple[int, int]] = deque([(0, 0)])
         """(version, most batches it was made from), for versions that a resume could return to."""
-        self.covered = 0
+        self.newest_version_batches = 0
         """Number of batches that the newest version is known to have been made from."""
-        self.taken_before = 0
-        """Batches handed over between the last two publishes, for each that was tried; 0 if the
-        trainer asked for one more that it did not get, because such a trainer catches up in the
-        next interval."""
-        self.tried = 0
+        self.previous_taken = 0
+        """Batches handed over between the last two publishes, divided by the publishes attempted
+        (failed ones included unless retried). 0 if a batch request was unmet at the publish, or found no more
+        tasks before it, because the trainer then catches up in the next interval."""
+        self.count_at_failure = 0
         """Number of batches handed over when the last publish failed; 0 if it did not fail."""
-        self.failed = 0
-        """Publishes that failed since the newest, each with a batch taken before it."""
-        self.failed_counted = 0
-        """Of those, how many have their batch counted as trained; see :meth:`assume_trained`."""
+        self.failed_publishes = 0
+        """Publishes that failed since the newest one, each with a batch handed over before it."""
+        self.failed_publishes_counted = 0
+        """Number of ``failed_publishes`` whose batch counts as trained; see
+        :meth:`assume_trained`."""
         self.is_requested_ahead = False
-        """Whether a batch was being asked for at the newest publish."""
-        self.is_short = False
-        """Whether a batch was asked for since the newest publish and the tasks had ended."""
+        """Whether a batch request was unmet at the newest publish."""
+        self.has_lacked_tasks = False
+        """Whether a batch request since the newest publish found no more tasks."""
 
     @property
     def num_groups(self) -> int:
-        """Admission places held by all batches."""
+        """Number of outstanding groups that all batches count as in admission."""
         groups = 0
         for batch in self.holding:  # read for every rollout, and a generator costs twice as much
             groups += batch.num_groups
@@ -97,20 +99,23 @@ class HandedBatches:
 
     @property
     def untrained(self) -> int:
-        """Batches that the trainer holds and may not have trained on yet. The next batch is trained
-        after them, and so under the trainer's version plus one for each of them."""
+        """Number of batches that the trainer holds and may not have trained on yet.
+
+        The next batch is trained after these batches, and so at the trainer's version plus one for
+        each of them.
+        """
         return sum(batch.version is None for batch in self.holding)
 
     @property
     def taken(self) -> int:
-        """Batches handed over since the newest publish."""
+        """Number of batches handed over since the newest publish."""
         return self.count - self.versions[-1][1]
 
     @property
     def unpublished_groups(self) -> int:
-        """Admission places of batches that no version is known to have been made from."""
+        """Number of outstanding groups of batches that no version is known to be made from."""
         groups = 0
-        for batch in self.holding:  # read as often
+        for batch in self.holding:  # read as often as num_groups
             if batch.version is None:
                 groups += batch.num_groups
         return groups
@@ -122,14 +127,14 @@ class HandedBatches:
     def __getitem__(self, number: int) -> HandedBatch:
         return next(batch for batch in self.kept if batch.number == number)
 
-    def add(self, groups: list[Group], trainer_version: int, *, places: int) -> int:
-        """Add a batch that is handed over now and holds ``places`` places; return its number."""
+    def add(self, groups: list[Group], trainer_version: int, *, num_groups: int) -> int:
+        """Add a batch that is handed over now and counts as ``num_groups``; return its number."""
         self.count += 1
         was_undone = bool(self.undone)
         if was_undone:
             self.undone.popleft()
         batch = HandedBatch(
-            self.count, places, trainer_version, groups=groups, was_undone=was_undone
+            self.count, num_groups, trainer_version, groups=groups, was_undone=was_undone
         )
         self.holding.append(batch)
         self.kept.append(batch)
@@ -139,73 +144,85 @@ class HandedBatches:
         self,
         version: int,
         *,
-        is_asked: bool = False,
+        is_batch_requested: bool = False,
         is_restored: bool = False,
         replaced: int = 0,
     ) -> None:
-        """Record a publish: ``version`` was made from at least the oldest batch that the trainer
-        holds.
+        """Record a publish, and infer how many of the trainer's batches ``version`` is made from.
 
-        It was made from more if the trainer took more in this interval and in the one before:
-        a trainer with a fixed look-ahead takes as many between two publishes as it trains on. That
-        is not so while it catches up after a publish at which it was waiting (``is_asked``), or
-        before which the tasks had ended (:meth:`on_tasks_ended`). Each earlier publish that came to
-        nothing adds one: those whose place this one takes (``replaced``), and failed ones after
-        which a batch was taken; others may be tried again.
-        Restored weights (``is_restored``) are made from everything that the trainer has had.
+        The version is made from at least the oldest batch without a version. It is made from more
+        if the trainer took more than one batch both in this interval and in the previous one: a
+        trainer with a fixed look-ahead takes as many batches between two publishes as it trains on.
+        An interval does not show this while the trainer catches up, after a publish with an unmet
+        batch request (``is_batch_requested``) or one before which the tasks had ended
+        (:meth:`on_tasks_ended`). Each earlier publish without a version adds one batch: the
+        ``replaced`` ones, and failed ones after which a batch was taken. A failed publish without
+        such a batch may be a first attempt at this one. Restored weights (``is_restored``) are made
+        from all batches handed over.
         """
         taken = self.taken
-        failed = self.failed - (self.failed > 0 and self.tried == self.count)
-        known = min(self.taken_before, taken - failed)
-        self.covered = max(known, 1 + failed) + replaced
-        uncounted = self.covered - self.failed_counted
+        failed = self.failed_publishes - (
+            self.failed_publishes > 0 and self.count_at_failure == self.count
+        )
+        known = min(self.previous_taken, taken - failed)
+        self.newest_version_batches = max(known, 1 + failed) + replaced
+        uncounted = self.newest_version_batches - self.failed_publishes_counted
         self._count_trained(self.count if is_restored else uncounted, version)
-        self.taken_before = 0 if is_asked or self.is_short else taken // (1 + failed)
-        self.tried = self.failed = self.failed_counted = 0
-        self.is_requested_ahead, self.is_short = is_asked, False
+        self.previous_taken = (
+            0 if is_batch_requested or self.has_lacked_tasks else taken // (1 + failed)
+        )
+        self.count_at_failure = self.failed_publishes = self.failed_publishes_counted = 0
+        self.is_requested_ahead, self.has_lacked_tasks = is_batch_requested, False
         self.versions.append((version, self.count))
         self._forget_versions()
 
-    def on_publish_failed(self, *, is_asked: bool) -> None:
-        """A publish has failed. A trainer that waits for a batch meanwhile, or was told that tasks
-        have ended, catches up after it as it does after one that succeeds."""
-        if is_asked or self.is_short:
-            self.taken_before, self.is_short = 0, False
-        if not is_asked and self.count > max(self.tried, self.versions[-1][1]):
-            self.tried = self.count
-            self.failed += 1
+    def on_publish_failed(self, *, is_batch_requested: bool) -> None:
+        """Record a failed publish.
+
+        A trainer with an unmet batch request (``is_batch_requested``), or whose request found no
+        more tasks, catches up afterwards, just as after a successful publish.
+        """
+        if is_batch_requested or self.has_lacked_tasks:
+            self.previous_taken, self.has_lacked_tasks = 0, False
+        if not is_batch_requested and self.count > max(self.count_at_failure, self.versions[-1][1]):
+            self.count_at_failure = self.count
+            self.failed_publishes += 1
 
     def on_tasks_ended(self) -> None:
-        """A batch was asked for, and there are no more tasks: a trainer that looks ahead holds one
-        batch fewer than it wants."""
-        self.is_short = True
+        """Record a batch request that found no more tasks: a trainer that looks ahead then holds
+        one batch fewer than usual."""
+        self.has_lacked_tasks = True
 
     def on_batch_requested(self) -> bool:
-        """A batch is asked for: if the trainer has taken more than one since the newest publish,
-        and took more than one before it, that publish was made from as many. A publish that failed
-        since explains one of those taken.
+        """Record a batch request; return whether one more batch is now known to be trained.
 
-        Returns whether a batch is now known to be trained.
+        If the trainer has taken several batches since the newest publish, this request included,
+        and took several before it, then the newest version was made from as many (the smaller of
+        the two). Each publish that failed since accounts for one batch of those taken since.
         """
-        known = min(self.taken_before, self.taken + 1 - self.failed)
-        if known <= self.covered:
+        known = min(self.previous_taken, self.taken + 1 - self.failed_publishes)
+        if known <= self.newest_version_batches:
             return False
-        before, more = self.untrained, min(known - self.covered, self.untrained - self.taken)
-        self.covered = known
+        before, more = (
+            self.untrained,
+            min(known - self.newest_version_batches, self.untrained - self.taken),
+        )
+        self.newest_version_batches = known
         self._count_trained(more, self.versions[-1][0])
         return self.untrained < before
 
     def assume_trained(self) -> bool:
-        """Count one more batch as trained, because no batch can fill while the trainer holds so
-        many.
+        """Count one more batch as trained, because admission allows no batch to fill while the
+        trainer holds this many.
 
-        It may have been trained for a publish that failed; then the next one was not made from it.
-        Returns False where that does not follow: it took all of them since that publish, or it
-        asks while it publishes, and so may ask for more than it is allowed to hold.
+        The batch may have been trained for a publish that failed; then it does not count for the
+        next publish again. Returns False if no batch need be trained yet: the trainer took all of
+        its batches since the newest publish, or it requests batches while it publishes, and so may
+        request more than it may hold.
         """
         if self.is_requested_ahead or self.untrained <= self.taken:
             return False
-        self.failed_counted += self.failed > self.failed_counted
+        self.failed_publishes_counted += self.failed_publishes > self.failed_publishes_counted
         self._count_trained(1, self.versions[-1][0])
         return True
 
@@ -219,7 +236,7 @@ class HandedBatches:
                 batches -= 1
 
     def release(self, live_version: int) -> None:
-        """Free the places of batches whose version is live on every engine."""
+        """Remove batches whose version is live on every engine from admission."""
         while self.holding:
             version = self.holding[0].version
             if version is None or version > live_version:
@@ -228,33 +245,37 @@ class HandedBatches:
         while not self.is_kept and len(self.kept) > max(KEPT_BATCHES, len(self.holding)):
             self._drop_oldest()
 
-    def make_safe(self, batches: int, offer: int) -> None:
-        """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
-        self.safe_offer = offer
-        self.safe = max(self.safe, min(batches, self.count))
-        while self.kept and self.kept[0].number <= self.safe:
+    def mark_checkpointed(self, batches: int, offer: int) -> None:
+        """Record that the trainer's checkpoint contains the first ``batches`` batches.
+
+        ``offer`` is the number of the user's iterator in use at the checkpoint.
+        """
+        self.checkpoint_offer = offer
+        self.checkpointed = max(self.checkpointed, min(batches, self.count))
+        while self.kept and self.kept[0].number <= self.checkpointed:
             self._drop_oldest()
         self._forget_versions()
 
     def undo_after(self, batches: int) -> list[HandedBatch]:
-        """Undo every batch after the first ``batches``, to be handed over again unchanged.
+        """Undo every batch after the first ``batches``; return the undone batches, newest first.
 
-        Returns them, newest first.
+        They will be handed over again unchanged.
         """
-        taken: list[HandedBatch] = []
+        undone: list[HandedBatch] = []
         while self.kept and self.kept[-1].number > batches:
             batch = self.kept.pop()
-            taken.append(batch)
+            undone.append(batch)
             self.undone.appendleft(tuple(group.group_id for group in batch.groups))
         while self.holding and self.holding[-1].number > batches:
             self.holding.pop()
         self.count = batches
-        return taken
+        return undone
 
     def undo_newest(self) -> HandedBatch:
-        """Undo the newest batch, which never reached the trainer; no version was made from it.
+        """Undo the newest batch, which never reached the trainer, and return it.
 
-        Its groups are selected anew, unless a resume had undone the batch: then it stays as it was.
+        Its groups are selected anew, unless a resume had undone the batch before: then it is handed
+        over again unchanged.
         """
         (batch,) = self.undo_after(self.count - 1)
         if not batch.was_undone:
@@ -263,10 +284,11 @@ class HandedBatches:
         return batch
 
     def forget_trainer_pace(self) -> None:
-        """Forget how many batches the trainer takes per version, because its process has
-        changed."""
-        self.covered = self.taken_before = self.tried = self.failed = self.failed_counted = 0
-        self.is_requested_ahead = self.is_short = False
+        """Forget how many batches the trainer takes per version; its process was restarted."""
+        self.newest_version_batches = self.previous_taken = self.count_at_failure = (
+            self.failed_publishes
+        ) = self.failed_publishes_counted = 0
+        self.is_requested_ahead = self.has_lacked_tasks = False
 
     def roll_back(self, version: int) -> None:
         """Continue the checkpoint's weights as ``version``; forget versions of later batches."""
@@ -282,7 +304,8 @@ class HandedBatches:
             group.untie()
 
     def _forget_versions(self) -> None:
-        """Keep only versions that a resume could return to: the newest safe one, and later ones."""
-        unsafe_from = self.safe if self.is_kept else self.count
-        while len(self.versions) > 1 and self.versions[1][1] <= unsafe_from:
+        """Keep only versions that a resume could return to: the newest one made only from
+        checkpointed batches, and later ones."""
+        checkpointed = self.checkpointed if self.is_kept else self.count
+        while len(self.versions) > 1 and self.versions[1][1] <= checkpointed:
             self.versions.popleft()

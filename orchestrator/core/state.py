@@ -1,9 +1,9 @@
 """Codec of a core's whole state: MessagePack bytes, saved in the journal and loaded after a crash.
 
-:class:`RunJournal` saves and loads snapshots; replays compare :func:`digest`. The state holds
-everything that the next event could depend on, and nothing else: no task that is not plain data,
-because those are the user's, and no tokens that an episode appended but did not report yet. Two
-cores are equal if their bytes are.
+:class:`RunJournal` saves and loads snapshots; replays compare :func:`digest`. The state contains
+everything that the next event could depend on. It omits tasks that are not plain data, which the
+user's iterator gives again, and tokens that an episode appended but no event has reported. Equal
+bytes mean equal cores.
 """
 
 import hashlib
@@ -76,11 +76,11 @@ class SavedGroup(Saved):
     split_from: int | None
     sibling_rewards: list[float]
     body: bytes = b""
-    """The task as bytes, if it is plain data."""
+    """The task as bytes; empty if it is not plain data."""
 
 
 class SavedSubmission(Saved):
-    """Saved form of a turn on an engine: always its rollout's last."""
+    """Saved form of a submitted turn, which is always the last turn of its rollout."""
 
     handle: int
     rollout_id: int
@@ -89,7 +89,7 @@ class SavedSubmission(Saved):
 
 
 class SavedEngine(Saved):
-    """Saved form of an engine and the turns it has."""
+    """Saved form of an engine and of the turns submitted to it."""
 
     name: str
     epoch: int
@@ -127,13 +127,13 @@ class SavedLedger(Saved):
 
 
 class SavedTurns(Saved):
-    """Saved form of :class:`TurnTracker`: which turn is on which engine."""
+    """Saved form of :class:`TurnTracker`."""
 
     engines: list[SavedEngine]
     live_version: int
     next_handle: int
     waiting: list[tuple[int, int]]
-    """(rollout id, priority) of turns without an engine."""
+    """(rollout id, priority) of each turn that waits for an engine."""
     streams: dict[str, tuple[int, int]]
     media_taken: list[MediaKind] = []
 
@@ -147,32 +147,32 @@ class SavedTasks(Saved):
     is_continued: bool
     first_available_offer: int
     requeued_bodies: list[bytes] = []
-    """Bodies of ``requeued``, in that order."""
+    """Bodies of the tasks in ``requeued``, in the same order."""
     episodes: list[tuple[int, str]] = []
     """(iterator, name of its episode function)"""
 
 
 class SavedTraining(Saved):
-    """Saved form of the trainer's batches and their counts."""
+    """Saved form of :class:`HandedBatches` and :class:`TrainedCounts`."""
 
     batches: list[SavedBatch]
     count: int
-    safe: int
-    safe_offer: int
+    checkpointed: int
+    checkpoint_offer: int
     versions: list[tuple[int, int]]
     trained_batches: int
     trained_rollouts: int
     mixed_version: int
     staleness: list[tuple[int, int]]
-    again: list[tuple[int, ...]] = []
-    """Group ids of batches to be handed over again as they were, oldest batch first."""
-    covered: int = 0
-    taken_before: int = 0
-    tried: int = 0
-    failed: int = 0
+    undone: list[tuple[int, ...]] = []
+    """Group ids of undone batches, to be handed over again unchanged; oldest batch first."""
+    newest_version_batches: int = 0
+    previous_taken: int = 0
+    count_at_failure: int = 0
+    failed_publishes: int = 0
     is_requested_ahead: bool = False
-    is_short: bool = False
-    failed_counted: int = 0
+    has_lacked_tasks: bool = False
+    failed_publishes_counted: int = 0
 
 
 class SavedCore(Saved):
@@ -199,11 +199,11 @@ class SavedCore(Saved):
     oldest_versions_as_of: int
     is_paused: bool
     adaptation: int | None
-    """State of an adaptive staleness policy; None for others."""
+    """State of an adaptive staleness policy; None for other policies."""
     prompts: list[tuple[bytes, int, float]]
-    """(digest, rollouts, total reward)"""
+    """(digest, rollouts, total reward) of each prompt with a history."""
     skipped: int
-    is_batch_awaited: bool = False
+    has_unmet_request: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -213,9 +213,9 @@ _decoder = msgspec.msgpack.Decoder(SavedCore)
 def save(core: Core, *, is_replayed: bool = False) -> bytes:
     """Return a core's whole state.
 
-    In a live core, tokens that an episode appended after its rollout's last turn are left out,
-    because no event has reported them yet. ``is_replayed`` is for a core that was made by replaying
-    events and runs no episodes: it can have no such tokens, so its contexts are saved whole, and
+    In a live core, tokens that an episode appended after its rollout's last turn are omitted,
+    because no event has reported them yet. ``is_replayed`` is for a core made by replaying events:
+    it runs no episodes and can have no unreported tokens. Its contexts are saved whole, so that
     unexpected tokens change its digest.
     """
     groups = core.groups
@@ -244,13 +244,13 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
             adaptation=core.policy.adaptation,
             prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
             skipped=core.prompts.skipped,
-            is_batch_awaited=core.is_batch_awaited,
+            has_unmet_request=core.has_unmet_request,
         )
     )
 
 
 def digest(core: Core, *, is_replayed: bool = False) -> str:
-    """Return a hash of what :func:`save` returns: equal for equal states."""
+    """Return a hash of the bytes that :func:`save` returns."""
     saved = save(core, is_replayed=is_replayed)
     return hashlib.blake2b(saved, digest_size=16).hexdigest()
 
@@ -314,14 +314,14 @@ def _ledger(ledger: Ledger) -> SavedLedger:
 
 
 def _turns(core: Core) -> SavedTurns:
-    book = core.turns
+    tracker = core.turns
     return SavedTurns(
-        engines=[_engine(name, engine) for name, engine in book.engines.items()],
-        live_version=book.live_version,
-        next_handle=book.next_handle,
-        waiting=[(turn.rollout_id, priority) for turn, priority in book.waiting.items()],
-        streams=book.streams,
-        media_taken=sorted(book.media_taken),
+        engines=[_engine(name, engine) for name, engine in tracker.engines.items()],
+        live_version=tracker.live_version,
+        next_handle=tracker.next_handle,
+        waiting=[(turn.rollout_id, priority) for turn, priority in tracker.waiting.items()],
+        streams=tracker.streams,
+        media_taken=sorted(tracker.media_taken),
     )
 
 
@@ -379,42 +379,42 @@ def _training(core: Core) -> SavedTraining:
             for number, batch in sorted(batches.items())
         ],
         count=handed.count,
-        safe=handed.safe,
-        safe_offer=handed.safe_offer,
+        checkpointed=handed.checkpointed,
+        checkpoint_offer=handed.checkpoint_offer,
         versions=list(handed.versions),
         trained_batches=trained.batches,
         trained_rollouts=trained.rollouts,
         mixed_version=trained.mixed_version,
         staleness=[(age, count) for age, count in sorted(trained.staleness.items()) if count],
-        again=list(handed.undone),
-        covered=handed.covered,
-        taken_before=handed.taken_before,
-        tried=handed.tried,
-        failed=handed.failed,
+        undone=list(handed.undone),
+        newest_version_batches=handed.newest_version_batches,
+        previous_taken=handed.previous_taken,
+        count_at_failure=handed.count_at_failure,
+        failed_publishes=handed.failed_publishes,
         is_requested_ahead=handed.is_requested_ahead,
-        is_short=handed.is_short,
-        failed_counted=handed.failed_counted,
+        has_lacked_tasks=handed.has_lacked_tasks,
+        failed_publishes_counted=handed.failed_publishes_counted,
     )
 
 
-# ---------------------------------------------------------------- back
+# ---------------------------------------------------------------- loading
 
 
 def load(state: bytes, core: Core) -> None:
-    """Put a new ``core`` into a saved state.
+    """Set a new ``core`` to a saved state.
 
     Raises:
-        ValueError: these bytes are not a state of this version.
+        ValueError: ``state`` is not a saved state of this version of Tidegate.
     """
     try:
         saved = _decoder.decode(state)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"a saved state of {len(state)} bytes can't be read: {error}") from error
+        raise ValueError(f"cannot decode a saved state of {len(state)} bytes: {error}") from error
     core.trainer_version = saved.trainer_version
     core.batch_requests = saved.batch_requests
     core.are_tasks_exhausted = saved.are_tasks_exhausted
     core.is_restoring = saved.is_restoring
-    core.is_batch_awaited = saved.is_batch_awaited
+    core.has_unmet_request = saved.has_unmet_request
     _load_groups(saved, core)
     _load_training(saved.training, core)
     pending = set(saved.pending_after_resume)
@@ -438,20 +438,20 @@ def load(state: bytes, core: Core) -> None:
 
 
 def _load_groups(saved: SavedCore, core: Core) -> None:
-    book = core.groups
-    book.restore([_loaded_group(group) for group in saved.groups], ended=saved.ended)
+    tracker = core.groups
+    tracker.restore([_loaded_group(group) for group in saved.groups], ended=saved.ended)
     evaluations = [_loaded_group(group) for group in saved.evaluations]
     running = [
         (rollout, group)
-        for group in (*book.in_order, *evaluations)
+        for group in (*tracker.in_order, *evaluations)
         for rollout in group.rollouts
         if rollout.state is RolloutState.RUNNING
     ]
-    book.running = {rollout.rollout_id: (rollout, group) for rollout, group in running}
-    book.next_rollout_id = saved.next_rollout_id
-    book.next_group_id = saved.next_group_id
-    book.discarded_rollouts.update(saved.discarded_rollouts)
-    book.discards.load(saved.discards)
+    tracker.running = {rollout.rollout_id: (rollout, group) for rollout, group in running}
+    tracker.next_rollout_id = saved.next_rollout_id
+    tracker.next_group_id = saved.next_group_id
+    tracker.discarded_rollouts.update(saved.discarded_rollouts)
+    tracker.discards.load(saved.discards)
     for ledger, figures in (
         (core.ledger, saved.ledger),
         (core.evaluation_ledger, saved.evaluation_ledger),
@@ -514,8 +514,8 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
         media=saved.media,
     )
     if turn.details is not None:
-        told = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
-        turn.details.restore(told)
+        details = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
+        turn.details.restore(details)
     turn.reward = saved.reward
     turn.losses, turn.consecutive_losses = saved.losses, saved.consecutive_losses
     return turn
@@ -537,14 +537,23 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
             handed.holding.append(batch)
         if each.is_kept:
             handed.kept.append(batch)
-    handed.count, handed.safe = saved.count, saved.safe
-    handed.safe_offer = saved.safe_offer
+    handed.count, handed.checkpointed = saved.count, saved.checkpointed
+    handed.checkpoint_offer = saved.checkpoint_offer
     handed.versions = deque(saved.versions)
-    handed.undone = deque(saved.again)
-    handed.covered, handed.taken_before = saved.covered, saved.taken_before
-    handed.tried, handed.failed = saved.tried, saved.failed
-    handed.is_requested_ahead, handed.is_short = saved.is_requested_ahead, saved.is_short
-    handed.failed_counted = saved.failed_counted
+    handed.undone = deque(saved.undone)
+    handed.newest_version_batches, handed.previous_taken = (
+        saved.newest_version_batches,
+        saved.previous_taken,
+    )
+    handed.count_at_failure, handed.failed_publishes = (
+        saved.count_at_failure,
+        saved.failed_publishes,
+    )
+    handed.is_requested_ahead, handed.has_lacked_tasks = (
+        saved.is_requested_ahead,
+        saved.has_lacked_tasks,
+    )
+    handed.failed_publishes_counted = saved.failed_publishes_counted
     trained.batches = saved.trained_batches
     trained.rollouts = saved.trained_rollouts
     trained.mixed_version = saved.mixed_version
@@ -552,13 +561,13 @@ def _load_training(saved: SavedTraining, core: Core) -> None:
 
 
 def _load_turns(saved: SavedTurns, core: Core) -> None:
-    book = core.turns
-    book.live_version = saved.live_version
-    book.next_handle = saved.next_handle
-    book.streams = dict(saved.streams)
-    book.media_taken = set(saved.media_taken)
+    tracker = core.turns
+    tracker.live_version = saved.live_version
+    tracker.next_handle = saved.next_handle
+    tracker.streams = dict(saved.streams)
+    tracker.media_taken = set(saved.media_taken)
     running = core.groups.running
-    book.waiting = {running[rid][0].turns[-1]: priority for rid, priority in saved.waiting}
+    tracker.waiting = {running[rid][0].turns[-1]: priority for rid, priority in saved.waiting}
     for each in saved.engines:
         engine = EngineTurns(each.weight_version, each.max_running_turns, epoch=each.epoch)
         engine.missing, engine.replay_until = each.missing, each.replay_until
@@ -568,5 +577,5 @@ def _load_turns(saved: SavedTurns, core: Core) -> None:
             turn.priority, turn.sampled_before = s.priority, s.sampled_before
             engine.submissions[s.handle] = turn
             turn.place = (each.name, s.handle)
-        book.engines[each.name] = engine
-    book.find_suspect()
+        tracker.engines[each.name] = engine
+    tracker.find_suspect()

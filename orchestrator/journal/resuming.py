@@ -90,7 +90,9 @@ def open_run_journal(settings: RunSettings, resume: Resume) -> OpenedJournal:
         journal = _restored(file, settings)
         handed = journal.core.handed
         if token is None:
-            token = ResumeToken(journal.header.run_id, handed.safe, 0, handed.safe_offer)
+            token = ResumeToken(
+                journal.header.run_id, handed.checkpointed, 0, handed.checkpoint_offer
+            )
         check_token(token, journal)
     except (ResumeMismatch, JournalError):
         file.close()
@@ -183,8 +185,8 @@ def check_token(token: ResumeToken, journal: RunJournal) -> None:
             f"the checkpoint holds {token.batches} batches, the journal knows only of "
             f"{handed.count}; it is an older copy: restore the newer one, or an older checkpoint"
         )
-    if token.batches < handed.safe:
+    if token.batches < handed.checkpointed:
         raise ResumeMismatch(
-            f"the checkpoint holds {token.batches} batches, but {handed.safe} were acknowledged "
-            f"as safe and are kept no longer; resume from a newer checkpoint"
+            f"the checkpoint holds {token.batches} batches, but {handed.checkpointed} were "
+            f"acknowledged as safe and are kept no longer; resume from a newer checkpoint"
         )

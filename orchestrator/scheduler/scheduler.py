@@ -352,7 +352,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ what the trainer asks for
 
-    async def make_safe(self, batches: int, offer: int) -> None:
+    async def mark_checkpointed(self, batches: int, offer: int) -> None:
         """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
         self.handle_one(ev.BatchesCheckpointed(batches, offer))
         await self.wait_until_safe()

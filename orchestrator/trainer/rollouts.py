@@ -523,7 +523,9 @@ class Rollouts(Scorer, TrainerHandle):
         """
         token = resume_token(state)
         await in_thread(self._sync_records)
-        await self._requests.do(lambda scheduler: scheduler.make_safe(token.batches, token.offer))
+        await self._requests.do(
+            lambda scheduler: scheduler.mark_checkpointed(token.batches, token.offer)
+        )
 
     async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
         """Run one episode per task with the engines' present weights, and never train on them.

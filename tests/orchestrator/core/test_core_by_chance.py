@@ -160,7 +160,7 @@ class AnyRun(RuleBasedStateMachine):
     def the_process_dies_after_its_checkpoint(self, which: int, snapshot: bool) -> None:
         """Resume without a publish since the checkpoint, so that no version is lost."""
         handed = self.driver.core.handed
-        oldest = max(handed.safe, self.driver.batches_published)
+        oldest = max(handed.checkpointed, self.driver.batches_published)
         batches = oldest + which % (handed.count - oldest + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
         self.batch_requests = len(self.driver.batches) + len(self.driver.refused)
@@ -171,7 +171,7 @@ class AnyRun(RuleBasedStateMachine):
         handed = self.driver.core.handed
         if which % 4:
             return
-        batches = handed.safe + which % (handed.count - handed.safe + 1)
+        batches = handed.checkpointed + which % (handed.count - handed.checkpointed + 1)
         self.driver.die_and_resume(batches, snapshot=snapshot)
         self.batch_requests = len(self.driver.batches) + len(self.driver.refused)
         self.left_out = {n: rows for n, rows in self.left_out.items() if n <= batches}
@@ -192,7 +192,7 @@ class AnyRun(RuleBasedStateMachine):
     @rule(which=pick)
     def a_checkpoint_is_safe(self, which: int) -> None:
         handed = self.driver.core.handed
-        batches = handed.safe + which % (handed.count - handed.safe + 1)
+        batches = handed.checkpointed + which % (handed.count - handed.checkpointed + 1)
         self.driver.do(ev.BatchesCheckpointed(batches, self.driver.core.tasks.offer))
 
     @rule(which=pick, places=st.lists(st.integers(0, 20), max_size=4))

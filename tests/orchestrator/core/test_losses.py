@@ -42,7 +42,7 @@ def test_a_turn_with_which_three_engines_were_lost_is_refused_by_name_and_sent_t
     [told] = refused(lose(driver, "c"))
     assert told.turn is rollout.turns[-1]
     assert told.message.startswith("3 engines were lost with this turn, the last 3 of them before")
-    assert "It had 3 tokens of context and asked for 8" in told.message
+    assert "It has 3 tokens of context and max_tokens=8" in told.message
     assert driver.where(rollout) is None
     assert driver.engines["d"].turns == {}
 

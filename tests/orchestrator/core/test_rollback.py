@@ -84,7 +84,9 @@ async def test_there_is_nothing_to_roll_back_to_before_the_first_publish(
     tidegate_serve: ServeInTests,
 ) -> None:
     async with tidegate_serve(says=says, **SMALL) as rollouts:
-        with pytest.raises(ConfigError, match="first_bad=0: version 0 is the model directory's"):
+        with pytest.raises(
+            ConfigError, match="first_bad must be >= 1, because version 0 is the model directory's"
+        ):
             await rollouts.rollback({})
 
 

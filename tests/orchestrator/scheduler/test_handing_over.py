@@ -173,9 +173,9 @@ def test_who_publishes_once_the_tasks_of_an_iterator_have_ended_is_not_held_up(t
 
 def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.add([], 0, places=1)
-    handed.on_publish_failed(is_asked=False)
-    handed.add([], 1, places=1)
+    handed.add([], 0, num_groups=1)
+    handed.on_publish_failed(is_batch_requested=False)
+    handed.add([], 1, num_groups=1)
     handed.publish(1)
     assert handed.untrained == 0
 
@@ -183,41 +183,41 @@ def test_a_publish_that_failed_counts_for_its_batch_once_another_was_taken() -> 
 def test_a_batch_taken_after_a_failed_publish_shows_nothing_of_the_version_before_it() -> None:
     """The trainer holds one batch beside the one that it trains on, as it may with a bound of 1."""
     handed = HandedBatches(is_kept=False)
-    handed.add([], 0, places=1)
-    handed.add([], 1, places=1)
+    handed.add([], 0, num_groups=1)
+    handed.add([], 1, num_groups=1)
     handed.publish(1)  # made from the first
-    handed.add([], 2, places=1)
-    handed.on_publish_failed(is_asked=False)  # of the second
+    handed.add([], 2, num_groups=1)
+    handed.on_publish_failed(is_batch_requested=False)  # of the second
     assert not handed.on_batch_requested()
     assert handed.assume_trained()  # no batch can fill: the second is trained by now
-    handed.add([], 2, places=1)
+    handed.add([], 2, num_groups=1)
     handed.publish(2)  # made from the second and the third
     assert [batch.version for batch in handed.holding] == [1, 1, 2, None]
 
 
 def test_a_trainer_that_waits_for_a_batch_when_its_publish_fails_catches_up() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.add([], 0, places=1)
-    handed.add([], 1, places=1)
+    handed.add([], 0, num_groups=1)
+    handed.add([], 1, num_groups=1)
     handed.publish(1)  # made from the first
-    handed.on_publish_failed(is_asked=True)
-    handed.add([], 2, places=1)
+    handed.on_publish_failed(is_batch_requested=True)
+    handed.add([], 2, num_groups=1)
     assert not handed.on_batch_requested()
 
 
 def test_weights_tried_again_count_for_one_batch() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.add([], 0, places=1)
-    handed.add([], 1, places=1)
-    handed.on_publish_failed(is_asked=False)
+    handed.add([], 0, num_groups=1)
+    handed.add([], 1, num_groups=1)
+    handed.on_publish_failed(is_batch_requested=False)
     handed.publish(1)
     assert handed.untrained == 1
 
 
 def test_a_publish_counts_for_those_whose_place_it_took() -> None:
     handed = HandedBatches(is_kept=False)
-    handed.add([], 0, places=1)
-    handed.add([], 1, places=1)
+    handed.add([], 0, num_groups=1)
+    handed.add([], 1, num_groups=1)
     handed.publish(2, replaced=1)
     assert handed.untrained == 0
 
@@ -269,7 +269,11 @@ def test_what_is_known_of_a_trainers_rhythm_is_saved() -> None:
     again = driver.new_core()
     load(save(driver.core), again)
     assert digest(again) == digest(driver.core)
-    assert (again.is_batch_awaited, again.handed.taken_before, again.handed.failed) == (True, 2, 1)
+    assert (
+        again.has_unmet_request,
+        again.handed.previous_taken,
+        again.handed.failed_publishes,
+    ) == (True, 2, 1)
 
 
 def test_other_tasks_after_a_short_batch_do_not_get_too_old() -> None:
