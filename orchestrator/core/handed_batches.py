@@ -75,8 +75,8 @@ class HandedBatches:
         """Number of batches that the newest version is known to have been made from."""
         self.previous_taken = 0
         """Batches handed over between the last two publishes, divided by the publishes attempted
-        (failed ones included unless retried). 0 if a batch request was unmet at the publish, or found no more
-        tasks before it, because the trainer then catches up in the next interval."""
+        (failed ones included unless retried). 0 if a batch request was unmet at the publish, or
+        found no more tasks before it, because the trainer then catches up in the next interval."""
         self.count_at_failure = 0
         """Number of batches handed over when the last publish failed; 0 if it did not fail."""
         self.failed_publishes = 0

@@ -235,7 +235,7 @@ def a_failed_publish_explains_no_batch_that_was_taken(patch: pytest.MonkeyPatch)
     right = HandedBatches.on_batch_requested
 
     def on_batch_requested(self: HandedBatches) -> bool:
-        failed, self.failed_publishes = self.failed, 0
+        failed, self.failed_publishes = self.failed_publishes, 0
         is_known = right(self)
         self.failed_publishes = failed
         return is_known
