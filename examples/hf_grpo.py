@@ -2,7 +2,7 @@
 
     pip install -e '.[examples]' accelerate tensorboard  # after a torch for CPUs
     python -m examples.hf_grpo --output runs/hf
-    torchrun --nproc-per-node 2 -m examples.hf_grpo --output runs/hf  # or accelerate launch
+    torchrun --nproc-per-node 2 -m examples.hf_grpo --output runs/hf  # or more processes
     python -m examples.hf_grpo --output runs/hf --resume  # goes on from the newest checkpoint
     python -m examples.hf_grpo --output runs/hf --model Qwen2.5-0.5B-Instruct/ --data gsm8k.jsonl
 

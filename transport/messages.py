@@ -68,14 +68,23 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     architecture: str
     """Architecture name from config.json, e.g. ``Qwen3ForCausalLM``."""
     vocab_size: Count
+    """Number of token ids; a step has only ids below it."""
     context_tokens_max: Count
+    """Maximum number of tokens of a context: prompt and output."""
     max_running_turns: Count
+    """Maximum number of turns that run at the same time."""
     num_kv_blocks: Count
+    """Number of blocks of the KV cache."""
     block_tokens: Count
+    """Tokens per block of the KV cache."""
     pause_modes: list[PauseMode]
+    """Supported pause modes."""
     kv_policies: list[KvPolicy]
+    """Supported KV policies of a weight update."""
     weight_channels: list[str]
+    """Supported channels: ``shm``, ``cuda_ipc``, ``zmq``, ``relay``, ``collective``, ``disk``."""
     pid: Count = 0
+    """Process id on the engine's host; 0: not reported."""
     first_seq: Count = 0
     """First step message that is not acknowledged. It and later ones are replayed after this hello.
     0 in an epoch's first hello."""
@@ -92,7 +101,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Source of draft tokens for speculative decoding: ``lookup``, ``rollouts`` or ``draft``.
     Empty: none."""
     score_kinds: list[str] = []
-    """Supported values of ``ScoreTokens.want``."""
+    """Supported values of ``ScoreTokens.score_kind``."""
     is_deterministic: bool = False
     """Whether the same request, weights and seed give the same bits, whatever else is in the
     batch."""
@@ -109,7 +118,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     tensor_parallel_size: Count = 1
     """Number of processes that compute the model together, each a part of it."""
     quantization: str = ""
-    """Quantization applied to incoming weights: ``int8``. Empty: weights are served as
+    """Quantization applied to incoming weights: ``int8`` or ``fp8``. Empty: weights are served as
     published."""
     media: list[MediaKind] = []
     """Media kinds that the model reads beside tokens; empty: tokens only."""
@@ -132,10 +141,10 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
     turn: Count
     output_tokens: Count
     """Number of output tokens of this submission that existed then. Tokens sampled from index
-    ``at`` on attend to this KV, until the turn's next ``Prefill``."""
+    ``output_tokens`` on attend to this KV, until the turn's next ``Prefill``."""
     spans: list[KvSpan]
-    """KV versions over all context positions (prompt, then ``at`` output tokens), in order and
-    without gaps."""
+    """KV versions over all context positions (prompt, then ``output_tokens`` tokens), in
+    order and without gaps."""
     cached_tokens: Count = 0
     """Number of these positions whose KV came from the prefix cache."""
 
@@ -177,6 +186,7 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     counts: bytes = b""
     """uint32 [R]: tokens per row; empty if each row has one."""
     prefills: list[Prefill] = []
+    """Prefills of turns whose next token is in this step."""
     started_us: Count = 0
     """Start of the step on the engine's monotonic clock, in microseconds."""
     busy_us: Count = 0
@@ -184,6 +194,7 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     queued_turns: Count = 0
     """Number of turns waiting in the engine after this step."""
     free_blocks: Count = 0
+    """Number of free KV blocks after this step."""
     details: list[TokenDetails] = []
     """Details of the rows whose turns requested any."""
     drafted_tokens: Count = 0
@@ -199,6 +210,7 @@ class TurnFailed(Message, frozen=True, kw_only=True, tag="turn_failed"):
     """
 
     turn: Count
+    """Handle of the turn."""
     message: str
 
 
@@ -206,9 +218,13 @@ class EngineHeartbeat(Message, frozen=True, kw_only=True, tag="engine_heartbeat"
     """Liveness message, sent at least every ``Welcome.heartbeat_interval_s``."""
 
     weight_version: Count
+    """Version of the live weights."""
     running_turns: Count
+    """Number of turns that run."""
     waiting_turns: Count
+    """Number of turns in the queue."""
     free_blocks: Count
+    """Number of free KV blocks."""
     sent_us: Count
     """Send time on the engine's monotonic clock, in microseconds."""
     out_of_memory_steps: Count = 0
@@ -219,6 +235,7 @@ class TurnsPaused(Message, frozen=True, kw_only=True, tag="turns_paused"):
     """The requested pause has taken effect: no turn runs."""
 
     mode: PauseMode
+    """Mode of the pause that is in effect."""
 
 
 class TurnsResumed(Message, frozen=True, kw_only=True, tag="turns_resumed"):
@@ -278,6 +295,7 @@ class SubmitTurn(Message, frozen=True, kw_only=True, tag="submit_turn"):
     token_ids: bytes
     """int32: the prompt, followed by the tokens that earlier submissions of this turn sampled."""
     sampling: SamplingParams
+    """Sampling options of the turn."""
     priority: int = 0
     """Scheduling priority; lower runs first, ties in order of arrival."""
     sampled_before: int = 0
@@ -294,6 +312,7 @@ class EndSessions(Message, frozen=True, kw_only=True, tag="end_sessions"):
     """No more turns of these sessions will be sent to this engine; unknown sessions are ignored."""
 
     sessions: list[Count]
+    """Numbers of the sessions."""
 
 
 class SubmitTurns(Message, frozen=True, kw_only=True, tag="submit_turns"):
@@ -307,6 +326,7 @@ class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
     """Stops this turn; unknown or finished handles are ignored."""
 
     turn: Count
+    """Handle of the turn."""
 
 
 class Pause(Message, frozen=True, kw_only=True, tag="pause"):
@@ -314,6 +334,7 @@ class Pause(Message, frozen=True, kw_only=True, tag="pause"):
     effect."""
 
     mode: PauseMode
+    """What happens to running turns: ``abort`` ends, ``keep`` freezes, ``wait`` finishes them."""
     clear_cache: bool = False
     """Whether to clear the prefix cache, so that later turns compute their context anew."""
 

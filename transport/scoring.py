@@ -51,12 +51,14 @@ class CancelScore(Message, frozen=True, kw_only=True, tag="cancel_score"):
     """Cancels a request; unknown and answered requests are ignored."""
 
     request_id: Count
+    """Number of the request to cancel."""
 
 
 class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
     """A part of an answer. All parts are consecutive and computed by one weight version."""
 
     request_id: Count
+    """Number of the request."""
     version: Count
     start: Count = 0
     """Position of this part's first row."""
@@ -67,7 +69,7 @@ class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
     top_logprobs: bytes = b""
     """float32 [P * k]: log-probs of ``top_ids``."""
     values: bytes = b""
-    """float32: [H], [P, H] or [L], depending on ``want``."""
+    """float32: [H], [P, H] or [L], depending on ``ScoreTokens.score_kind``."""
     is_last: bool = True
     ranks: bytes = b""
     """int32 [P]: rank of each scored token, 1 for the most likely; empty if not reported, or k is
@@ -78,4 +80,5 @@ class ScoreFailed(Message, frozen=True, kw_only=True, tag="score_failed"):
     """The engine can never answer this request; ``message`` says why and what to change."""
 
     request_id: Count
+    """Number of the request."""
     message: str

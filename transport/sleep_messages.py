@@ -39,6 +39,7 @@ class Wake(Message, frozen=True, kw_only=True, tag="wake"):
     """
 
     request_id: Count
+    """Request number, repeated in the answer."""
     tags: list[MemoryTag]
 
 
@@ -46,6 +47,7 @@ class Asleep(Message, frozen=True, kw_only=True, tag="asleep"):
     """The requested memory is released."""
 
     request_id: Count
+    """Number of the request."""
     tags: list[MemoryTag]
     """All memory that is asleep now."""
     freed_bytes: Count = 0
@@ -56,6 +58,7 @@ class Awake(Message, frozen=True, kw_only=True, tag="awake"):
     """The requested memory is allocated again."""
 
     request_id: Count
+    """Number of the request."""
     tags: list[MemoryTag]
     """Memory that is still asleep."""
     needs_weights: bool = False
@@ -67,4 +70,5 @@ class SleepRequestFailed(Message, frozen=True, kw_only=True, tag="sleep_request_
     """A ``Sleep`` or ``Wake`` failed, for this reason; memory that was asleep stays asleep."""
 
     request_id: Count
+    """Number of the request."""
     message: str

@@ -65,6 +65,7 @@ class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):
     """Phase 1 of 4: sets up the weight channel."""
 
     channel: str
+    """Name of the channel, one of ``Hello.weight_channels``."""
     info: dict[str, Any] = {}
 
 
@@ -82,6 +83,7 @@ class UpdateWeights(Message, frozen=True, kw_only=True, tag="update_weights"):
     location: str
     """Location of the buffer in the channel's own terms: a segment's path, a file's path."""
     tensors: list[TensorSpec]
+    """Tensors in this buffer; empty if the chunk has no buffer."""
     is_last: bool = True
     """Whether this is the last chunk: then check names, shapes and dtypes, and answer."""
     base_versions: BaseVersions | None = None
@@ -111,6 +113,7 @@ class WeightsStaged(Message, frozen=True, kw_only=True, tag="weights_staged"):
 
     version: Count
     staging_us: Count = 0
+    """Time from the start of the update until it was staged, in microseconds."""
 
 
 class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
@@ -120,6 +123,7 @@ class WeightsLive(Message, frozen=True, kw_only=True, tag="weights_live"):
     swapped_us: Count = 0
     """Time of the swap on the engine's monotonic clock, in microseconds."""
     recomputed_turns: Count = 0
+    """Number of frozen turns whose KV is computed again."""
     stall_us: Count = 0
     """Time that no turn made progress because of the swap, in microseconds."""
 
