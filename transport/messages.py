@@ -263,6 +263,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Accepts the engine into the run."""
 
     heartbeat_interval_s: Seconds
+    """Longest time between two messages of a peer; an idle one sends heartbeats."""
     orchestrator_timeout_s: Seconds
     """Time without any message from the orchestrator after which the engine exits, so that no
     orphan processes are left."""
