@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tidegate.errors import ConfigError, EpisodeError
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import read_model_files
+from tidegate.orchestrator.episodes.runner import call_episode
 from tidegate.orchestrator.trainer.rollouts import SyncRollouts
 from tidegate.policies.filters import GroupFilter
 
@@ -119,7 +120,7 @@ class _Generation:
     async def play(self, episode: Episode, task: _Prompt) -> float:
         """Run TRL's episode, and keep its completion."""
         try:
-            returned = await self.episode(episode, task.prompt)
+            returned = await call_episode(self.episode, episode, task.prompt)
             values = returned if isinstance(returned, Mapping) else {"reward": returned}
             completion = _completion(episode, values)
         except BaseException as error:

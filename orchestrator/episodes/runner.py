@@ -8,6 +8,7 @@ short episode.
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import math
 import traceback
@@ -17,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from tidegate.errors import EpisodeError, RunClosed
+from tidegate.errors import ConfigError, EpisodeError, RunClosed
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
@@ -227,6 +228,24 @@ def _reward(value: object) -> float | BaseException:
         return error
 
 
+def call_episode(function: Callable[..., Awaitable[Any]], *given: object) -> Awaitable[Any]:
+    """Call an episode function, and return what its reward is awaited from.
+
+    Raises:
+        ConfigError: the function is not async.
+        EpisodeError: the call raised; an async function raises when it is awaited.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    remedy = f"define it with `async def {name}(episode, task)`"
+    try:
+        awaitable = function(*given)
+    except Exception as error:
+        raise EpisodeError(f"calling the episode {name} raised {error!r}: {remedy}") from error
+    if not inspect.isawaitable(awaitable):
+        raise ConfigError(f"the episode {name} is not async, it returned {awaitable!r}: {remedy}")
+    return awaitable
+
+
 class EpisodeRunner:
     """Runs the episodes of one run on its event loop, and serves their requests."""
 
@@ -305,7 +324,7 @@ class EpisodeRunner:
         """Run one episode to its end."""
         try:
             episode = task.episode = self._open(task)
-            value = await function(episode, given)
+            value = await call_episode(function, episode, given)
         except BaseException as error:  # it ends this episode and no other
             if self.loop.is_closed():
                 raise  # nothing runs any more: Python closes the coroutine as garbage

@@ -206,7 +206,12 @@ async def reserving(episode: tidegate.Episode, prompt: str) -> dict[str, Any]:
     return {"reward": await plain_reward(episode, prompt), "logprobs": []}
 
 
+def synchronous(episode: tidegate.Episode, prompt: str) -> float:
+    return 1.0
+
+
 FAILURES = [
+    (synchronous, "6 of 6 .*the episode synchronous is not async"),
     (failing, r"2 of 6 episodes have no completion, .*'two': ValueError\('no such tool'\)"),
     (silent, "6 of 6 .*without a generated token"),
     (forking, "6 of 6 .*forked into several contexts"),
