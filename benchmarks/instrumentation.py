@@ -140,7 +140,7 @@ def looked_at(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
         taken_ms = (time.thread_time_ns() - started_ns) / 1e6
         return taken_ms, sum(group.rollouts for group in groups)
 
-    looks = [rollouts._look(look) for _ in range(20)]
+    looks = [rollouts._handle._read(look) for _ in range(20)]
     return {
         "look_ms": statistics.median(ms for ms, _ in looks),
         "outstanding": looks[-1][1],

@@ -22,10 +22,10 @@ from tidegate.integrations.environments.gymnasium_text import GymnasiumText
 MOVES = ("l", "d", "r", "u")
 """Moves in the order of gymnasium's action numbers."""
 MOVES_MAX = 16
-"""Move limit. The longest way without a detour on a 4 by 4 lake takes about 12; few need over 8."""
-MOVES_BEFORE_REST = 4
-"""Turns after which a walk is parked for newer weights while others start, unless the trainer is
-waiting."""
+"""Move limit. The longest shortest path over a 4 by 4 lake takes about 12; few take more than 8."""
+MOVES_BEFORE_PARKING = 4
+"""Moves after which an episode is parked until newer weights are live, unless the trainer waits for
+a batch."""
 RULES = "Walk from P to G on the ice (.) and not into holes (H). One letter a move: l d r u"
 
 
@@ -63,7 +63,7 @@ class Lake:
 
 
 def drawn(observation: Any, env: Any) -> str:
-    """Draw the lake, with P at the player's place."""
+    """Draw the lake, with P at the player's position."""
     rows = ["".join(field.decode() for field in row) for row in env.unwrapped.desc]
     return picture(rows, int(observation))
 
@@ -83,7 +83,7 @@ def episode(pool: tidegate.EnvironmentPool) -> EnvironmentEpisode:
         pool.environment("examples.frozen_lake:Lake"),
         max_turns=MOVES_MAX,
         max_tokens=2,
-        parks_after_turns=MOVES_BEFORE_REST,
+        parks_after_turns=MOVES_BEFORE_PARKING,
     )
 
 

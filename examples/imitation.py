@@ -105,7 +105,7 @@ class School(Protocol):
         """Measure a model on held-out tasks."""
 
 
-def go_to(school: School, model: Qwen3ForCausalLM, steps_max: int) -> Iterator[Progress]:
+def warm_up(school: School, model: Qwen3ForCausalLM, steps_max: int) -> Iterator[Progress]:
     """Imitate through both phases, or for ``steps_max`` steps; yield each check."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     plan = school.plan

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-LOOK_EVERY_S = 0.02
-"""Sampling interval. A sample of three processes takes about 0.1 ms, and a train step some tenths
+SAMPLING_INTERVAL_S = 0.02
+"""Interval between two samples. A sample of three processes takes about 0.1 ms, and a train step some tenths
 of a second."""
 
 
@@ -28,7 +28,7 @@ class MemoryMarks:
     def begin(self, phase: str) -> None:
         """Start a phase."""
         self._phase = phase
-        self._look()
+        self._sample()
 
     @property
     def megabytes(self) -> dict[str, int]:
@@ -49,16 +49,16 @@ class MemoryMarks:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(LOOK_EVERY_S):
-            self._look()
+        while not self._is_over.wait(SAMPLING_INTERVAL_S):
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         phase = self._phase
-        taken = sum(anonymous_bytes(pid) for pid in family(os.getpid()))
-        self._marks[phase] = max(self._marks.get(phase, 0), taken)
+        used_bytes = sum(anonymous_bytes(pid) for pid in process_tree(os.getpid()))
+        self._marks[phase] = max(self._marks.get(phase, 0), used_bytes)
 
 
-def family(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return a process and all its descendants."""
     found = [pid]
     for parent in found:

@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from examples.calculator import INSTRUCTION
-from examples.imitation import Progress, School, go_to
+from examples.imitation import Progress, School, warm_up
 from examples.warm_up import ToolSchool
 
 PAD, EOS = 0, 1
@@ -110,7 +110,7 @@ def make_model(
     with _one_seeded_thread(seed):
         model = Qwen3ForCausalLM(_config(tokenizer.get_vocab_size(), recipe.context_tokens))
         school = recipe.school(tokenizer, seed)
-        for progress in go_to(school, model, steps_max):
+        for progress in warm_up(school, model, steps_max):
             on_progress(progress)
     report = WarmUpReport(
         recipe=fingerprint,

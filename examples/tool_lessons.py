@@ -19,7 +19,7 @@ from examples.agent_tools import calculate
 from examples.calculator import Task, tasks
 from examples.imitation import Demonstration, Mastery, Phase, Plan
 from examples.tiny_model import Recipe
-from examples.warm_up import CHECK_TASKS, guess, mastery_of_ways
+from examples.warm_up import CHECK_TASKS, guess, measure_demonstrations
 from tidegate.orchestrator.episodes.chat_template import ChatTemplate
 
 PLAN = Plan(
@@ -66,7 +66,7 @@ class ToolLessons:
         """Measure a model on held-out tasks."""
         by_tool = [self.demonstrate(task, sums(task)) for task in self._held_out]
         by_head = [self.demonstrate(task, []) for task in self._held_out]
-        return mastery_of_ways(model, by_tool, by_head)
+        return measure_demonstrations(model, by_tool, by_head)
 
     def demonstrate(self, task: Task, calls: list[str], answer: str | None = None) -> Demonstration:
         """Demonstrate these calls, then an answer, which defaults to the right one."""
@@ -75,7 +75,7 @@ class ToolLessons:
         token_ids = self._encode(shown)
         is_action = [False] * len(token_ids)
         for expression in [*calls, None]:
-            said = said_for(expression) if expression else answer or task.answer
+            said = tool_call_text(expression) if expression else answer or task.answer
             ids = self._encode(f"{said}{SPECIAL[1]}")
             token_ids += ids
             is_action += [True] * len(ids)
@@ -102,7 +102,7 @@ def sums(task: Task) -> list[str]:
     return calls
 
 
-def said_for(expression: str) -> str:
+def tool_call_text(expression: str) -> str:
     """Return a call as the model writes it."""
     return f"{CALL_BEGIN}{expression}{CALL_END}"
 

@@ -99,11 +99,11 @@ def measure_mastery(model: Qwen3ForCausalLM, tokenizer: Tokenizer, to_solve: lis
     """Measure the model on ``to_solve``, at the cost of three forward passes."""
     by_tool = [demonstrate(task, tool_actions(task), tokenizer) for task in to_solve]
     by_head = [demonstrate(task, [task.answer], tokenizer) for task in to_solve]
-    return mastery_of_ways(model, by_tool, by_head)
+    return measure_demonstrations(model, by_tool, by_head)
 
 
 @torch.no_grad()
-def mastery_of_ways(
+def measure_demonstrations(
     model: Qwen3ForCausalLM, by_tool: list[Demonstration], by_head: list[Demonstration]
 ) -> Mastery:
     """Return the probabilities of solving tasks with the tool, or by the bare right answer.

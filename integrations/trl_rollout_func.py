@@ -139,12 +139,12 @@ class _Generation:
         missing = [task for task in tasks if len(self.completions.get(task.index, {})) < each]
         if not missing:
             return rows
-        error = next((error for _, error in self.failures), None)
-        task = self.failures[0][0] if self.failures else missing[0]
+        task, error = self.failures[0] if self.failures else (missing[0], None)
+        cause = "the run discarded it" if error is None else f"{type(error).__name__}: {error}"
         raise EpisodeError(
             f"{len(tasks) * each - len(rows)} of {len(tasks) * each} episodes have no completion, "
-            f"the first for the prompt {str(task.prompt)[:200]!r}: {error!r}. TRL needs one for "
-            "each prompt: have the episode handle its errors, and return a reward"
+            f"the first for the prompt {str(task.prompt)[:200]!r}: {cause}. TRL needs one "
+            "for each prompt: have the episode handle its errors, and return a reward"
         ) from error
 
 
@@ -335,13 +335,13 @@ def _check_trainer(trainer: Any, run: SyncRollouts) -> None:
 def _check_tokenizer(processing_class: Any, run: SyncRollouts) -> None:
     """Raise ConfigError if a token of the run has another id in TRL's tokenizer, or none."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    theirs: dict[str, int] = tokenizer.get_vocab()
+    trl_ids: dict[str, int] = tokenizer.get_vocab()
     model = run.settings.model
-    ours = read_model_files(model).tokenizer.get_vocab(with_added_tokens=True)
-    for token, token_id in ours.items():
-        if theirs.get(token) != token_id:
+    run_ids = read_model_files(model).tokenizer.get_vocab(with_added_tokens=True)
+    for token, token_id in run_ids.items():
+        if trl_ids.get(token) != token_id:
             raise ConfigError(
                 f"the token {token!r} has id {token_id} in the run's tokenizer ({model}) and "
-                f"{theirs.get(token)} in TRL's: give GRPOTrainer the run's model directory, or its "
+                f"{trl_ids.get(token)} in TRL's: give GRPOTrainer the run's model directory, or its "
                 "tokenizer as processing_class"
             )

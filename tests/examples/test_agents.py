@@ -17,7 +17,7 @@ from examples.frozen_lake import MOVES_MAX, Lake
 from examples.lake_lessons import LakeLessons, lake_of, lakes, surveyed
 from examples.tiny_model import make_model
 from examples.tool_agent import TURN_TOKENS_MAX, TURNS_MAX, ToolAgent
-from examples.tool_lessons import TOOL_AGENT, ToolLessons, said_for, sums
+from examples.tool_lessons import TOOL_AGENT, ToolLessons, tool_call_text, sums
 from tidegate import EnvironmentPool, environment_episode
 from tidegate.environments.tools import ToolAnswer
 from tidegate.observability.audit.audit import AUDIT_FILE
@@ -85,7 +85,7 @@ async def test_what_is_demonstrated_is_the_context_of_an_agent_that_does_so(
     """The demonstration equals the recorded context of such an agent, token for token."""
     lessons = ToolLessons(agent_tokenizer(), 0)
     task = next(task for task in tasks("train", 1) if len(task.expression.split()) == 5)
-    script = [*map(said_for, sums(task)), task.answer]
+    script = [*map(tool_call_text, sums(task)), task.answer]
     contexts: list[list[int]] = []
 
     async def scripted(episode: Any, task: Any) -> float:
@@ -105,7 +105,7 @@ async def test_a_call_that_fails_is_answered_and_may_be_mended(
 ) -> None:
     task = next(task for task in tasks("train", 1) if len(task.expression.split()) == 3)
     agent = ToolAgent(called_here, SCHEMAS)
-    script = [said_for("3+"), said_for(sums(task)[0]), task.answer]
+    script = [tool_call_text("3+"), tool_call_text(sums(task)[0]), task.answer]
     async with tidegate_serve(model=hardly_warm, says=script) as rollouts:
         evaluation = await rollouts.evaluate([task], episode=agent)
     assert evaluation.rewards == [1.0]
@@ -114,7 +114,7 @@ async def test_a_call_that_fails_is_answered_and_may_be_mended(
 
 async def test_who_only_calls_gets_nothing(hardly_warm: Path, tidegate_serve: ServeInTests) -> None:
     agent = ToolAgent(called_here, SCHEMAS)
-    async with tidegate_serve(model=hardly_warm, says=said_for("1+1")) as rollouts:
+    async with tidegate_serve(model=hardly_warm, says=tool_call_text("1+1")) as rollouts:
         evaluation = await rollouts.evaluate([next(tasks("train", 1))], episode=agent)
     assert evaluation.rewards == [0.0]
     assert agent.counts.made == TURNS_MAX
@@ -144,7 +144,7 @@ def test_the_template_is_that_of_transformers_too(hardly_warm: Path) -> None:
 def test_every_useful_turn_fits_its_limit() -> None:
     tokenizer = agent_tokenizer()
     for task in islice(tasks("train", 2), 100):
-        for said in (*map(said_for, sums(task)), task.answer):
+        for said in (*map(tool_call_text, sums(task)), task.answer):
             assert len(tokenizer.encode(said).ids) < TURN_TOKENS_MAX
 
 

@@ -212,7 +212,7 @@ def synchronous(episode: tidegate.Episode, prompt: str) -> float:
 
 FAILURES = [
     (synchronous, "6 of 6 .*the episode synchronous is not async"),
-    (failing, r"2 of 6 episodes have no completion, .*'two': ValueError\('no such tool'\)"),
+    (failing, r"2 of 6 episodes have no completion, .*'two': ValueError: no such tool\. TRL"),
     (silent, "6 of 6 .*without a generated token"),
     (forking, "6 of 6 .*forked into several contexts"),
     (reserving, r"6 of 6 .*returned \['logprobs'\], which TRL uses"),
