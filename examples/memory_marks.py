@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Self
 
 SAMPLING_INTERVAL_S = 0.02
-"""Interval between two samples. A sample of three processes takes about 0.1 ms, and a train step some tenths
-of a second."""
+"""Interval between two samples. A sample of three processes takes about 0.1 ms, and a train step
+some tenths of a second."""
 
 
 class MemoryMarks:

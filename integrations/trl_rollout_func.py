@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError, EpisodeError
 from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import read_model_files
 from tidegate.orchestrator.episodes.runner import call_episode
 from tidegate.orchestrator.trainer.rollouts import SyncRollouts
@@ -123,11 +124,12 @@ class _Generation:
             returned = await call_episode(self.episode, episode, task.prompt)
             values = returned if isinstance(returned, Mapping) else {"reward": returned}
             completion = _completion(episode, values)
+            reward = checked_reward(values.get("reward", 0.0))
         except BaseException as error:
             self.failures.append((task, error))
             raise
         self.completions.setdefault(task.index, {})[episode.rollout_id] = completion
-        return float(values.get("reward", 0.0))
+        return reward
 
     def rows(self, tasks: Sequence[_Prompt], each: int) -> list[_Completion]:
         """Return ``each`` completions of each task, in the order of the tasks.
@@ -342,6 +344,6 @@ def _check_tokenizer(processing_class: Any, run: SyncRollouts) -> None:
         if trl_ids.get(token) != token_id:
             raise ConfigError(
                 f"the token {token!r} has id {token_id} in the run's tokenizer ({model}) and "
-                f"{trl_ids.get(token)} in TRL's: give GRPOTrainer the run's model directory, or its "
-                "tokenizer as processing_class"
+                f"{trl_ids.get(token)} in TRL's: give GRPOTrainer the run's model directory, or "
+                "the tokenizer in it as processing_class"
             )

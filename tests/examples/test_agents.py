@@ -17,7 +17,7 @@ from examples.frozen_lake import MOVES_MAX, Lake
 from examples.lake_lessons import LakeLessons, lake_of, lakes, surveyed
 from examples.tiny_model import make_model
 from examples.tool_agent import TURN_TOKENS_MAX, TURNS_MAX, ToolAgent
-from examples.tool_lessons import TOOL_AGENT, ToolLessons, tool_call_text, sums
+from examples.tool_lessons import TOOL_AGENT, ToolLessons, sums, tool_call_text
 from tidegate import EnvironmentPool, environment_episode
 from tidegate.environments.tools import ToolAnswer
 from tidegate.observability.audit.audit import AUDIT_FILE

@@ -206,11 +206,16 @@ async def reserving(episode: tidegate.Episode, prompt: str) -> dict[str, Any]:
     return {"reward": await plain_reward(episode, prompt), "logprobs": []}
 
 
+async def forgetful(episode: tidegate.Episode, prompt: str) -> Any:
+    await plain_reward(episode, prompt)
+
+
 def synchronous(episode: tidegate.Episode, prompt: str) -> float:
     return 1.0
 
 
 FAILURES = [
+    (forgetful, "6 of 6 .*must return its reward as a finite number, .* got None"),
     (synchronous, "6 of 6 .*the episode synchronous is not async"),
     (failing, r"2 of 6 episodes have no completion, .*'two': ValueError: no such tool\. TRL"),
     (silent, "6 of 6 .*without a generated token"),
