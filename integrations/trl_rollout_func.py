@@ -189,7 +189,7 @@ class _TRLRolloutFunc:
                 parts = [[next(rows) for _ in part] for part in gathered]
             except Exception as error:
                 # The other processes wait for their parts, and must raise as well.
-                dist.scatter_object_list([None], [repr(error)] * ranks)
+                dist.scatter_object_list([None], [f"{type(error).__name__}: {error}"] * ranks)
                 raise
         received: list[Any] = [None]
         dist.scatter_object_list(received, parts)
