@@ -97,10 +97,10 @@ ONLY_PARTS = (
     "published so far; publish a whole state dict once, or sleep at level 1"
 )
 NO_WEIGHTS = "it has forgotten its weights, and none were published that it could take"
-UNKNOWN_BEFORE = (
-    "this run goes on with another's weights, and hasn't got those that a part of a set or an "
-    "adapter would be laid over; publish a whole state dict first, the model directory's if only "
-    "adapters are trained"
+UNKNOWN_BASE = (
+    "this run continues with another process's weights, and does not have the weights that a part "
+    "of a set or an adapter would be laid over; publish a whole state dict first, or the model "
+    "directory's if only adapters are trained"
 )
 
 
@@ -472,7 +472,7 @@ class _Engine:
     """Whether it got new weights, which it serves, since its own were put to sleep."""
     request: int | None = None
     """Number of the sleep or wake order that it has not answered yet."""
-    asked_level: SleepLevel | None = None
+    requested_level: SleepLevel | None = None
     freed_bytes: int = 0
     failure: str | None = None
     """Why the last order to sleep or wake failed."""
@@ -642,11 +642,11 @@ class WeightControl:
         """Apply one event and return the commands that follow from it, in order."""
         match event:
             case ControlReplyReceived(engine=engine, message=message):
-                self._on_answer(engine, message)
+                self._on_reply(engine, message)
             case EngineConnected():
-                self._on_came(event)
+                self._on_connected(event)
             case EngineRemoved(engine=engine):
-                self._on_gone(engine)
+                self._on_removed(engine)
             case CallWoken(call=call, next_version=next_version):
                 self._continue_call(call, next_version)
             case ReserveRequested():
@@ -657,10 +657,10 @@ class WeightControl:
                 self._unreserve()
             case PauseRequested(call=call, mode=mode):
                 self._users_mode = mode
-                self._ask_pause(_Call(event, Phase.PAUSE_TURN, clear_cache=event.clear_cache))
+                self._request_pause(_Call(event, Phase.PAUSE_TURN, clear_cache=event.clear_cache))
             case EngineHaltRequested(call=call, is_halted=is_halted):
                 self._is_halted = is_halted
-                self._ask_pause(_Call(event, Phase.PAUSE_TURN))
+                self._request_pause(_Call(event, Phase.PAUSE_TURN))
             case SleepRequested() | WakeRequested():
                 self._on_sleep_or_wake(event)
             case CallCancelled(call=call):
@@ -767,7 +767,7 @@ class WeightControl:
         return [call for call in calls if call.phase is Phase.BRING and not call.is_live]
 
     @property
-    def _places_in_wave(self) -> int:
+    def _swaps_available(self) -> int:
         """Number of further engines that may swap now."""
         if self._wave_engines is None:
             return len(self._engines)
@@ -807,7 +807,7 @@ class WeightControl:
             case Phase.SLEEP_ANSWERS | Phase.WAKE_ANSWERS:
                 return not self._unsettled_sleepers
             case Phase.WEIGHTS_COME:
-                return bool(self._in_vain) or not self._lacking
+                return bool(self._engines_without_update) or not self._engines_without_weights
             case Phase.BRING | Phase.PAUSE_TURN | Phase.SLEEP_TURN:
                 return False  # the end of another call or update continues it
 
@@ -826,7 +826,7 @@ class WeightControl:
                 self._pause_queue.remove(number)
                 self._begin_pause(call)
             case Phase.SWAPS_END:
-                self._tell_pause(call)
+                self._send_pause(call)
             case Phase.PAUSE_ANSWERS:
                 self._end_pause(call)
             case Phase.SLEEP_TURN:
@@ -837,10 +837,10 @@ class WeightControl:
             case Phase.SLEEP_ANSWERS | Phase.WAKE_ANSWERS:
                 self._end_orders(call)
             case Phase.WEIGHTS_COME:
-                self._end_bringing(call)
+                self._end_restore(call)
             case Phase.BRING if call.is_live:
                 self._is_halted = False
-                self._ask_pause(call)
+                self._request_pause(call)
             case Phase.BRING:
                 pass
 
@@ -874,7 +874,7 @@ class WeightControl:
 
     def _on_timer(self, timer: int) -> None:
         if timer == WATCH:
-            self._be_late()
+            self._on_update_timeout()
         elif timer in self._waiting:
             self._calls[timer].is_late = True
             del self._waiting[timer]
@@ -899,8 +899,8 @@ class WeightControl:
             refusal = next(iter(update.refusals.items()), None)
             if refusal is not None:
                 engine, why = refusal
-                said = f"engine {engine!r} refused weights v{update.version}: {why}"
-                self._fail(WeightsRefused(said))
+                error = f"engine {engine!r} refused weights v{update.version}: {why}"
+                self._fail(WeightsRefused(error))
             else:
                 self._release(update)
         if self._is_swap_due and self._pausing is None:
@@ -923,24 +923,24 @@ class WeightControl:
 
     # ------------------------------------------------------------ engines
 
-    def _on_came(self, event: EngineConnected) -> None:
+    def _on_connected(self, event: EngineConnected) -> None:
         name, memory = event.engine, event.memory
         self._remove(name)
         engine = self._engines[name] = _Engine(event.version)
         if memory is not None:
             engine.levels, engine.asleep = memory.levels, set(memory.asleep)
             engine.needs_weights = memory.needs_weights
-        told: Outgoing = []
+        outgoing: Outgoing = []
         if self.pause_mode is not None:  # it must be paused before it gets turns
             self._unsettled_pauses.add(name)
-            told += self._pause_word(name)
+            outgoing += self._pause_messages(name)
         for update in self._updates:
             update.refusals.pop(name, None)  # a restarted engine may accept it
-        told.append((name, self._init))
-        self._send([*told, *self._catch_up()])
+        outgoing.append((name, self._init))
+        self._send([*outgoing, *self._catch_up()])
         self._advance(name)
 
-    def _on_gone(self, engine: str) -> None:
+    def _on_removed(self, engine: str) -> None:
         if engine in self._engines:  # unknown: it was given up here
             self._remove(engine)
             self._advance(engine)
@@ -950,14 +950,14 @@ class WeightControl:
         self._unsettled_pauses.discard(engine)
         for update in self._updates:
             update.strike(engine)
-        self._note_new_weights()
+        self._forget_weights_target()
 
     def _give_up(self, engines: Iterable[str], why: str) -> None:
         for engine in engines:
-            self._on_gone(engine)
+            self._on_removed(engine)
             self._out.append(GiveUp(engine, why))
 
-    def _on_answer(self, name: str, message: ControlReply) -> None:
+    def _on_reply(self, name: str, message: ControlReply) -> None:
         match message:
             case WeightsStaged(version=version):
                 self._on_staged(name, version)
@@ -965,7 +965,7 @@ class WeightControl:
                 self._on_live(name, message)
             case WeightsFailed(version=version, message=why):
                 if self._on_refused(name, version, why):
-                    self._on_gone(name)
+                    self._on_removed(name)
                     self._out.append(RefuseEngine(name, why))
             case TurnsPaused() | TurnsResumed():
                 self._on_paused(name, message)
@@ -990,12 +990,12 @@ class WeightControl:
     def _on_reserve(self, event: ReserveRequested) -> None:
         call = self._begin(_Call(event, Phase.RESERVE))
         if event.is_part and not self.knows_before(event.next_version):
-            self._refuse_publish(call, WeightsRefused(UNKNOWN_BEFORE))
+            self._refuse_publish(call, WeightsRefused(UNKNOWN_BASE))
         elif (failure := self.take_failure()) is not None:
             self._refuse_publish(call, failure)
         elif event.first_bad is not None:
             self._is_halted = True  # so that no turn continues from KV that bad weights computed
-            self._ask_pause(call)
+            self._request_pause(call)
         elif self.is_reserved:  # another version is being written; engines decode meanwhile
             self._wait(call)
         else:
@@ -1174,14 +1174,14 @@ class WeightControl:
             self._is_watching = False
             self._stop_timer(WATCH)
 
-    def _be_late(self) -> None:
+    def _on_update_timeout(self) -> None:
         self._is_watching = False
         # Engines that have staged a version wait for others, or for the order to swap.
-        holdups = sorted({engine for u in self._updates for engine in u.staging | u.swapping})
-        if not holdups:
+        late_engines = sorted({engine for u in self._updates for engine in u.staging | u.swapping})
+        if not late_engines:
             self._watch()  # a journal commit or a pause delays it: no engine is to blame
             return
-        error = self._lagging(holdups)
+        error = self._lagging(late_engines)
         self._fail(error)
         self._give_up(error.engines, str(error))
         if not self.is_settled:
@@ -1244,7 +1244,7 @@ class WeightControl:
             engine.needs_weights = False
             engine.asleep.discard("weights")
             engine.has_new_weights |= message.version > self._slept_version
-            self._note_new_weights()
+            self._forget_weights_target()
         if update is not None:
             update.strike(name)
         self._out.append(NoteSwap(name, message))
@@ -1266,7 +1266,7 @@ class WeightControl:
 
     @property
     def _is_swap_due(self) -> bool:
-        return self._places_in_wave > 0 and any(u.is_released and u.staged for u in self._updates)
+        return self._swaps_available > 0 and any(u.is_released and u.staged for u in self._updates)
 
     def _swap(self) -> None:
         """Tell engines that have staged a released version to swap, each once.
@@ -1275,25 +1275,25 @@ class WeightControl:
         """
         if self._pausing is not None:
             return  # a pause has begun since; its end calls this again
-        told: Outgoing = []
+        outgoing: Outgoing = []
         for update in self._updates:
             if not update.is_released:
                 continue
             finish = FinishWeightUpdate(
                 version=update.version, pause_mode=self._swap_mode, kv_policy=self.kv_policy
             )
-            wave = sorted(update.staged)[: max(0, self._places_in_wave)]
-            told += [(engine, finish) for engine in wave]
+            wave = sorted(update.staged)[: max(0, self._swaps_available)]
+            outgoing += [(engine, finish) for engine in wave]
             update.swapping.update(wave)
             update.staged.difference_update(wave)
-        if told:
-            self._send(told)
+        if outgoing:
+            self._send(outgoing)
             if self._wave_engines is not None and self._is_watching:
                 self._watch()  # each wave has its own time
 
     # ------------------------------------------------------------ pauses
 
-    def _ask_pause(self, call: _Call) -> None:
+    def _request_pause(self, call: _Call) -> None:
         """Queue a pause or resume. The policy's pause wins, then a sleep's, then the user's."""
         if call.asked.call not in self._calls:
             self._begin(call)
@@ -1310,9 +1310,9 @@ class WeightControl:
         if self.is_swapping:
             self._wait(call)
         else:
-            self._tell_pause(call)
+            self._send_pause(call)
 
-    def _tell_pause(self, call: _Call) -> None:
+    def _send_pause(self, call: _Call) -> None:
         call.phase = Phase.PAUSE_ANSWERS
         if call.mode is None and self.pause_mode is None:
             self._end_pause(call)
@@ -1320,7 +1320,9 @@ class WeightControl:
         self.pause_mode, self._clears_cache = call.mode, call.clear_cache
         self._out.append(SuspendDeadlines(call.mode is not None))
         self._unsettled_pauses = set(self._engines)
-        self._send([word for name in sorted(self._engines) for word in self._pause_word(name)])
+        self._send(
+            [message for name in sorted(self._engines) for message in self._pause_messages(name)]
+        )
         if not self._unsettled_pauses:
             self._end_pause(call)
             return
@@ -1328,7 +1330,7 @@ class WeightControl:
             self._set_timer(call.asked.call, self._pause_timeout_s)
         self._wait(call)
 
-    def _pause_word(self, name: str) -> Outgoing:
+    def _pause_messages(self, name: str) -> Outgoing:
         if self.pause_mode is not None:
             return [(name, Pause(mode=self.pause_mode, clear_cache=self._clears_cache))]
         self._engines[name].resumes_due += 1
@@ -1380,14 +1382,14 @@ class WeightControl:
 
     def _on_sleep_or_wake(self, event: SleepRequested | WakeRequested) -> None:
         call = self._begin(_Call(event, Phase.SLEEP_TURN))
-        if isinstance(event, SleepRequested) and (why := self._objection(event)) is not None:
+        if isinstance(event, SleepRequested) and (why := self._sleep_refusal(event)) is not None:
             self._end(call, error=ConfigError(why))
         elif self._sleeping is None and not self._sleep_queue:
             self._begin_sleep(call)
         else:
             self._sleep_queue.append(event.call)
 
-    def _objection(self, event: SleepRequested) -> str | None:
+    def _sleep_refusal(self, event: SleepRequested) -> str | None:
         """Return why engines can't sleep as asked; None if they can."""
         level = event.level
         unable = sorted(n for n, engine in self._engines.items() if level not in engine.levels)
@@ -1404,7 +1406,7 @@ class WeightControl:
         self._sleeping = call.asked.call
         if isinstance(call.asked, SleepRequested):
             self._sleeping_mode = call.asked.mode
-            self._ask_pause(call)
+            self._request_pause(call)
             return
         assert isinstance(call.asked, WakeRequested)
         self._sleep_target = _SleepTarget(
@@ -1456,36 +1458,36 @@ class WeightControl:
             self._let_sleep(call.asked.call)
             self._end(call, None if error else returned, error)
         elif error is None and not self._sleep_target.tags and self._sleeping_mode is not None:
-            self._bring_weights(call)
+            self._restore_weights(call)
         else:
             self._let_sleep(call.asked.call)
             self._end(call, error=error)
 
-    def _bring_weights(self, call: _Call) -> None:
+    def _restore_weights(self, call: _Call) -> None:
         """Have engines without weights stage some, again if those fail."""
         call.phase = Phase.WEIGHTS_COME
-        for engine in self._lacking:
+        for engine in self._engines_without_weights:
             self._send(self._catch_up(engine))
         self._advance_weights()
         if self._is_ready(call):
-            self._end_bringing(call)
+            self._end_restore(call)
             return
         self._set_timer(call.asked.call, self._weights_timeout_s)
         self._wait(call)
 
-    def _end_bringing(self, call: _Call) -> None:
+    def _end_restore(self, call: _Call) -> None:
         self._stop_timer(call.asked.call)
         if call.is_late:
             call.is_late = False
             why = f"no weights within {self._weights_timeout_s:.0f} s of waking"
-            self._give_up(self._lacking, why)
-        elif self._in_vain:
-            failures = dict.fromkeys(self._lacking, NO_WEIGHTS)
+            self._give_up(self._engines_without_weights, why)
+        elif self._engines_without_update:
+            failures = dict.fromkeys(self._engines_without_weights, NO_WEIGHTS)
             self._let_sleep(call.asked.call)
             self._end(call, error=SleepFailed(what="wake", failures=failures))
             return
         self._sleeping_mode = None
-        self._ask_pause(call)
+        self._request_pause(call)
 
     def _let_sleep(self, call: int) -> None:
         """End ``call``'s turn to sleep or wake, and wake the next call in the queue."""
@@ -1495,14 +1497,16 @@ class WeightControl:
             self._out.append(WakeCall(self._sleep_queue[0]))
 
     @property
-    def _lacking(self) -> list[str]:
+    def _engines_without_weights(self) -> list[str]:
         """Engines that need a whole update before they can serve."""
         return sorted(name for name, engine in self._engines.items() if engine.needs_weights)
 
     @property
-    def _in_vain(self) -> list[str]:
+    def _engines_without_update(self) -> list[str]:
         """Engines without weights that no version is on its way to."""
-        return [engine for engine in self._lacking if not self._is_on_its_way(engine)]
+        return [
+            engine for engine in self._engines_without_weights if not self._is_on_its_way(engine)
+        ]
 
     # ------------------------------------------------------------ sleep: engines
 
@@ -1512,25 +1516,25 @@ class WeightControl:
         ``only`` restricts this to one engine while nothing is to sleep, because each publish has
         each of a thousand engines report two changes.
         """
-        told: Outgoing = []
+        outgoing: Outgoing = []
         for name in sorted(self._engines) if only is None or self._sleep_target.tags else (only,):
             engine = self._engines.get(name)
             if engine is None or engine.request is not None or engine.failure is not None:
                 continue
-            word = self._sleep_word(engine)
-            if isinstance(word, Wake) or (word is not None and self._may_sleep(name)):
-                engine.request, engine.asked_level = word.request_id, self._sleep_target.level
+            order = self._sleep_order(engine)
+            if isinstance(order, Wake) or (order is not None and self._may_sleep(name)):
+                engine.request, engine.requested_level = order.request_id, self._sleep_target.level
                 self._requests += 1
-                told.append((name, word))
-        if told:
-            self._send(told)
+                outgoing.append((name, order))
+        if outgoing:
+            self._send(outgoing)
 
     def _may_sleep(self, name: str) -> bool:
         """Whether an engine is paused and no weights are on their way to it."""
         is_paused = self.pause_mode is not None and name not in self._unsettled_pauses
         return is_paused and not self._is_on_its_way(name)
 
-    def _sleep_word(self, engine: _Engine) -> Sleep | Wake | None:
+    def _sleep_order(self, engine: _Engine) -> Sleep | Wake | None:
         """Return the order that brings an engine to the wanted state; None if it is there."""
         wanted = self._sleep_target
         if extra := engine.asleep - wanted.tags:
@@ -1548,7 +1552,7 @@ class WeightControl:
         return sorted(
             name
             for name, engine in self._engines.items()
-            if engine.request is not None or (engine.failure is None and self._sleep_word(engine))
+            if engine.request is not None or (engine.failure is None and self._sleep_order(engine))
         )
 
     def _on_slept(
@@ -1560,14 +1564,14 @@ class WeightControl:
         engine.request = None
         match message:
             case Asleep(tags=tags, freed_bytes=returned):
-                engine.asleep, engine.level = set(tags), engine.asked_level
+                engine.asleep, engine.level = set(tags), engine.requested_level
                 engine.freed_bytes += returned
             case Awake(tags=tags, needs_weights=lacks):
                 engine.asleep, engine.needs_weights = set(tags), lacks
             case sleep_messages.SleepRequestFailed(message=why):
                 engine.failure = why
 
-    def _note_new_weights(self) -> None:
+    def _forget_weights_target(self) -> None:
         """If all engines have new weights, engines that join need not put theirs to sleep."""
         if "weights" not in self._sleep_target.tags or not self._engines:
             return

@@ -37,7 +37,7 @@ class BatchRequestQueue:
         self._take_failure = take_failure
         self._offer: tuple[BatchRequest, ev.HandOver] | None = None
         """Batch that the core has handed over and no trainer has acknowledged, with its request."""
-        self._is_asked = False
+        self._is_request_sent = False
         """Whether the core has been asked for a batch, for the oldest request."""
         self._is_held = False
 
@@ -57,7 +57,7 @@ class BatchRequestQueue:
         request.future = asyncio.get_running_loop().create_future()
         if request not in self._requests:
             self._requests.append(request)
-            self._ask()
+            self._send_request()
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -68,18 +68,18 @@ class BatchRequestQueue:
         """Confirm that the trainer has the batch that was offered to this request."""
         if self._offer is not None and self._offer[0] is request:
             self._offer = None
-            self._ask()
+            self._send_request()
 
     def close(self, request: BatchRequest) -> None:
         """End a request without a batch, and undo an offer to it. Harmless if repeated."""
         request.close()
         if request in self._requests:
             if self._requests[0] is request:
-                self._withdraw_question(is_held=False)
+                self._cancel_request(is_held=False)
             self._requests.remove(request)
         elif self._offer is not None and self._offer[0] is request:
             self._undo_offer()
-        self._ask()
+        self._send_request()
 
     def give_back(self, number: int, *, newest: int) -> bool:
         """Return an acknowledged batch untrained; False if it isn't the newest or requests wait."""
@@ -91,46 +91,46 @@ class BatchRequestQueue:
     def hold(self, is_held: bool) -> None:
         """Withdraw the offer and hold all requests; or ask the core for the oldest one again."""
         if not is_held and self._requests and (failure := self._take_failure()) is not None:
-            self._withdraw_question(is_held=self._is_held)
+            self._cancel_request(is_held=self._is_held)
             fail(self._requests.popleft().future, failure)
         if is_held and not self._is_held:
             self._is_held = True
-            self._withdraw_question(is_held=True)
+            self._cancel_request(is_held=True)
             if self._offer is not None and self._offer[0].withdraw():
                 self._requests.appendleft(self._offer[0])
                 self._undo_offer()
         elif not is_held:
             self._is_held = False
-            self._ask()
+            self._send_request()
 
     def hand_over(self, batch: ev.HandOver) -> None:
         """Offer a batch to the oldest request, once the journal has committed the hand-over."""
-        self._is_asked = False
+        self._is_request_sent = False
         self._offer = (self._requests.popleft(), batch)
         self._when_safe(partial(self._deliver, self._offer))
 
     def end(self) -> None:
         """End the oldest request without a batch: there are no more tasks."""
-        self._is_asked = False
+        self._is_request_sent = False
         resolve(self._requests.popleft().future, False)
-        self._ask()
+        self._send_request()
 
     def refuse(self, error: TidegateError) -> None:
         """Fail the oldest request: no batch can fill."""
-        self._is_asked = False
+        self._is_request_sent = False
         fail(self._requests.popleft().future, error)
-        self._ask()
+        self._send_request()
 
     # ------------------------------------------------------------ the core's side
 
-    def _ask(self) -> None:
-        if self._requests and not (self._is_asked or self._is_held or self._offer):
-            self._is_asked = True
+    def _send_request(self) -> None:
+        if self._requests and not (self._is_request_sent or self._is_held or self._offer):
+            self._is_request_sent = True
             self._handle(ev.BatchRequested())
 
-    def _withdraw_question(self, *, is_held: bool) -> None:
-        if self._is_asked:
-            self._is_asked = False
+    def _cancel_request(self, *, is_held: bool) -> None:
+        if self._is_request_sent:
+            self._is_request_sent = False
             self._handle(ev.BatchRequestCancelled(is_held))
 
     def _undo_offer(self) -> None:

@@ -28,7 +28,7 @@ LIMIT_MIN_S = 30.0
 CHECK_INTERVAL_S = 0.5
 """Time between two checks of the loop."""
 
-PLACES_LOGGED_MAX = 100
+LOCATIONS_LOGGED_MAX = 100
 """Places in code that are logged, each once."""
 
 log = logging.getLogger("tidegate")
@@ -116,7 +116,7 @@ class LoopWatch:
                     return
 
     def _log(self, blocked: Stuck) -> None:
-        if blocked.where in self._logged or len(self._logged) >= PLACES_LOGGED_MAX:
+        if blocked.where in self._logged or len(self._logged) >= LOCATIONS_LOGGED_MAX:
             return
         self._logged.add(blocked.where)
         log.warning(
@@ -133,11 +133,11 @@ def _running_code(loop: asyncio.AbstractEventLoop, thread_id: int, blocked_s: fl
     task = asyncio.current_task(loop)
     name = task.get_name() if task is not None else "a callback"
     frame = sys._current_frames().get(thread_id)
-    where = _place(frame) if frame is not None else "an unknown place"
+    where = _location(frame) if frame is not None else "an unknown place"
     return Stuck("loop", name, where, blocked_s)
 
 
-_NOT_THEIRS = (
+_NOT_USER_CODE = (
     str(Path(__file__).parent),
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
@@ -146,12 +146,12 @@ _NOT_THEIRS = (
 """Path prefixes of code that is never named as the cause: ours, Python's and libraries'."""
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     """Return the innermost line that is neither a library's nor ours; else the innermost line."""
     innermost = frame
     found: FrameType | None = frame
     while found is not None:
-        if not found.f_code.co_filename.startswith(_NOT_THEIRS):
+        if not found.f_code.co_filename.startswith(_NOT_USER_CODE):
             break
         found = found.f_back
     shown = found or innermost

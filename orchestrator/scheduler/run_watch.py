@@ -98,7 +98,7 @@ class RunWatch:
                 if turn.place is None or turn.place[0] not in engines:
                     continue
                 if is_stuck("turn", rollout.rollout_id, (len(turns), turn.length)):
-                    self._watchdog.report("turn", rollout.rollout_id, _say_turn(turn))
+                    self._watchdog.report("turn", rollout.rollout_id, _describe_turn(turn))
             elif pending and group.key in pending:
                 continue  # its episode is yet to begin again
             elif rollout.branch_of is not None:
@@ -106,7 +106,9 @@ class RunWatch:
             elif rollout.rollout_id in self._parked:
                 continue  # newer weights wake it
             elif is_stuck("episode", rollout.rollout_id, _progress(rollout)):
-                self._watchdog.report("episode", rollout.rollout_id, _say_episode(rollout, group))
+                self._watchdog.report(
+                    "episode", rollout.rollout_id, _describe_episode(rollout, group)
+                )
 
     def _check_engines(self) -> set[str]:
         """Check engines; return those that make steps for all of their turns."""
@@ -119,14 +121,14 @@ class RunWatch:
                 continue
             progress = (engine.hello.epoch, engine.tokens, engine.busy_us)
             if self._watchdog.is_stuck("engine", name, progress):
-                self._watchdog.report("engine", name, _say_engine(engine, turns))
+                self._watchdog.report("engine", name, _describe_engine(engine, turns))
             elif not engine.waiting_turns:  # else it is unknown which of its turns wait
                 at_work.add(name)
         if self._core.turns.waiting and self._watchdog.is_stuck("engine", "no engine", None):
-            self._watchdog.report("engine", "no engine", self._say_no_engine())
+            self._watchdog.report("engine", "no engine", self._describe_missing_engine())
         return at_work
 
-    def _say_no_engine(self) -> str:
+    def _describe_missing_engine(self) -> str:
         turns = self._core.turns
         there = ", ".join(f"{name} v{e.weight_version}" for name, e in turns.engines.items())
         return (
@@ -144,7 +146,7 @@ class RunWatch:
         are_kept = len(ended) == ended.maxlen and alive > KEPT_SHARE * len(ended)
         who = "episodes that have ended"
         if are_kept and self._watchdog.is_stuck("memory", who, None):
-            self._watchdog.report("memory", who, _say_kept(alive, len(ended)))
+            self._watchdog.report("memory", who, _describe_kept(alive, len(ended)))
 
     # ------------------------------------------------------------ the trainer
 
@@ -181,7 +183,7 @@ class RunWatch:
                 watchdog.report("publish", "the next version", where)
 
 
-def _say_engine(engine: Engine, turns: EngineTurns) -> str:
+def _describe_engine(engine: Engine, turns: EngineTurns) -> str:
     return (
         f"no step of its {len(turns.submissions)} turns has come; it says that "
         f"{engine.running_turns} run and {engine.waiting_turns} wait, and serves "
@@ -197,7 +199,7 @@ def _progress(rollout: Rollout) -> tuple[int, int]:
     return sum(len(row.turns) for row in rows), sum(row.sampled_tokens for row in rows)
 
 
-def _say_turn(turn: Turn) -> str:
+def _describe_turn(turn: Turn) -> str:
     name, handle = turn.place if turn.place is not None else ("none", None)
     return (
         f"its turn {len(turn.rollout.turns)} (handle {handle}) on {name} has {turn.length} tokens "
@@ -205,14 +207,14 @@ def _say_turn(turn: Turn) -> str:
     )
 
 
-def _say_episode(rollout: Rollout, group: Group) -> str:
+def _describe_episode(rollout: Rollout, group: Group) -> str:
     return (
         f"after turn {len(rollout.turns)} its episode neither asks for another nor returns; task "
         f"{_SHORT.repr(group.task)}"
     )
 
 
-def _say_kept(alive: int, ended: int) -> str:
+def _describe_kept(alive: int, ended: int) -> str:
     return (
         f"{alive} of the last {ended} are still referenced, and their tokens with them; keep what "
         f"is needed of an Episode, not the object"

@@ -106,11 +106,11 @@ def _name_of(episode: object) -> str:
     return f"{getattr(named, '__module__', '')}:{getattr(named, '__qualname__', '')}"
 
 
-EPISODES_PER_TURN = 256
+EPISODES_PER_SLICE = 256
 """Episodes that begin before the loop serves its sockets again. Episodes that begin together ask
 for their turns together, so fewer would make more messages, and steps with fewer rows."""
 
-TURN_S = 0.01
+SLICE_S = 0.01
 """Time after which the loop serves its sockets too, because the user's iterator may be slow."""
 
 
@@ -149,14 +149,14 @@ class TaskFeed:
         Raises:
             ResumeMismatch: the tasks differ from those before the run was resumed.
         """
-        await self._pass_by_the_taken()
+        await self._skip_taken_tasks()
         while True:
             self._wants_tasks.clear()  # first, because events during _take may put a task back
             await self._take()
             await self._wants_tasks.wait()
 
     async def _take(self) -> None:
-        self._begin_turn()
+        self._begin_slice()
         places = 0
         core, source = self._core, self.source
         is_async, newest = source.is_async, self._episode_of(None)
@@ -185,11 +185,11 @@ class TaskFeed:
             elif self._has_begun_enough():
                 places = 0
                 await asyncio.sleep(0)
-                self._begin_turn()
+                self._begin_slice()
 
-    async def _pass_by_the_taken(self) -> None:
+    async def _skip_taken_tasks(self) -> None:
         """After a resume: skip the tasks taken before; the core restarts unfinished ones."""
-        self._begin_turn()
+        self._begin_slice()
         count = self._core.tasks.count
         for index in range(count):
             task = await self.source.next_new()
@@ -198,15 +198,15 @@ class TaskFeed:
             self._handle(ev.TaskFoundAgain(task, key), self._episode_of(key))
             if self._has_begun_enough():
                 await asyncio.sleep(0)
-                self._begin_turn()
+                self._begin_slice()
 
-    def _begin_turn(self) -> None:
-        self._begun, self._until_s = 0, self._now_s() + TURN_S
+    def _begin_slice(self) -> None:
+        self._begun, self._until_s = 0, self._now_s() + SLICE_S
 
     def _has_begun_enough(self) -> bool:
         """Whether the loop should serve its sockets, after one more task."""
         self._begun += self._core.groups.group_size
-        return self._begun >= EPISODES_PER_TURN or self._now_s() >= self._until_s
+        return self._begun >= EPISODES_PER_SLICE or self._now_s() >= self._until_s
 
     def _check(self, task: object, key: TaskKey, count: int) -> None:
         if task is NO_MORE:

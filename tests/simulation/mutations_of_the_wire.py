@@ -193,7 +193,7 @@ def weights_that_come_to_nothing_are_not_sent_again_while_engines_wake(
 ) -> None:
     is_awaited = property(lambda self: self._sleeping_mode is not None)
     patch.setattr(WeightControl, "_is_publish_awaited", is_awaited)
-    patch.setattr(WeightControl, "_in_vain", [])
+    patch.setattr(WeightControl, "_engines_without_update", [])
 
 
 @mutation(seed=451)

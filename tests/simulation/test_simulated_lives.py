@@ -123,7 +123,7 @@ def a_resumed_run_takes_its_tasks_from_the_start(patch: pytest.MonkeyPatch) -> N
     async def pass_by_none(self: TaskFeed) -> None:
         return
 
-    patch.setattr(TaskFeed, "_pass_by_the_taken", pass_by_none)
+    patch.setattr(TaskFeed, "_skip_taken_tasks", pass_by_none)
 
 
 @mutation

@@ -337,7 +337,7 @@ def test_a_publish_that_is_told_of_an_earlier_failure_counts_as_failed_too() -> 
 def test_a_part_of_unknown_weights_counts_as_a_failed_publish() -> None:
     run = ControlDriver("a")
     run.released.append(7)  # by a process before this one
-    with pytest.raises(WeightsRefused, match="goes on with another's weights"):
+    with pytest.raises(WeightsRefused, match="continues with another process's weights"):
         run.reserve(is_part=True)
     assert run.failures == 1
 

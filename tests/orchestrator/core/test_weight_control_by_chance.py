@@ -478,7 +478,7 @@ TestTrainer.settings = settings(
 
 
 def no_wave_is_full(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_places_in_wave", ENGINES_MAX)
+    patch.setattr(WeightControl, "_swaps_available", ENGINES_MAX)
 
 
 def the_buffer_is_overwritten_while_engines_copy(patch: pytest.MonkeyPatch) -> None:
@@ -494,7 +494,7 @@ def a_late_joiner_gets_no_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def engines_swap_in_the_midst_of_a_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_begin_pause", WeightControl._tell_pause)
+    patch.setattr(WeightControl, "_begin_pause", WeightControl._send_pause)
 
 
 def engines_sleep_while_weights_are_on_their_way(patch: pytest.MonkeyPatch) -> None:
