@@ -166,7 +166,7 @@ class FixedEngine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         """No-op."""
 
-    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         """No-op: phases are not counted."""
         return nullcontext()
 

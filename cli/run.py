@@ -116,7 +116,7 @@ async def _train(rollouts: Any, program: "Program") -> None:
 def _note(rollouts: Any, facts: object) -> None:
     """Record what a trainer returns, such as a reward on held-out tasks."""
     if isinstance(facts, Mapping):
-        rollouts.note(**{str(name): value for name, value in facts.items()})
+        rollouts.record_facts(**{str(name): value for name, value in facts.items()})
 
 
 def _report(program: "Program") -> Path:

@@ -134,7 +134,7 @@ class EnvironmentEpisode:
 
     async def _play(self, environment: Environment, episode: Episode, task: Any) -> float:
         seed = group_seed(task, episode.group_id)
-        with episode.doing(ENVIRONMENT):
+        with episode.activity(ENVIRONMENT):
             observation = _checked(await _result(environment.reset(seed=seed, task=task)))
         dialogue = self.dialogue(episode, self.limits)
         reward = observation.reward
@@ -148,7 +148,7 @@ class EnvironmentEpisode:
                 self.counts.out_of_context += 1
                 return reward
             self.counts.turns += 1
-            with episode.doing(ENVIRONMENT):
+            with episode.activity(ENVIRONMENT):
                 observation = _checked(await _result(environment.step(turn.text)))
             reward += observation.reward
             if observation.reward:

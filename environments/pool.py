@@ -64,16 +64,16 @@ class PoolServices(Protocol):
     def next_id(self) -> int:
         """Return a new unique number."""
 
-    async def take_place(self) -> None:
+    async def acquire_slot(self) -> None:
         """Wait until another environment may be open."""
 
-    def give_place(self) -> None:
+    def release_slot(self) -> None:
         """Report that an open environment was closed."""
 
-    def count_again(self) -> None:
+    def count_replay(self) -> None:
         """Count an environment that was replayed in another process."""
 
-    def home(self) -> WorkerProcess:
+    def environment_process(self) -> WorkerProcess:
         """Return the process for one more environment."""
 
 
@@ -130,7 +130,7 @@ class PooledEnvironment:
                 environment=self._factory, doing="reset", why="it was reset before; make another"
             )
         self._seed, self._task = seed, task
-        await self._pool.take_place()
+        await self._pool.acquire_slot()
         self._has_place = True
         if self._is_closed:
             self._give_back()
@@ -177,7 +177,7 @@ class PooledEnvironment:
                     )
         finally:
             self._lived = lived
-        self._pool.count_again()
+        self._pool.count_replay()
 
     async def _ask(self, action: str, *, is_reset: bool = False) -> Observation:
         timeout_s = self._pool.call_timeout_s
@@ -235,7 +235,7 @@ class PooledEnvironment:
 
     def _move_in(self) -> None:
         self._move_out()
-        self._process = self._pool.home()
+        self._process = self._pool.environment_process()
         self._process.environments += 1
         self._id = self._pool.next_id()
 
@@ -273,7 +273,7 @@ class PooledEnvironment:
         self._move_out()
         if self._has_place:
             self._has_place = False
-            self._pool.give_place()
+            self._pool.release_slot()
 
 
 CLOSE_GRACE_S = 2.0
@@ -290,7 +290,7 @@ class PoolStatistics:
     """Open environments."""
     processes_lost: int
     """Processes that died or were killed since the start."""
-    begun_again: int
+    replayed: int
     """Environments that lost their process and were replayed in another one."""
 
 
@@ -359,12 +359,12 @@ class EnvironmentPool:
         self._is_closed = False
         self._processes: list[WorkerProcess] = []
         self._ids = itertools.count(1)
-        self._places = asyncio.Semaphore(environments_max)
+        self._slots = asyncio.Semaphore(environments_max)
         self.tool_slots = asyncio.Semaphore(self._processes_max)
         """Held while a tool computes, so that a call waits for any process to be free."""
         self._open = 0
         self._lost = 0
-        self._begun_again = 0
+        self._replays = 0
 
     def environment(self, factory: str, /, **arguments: Any) -> "Callable[[], PooledEnvironment]":
         """Return a function that creates environments in the pool, for ``environment_episode``.
@@ -382,7 +382,7 @@ class EnvironmentPool:
     def statistics(self) -> PoolStatistics:
         """Return the present counts; callable from any thread."""
         running = sum(not process.is_dead for process in list(self._processes))
-        return PoolStatistics(running, self._open, self._lost, self._begun_again)
+        return PoolStatistics(running, self._open, self._lost, self._replays)
 
     # ------------------------------------------------------------ the pool's thread
 
@@ -460,21 +460,21 @@ class EnvironmentPool:
         """Return a new number for a call or an environment."""
         return next(self._ids)
 
-    async def take_place(self) -> None:
+    async def acquire_slot(self) -> None:
         """Wait until another environment may be open."""
-        await self._places.acquire()
+        await self._slots.acquire()
         self._open += 1
 
-    def give_place(self) -> None:
+    def release_slot(self) -> None:
         """Report that an open environment was closed."""
         self._open -= 1
-        self._places.release()
+        self._slots.release()
 
-    def count_again(self) -> None:
+    def count_replay(self) -> None:
         """Count an environment that was replayed in another process."""
-        self._begun_again += 1
+        self._replays += 1
 
-    def home(self) -> WorkerProcess:
+    def environment_process(self) -> WorkerProcess:
         """Return the process with the fewest environments, starting one if allowed and useful.
 
         Raises:
@@ -483,7 +483,7 @@ class EnvironmentPool:
         """
         return self._least(lambda process: (process.environments, process.queued))
 
-    def tool_home(self) -> WorkerProcess:
+    def tool_process(self) -> WorkerProcess:
         """Return the process for a tool's call: an idle one if possible."""
         return self._least(lambda process: (process.queued, process.environments))
 

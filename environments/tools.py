@@ -135,7 +135,7 @@ class Tools:
         for losses_left in reversed(range(LOSSES_MAX)):
             await slots.acquire()
             try:
-                process = self._pool.tool_home()
+                process = self._pool.tool_process()
             except (OSError, RunClosed):
                 slots.release()
                 raise
@@ -155,7 +155,7 @@ def _doing(name: str) -> AbstractContextManager[None]:
     """Record the activity on the episode whose coroutine this is, if there is one."""
     task = asyncio.current_task()
     episode = task.episode if isinstance(task, EpisodeTask) else None
-    return nullcontext() if episode is None else episode.doing(name)
+    return nullcontext() if episode is None else episode.activity(name)
 
 
 def _error(text: str) -> ToolAnswer:

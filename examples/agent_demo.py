@@ -126,7 +126,7 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
             batches=options.versions,
             learning_rate=LEARNING_RATE,
         )
-        rollouts.note(
+        rollouts.record_facts(
             mode="async", reward_before=gain.before, reward_after=gain.after, warm_up=warm_up
         )
     return counts()

@@ -132,7 +132,7 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
             corrects=options.correction != "none",
             is_colocated=options.colocated,
         )
-        rollouts.note(
+        rollouts.record_facts(
             mode=mode,
             reward_before=gain.before,
             reward_after=gain.after,

@@ -82,7 +82,7 @@ async def learn(
             marks.begin("train")
             if (seen := train_step(policy, optimizer, batch, corrects=corrects)) is not None:
                 measured.append(seen)
-                await rollouts.observe(
+                await rollouts.report_off_policyness(
                     effective_sample_size=seen.ess, mismatch_kl=seen.k3, by_lag=seen.by_lag
                 )
             if is_colocated:

@@ -269,7 +269,7 @@ TIMES = (
         "tidegate_episode_seconds_total",
         "counter",
         "Seconds of all episodes by activity: environment, score, tools, "
-        "and the names given to episode.doing().",
+        "and the names given to episode.activity().",
         by_key(lambda snapshot: snapshot.statistics.episode_activity_s),
         ("activity",),
     ),

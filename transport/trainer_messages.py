@@ -123,7 +123,9 @@ class ScoreSequences(TrainerRequest, frozen=True, kw_only=True, tag="score_seque
 class ControlRun(TrainerRequest, frozen=True, kw_only=True, tag="control_run"):
     """A small request without a message type of its own, such as pause, resume or statistics."""
 
-    action: Literal["pause", "resume", "sleep", "wake", "ack", "observe", "statistics", "discard"]
+    action: Literal[
+        "pause", "resume", "sleep", "wake", "ack", "report_off_policyness", "statistics", "discard"
+    ]
     arguments: dict[str, Any] = {}
 
 

@@ -70,7 +70,7 @@ class EpisodeBackend(Protocol):
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts."""
 
-    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         """Count the time within as a named activity of the episode."""
 
     def score(self, rollout: Rollout, queries: Sequence[ScoreQuery]) -> Awaitable[list[Score]]:
@@ -146,7 +146,7 @@ class ScoringEpisode:
         scores = asyncio.ensure_future(answer)
         self._pending_scores += (scores,)
         try:
-            with self._backend.doing(self._rollout, SCORE):
+            with self._backend.activity(self._rollout, SCORE):
                 return await scores
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -381,7 +381,7 @@ class Episode(ScoringEpisode):
         """Number of the row in its run, as in trajectories.parquet; a branch has its own."""
         return self._rollout.rollout_id
 
-    def encoded(self, text: str) -> Awaitable[list[int]]:
+    def encode(self, text: str) -> Awaitable[list[int]]:
         """Return a text as tokens, without special tokens; long texts are encoded in a thread."""
         return self._model.encoded(text)
 
@@ -502,15 +502,15 @@ class Episode(ScoringEpisode):
         if self._replay is None and self._rollout.group_id >= 0:
             await self._backend.park(self._rollout)
 
-    def doing(self, name: str) -> AbstractContextManager[None]:
+    def activity(self, name: str) -> AbstractContextManager[None]:
         """Count the time within as a named activity, and show it on the trace.
 
-        ``with episode.doing("reward"): …`` has no other effect. Environments, tools called from the
-        episode's own coroutine, and scoring count their time by themselves.
+        ``with episode.activity("reward"): …`` has no other effect. Environments, tools called from
+        the episode's own coroutine, and scoring count their time by themselves.
         """
-        return self._backend.doing(self._rollout, name)
+        return self._backend.activity(self._rollout, name)
 
-    def turn_so_far(self) -> GeneratedTurn | None:
+    def current_turn(self) -> GeneratedTurn | None:
         """Return the last turn with its tokens so far, running or ended; None before the first."""
         turns = self._rollout.turns[: self._replay.turns] if self._replay else self._rollout.turns
         return GeneratedTurn(turns[-1], self._model.tokenizer) if turns else None

@@ -75,7 +75,7 @@ class GeneratedTurn:
         return self._turn.finish_reason or "length"
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the turn is still running, if it was read before its end."""
         return self._turn.finish_reason is None
 

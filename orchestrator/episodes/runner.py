@@ -506,7 +506,7 @@ class EpisodeRunner:
         task.parks_at_left_s = self._deadlines.left_s(task) - budget_s
 
     @contextlib.contextmanager
-    def doing(self, rollout: Rollout, name: str) -> Iterator[None]:
+    def activity(self, rollout: Rollout, name: str) -> Iterator[None]:
         """Count the time within as a named activity of the episode."""
         name = self.activities.begin(name)
         if self._tracer is not None:

@@ -81,7 +81,7 @@ class BatchRequestQueue:
             self._undo_offer()
         self._send_request()
 
-    def give_back(self, number: int, *, newest: int) -> bool:
+    def return_batch(self, number: int, *, newest: int) -> bool:
         """Return an acknowledged batch untrained; False if it isn't the newest or requests wait."""
         if self._offer is not None or self._requests or number != newest:
             return False

@@ -390,9 +390,9 @@ class Scheduler:
         """As :meth:`BatchRequestQueue.close`."""
         self._batch_requests.close(request)
 
-    def give_back(self, number: int) -> bool:
-        """As :meth:`BatchRequestQueue.give_back`."""
-        return self._batch_requests.give_back(number, newest=self.core.handed.count)
+    def return_batch(self, number: int) -> bool:
+        """As :meth:`BatchRequestQueue.return_batch`."""
+        return self._batch_requests.return_batch(number, newest=self.core.handed.count)
 
     def hold_batches(self, is_held: bool) -> None:
         """As :meth:`BatchRequestQueue.hold`."""

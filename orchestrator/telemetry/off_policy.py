@@ -1,6 +1,7 @@
 """Off-policyness of the last batch as the trainer's loss measured it: ESS and mismatch divergences.
 
-``Rollouts.observe`` makes it of the trainer's values; metrics, dashboard and recordings show it.
+``Rollouts.report_off_policyness`` makes it of the trainer's values; metrics, dashboard and
+recordings show it.
 """
 
 import math
@@ -44,7 +45,7 @@ class OffPolicy:
 def off_policy(
     ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]" = ()
 ) -> OffPolicy:
-    """Return an :class:`OffPolicy` of the arguments of ``observe``."""
+    """Return an :class:`OffPolicy` of the arguments of ``report_off_policyness``."""
     told = {
         bucket.lag_min: {
             name: value

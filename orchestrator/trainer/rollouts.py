@@ -174,12 +174,12 @@ class Scorer(RunHandle):
         observers = self._running.observers
         return observers.url if observers is not None else None
 
-    def raise_if_over(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise the run's failure, or RunClosed, if the run has ended."""
         if self._running.has_ended:
             raise self._running.failure()
 
-    def note(self, **facts: object) -> None:
+    def record_facts(self, **facts: object) -> None:
         """Add facts to the run's record, e.g. ``reward_before=…``."""
         if self._running.recorder is not None:
             self._running.recorder.finish(self.statistics(), **facts)
@@ -447,14 +447,14 @@ class Rollouts(Scorer, TrainerHandle):
         self._mark("wait")
         return None
 
-    async def give_back(self, number: int) -> bool:
+    async def return_batch(self, number: int) -> bool:
         """Give the newest batch, which was not trained on, back to the run for the next call.
 
         Returns False if the batch is not the newest any more, or another call waits for a batch.
         """
 
         async def work(scheduler: Scheduler) -> bool:
-            return scheduler.give_back(number)
+            return scheduler.return_batch(number)
 
         if not await self._requests.do(work):
             return False
@@ -479,7 +479,7 @@ class Rollouts(Scorer, TrainerHandle):
         """
         await self._requests.do(discarded_rows(batch, rows, reason).report)
 
-    async def observe(
+    async def report_off_policyness(
         self,
         *,
         effective_sample_size: float | None = None,
@@ -791,13 +791,13 @@ class SyncScorer(SyncHandle[Scorer]):
         """As :meth:`Scorer.statistics`."""
         return self._handle.statistics()
 
-    def raise_if_over(self) -> None:
-        """As :meth:`Scorer.raise_if_over`."""
-        self._handle.raise_if_over()
+    def raise_if_ended(self) -> None:
+        """As :meth:`Scorer.raise_if_ended`."""
+        self._handle.raise_if_ended()
 
-    def note(self, **facts: object) -> None:
-        """As :meth:`Scorer.note`."""
-        self._handle.note(**facts)
+    def record_facts(self, **facts: object) -> None:
+        """As :meth:`Scorer.record_facts`."""
+        self._handle.record_facts(**facts)
 
     async def score_queries(self, queries: Sequence[ScoreQuery]) -> list[Score]:
         """As :meth:`RunHandle.score_queries`; code on any event loop may await it."""
@@ -828,7 +828,7 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
     next_batch = blocking(Rollouts.next_batch)
     _next_batch_of = blocking(Rollouts._next_batch_of)
     discard = blocking(Rollouts.discard)
-    observe = blocking(Rollouts.observe)
+    report_off_policyness = blocking(Rollouts.report_off_policyness)
     ack = blocking(Rollouts.ack)
     evaluate = blocking(Rollouts.evaluate)
     publish = blocking(Rollouts.publish)

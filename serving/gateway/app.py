@@ -62,7 +62,7 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     ]
 
     def shows_key(headers: Headers) -> bool:
-        return gateway.knows(headers.bearer)
+        return gateway.is_authorized(headers.bearer)
 
     policy = AccessPolicy(gateway.host, gateway.allowed_hosts, shows_key)
     return api_app(routes, OpenAIErrors(), policy)
@@ -100,9 +100,7 @@ class _Handlers:
         request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
         prompts = [
-            await unless_gone(http, session.episode.encoded(each))
-            if isinstance(each, str)
-            else each
+            await unless_gone(http, session.episode.encode(each)) if isinstance(each, str) else each
             for each in request.prompts
         ]
         if not all(prompts):
@@ -130,7 +128,7 @@ class _Handlers:
             work = conversation.prompt_tokens(request.messages, request.tools, in_thread=in_thread)
             ids = await unless_gone(http, work)
         else:
-            ids = await unless_gone(http, session.episode.encoded(request.prompt or ""))
+            ids = await unless_gone(http, session.episode.encode(request.prompt or ""))
         return {"count": len(ids), "tokens": ids}
 
     async def models(self, http: HttpRequest) -> Answer:
@@ -148,7 +146,7 @@ class _Handlers:
         await _body(http)  # after the body, only a disconnect is received
         session = await unless_gone(http, self._gateway.claim(key_of(http)))
         if await http.is_disconnected():
-            self._gateway.give_back(session)
+            self._gateway.unclaim(session)
             raise ClientDisconnect
         about = {"id": session.session_id, "api_key": session.api_key}
         about["base_url"] = f"{self._gateway.url}/v1"

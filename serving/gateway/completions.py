@@ -59,8 +59,8 @@ class GatewayChoice:
 
         Of a turn that has ended, return what was sent: another request may continue its row.
         """
-        so_far = self.row.turn_so_far()
-        if self.turn.done() or so_far is None or not so_far.goes_on:
+        so_far = self.row.current_turn()
+        if self.turn.done() or so_far is None or not so_far.is_running:
             return self.sent
         self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
         return settled_text(self.detokenizer.text, tools, stops)

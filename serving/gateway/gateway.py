@@ -131,7 +131,7 @@ class Gateway(GatewaySessions):
         if before is not None and before.get_loop() is not loop:
             if before.get_loop().is_running():
                 raise ConfigError("a gateway serves one run at a time; make one for each")
-            self.forget_all()  # sessions of the previous run
+            self.clear_sessions()  # sessions of the previous run
         self._server = loop.create_task(self._run_server(), name="gateway")
 
     async def _run_server(self) -> None:

@@ -66,7 +66,7 @@ class GatewaySessions:
         """Number of open sessions."""
         return len(self._sessions)
 
-    def knows(self, key: str) -> bool:
+    def is_authorized(self, key: str) -> bool:
         """Whether this is the gateway's token, or the key of an open session."""
         return key in self._by_key or secrets.compare_digest(key.encode(), self.token.encode())
 
@@ -103,7 +103,7 @@ class GatewaySessions:
             raise ApiError(404, "there is no task now; ask again", code="no_task")
         return self._unclaimed.popleft()
 
-    def give_back(self, session: Session) -> None:
+    def unclaim(self, session: Session) -> None:
         """Return a claimed session, whose agent is gone, to the head of the queue."""
         if self._sessions.get(session.session_id) is session:
             self._unclaimed.appendleft(session)
@@ -138,7 +138,7 @@ class GatewaySessions:
         self._unclaimed.append(session)
         self._has_unclaimed.set()
 
-    def forget_all(self) -> None:
+    def clear_sessions(self) -> None:
         """Drop all sessions, before the gateway serves another run."""
         self._sessions.clear()
         self._by_key.clear()

@@ -42,9 +42,9 @@ class ActiveChoice:
     """Why the choice failed; None if it was aborted."""
     _generating: "asyncio.Task[GeneratedTurn] | None" = None
 
-    def turn_so_far(self) -> "GeneratedTurn | None":
+    def current_turn(self) -> "GeneratedTurn | None":
         """Return the turn with its tokens up to now; None before it has begun."""
-        return None if self.row is None else self.row.turn_so_far()
+        return None if self.row is None else self.row.current_turn()
 
     @property
     def num_tokens(self) -> int:

@@ -189,7 +189,7 @@ class OutputReader:
             return self.rest()
         if self.choice.num_tokens <= self._read or self.choice.row is None:
             return None
-        turn = self.choice.turn_so_far()
+        turn = self.choice.current_turn()
         if turn is None:
             return None
         tops = turn.top_logprobs_from(self._read)
@@ -200,7 +200,7 @@ class OutputReader:
 
     def rest(self) -> Output:
         """Return what was not read of an output that has ended, and how it ended."""
-        turn = self.choice.turn_so_far()
+        turn = self.choice.current_turn()
         if turn is None:
             return self._part([], [], None, "", finish_reason="abort")
         ids, has_stopped = turn.token_ids, turn.finish_reason == "stop"

@@ -226,7 +226,7 @@ class Engines:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         self.cuts.append((turns, tokens))
 
-    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:

@@ -148,7 +148,7 @@ async def test_one_that_hangs_is_ended_in_time_and_its_neighbours_go_on(name: st
         with pytest.raises(EnvironmentHung, match="no answer in 1 s"):
             await hanging
         # An awaiting step is cancelled alone; a blocking one is killed with its process.
-        assert pool.statistics().begun_again <= (name == "Unruly")
+        assert pool.statistics().replayed <= (name == "Unruly")
 
 
 async def test_begun_again_it_must_answer_what_it_had_answered(shared: EnvironmentPool) -> None:

@@ -79,7 +79,7 @@ async def test_an_environment_whose_node_is_lost_is_begun_again_and_nobody_notic
         while pool.statistics().processes:  # noqa: ASYNC110 (it is for people, and has no event)
             await asyncio.sleep(0.01)
     assert (await walk.step("b")).text.startswith(before)
-    assert pool.statistics().begun_again == 1
+    assert pool.statistics().replayed == 1
 
 
 async def test_a_lost_node_is_not_the_doing_of_the_environment_that_computes() -> None:
@@ -97,7 +97,7 @@ async def test_a_lost_node_is_not_the_doing_of_the_environment_that_computes() -
             EnvironmentHung, match="no answer in 5 s"
         ):  # the same in the next process
             await step
-        assert pool.statistics().begun_again == 1
+        assert pool.statistics().replayed == 1
 
 
 async def test_one_that_hangs_is_killed_there() -> None:

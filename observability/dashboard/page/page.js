@@ -47,12 +47,12 @@ function draw() {
   setText("advice", forecast?.advice);
   warnings(run);
   curve(byId("reward"), points("reward"));
-  curve(byId("ess"), points("effective_sample_size"), { from: 0, emptyText: "report it with observe()" });
+  curve(byId("ess"), points("effective_sample_size"), { from: 0, emptyText: "report it with report_off_policyness()" });
   bars(byId("staleness"), last.staleness, { limit: run.staleness_bound });
   bars(byId("lags"), last.lags, { colour: (lag) => `hsl(${Math.max(0, 130 - 32 * lag)} 55% 50%)` });
   const column = 1 + byLag.indexOf(byId("mismatch").value);
   bars(byId("kl"), last.off_policy.by_lag.map((row) => [row[0], row[column]]),
-    { emptyText: isLive ? "report it with observe(by_lag=)" : "not reported by the trainer" });
+    { emptyText: isLive ? "report it with report_off_policyness(by_lag=)" : "not reported by the trainer" });
   byId("kl-note").textContent = last.off_policy.k3 === null ? ""
     : `all lags: k3 ${short(last.off_policy.k3)}, χ² ${short(last.off_policy.chi2)}`;
   const bias = last.length_bias;

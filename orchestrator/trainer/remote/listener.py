@@ -190,7 +190,7 @@ class _Listener:
         while not self._ranks.has_left_done:
             await asyncio.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.time()
-            self._rollouts.raise_if_over()
+            self._rollouts.raise_if_ended()
             self._log_silent_ranks(now_s)
             if self._ranks.is_any_heard(now_s, self._timeouts.rank_s):
                 heard_s = now_s

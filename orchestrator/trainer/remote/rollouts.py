@@ -333,12 +333,14 @@ class RemoteRollouts(TrainerHandle):
             "discard", batch=chosen.batch, rows=chosen.rows, reason=chosen.reason
         )
 
-    async def observe(
+    async def report_off_policyness(
         self, *, effective_sample_size: float | None = None, mismatch_kl: float | None = None
     ) -> None:
-        """As :meth:`~tidegate.Rollouts.observe`."""
+        """As :meth:`~tidegate.Rollouts.report_off_policyness`."""
         await self._requests.control(
-            "observe", effective_sample_size=effective_sample_size, mismatch_kl=mismatch_kl
+            "report_off_policyness",
+            effective_sample_size=effective_sample_size,
+            mismatch_kl=mismatch_kl,
         )
 
     async def ack(self, state: Mapping[str, Any]) -> None:
@@ -419,7 +421,7 @@ class SyncRemoteRollouts(SyncTrainerHandle, SyncHandle[RemoteRollouts]):
     offer = blocking(RemoteRollouts.offer)
     next_batch = blocking(RemoteRollouts.next_batch)
     discard = blocking(RemoteRollouts.discard)
-    observe = blocking(RemoteRollouts.observe)
+    report_off_policyness = blocking(RemoteRollouts.report_off_policyness)
     ack = blocking(RemoteRollouts.ack)
     evaluate = blocking(RemoteRollouts.evaluate)
     statistics = blocking(RemoteRollouts.statistics)

@@ -274,7 +274,7 @@ class TrainerService:
         their groups again.
         """
         while (orphan := self.progress.orphan_after(number)) is not None:
-            if not await self._rollouts.give_back(orphan):
+            if not await self._rollouts.return_batch(orphan):
                 return
             self.progress.given_back(orphan)
 
@@ -324,8 +324,8 @@ class TrainerService:
                 return await run.sleep(values["level"], tags=values["tags"], mode=values["mode"])
             case "wake":
                 await run.wake(values["tags"])
-            case "observe":
-                await run.observe(**values)
+            case "report_off_policyness":
+                await run.report_off_policyness(**values)
             case "ack":
                 self.progress.acknowledge(int(values["batches"]))
                 if values["journal"] is not None:

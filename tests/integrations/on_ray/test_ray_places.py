@@ -85,7 +85,7 @@ async def test_environments_live_on_rays_nodes_and_outlive_one(cluster: Any) -> 
         assert all(now.text.startswith(then) for now, then in zip(after, before, strict=True))
         # The loss may be noticed only at the next call.
         async with asyncio.timeout(WAIT_S):
-            while not pool.statistics().begun_again:
+            while not pool.statistics().replayed:
                 await asyncio.gather(*(walk.step("c") for walk in walks))
                 await asyncio.sleep(0.1)
         assert pool.statistics().processes == 2

@@ -88,7 +88,7 @@ def test_a_run_is_seen_while_it_goes_on(looking: Looking, tmp_path: Path) -> Non
         tasks = [HOSTILE_TASK] * 8
         for number, _ in enumerate(rollouts.batches(tasks, episode=two_turns), start=1):
             rollouts.publish(load_file(model / "model.safetensors"))
-            rollouts.observe(effective_sample_size=0.9)
+            rollouts.report_off_policyness(effective_sample_size=0.9)
             if number == 1:
                 page.goto(rollouts.dashboard_url)
                 page.wait_for_function("document.getElementById('state').textContent === 'live'")

@@ -36,7 +36,7 @@ async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: Serv
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([task])
         await episode.generate(max_tokens=4)
-        with episode.doing("reward"):
+        with episode.activity("reward"):
             await asyncio.sleep(2.0 + 3.0 * episode.index)
         return 1.0
 
@@ -153,9 +153,9 @@ async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([task])
         await episode.generate(max_tokens=2)
-        with episode.doing("reward"):
+        with episode.activity("reward"):
             await asyncio.sleep(0.5)
-        no_name = episode.doing(7)  # type: ignore[arg-type]
+        no_name = episode.activity(7)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="a name, such as 'reward', not 7"), no_name:
             pass
         return 1.0

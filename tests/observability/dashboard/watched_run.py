@@ -62,7 +62,7 @@ def watched_run(directory: Path) -> Watched:
         tasks = [HOSTILE_TASK] * (2 * BATCHES)
         for number, _ in enumerate(rollouts.batches(tasks, episode=two_turns), start=1):
             rollouts.publish(load_file(model / "model.safetensors"))
-            rollouts.observe(effective_sample_size=0.75, mismatch_kl=0.01)
+            rollouts.report_off_policyness(effective_sample_size=0.75, mismatch_kl=0.01)
             if number == BATCHES - 1:
                 ask(seen)
                 seen.trained = rollouts.statistics().trained_rollouts

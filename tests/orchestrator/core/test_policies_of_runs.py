@@ -45,13 +45,13 @@ async def test_what_the_trainer_measures_moves_eta(
         batches = rollouts.batches(itertools.count(), episode=one_turn)
         for mismatch_kl, outstanding in ((1.0, 4), (1.0, 2), (0.0, 4), (0.0, 6)):
             await anext(batches)
-            await rollouts.observe(mismatch_kl=mismatch_kl)
+            await rollouts.report_off_policyness(mismatch_kl=mismatch_kl)
             await rollouts.publish({})
             seen = rollouts.statistics()
             groups = seen.running_groups + seen.buffered_groups + seen.training_groups
             assert groups + seen.admissible_groups == outstanding
         with pytest.raises(ConfigError, match=r"mismatch_kl is in nats per token, >= 0; got -1"):
-            await rollouts.observe(mismatch_kl=-1.0)
+            await rollouts.report_off_policyness(mismatch_kl=-1.0)
 
 
 @pytest.mark.parametrize(

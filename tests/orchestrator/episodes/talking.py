@@ -57,7 +57,7 @@ class Engine:
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:
         raise AssertionError("nothing is resumed here")
 
-    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:

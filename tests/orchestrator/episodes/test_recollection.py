@@ -52,7 +52,7 @@ class Engines:
         self.cuts.append((turns, tokens))
         rollout.cut(turns=turns)
 
-    def doing(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
+    def activity(self, rollout: Rollout, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def is_over_budget(self, rollout: Rollout) -> bool:

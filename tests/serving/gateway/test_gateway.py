@@ -220,7 +220,7 @@ async def test_a_long_prompt_is_tokenised_beside_the_runs_thread_and_to_the_same
     words = "in der ab " * 8000
     async with session_of(gateway, tmp_path) as (talk, _, client):
         for text, is_at_once in ((words, False), ("in der ab", True)):
-            encoding = asyncio.ensure_future(talk.episode.encoded(text))
+            encoding = asyncio.ensure_future(talk.episode.encode(text))
             await asyncio.sleep(0)
             assert encoding.done() == is_at_once  # a thread's answer takes another turn of the loop
             assert await encoding == talk.model.encode(text)

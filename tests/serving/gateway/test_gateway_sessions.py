@@ -173,10 +173,10 @@ async def test_a_task_whose_agent_left_before_it_was_told_goes_to_the_next(
     session = gateway.open(Talk(tmp_path, "chatml").episode, "task")
     gateway._unclaimed.append(session)
     assert await gateway.claim("master") is session
-    gateway.give_back(session)
+    gateway.unclaim(session)
     assert await gateway.claim("master") is session
     gateway.end(session)
-    gateway.give_back(session)  # its rollout has ended meanwhile
+    gateway.unclaim(session)  # its rollout has ended meanwhile
     assert not gateway._unclaimed
 
 
