@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidegate.integrations.ray.ray_places import (
-    RayPlaces,
+from tidegate.integrations.ray.ray_resources import (
+    RayResources,
     RayRoom,
     connected_ray,
     own_address,
@@ -115,7 +115,7 @@ class RayCluster:
         """
         self.ray = connected_ray()
         self.settings = settings
-        self.room = RayRoom(self.ray, _places(settings))
+        self.room = RayRoom(self.ray, _resources(settings))
         self.address = settings.fleet.listen_address or own_address(self.ray)
         self.keys: OrchestratorKeys | None
         self.engine_keys: EngineKeys | None
@@ -243,8 +243,8 @@ class RayEngines:
         self._timers.add(timer)
 
 
-def _places(settings: RunSettings) -> RayPlaces:
-    return RayPlaces(
+def _resources(settings: RunSettings) -> RayResources:
+    return RayResources(
         cpus=(settings.engine.threads_per_engine or 1) * settings.engine.tensor_parallel_size,
         gpus=settings.fleet.gpus_per_engine,
         placement_group=settings.fleet.placement_group,

@@ -15,8 +15,8 @@ from functools import partial
 from typing import IO, Any
 
 from tidegate.environments.started_worker import LocalWorker, StartedWorker, Workers, WorkersFactory
-from tidegate.integrations.ray.ray_places import (
-    RayPlaces,
+from tidegate.integrations.ray.ray_resources import (
+    RayResources,
     RayRoom,
     connected_ray,
     own_address,
@@ -47,17 +47,17 @@ class RayEnvironmentWorker:
             tunnel.carry(worker.connection, worker.output, worker.kill)
 
 
-def ray_workers(places: RayPlaces) -> WorkersFactory:
+def ray_workers(resources: RayResources) -> WorkersFactory:
     """Return the ``workers=`` argument of an ``EnvironmentPool`` whose processes run on Ray.
 
     Args:
-        places: resources and placement group of each process.
+        resources: resources and placement group of each process.
     """
 
     def start_on_ray(
         python: str, memory_bytes: int | None, pass_variables: tuple[str, ...]
     ) -> Workers:
-        return RayWorkers(python, memory_bytes, pass_variables, places)
+        return RayWorkers(python, memory_bytes, pass_variables, resources)
 
     return start_on_ray
 
@@ -70,7 +70,7 @@ class RayWorkers:
         python: str,
         memory_bytes: int | None,
         pass_variables: tuple[str, ...],
-        places: RayPlaces,
+        resources: RayResources,
     ) -> None:
         """Connect to Ray.
 
@@ -78,7 +78,7 @@ class RayWorkers:
             ConfigError: Ray is not installed or not reachable, or the placement group does not fit.
         """
         self._ray = connected_ray()
-        self._room = RayRoom(self._ray, places)
+        self._room = RayRoom(self._ray, resources)
         self._told = python, memory_bytes, pass_variables
         keys, self._worker_keys = ephemeral_keys()
         self._entrance = TunnelEntrance(own_address(self._ray), keys)

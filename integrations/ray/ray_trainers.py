@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError, TrainerLost
-from tidegate.integrations.ray.ray_places import (
-    RayPlaces,
+from tidegate.integrations.ray.ray_resources import (
+    RayResources,
     RayRoom,
     connected_ray,
     own_address,
@@ -37,7 +37,7 @@ async def train_on_ray(
     train: Train,
     *,
     world_size: int = 1,
-    places: RayPlaces | None = None,
+    resources: RayResources | None = None,
     tasks: Tasks | None = None,
     episode: EpisodeFunction | str | None = None,
     episodes: Mapping[str, EpisodeFunction | str] | None = None,
@@ -46,7 +46,7 @@ async def train_on_ray(
 ) -> list[Any]:
     """Run ``train(rollouts)`` in ``world_size`` ranks on Ray's nodes; return their results by rank.
 
-    Each rank is an actor with the GPUs of ``places``, and the variables that
+    Each rank is an actor with the GPUs of ``resources``, and the variables that
     ``torch.distributed.init_process_group()`` needs. Its ``rollouts`` is a
     ``tidegate.connect_sync`` connection. Ray serialises ``train``. The other arguments are those of
     ``Rollouts.listen``.
@@ -76,7 +76,7 @@ async def train_on_ray(
         keys=keys,
         on_bound=bound.set_result,
     )
-    room = RayRoom(ray, places or RayPlaces(), together=world_size)
+    room = RayRoom(ray, resources or RayResources(), together=world_size)
     ranks = _Ranks(ray, room, world_size, rank_keys)
     try:
         meeting = await ranks.meet(trainer_timeout_s)

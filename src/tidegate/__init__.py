@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tidegate.environments.tools import Tools
     from tidegate.errors import TidegateError
     from tidegate.integrations.ray.ray_environments import ray_workers
-    from tidegate.integrations.ray.ray_places import RayPlaces
+    from tidegate.integrations.ray.ray_resources import RayResources
     from tidegate.integrations.ray.ray_trainers import train_on_ray
     from tidegate.integrations.rollout_worker import RolloutWorker
     from tidegate.integrations.trl_rollout_func import trl_rollout_func
@@ -100,7 +100,7 @@ __all__ = [
     "OverSampling",
     "PackedBatch",
     "PlacementSettings",
-    "RayPlaces",
+    "RayResources",
     "Readout",
     "RecordSettings",
     "RemoteRollouts",
@@ -166,7 +166,7 @@ _HOMES = {
     "PackedBatch": "orchestrator.batches.batches",
     "PlacementSettings": "orchestrator.settings.config",
     "LogitsProcessor": "transport.sampling",
-    "RayPlaces": "integrations.ray.ray_places",
+    "RayResources": "integrations.ray.ray_resources",
     "Readout": "orchestrator.fleet.scores",
     "RecordSettings": "orchestrator.settings.config",
     "RemoteRollouts": "orchestrator.trainer.remote.rollouts",

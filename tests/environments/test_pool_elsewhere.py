@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tidegate import EnvironmentPool, RayPlaces
+from tidegate import EnvironmentPool, RayResources
 from tidegate.environments.started_worker import StartedWorker
 from tidegate.errors import ConfigError, EnvironmentCrashed, EnvironmentHung
 from tidegate.integrations.ray.ray_environments import RayEnvironmentWorker, RayWorker, ray_workers
@@ -119,4 +119,4 @@ def test_a_pool_that_was_never_used_leaves_nothing() -> None:
 
 def test_a_pool_on_ray_without_a_number_of_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match="processes=…"):
-        EnvironmentPool(workers=ray_workers(RayPlaces()))
+        EnvironmentPool(workers=ray_workers(RayResources()))

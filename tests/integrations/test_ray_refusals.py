@@ -11,22 +11,24 @@ pytestmark = pytest.mark.wire
 
 
 @pytest.mark.parametrize(
-    ("places", "why"),
+    ("resources", "why"),
     [
-        ({"cpus": -1}, "cpus of a place must be .* got -1"),
-        ({"gpus": 1.5}, "gpus of a place must be .* got 1.5"),
-        ({"gpus": float("nan")}, "gpus of a place must be .* got nan"),
-        ({"cpus": 0}, "no CPU and no GPU is nowhere"),
+        ({"cpus": -1}, "cpus of RayResources must be .* got -1"),
+        ({"gpus": 1.5}, "gpus of RayResources must be .* got 1.5"),
+        ({"gpus": float("nan")}, "gpus of RayResources must be .* got nan"),
+        ({"cpus": 0}, "no CPU and no GPU name no node"),
     ],
 )
-def test_places_that_ray_could_never_find_are_refused(places: dict[str, Any], why: str) -> None:
+def test_resources_that_ray_could_never_find_are_refused(
+    resources: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
-        tidegate.RayPlaces(**places)
+        tidegate.RayResources(**resources)
 
 
-def test_a_place_may_be_a_part_of_a_gpu_or_a_bundle_of_which_nothing_is_taken() -> None:
-    assert tidegate.RayPlaces(cpus=0, gpus=0.5).gpus == 0.5
-    assert tidegate.RayPlaces(cpus=0, placement_group="mine").placement_group == "mine"
+def test_resources_may_be_a_part_of_a_gpu_or_a_bundle_of_which_nothing_is_taken() -> None:
+    assert tidegate.RayResources(cpus=0, gpus=0.5).gpus == 0.5
+    assert tidegate.RayResources(cpus=0, placement_group="mine").placement_group == "mine"
 
 
 async def test_a_trainer_without_ranks_is_refused() -> None:

@@ -10,7 +10,7 @@ from tidegate.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayPlaces:
+class RayResources:
     """Resources of each process of one kind, and its placement group."""
 
     cpus: float = 1
@@ -25,11 +25,11 @@ class RayPlaces:
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
             if not amount >= 0 or (amount > 1 and amount != int(amount)):
                 raise ConfigError(
-                    f"{name} of a place must be 0, a part of one, or a whole number, got {amount}"
+                    f"{name} of RayResources must be 0, a part of one, or a whole number, got {amount}"
                 )
         if self.placement_group is None and not self.cpus and not self.gpus:
             raise ConfigError(
-                "a place of no CPU and no GPU is nowhere; set cpus=, or name a placement_group"
+                "RayResources with no CPU and no GPU name no node; set cpus=, or name a placement_group"
             )
 
 
@@ -62,7 +62,7 @@ def own_address(ray: Any) -> str:
 class RayRoom:
     """Placement groups of the processes of one kind."""
 
-    def __init__(self, ray: Any, places: RayPlaces, *, together: int | None = None) -> None:
+    def __init__(self, ray: Any, resources: RayResources, *, together: int | None = None) -> None:
         """Look up the user's placement group, or create one.
 
         Without the user's group, ``together`` is the number of processes to be placed all at once
@@ -73,14 +73,14 @@ class RayRoom:
             ConfigError: there is no group of that name, or its bundles are too small.
         """
         self._ray = ray
-        self._places = places
+        self._resources = resources
         self._own: dict[int, Any] = {}
         self._shared: Any = None
         self._is_shared_own = False
-        if places.placement_group is not None:
-            self._shared = _group_of(ray, places.placement_group)
+        if resources.placement_group is not None:
+            self._shared = _group_of(ray, resources.placement_group)
             for bundle in self._shared.bundle_specs:
-                _check_bundle(places, bundle)
+                _check_bundle(resources, bundle)
         elif together is not None:
             self._shared = self._made(together)
             self._is_shared_own = True
@@ -101,8 +101,8 @@ class RayRoom:
                 self._own[index] = self._made(1)
             group, bundle = self._own[index], 0
         return {
-            "num_cpus": self._places.cpus,
-            "num_gpus": self._places.gpus,
+            "num_cpus": self._resources.cpus,
+            "num_gpus": self._resources.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=bundle
             ),
@@ -112,7 +112,7 @@ class RayRoom:
         """Create a placement group; autoscalers see its demand."""
         from ray.util.placement_group import placement_group
 
-        wanted = {"CPU": self._places.cpus, "GPU": self._places.gpus}
+        wanted = {"CPU": self._resources.cpus, "GPU": self._resources.gpus}
         return placement_group([{name: n for name, n in wanted.items() if n}] * bundles)
 
     def give_back(self, index: int) -> None:
@@ -151,11 +151,11 @@ def _group_of(ray: Any, name: str) -> Any:
         ) from error
 
 
-def _check_bundle(places: RayPlaces, bundle: dict[str, float]) -> None:
-    for name, wanted in (("CPU", places.cpus), ("GPU", places.gpus)):
+def _check_bundle(resources: RayResources, bundle: dict[str, float]) -> None:
+    for name, wanted in (("CPU", resources.cpus), ("GPU", resources.gpus)):
         if wanted > bundle.get(name, 0):
             raise ConfigError(
                 f"a process is to have {wanted:g} {name}, and a bundle of placement group "
-                f"{places.placement_group!r} has {bundle.get(name, 0):g}; nothing would ever be "
+                f"{resources.placement_group!r} has {bundle.get(name, 0):g}; nothing would ever be "
                 f"placed there"
             )

@@ -71,9 +71,9 @@ def where() -> tuple[str, str]:
 
 
 async def test_environments_live_on_rays_nodes_and_outlive_one(cluster: Any) -> None:
-    places = tidegate.RayPlaces(cpus=1)
+    resources = tidegate.RayResources(cpus=1)
     async with tidegate.EnvironmentPool(
-        processes=2, call_timeout_s=WAIT_S, workers=tidegate.ray_workers(places)
+        processes=2, call_timeout_s=WAIT_S, workers=tidegate.ray_workers(resources)
     ) as pool:
         walks = [pool.environment(f"{GAMES}:Walk", length=9)() for _ in range(4)]
         firsts = await asyncio.gather(*(w.reset(seed=n, task=n) for n, w in enumerate(walks)))
@@ -118,7 +118,7 @@ async def test_ranks_and_an_engine_share_a_bundle_and_its_gpu_and_train(
             rollouts,
             train,
             world_size=2,
-            places=tidegate.RayPlaces(gpus=0.5, placement_group="together"),
+            resources=tidegate.RayResources(gpus=0.5, placement_group="together"),
             tasks=range(6),
             episode=one_turn,
         )
@@ -238,22 +238,23 @@ def test_the_command_runs_a_file_on_the_cluster(cluster: Any, model: Path, tmp_p
 def test_a_group_that_is_not_there_or_too_small_is_refused(cluster: Any, model: Path) -> None:
     with pytest.raises(ConfigError, match="no placement group named 'nowhere'"):
         tidegate.EnvironmentPool(
-            processes=1, workers=tidegate.ray_workers(tidegate.RayPlaces(placement_group="nowhere"))
+            processes=1,
+            workers=tidegate.ray_workers(tidegate.RayResources(placement_group="nowhere")),
         )
     group = made_group("small", [{"CPU": 1}])
     with pytest.raises(ConfigError, match="1 GPU, and a bundle of placement group 'small' has 0"):
         tidegate.EnvironmentPool(
             processes=1,
-            workers=tidegate.ray_workers(tidegate.RayPlaces(gpus=1, placement_group="small")),
+            workers=tidegate.ray_workers(tidegate.RayResources(gpus=1, placement_group="small")),
         )
     ray.util.remove_placement_group(group)
 
 
 async def test_a_process_that_ends_leaves_its_bundle_to_the_next(cluster: Any) -> None:
     made_group("games", [{"CPU": 1}] * 2)
-    places = tidegate.RayPlaces(placement_group="games")
+    resources = tidegate.RayResources(placement_group="games")
     async with tidegate.EnvironmentPool(
-        processes=2, call_timeout_s=WAIT_S, workers=tidegate.ray_workers(places)
+        processes=2, call_timeout_s=WAIT_S, workers=tidegate.ray_workers(resources)
     ) as pool:
         games = [pool.environment(f"{GAMES}:Unruly")() for _ in range(2)]
         for game in games:
