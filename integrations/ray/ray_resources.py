@@ -25,11 +25,11 @@ class RayResources:
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
             if not amount >= 0 or (amount > 1 and amount != int(amount)):
                 raise ConfigError(
-                    f"{name} of RayResources must be 0, a part of one, or a whole number, got {amount}"
+                    f"{name} of RayResources must be 0, a fraction, or a whole number, got {amount}"
                 )
         if self.placement_group is None and not self.cpus and not self.gpus:
             raise ConfigError(
-                "RayResources with no CPU and no GPU name no node; set cpus=, or name a placement_group"
+                "RayResources with no CPU and no GPU name no node; set cpus= or placement_group="
             )
 
 
