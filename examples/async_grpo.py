@@ -171,8 +171,8 @@ def run(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
 def compare(options: argparse.Namespace, directory: Path) -> None:
     """Train in every mode from the same model, on the same tasks; print how the runs differ."""
     find_model(options)
-    for place, mode in enumerate(MODES, 1):
-        print(f"\n{mode} ({place} of {len(MODES)}), staleness bound {MODES[mode]}", flush=True)
+    for number, mode in enumerate(MODES, 1):
+        print(f"\n{mode} ({number} of {len(MODES)}), staleness bound {MODES[mode]}", flush=True)
         run(options, mode, directory / mode)
     runs = read_runs([directory / mode for mode in MODES])
     slots = options.engines * options.max_running_turns

@@ -132,8 +132,8 @@ def train_step(
         return None
     optimizer.zero_grad()
     log_ratios, versions = [], []
-    for some in rows_of_like_length(batch, rows):
-        log_ratio, version = _backward(model, batch, some, corrects=corrects)
+    for part in rows_of_like_length(batch, rows):
+        log_ratio, version = _backward(model, batch, part, corrects=corrects)
         log_ratios.append(log_ratio)
         versions.append(version)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,7 +3,7 @@
     pip install -e '.[examples]' accelerate tensorboard  # after a torch for CPUs
     python -m examples.hf_grpo --output runs/hf
     torchrun --nproc-per-node 2 -m examples.hf_grpo --output runs/hf  # or more processes
-    python -m examples.hf_grpo --output runs/hf --resume  # goes on from the newest checkpoint
+    python -m examples.hf_grpo --output runs/hf --resume  # continues from the newest checkpoint
     python -m examples.hf_grpo --output runs/hf --model Qwen2.5-0.5B-Instruct/ --data gsm8k.jsonl
 
 The task is arithmetic. Without --model, the small model of tiny_model.py is made, which solves sums
@@ -47,7 +47,7 @@ from tidegate.policies.objectives import decoupled_ppo_loss
 
 HELD_OUT_SEED = 11
 INSTRUCTION = "\nThink step by step. End with #### and the answer as a number."
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_STATE_DICT = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """State dicts are whole on the first process, however the model is sharded."""
 
 
@@ -173,7 +173,7 @@ class Trainer:
         )
         if options.checkpoint is not None:
             saved = torch.load(options.checkpoint / "optimizer.pt", weights_only=True)
-            set_optimizer_state_dict(self._bare, self.optimizer, saved, options=FULL)
+            set_optimizer_state_dict(self._bare, self.optimizer, saved, options=FULL_STATE_DICT)
 
     def step(self, batch: tidegate.Batch) -> dict[str, float]:
         """Take one optimizer step on this process's part of a batch; return the whole's metrics."""
@@ -223,12 +223,12 @@ class Trainer:
 
     def weights(self) -> dict[str, Any]:
         """Return the whole model's weights in the first process. Every process calls this."""
-        return get_model_state_dict(self._bare, options=FULL)
+        return get_model_state_dict(self._bare, options=FULL_STATE_DICT)
 
     def save(self, weights: dict[str, Any], number: int, position: dict[str, Any]) -> Path:
         """Write the checkpoint of batch ``number``. Every process calls this."""
         directory: Path = self._output / "checkpoints" / f"batch-{number:06d}"
-        optimizer = get_optimizer_state_dict(self._bare, self.optimizer, options=FULL)
+        optimizer = get_optimizer_state_dict(self._bare, self.optimizer, options=FULL_STATE_DICT)
         if self._accelerator.is_main_process:
             partial = directory.with_suffix(".partial")
             self._bare.save_pretrained(partial, state_dict=weights)
@@ -338,7 +338,7 @@ def _arguments() -> argparse.Namespace:
     add("--output", type=Path, required=True, help="for the run, checkpoints and trackers")
     add("--model", type=Path, help="a Hugging Face directory; left out, a small one is made")
     add("--data", type=Path, help="questions and answers in GSM8K's JSON lines")
-    add("--resume", action="store_true", help="go on from the newest checkpoint")
+    add("--resume", action="store_true", help="continue from the newest checkpoint")
     add("--batches", type=int, default=24, help="optimizer steps")
     add("--engines", type=int, default=2)
     add("--max-staleness", type=int, default=2)

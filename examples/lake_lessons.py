@@ -131,9 +131,9 @@ class LakeLessons:
 
     def batch(self, skill_share: float) -> list[Demonstration]:
         """Return walks over randomly chosen lakes. [B]"""
-        some = self._numbers.choices(self._lakes, k=self.plan.batch_demonstrations)
+        chosen = self._numbers.choices(self._lakes, k=self.plan.batch_demonstrations)
         strays = LESSON_STRAYS if skill_share == self.plan.lessons.skill_share else 0.0
-        return [self.walk(lake, skill_share, strays).demonstration for lake in some]
+        return [self.walk(lake, skill_share, strays).demonstration for lake in chosen]
 
     def mastery(self, model: Qwen3ForCausalLM) -> Mastery:
         """Measure the probability that a move is good, on held-out lakes."""
@@ -169,11 +169,11 @@ class LakeLessons:
         rows = [torch.tensor(walk.demonstration.token_ids) for walk in walks]
         token_ids = pad_sequence(rows, batch_first=True, padding_value=0)  # [B, T]
         chances = model(input_ids=token_ids).logits.softmax(-1)  # [B, T, vocabulary]
-        asks = self._encode(">")[0]
+        prompt_token_id = self._encode(">")[0]
         found = []
         for row, walk in enumerate(walks):
             # The prompt ends with "> "; the move follows the space.
-            places = (token_ids[row] == asks).nonzero().squeeze(1) + 1
+            places = (token_ids[row] == prompt_token_id).nonzero().squeeze(1) + 1
             for place, good in zip(places.tolist(), walk.good, strict=True):
                 found.append(chances[row, place, self._encode(good)].sum())
         return float(torch.stack(found).mean())

@@ -172,7 +172,7 @@ def _arguments() -> argparse.Namespace:
     add("--lora", action="store_true", help="train a LoRA adapter")
     add("--run-directory", type=Path, help="where the run is recorded, for `tidegate audit`")
     add("--checkpoints", type=Path, help="where TRL saves its checkpoints")
-    add("--resume", help="one of TRL's checkpoints to go on from")
+    add("--resume", help="one of TRL's checkpoints, to continue from")
     return parser.parse_args()
 
 

@@ -153,7 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--run", help="the address of a run that listens, in another process")
     parser.add_argument("--checkpoints", help="a directory to save TRL's checkpoints in")
-    parser.add_argument("--resume", help="one of TRL's checkpoints to go on from")
+    parser.add_argument("--resume", help="one of TRL's checkpoints, to continue from")
     parser.add_argument("--step-rows", type=int, help="of one of TRL's steps; as the run's batches")
     parser.add_argument("--max-staleness", type=int, help="of TRL, which drops what is older")
     parser.add_argument(

@@ -54,9 +54,9 @@ def make_model(path: Path, seed: int = 0) -> None:
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     vocabulary = {f"<{token}>": token for token in range(VOCABULARY)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
     tokenizer: Any = PreTrainedTokenizerFast
-    tokenizer(tokenizer_object=words).save_pretrained(path)
+    tokenizer(tokenizer_object=backend).save_pretrained(path)
 
 
 def reward(sample: Sample) -> float:
@@ -107,11 +107,13 @@ def train(path: Path, call: Call, steps: int) -> list[float]:
 
 def with_workers(path: Path, workers: int, steps: int) -> list[float]:
     """Train with workers in this process."""
-    ours = [tidegate.RolloutWorker(str(path), seed=seed) for seed in range(workers)]
+    local_workers = [tidegate.RolloutWorker(str(path), seed=seed) for seed in range(workers)]
     try:
-        return train(path, lambda method, *a: [getattr(w, method)(*a) for w in ours], steps)
+        return train(
+            path, lambda name, *given: [getattr(w, name)(*given) for w in local_workers], steps
+        )
     finally:
-        for worker in ours:
+        for worker in local_workers:
             worker.shutdown()
 
 

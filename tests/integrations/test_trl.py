@@ -89,34 +89,34 @@ def test_trls_trainer_advances_versions_within_its_staleness(
     before = server.version
     model = str(server.settings.model)
     script = str(ROOT / "examples" / "trl_async_grpo.py")
-    told = run_in_trls_python(
+    seen = run_in_trls_python(
         script, "--model", model, "--server", server.url, "--steps", "4", *mode
     )
-    assert told["steps"] == 4
-    assert told["versions"] == 5  # the first before any step
-    assert server.version - before >= told["versions"]
-    ages = {int(age): samples for age, samples in told["staleness"].items()}
+    assert seen["steps"] == 4
+    assert seen["versions"] == 5  # the first before any step
+    assert server.version - before >= seen["versions"]
+    ages = {int(age): samples for age, samples in seen["staleness"].items()}
     assert sum(ages.values()) > 0
     assert max(ages) <= MAX_STALENESS + 1  # when taken; TRL drops older rows
     # The trainer computes the log-probs that the server sampled with.
-    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert seen["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert seen["first_kl"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_trls_trainer_trains_on_a_run_in_the_place_of_its_own_rollout_worker(model: Path) -> None:
-    told = run_in_trls_python("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "4")
-    assert told["steps"] == 4
-    assert told["versions"] == told["run_version"] == 5  # the first before any step
-    ages = {int(age): samples for age, samples in told["staleness"].items()}
+    seen = run_in_trls_python("-m", "examples.trl_rollouts", "--model", str(model), "--steps", "4")
+    assert seen["steps"] == 4
+    assert seen["versions"] == seen["run_version"] == 5  # the first before any step
+    ages = {int(age): samples for age, samples in seen["staleness"].items()}
     assert sum(ages.values()) >= 4 * 8
     assert max(ages) <= 1  # the run's own bound, when taken: TRL has nothing to drop
-    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
-    assert 0 < told["mean_length"] <= 24
-    assert told["rollouts"] == 4 * 8
-    assert told["tokens"]["generated"] >= told["tokens"]["trained"] > 0
-    assert told["tokens"]["trained"] == told["trained_tokens"]  # as TRL counts them
-    assert told["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that TRL never trained on
+    assert seen["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert seen["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert 0 < seen["mean_length"] <= 24
+    assert seen["rollouts"] == 4 * 8
+    assert seen["tokens"]["generated"] >= seen["tokens"]["trained"] > 0
+    assert seen["tokens"]["trained"] == seen["trained_tokens"]  # as TRL counts them
+    assert seen["tokens"]["discarded"]["not_trained"] > 0  # a micro-batch that TRL never trained on
 
 
 LIMITS = {
@@ -131,11 +131,11 @@ def test_what_counts_as_trained_is_what_trls_trainer_trains_on_by_its_own_limits
     model: Path, reason: str
 ) -> None:
     script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
-    told = run_in_trls_python(*script, "--steps", "4", *LIMITS[reason])
-    assert told["steps"] == 4
-    assert told["tokens"]["trained"] == told["trained_tokens"]
-    assert told["tokens"]["discarded"][reason] > 0
-    dropped = told["dropped"]["stale" if reason == "too_stale" else "oversize"]
+    seen = run_in_trls_python(*script, "--steps", "4", *LIMITS[reason])
+    assert seen["steps"] == 4
+    assert seen["tokens"]["trained"] == seen["trained_tokens"]
+    assert seen["tokens"]["discarded"][reason] > 0
+    dropped = seen["dropped"]["stale" if reason == "too_stale" else "oversize"]
     assert dropped > 0  # TRL logs them under its own name
 
 
@@ -143,13 +143,13 @@ def test_two_ranks_of_trls_trainer_train_on_the_run_of_the_first(model: Path) ->
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     port = ("--master-port", str(free_port()))
     script = ("-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1")
-    told = run_in_trls_python(*ranks, *port, *script, "--steps", "3")
-    assert (told["steps"], told["versions"], told["run_version"]) == (3, 4, 4)
-    assert max(int(age) for age in told["staleness"]) <= 1
-    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
-    assert told["tokens"]["trained"] == told["trained_tokens"]
-    assert told["rollouts"] == 3 * 8
+    seen = run_in_trls_python(*ranks, *port, *script, "--steps", "3")
+    assert (seen["steps"], seen["versions"], seen["run_version"]) == (3, 4, 4)
+    assert max(int(age) for age in seen["staleness"]) <= 1
+    assert seen["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert seen["first_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert seen["tokens"]["trained"] == seen["trained_tokens"]
+    assert seen["rollouts"] == 3 * 8
 
 
 async def solve(episode: tidegate.Episode, task: dict[str, Any]) -> float:
@@ -172,14 +172,14 @@ async def test_trls_trainer_trains_on_a_run_of_another_process(model: Path) -> N
             listening = asyncio.create_task(
                 tidegate.listen(run, address, tasks=questions(), episode=solve)
             )
-            told = await asyncio.to_thread(run_in_trls_python, *script, "--run", address)
+            seen = await asyncio.to_thread(run_in_trls_python, *script, "--run", address)
             await listening
-            assert run.version == told["run_version"]
-    assert told["steps"] == 3
-    assert told["versions"] == told["run_version"] == 4
-    assert max(int(age) for age in told["staleness"]) <= 1
-    assert told["first_ratio"] == pytest.approx(1.0, abs=1e-3)
-    assert told["first_kl"] == pytest.approx(0.0, abs=1e-4)
+            assert run.version == seen["run_version"]
+    assert seen["steps"] == 3
+    assert seen["versions"] == seen["run_version"] == 4
+    assert max(int(age) for age in seen["staleness"]) <= 1
+    assert seen["first_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert seen["first_kl"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_trls_trainer_goes_on_from_its_checkpoint_with_a_new_run(
@@ -188,11 +188,11 @@ def test_trls_trainer_goes_on_from_its_checkpoint_with_a_new_run(
     script = ["-m", "examples.trl_rollouts", "--model", str(model), "--engines", "1"]
     script += ["--checkpoints", str(tmp_path)]
     assert run_in_trls_python(*script, "--steps", "2")["steps"] == 2
-    told = run_in_trls_python(*script, "--steps", "4", "--resume", str(tmp_path / "checkpoint-2"))
-    assert told["steps"] == 4
-    assert told["versions"] == told["run_version"] == 3  # the checkpoint's version and two more
-    assert max(int(age) for age in told["staleness"]) <= 1
-    assert told["ratios"][-2] == pytest.approx(1.0, abs=1e-3)  # sampled by the checkpoint's weights
+    seen = run_in_trls_python(*script, "--steps", "4", "--resume", str(tmp_path / "checkpoint-2"))
+    assert seen["steps"] == 4
+    assert seen["versions"] == seen["run_version"] == 3  # the checkpoint's version and two more
+    assert max(int(age) for age in seen["staleness"]) <= 1
+    assert seen["ratios"][-2] == pytest.approx(1.0, abs=1e-3)  # sampled by the checkpoint's weights
 
 
 def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path) -> None:
@@ -200,16 +200,16 @@ def test_trls_synchronous_trainer_generates_and_syncs_by_the_server(model: Path)
     about: dict[str, Any] = {"weight_transfer": "gloo", "needs_control_token": False}
     with tidegate.vllm_server(model=model, **about) as server:
         asked = ("--model", str(model), "--server", server.url, "--group-port", str(free_port()))
-        told = run_in_trls_python(script, *asked, "--steps", "3")
-        assert server.version == told["updates"]
-    assert told["steps"] == 3
-    assert told["updates"] >= 2  # none before the first step, one before each later one
-    assert max(told["logprobs_differ"]) < 1e-3  # also after each update: the weights have arrived
+        seen = run_in_trls_python(script, *asked, "--steps", "3")
+        assert server.version == seen["updates"]
+    assert seen["steps"] == 3
+    assert seen["updates"] >= 2  # none before the first step, one before each later one
+    assert max(seen["logprobs_differ"]) < 1e-3  # also after each update: the weights have arrived
 
 
 def test_trls_own_tests_of_rollout_func_pass_with_a_run_in_place_of_their_mock(model: Path) -> None:
-    told = run_in_trls_python("-m", "tests.integrations.trl_dispatch", str(model))
-    assert told == {
+    seen = run_in_trls_python("-m", "tests.integrations.trl_dispatch", str(model))
+    assert seen == {
         "prefers_rollout_func": True,
         "rollout_func_syncs_vllm_weights_when_needed": True,
         "rollout_func_raises_when_required_keys_are_missing": True,
@@ -232,18 +232,18 @@ def test_trls_grpo_trainer_learns_from_episodes_of_several_turns_whose_tokens_au
 ) -> None:
     run = tmp_path / "run"
     script = (*ROLLOUT_FUNC, str(warmed_up), "--run-directory", str(run))
-    told = run_in_trls_python(*script, "--steps", "15")
-    assert told["steps"] == 15
-    assert told["version"] == 16  # before the first step, and after each
-    assert told["rollouts"] == 15 * 16 * 8
-    assert told["after"] > told["before"] + 0.25
-    assert told["staleness"] == 0
-    assert told["evaluation_tokens"] > 0
+    seen = run_in_trls_python(*script, "--steps", "15")
+    assert seen["steps"] == 15
+    assert seen["version"] == 16  # before the first step, and after each
+    assert seen["rollouts"] == 15 * 16 * 8
+    assert seen["after"] > seen["before"] + 0.25
+    assert seen["staleness"] == 0
+    assert seen["evaluation_tokens"] > 0
     audited = subprocess.run(
         [sys.executable, "-m", "tidegate.cli", "audit", str(run)], capture_output=True, text=True
     )
     assert audited.returncode == 0, audited.stdout + audited.stderr
-    assert f"{told['rollouts'] + 2 * 256} of" in audited.stdout
+    assert f"{seen['rollouts'] + 2 * 256} of" in audited.stdout
 
 
 MODES = {
@@ -257,9 +257,9 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_trls_grpo_trainer_runs_in_its_modes(warmed_up: Path, mode: str) -> None:
     options, versions = MODES[mode]
-    told = run_in_trls_python(*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--steps", "2", *options)
-    assert (told["steps"], told["version"]) == (2, versions)
-    assert told["staleness"] == 0
+    seen = run_in_trls_python(*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--steps", "2", *options)
+    assert (seen["steps"], seen["version"]) == (2, versions)
+    assert seen["staleness"] == 0
 
 
 def test_two_processes_of_trls_grpo_trainer_share_the_run_of_the_first(warmed_up: Path) -> None:
@@ -276,8 +276,8 @@ def test_trls_grpo_trainer_goes_on_from_its_checkpoint(warmed_up: Path, tmp_path
     script = (*ROLLOUT_FUNC, str(warmed_up), *QUICK, "--checkpoints", str(tmp_path))
     assert run_in_trls_python(*script, "--no-evaluation", "--steps", "2")["steps"] == 2
     checkpoint = str(tmp_path / "checkpoint-2")
-    told = run_in_trls_python(*script, "--no-evaluation", "--steps", "4", "--resume", checkpoint)
-    assert (told["steps"], told["version"]) == (4, 2)  # the checkpoint's weights, and one step's
+    seen = run_in_trls_python(*script, "--no-evaluation", "--steps", "4", "--resume", checkpoint)
+    assert (seen["steps"], seen["version"]) == (4, 2)  # the checkpoint's weights, and one step's
 
 
 def free_port() -> int:
@@ -289,8 +289,8 @@ def free_port() -> int:
 
 def test_trls_client_knows_the_server(server: tidegate.VLLMServer) -> None:
     script = str(Path(__file__).parent / "client_of_the_server.py")
-    told = run_in_trls_python(script, server.url, str(server.settings.model))
-    assert told == {
+    seen = run_in_trls_python(script, server.url, str(server.settings.model))
+    assert seen == {
         "max_model_len": 1024,
         "dtype": "torch.float32",
         "world_size": 1,

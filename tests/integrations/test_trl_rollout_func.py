@@ -43,7 +43,7 @@ def serve(path: Path, **settings: Any) -> tidegate.SyncRollouts:
 
 
 class Accelerator(SimpleNamespace):
-    """Double of accelerate's, of a single process unless told otherwise."""
+    """Double of accelerate's, of a single process by default."""
 
     process_index = 0
     num_processes = 1
@@ -133,9 +133,9 @@ def test_log_probs_are_the_trainers_own_under_the_weights_that_it_has(
             logprobs = model(token_ids).logits[0].log_softmax(-1)
         own = logprobs[start - 1 : -1].gather(1, token_ids[0, start:, None])[:, 0]
         sampled = torch.tensor(columns["env_mask"][row], dtype=torch.bool)
-        told = torch.tensor(columns["logprobs"][row])
-        torch.testing.assert_close(told[sampled], own[sampled], atol=1e-4, rtol=0)
-        assert not told[~sampled].any()
+        logprobs_returned = torch.tensor(columns["logprobs"][row])
+        torch.testing.assert_close(logprobs_returned[sampled], own[sampled], atol=1e-4, rtol=0)
+        assert not logprobs_returned[~sampled].any()
 
 
 def test_weights_are_published_first_and_whenever_the_step_has_moved(
