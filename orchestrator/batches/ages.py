@@ -1,7 +1,7 @@
-"""Splits a batch's staleness into time in flight and time in the queue, and measures group waits.
+"""Splits staleness by cause, generation or queue, and measures waits for stragglers.
 
 The trainer's handle calls :meth:`BatchAges.note` for each batch; the figures appear in batch
-metrics and :class:`RunStatistics`. They decide nothing, and a resumed run starts with none.
+metrics and :class:`RunStatistics`. No decision depends on them, and a resumed run starts at zero.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[tuple[int], np.dtype[Any]]
 
 PUBLISHES_KEPT = 512
-"""Publishes remembered: more than any group outlives."""
+"""Number of publishes kept: more than any group outlives."""
 
 
 class PublishTimes:
@@ -32,7 +32,7 @@ class PublishTimes:
         """(times, versions): each version was the trainer's from its time on."""
 
     def note(self, at_s: float, version: int) -> None:
-        """Note that ``version`` is published at ``at_s``."""
+        """Record that ``version`` is published at ``at_s``."""
         times_s, versions = (column[-PUBLISHES_KEPT:] for column in self._known)
         self._known = (
             np.append(times_s, at_s),
@@ -51,14 +51,14 @@ class PublishTimes:
 class BatchAges:
     """Totals over all batches so far."""
 
-    in_flight: Counter[int] = field(default_factory=Counter)
+    from_generation: Counter[int] = field(default_factory=Counter)
     """Trained rollouts by versions published from oldest trained token to their group's end."""
-    in_queue: Counter[int] = field(default_factory=Counter)
+    from_queue: Counter[int] = field(default_factory=Counter)
     """Trained rollouts by versions published from that end to their hand-over."""
     groups: int = 0
-    """Number of groups whose end is known."""
+    """Number of groups for which the end of each episode is known."""
     straggler_wait_s: float = 0.0
-    """Seconds from the first end of an episode in a group to the last, summed over these groups."""
+    """Seconds from a group's first ended episode to its last, summed over ``groups``."""
 
     def note(
         self, rows: Sequence[Rollout], batch: "Batch", published: PublishTimes
@@ -69,7 +69,7 @@ class BatchAges:
         ended_s = np.array([(r if r.branch_of is None else r.root).ended_s for r in rows])
         group_ids = batch.group_ids.numpy()
         starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[0] - 1))
-        last_s = np.maximum.reduceat(ended_s, starts)  # nan if one of them isn't known
+        last_s = np.maximum.reduceat(ended_s, starts)  # nan if one end is unknown
         waits_s = (last_s - np.minimum.reduceat(ended_s, starts))[~np.isnan(last_s)]
         if not len(waits_s):
             return {}
@@ -90,8 +90,8 @@ class BatchAges:
             return figures
         queued = batch.trainer_version - published.version_at(last_s[counts])
         queued = np.clip(queued, 0, staleness)
-        _count(self.in_queue, queued)
-        _count(self.in_flight, staleness - queued)
+        _count(self.from_queue, queued)
+        _count(self.from_generation, staleness - queued)
         mean_queued = float(queued.mean())
         return figures | {
             "staleness_from_generation_mean": float(staleness.mean()) - mean_queued,

@@ -39,7 +39,7 @@ COLUMNS = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class BatchFacts:
+class BatchMetadata:
     """Fields of a batch that are not columns."""
 
     number: int
@@ -54,12 +54,12 @@ def shards(batch: Batch, world_size: int) -> list[Batch]:
     parts = split_rows(batch.group_ids.tolist(), lengths, ranks=world_size)
     totals = len(lengths), batch.sampled_tokens
     return [
-        replace(rows_of(batch, part), shard=BatchShard(rank, world_size, *totals, tuple(part)))
+        replace(select_rows(batch, part), shard=BatchShard(rank, world_size, *totals, tuple(part)))
         for rank, part in enumerate(parts)
     ]
 
 
-def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return some rows of a batch, in the order given, padded to the longest of them."""
     columns = batch_columns(batch)
     chosen = torch.tensor(list(rows), dtype=torch.int64)
@@ -70,11 +70,13 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
         name: column[chosen if name in ROW_COLUMNS else tokens] for name, column in columns.items()
     }
     tasks = tuple(batch.tasks[row] for row in rows) if batch.tasks else ()
-    return laid_out(BatchFacts(batch.number, batch.trainer_version, tasks, batch.shard), picked)
+    return batch_from_columns(
+        BatchMetadata(batch.number, batch.trainer_version, tasks, batch.shard), picked
+    )
 
 
 def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return a batch as columns without padding."""
+    """Return a batch's columns without padding, in the dtypes of the wire."""
     packed = batch.packed
     columns = {
         "token_ids": packed.token_ids,
@@ -93,7 +95,7 @@ def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: column.to(COLUMNS[name]) for name, column in columns.items()}
 
 
-def laid_out(facts: BatchFacts, columns: Mapping[str, torch.Tensor]) -> Batch:
+def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tensor]) -> Batch:
     """Return the batch that :func:`batch_columns` split into columns.
 
     Raises:
@@ -128,25 +130,25 @@ def laid_out(facts: BatchFacts, columns: Mapping[str, torch.Tensor]) -> Batch:
         advantages=columns["advantages"],
         group_ids=columns["group_ids"],
         staleness=columns["staleness"],
-        trainer_version=facts.trainer_version,
+        trainer_version=metadata.trainer_version,
         packed=packed,
-        tasks=facts.tasks,
+        tasks=metadata.tasks,
         rollout_ids=columns["rollout_ids"],
         turn_rewards=None if turn_rewards is None else padded(turn_rewards, 0),
-        number=facts.number,
-        shard=facts.shard,
+        number=metadata.number,
+        shard=metadata.shard,
     )
 
 
 def _check(columns: Mapping[str, torch.Tensor]) -> None:
     missing = sorted(set(COLUMNS) - {TURN_REWARDS} - set(columns))
     if missing:
-        raise BadFrame(f"a batch without {', '.join(missing)}")
+        raise BadFrame(f"a batch lacks the columns {', '.join(missing)}")
     lengths = columns["lengths"]
     rows, tokens = len(lengths), int(lengths.sum())
     if rows and int(lengths.min()) < 0:
-        raise BadFrame(f"a row of {int(lengths.min())} tokens")
+        raise BadFrame(f"a batch has a row of {int(lengths.min())} tokens")
     for name, column in columns.items():
         wanted = rows if name in ROW_COLUMNS else tokens
         if len(column) != wanted:
-            raise BadFrame(f"a batch's {name} has {len(column)} values where {wanted} belong")
+            raise BadFrame(f"a batch's {name} has {len(column)} values, expected {wanted}")

@@ -35,12 +35,12 @@ class TaskSource:
     """The user's tasks, and those put back."""
 
     def __init__(self, tasks: Tasks) -> None:
-        self._returned: deque[Taken] = deque()
+        self._put_back: deque[Taken] = deque()
         self._next: Taken | None = None
         """A new task that was read ahead."""
-        self._coming: asyncio.Future[object] | None = None
+        self._pending: asyncio.Future[object] | None = None
         """Pending ``anext`` of an async iterator."""
-        self._has_returned = asyncio.Event()
+        self._has_put_back = asyncio.Event()
         self._async: AsyncIterator[object] | None = None
         self._sync: Iterator[object] = iter(())
         if isinstance(tasks, AsyncIterable):
@@ -53,45 +53,45 @@ class TaskSource:
 
         ``next_key``: key of the next new task of that source's iterator.
         """
-        self._returned.extend(before._returned)
-        left = before._take_coming() or before._next
+        self._put_back.extend(before._put_back)
+        left = before._take_pending() or before._next
         if left is not None:
-            self._returned.append(Taken(left.task, next_key))
+            self._put_back.append(Taken(left.task, next_key))
 
     @property
     def offers(self) -> set[int]:
         """Iterators that the tasks put back are from."""
-        return {taken.key.offer for taken in self._returned if taken.key is not None}
+        return {taken.key.offer for taken in self._put_back if taken.key is not None}
 
     def close(self) -> None:
         """Stop waiting for the iterator."""
-        self._take_coming()
+        self._take_pending()
 
-    def _take_coming(self) -> Taken | None:
+    def _take_pending(self) -> Taken | None:
         """Return the task that has just arrived, if any, and stop waiting for one."""
-        coming, self._coming = self._coming, None
-        if coming is None or coming.cancel() or coming.cancelled() or coming.exception():
+        pending, self._pending = self._pending, None
+        if pending is None or pending.cancel() or pending.cancelled() or pending.exception():
             return None
-        task = coming.result()
+        task = pending.result()
         return None if task is NO_MORE else Taken(task)
 
-    def goes_on_with(self, tasks: Tasks) -> bool:
+    def reads_from(self, tasks: Tasks) -> bool:
         """Whether ``tasks`` is this source's iterator, so that a task read ahead stays valid."""
         return tasks is self._sync or tasks is self._async
 
     def put_back(self, task: object, key: TaskKey) -> None:
         """Return this task to the source, unless it is there already."""
-        if any(taken.key == key for taken in self._returned):
+        if any(taken.key == key for taken in self._put_back):
             return
-        self._returned.append(Taken(task, key))
-        self._has_returned.set()
+        self._put_back.append(Taken(task, key))
+        self._has_put_back.set()
 
-    def give_back(self, taken: Taken) -> None:
+    def return_unused(self, taken: Taken) -> None:
         """Return a task that has no place after all; it is the next of its kind."""
         if taken.key is None:
             self._next = taken
         else:
-            self._returned.appendleft(taken)
+            self._put_back.appendleft(taken)
 
     def has_ended(self) -> bool:
         """Whether a sync iterator has no more tasks; reads one task ahead, and keeps it.
@@ -99,7 +99,7 @@ class TaskSource:
         Known early, the end of tasks is told apart from a batch that waits for a publish. Always
         False for an async iterator, which can't be read ahead without waiting.
         """
-        if not self._returned and self._next is None and self._async is None:
+        if not self._put_back and self._next is None and self._async is None:
             task = next(self._sync, NO_MORE)
             if task is NO_MORE:
                 return True
@@ -113,8 +113,8 @@ class TaskSource:
 
     def next_nowait(self, *, prefers_returned: bool) -> Taken | None:
         """Return the next task, returned ones first or last; None if none is available now."""
-        if self._returned and prefers_returned:
-            return self._returned.popleft()
+        if self._put_back and prefers_returned:
+            return self._put_back.popleft()
         taken, self._next = self._next, None
         if taken is not None:
             return taken
@@ -123,7 +123,7 @@ class TaskSource:
         task = next(self._sync, NO_MORE)
         if task is not NO_MORE:
             return Taken(task)
-        return self._returned.popleft() if self._returned else None
+        return self._put_back.popleft() if self._put_back else None
 
     async def next(self, *, prefers_returned: bool) -> Taken | None:
         """Return the next task, returned ones first or last; None if there is none."""
@@ -133,24 +133,24 @@ class TaskSource:
         taken = await self._new_or_returned(self._async)
         if taken is not None:
             return taken
-        return self._returned.popleft() if self._returned else None
+        return self._put_back.popleft() if self._put_back else None
 
     async def _new_or_returned(self, tasks: AsyncIterator[object]) -> Taken | None:
         """Return a new task; None if there are no more, or if a task was put back first."""
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(_next_of(tasks))
-        self._has_returned.clear()
-        put_back = asyncio.ensure_future(self._has_returned.wait())
-        either: set[asyncio.Future[Any]] = {self._coming, put_back}
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(_next_of(tasks))
+        self._has_put_back.clear()
+        put_back = asyncio.ensure_future(self._has_put_back.wait())
+        futures: set[asyncio.Future[Any]] = {self._pending, put_back}
         try:
-            if not self._returned:  # if cancelled here, _coming stays for the next caller
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._put_back:  # if cancelled here, _pending stays for the next caller
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         finally:
             put_back.cancel()
-        if not self._coming.done():
+        if not self._pending.done():
             return None
-        coming, self._coming = self._coming, None
-        task = coming.result()
+        pending, self._pending = self._pending, None
+        task = pending.result()
         return None if task is NO_MORE else Taken(task)
 
     async def next_new(self) -> object:

@@ -13,7 +13,7 @@ TOOL = "tool"
 """Prefix of a tool's own name."""
 
 NAMES_MAX = 64
-"""Distinct names, because each is a metric series; further names count as ``others``."""
+"""Most distinct names, because each is a metric series; further names count as ``others``."""
 OTHERS = "others"
 
 
@@ -22,7 +22,7 @@ class Activities:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
-        self._going_on: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         """Seconds of ended activities, minus the start times of running ones."""
 
@@ -33,23 +33,23 @@ class Activities:
             TypeError: the name is not a string.
         """
         if not isinstance(name, str):  # names are sorted in seconds()
-            raise TypeError(f"what an episode does has a name, such as 'reward', not {name!r:.80}")
+            raise TypeError(f"an activity's name must be a str such as 'reward', got {name!r:.80}")
         if name not in self._seconds and len(self._seconds) >= NAMES_MAX:
             name = OTHERS
         self._seconds[name] = self._seconds.get(name, 0.0) - self._now_s()
-        self._going_on[name] += 1
+        self._running[name] += 1
         return name
 
     def end(self, name: str) -> None:
         """End an activity of one episode."""
         self._seconds[name] += self._now_s()
-        self._going_on[name] -= 1
+        self._running[name] -= 1
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by activity up to now, running activities included."""
-        # After the run its loop's clock is gone, and no activity is running.
-        now_s = self._now_s() if any(self._going_on.values()) else 0.0
+        # After the run no activity is running, and the loop's clock is gone.
+        now_s = self._now_s() if any(self._running.values()) else 0.0
         return {
-            name: max(0.0, seconds + self._going_on[name] * now_s)
+            name: max(0.0, seconds + self._running[name] * now_s)
             for name, seconds in sorted(self._seconds.items())
         }

@@ -1,8 +1,8 @@
 """Chat template of a model: renders messages to text as ``transformers`` does.
 
-:class:`Conversation` and the HTTP servers use it. Which tokens the text becomes, and which of them
-are in the context already, is :mod:`conversation`'s part. A template is untrusted code, and runs in
-Jinja's sandbox.
+:class:`Conversation` and the HTTP servers use it. :mod:`conversation` tokenizes the text and
+finds which tokens are in the context already. A template is untrusted code, and runs in Jinja's
+sandbox.
 """
 
 import datetime
@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 """A message as in OpenAI's API: ``role``, ``content`` and so on."""
 
 PLACEHOLDER = "tidegate-placeholder"
-"""Text searched for in rendered messages: words that no template writes by itself."""
+"""Text searched for in rendered messages, which no template writes by itself."""
 
 TEMPLATE_NAMES = ("default", "tool_use")
 """Names tried in this order in a directory with several templates."""
@@ -36,8 +36,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: datetime.datetime
     ) -> None:
-        """``now`` is the present for the template, the same in every rendering: a date that changed
-        during a conversation would rewrite its beginning.
+        """``now``: the template's date, the same in every rendering, because a date that changed
+        during a conversation would change its beginning.
 
         Raises:
             ModelError: the source is not a template, or can't render a plain conversation.
@@ -73,9 +73,9 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
-                **(options or {}),  # a name that is there already raises TypeError
+                **(options or {}),  # a name given twice raises TypeError
             )
-        except Exception as error:  # the template's code may raise whatever Python does
+        except Exception as error:  # the template's code may raise anything
             why = f"{type(error).__name__}: {error}"
             raise ChatRefused(f"the chat template refuses these messages: {why}") from error
 
@@ -88,7 +88,7 @@ class ChatTemplate:
         text = self.render(messages, add_generation_prompt=False)
         _, found, end = text.rpartition(PLACEHOLDER)
         if not found:
-            raise ChatRefused("it leaves out what the assistant says")
+            raise ChatRefused("it does not render the assistant's content")
         return end
 
 
@@ -103,7 +103,7 @@ def read_chat_template(path: Path) -> ChatTemplate:
     file = path / "chat_template.jinja"
     source = read_regular(file).decode() if file.exists() else config.get("chat_template")
     if isinstance(source, list):
-        named = {each.get("name"): each.get("template") for each in source}
+        named = {entry.get("name"): entry.get("template") for entry in source}
         source = next((named[name] for name in TEMPLATE_NAMES if name in named), None)
     if not isinstance(source, str):
         raise ModelError(

@@ -23,8 +23,8 @@ def contained_task(
 ) -> "asyncio.Task[Result]":
     """Create a task; the task factory of loops that run users' code.
 
-    asyncio lets ``SystemExit`` and ``KeyboardInterrupt`` of a task end the loop, with all that runs
-    on it. Here they become :class:`ContainedExit`, which whoever awaits the task can handle.
+    asyncio lets ``SystemExit`` and ``KeyboardInterrupt`` of a task end the loop, with every
+    task on it. Here they become :class:`ContainedExit`, which the awaiting code can handle.
     """
     return asyncio.Task(_Contained(coro), loop=loop, **options)
 
@@ -46,10 +46,10 @@ class _Contained(Coroutine[Any, Any, Any]):
         return awaiting
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._coro, name)  # where it waits, for whoever shows that
+        return getattr(self._coro, name)  # cr_await and so on, for debuggers
 
     def send(self, value: Any) -> Any:
-        """As the coroutine's."""
+        """Forward to the coroutine."""
         try:
             return self._coro.send(value)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -58,7 +58,7 @@ class _Contained(Coroutine[Any, Any, Any]):
             raise ContainedExit(f"a task raised {error!r}") from error
 
     def throw(self, *error: Any) -> Any:
-        """As the coroutine's."""
+        """Forward to the coroutine."""
         try:
             return self._coro.throw(*error)
         except (SystemExit, KeyboardInterrupt) as exited:
@@ -67,5 +67,5 @@ class _Contained(Coroutine[Any, Any, Any]):
             raise ContainedExit(f"a task raised {exited!r}") from exited
 
     def close(self) -> None:
-        """As the coroutine's."""
+        """Forward to the coroutine."""
         self._coro.close()

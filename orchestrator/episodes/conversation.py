@@ -25,8 +25,8 @@ from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.chat_template import PLACEHOLDER, Message, read_chat_template
 from tidegate.orchestrator.episodes.forced_calls import Choice, forced_call, is_free
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, words_of
-from tidegate.orchestrator.episodes.messages_seen import keys, plain_messages
+from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, text_of
+from tidegate.orchestrator.episodes.messages_seen import plain_messages, prefix_digests
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.tool_calls import ParsedReply, parse_reply
 from tidegate.transport.media import Media
@@ -178,7 +178,7 @@ class Conversation(Generic[Row]):
         def work() -> None:
             plain = plain_messages(messages)
             prompt = cache.rendered[_digest(plain, tools)] = self._template.render(plain, tools)
-            text = self._continuation_of(plain, keys(plain), tools, prompt, cache).text
+            text = self._continuation_of(plain, prefix_digests(plain), tools, prompt, cache).text
             cache.tokens[text] = self._model.encode(text)
 
         await in_thread(work)
@@ -224,7 +224,7 @@ class Conversation(Generic[Row]):
         turn = await row.generate(**options)
         reply = parse_reply(self._content(turn, options), prepared.tools)
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
-        key = keys([*messages, *plain_messages([turn.message])])[-1]
+        key = prefix_digests([*messages, *plain_messages([turn.message])])[-1]
         has_calls = bool(reply.tool_calls)
         self._generated[key] = _GeneratedMessage(
             row, row.num_tokens, prepared.prompt, reply.content, has_calls
@@ -259,7 +259,7 @@ class Conversation(Generic[Row]):
     def _row_for(
         self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, cache: RenderCache
     ) -> Row:
-        digests = keys(messages)
+        digests = prefix_digests(messages)
         continuation = self._continuation_of(messages, digests, tools, prompt, cache)
         self._seen.update(digests)
         ids = cache.tokens.get(continuation.text)
@@ -352,8 +352,8 @@ class Conversation(Generic[Row]):
             is_there = prompt.startswith(generated.content, begin) and not generated.has_tool_calls
             return prompt[begin + len(generated.content) :] if is_there else None
         first = messages[start]
-        words = words_of(first["content"])
-        other = PLACEHOLDER if words.lstrip()[:1] != PLACEHOLDER[0] else "0"
+        text = text_of(first["content"])
+        other = PLACEHOLDER if text.lstrip()[:1] != PLACEHOLDER[0] else "0"
         try:
             changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
             common = _common(prompt, self._rendered(changed, tools, cache))

@@ -443,7 +443,7 @@ class Episode(ScoringEpisode):
         self._refuse_if_over()
         if self._is_generating:
             raise RuntimeError("the context can't be appended to while a turn is generated")
-        appended = self._model.given.of(content)
+        appended = self._model.token_cache.of(content)
         if self.num_tokens + len(appended) > CONTEXT_TOKENS_MAX:
             raise too_long(self.num_tokens + len(appended))
         if media:

@@ -1,6 +1,6 @@
 """Constrained tool calls: a grammar in the model family's own format, for ``tool_choice``.
 
-:class:`Conversation` passes it to engines as a processor. The family is known by the chat template.
+:class:`Conversation` passes it to engines as a processor. The chat template shows the family.
 An engine may refuse grammars; the resulting call is parsed by :mod:`tool_calls` like any other.
 """
 
@@ -35,20 +35,22 @@ def forced_call(
     Raises:
         ChatRefused: there is no such tool, or this model's calls can't be constrained.
     """
-    functions = _chosen(choice, tools or ())
+    functions = _selected_functions(choice, tools or ())
     if HERMES_MARK in template:
-        call = json.dumps(_either(functions, "arguments"))
+        call = json.dumps(_any_call_schema(functions, "arguments"))
         lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}\n'
         return LogitsProcessor("grammar", {"lark": lark})
     if all(mark in template for mark in LLAMA_MARKS):
-        return LogitsProcessor("json_schema", {"schema": _either(functions, "parameters")})
+        return LogitsProcessor("json_schema", {"schema": _any_call_schema(functions, "parameters")})
     raise ChatRefused(
         "tool_choice can't force a call of this model: its chat template is neither of Hermes' "
         "form (<tool_call>) nor of Llama 3's; leave it at 'auto'"
     )
 
 
-def _chosen(choice: Choice, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _selected_functions(
+    choice: Choice, tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
     functions = [tool["function"] for tool in tools]
     if not functions:
         raise ChatRefused("tool_choice forces a call, and there are no tools")
@@ -66,7 +68,7 @@ def _chosen(choice: Choice, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[
     return named
 
 
-def _either(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
+def _any_call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
     """Return the JSON schema of a call of any function, in the field order that models write."""
     calls = [
         {

@@ -34,11 +34,11 @@ def plain_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
         ChatRefused: it has no reference, or one that is too long.
     """
     kind = KINDS[part["type"]]
-    told = part.get(part["type"])
+    value = part.get(part["type"])
     if part["type"] == "input_audio":
-        url = _audio_url(told)
+        url = _audio_url(value)
     else:
-        url = told.get("url") if isinstance(told, Mapping) else told
+        url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url:
         raise ChatRefused(f"{where} is of type {part['type']!r} and has no url")
     if why := _too_long(url):
@@ -46,10 +46,10 @@ def plain_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"type": kind, "url": url}
 
 
-def _audio_url(told: object) -> str | None:
-    if not isinstance(told, Mapping) or not isinstance(told.get("data"), str):
+def _audio_url(value: object) -> str | None:
+    if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
         return None
-    return f"data:audio/{told.get('format', 'wav')};base64,{told['data']}"
+    return f"data:audio/{value.get('format', 'wav')};base64,{value['data']}"
 
 
 def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Media]:
@@ -58,7 +58,7 @@ def media_of(messages: Sequence[Mapping[str, Any]]) -> list[Media]:
     return [Media(part["type"], part["url"]) for part in parts if part["type"] != "text"]
 
 
-def words_of(content: "str | list[dict[str, Any]]") -> str:
+def text_of(content: "str | list[dict[str, Any]]") -> str:
     """Return the text of a message's content, without media."""
     if isinstance(content, str):
         return content
@@ -68,8 +68,8 @@ def words_of(content: "str | list[dict[str, Any]]") -> str:
 def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise ChatRefused if the template wrote media parts as text: then it knows no media."""
     media = media_of(messages)
-    words = "".join(words_of(message["content"]) for message in messages) if media else ""
-    if any(prompt.count(each.url) > words.count(each.url) for each in media):
+    text = "".join(text_of(message["content"]) for message in messages) if media else ""
+    if any(prompt.count(item.url) > text.count(item.url) for item in media):
         raise ChatRefused(
             "the model's chat template writes references out as text, so the model reads no "
             "images, audio or video; leave them out, or serve one that does"
@@ -79,16 +79,16 @@ def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) ->
 def refuse_too_much(media: Sequence[Media]) -> None:
     """Raise ConfigError if a context has too many or too large media."""
     if len(media) > MEDIA_MAX:
-        raise ConfigError(f"a context may have {MEDIA_MAX} media, and this one has {len(media)}")
-    chars = sum(len(each.url) for each in media)
+        raise ConfigError(f"a context may have {MEDIA_MAX} media, got {len(media)}")
+    chars = sum(len(item.url) for item in media)
     if chars > MEDIA_CHARS_MAX:
         raise ConfigError(
             f"the references of a context may have {MEDIA_CHARS_MAX} characters together, and "
             f"these have {chars}; give URLs or paths in place of data: URLs"
         )
-    for each in media:
-        if why := _too_long(each.url):
-            raise ConfigError(f"media of kind {each.kind} have {why}")
+    for item in media:
+        if why := _too_long(item.url):
+            raise ConfigError(f"media of kind {item.kind} have {why}")
 
 
 def _too_long(url: str) -> str:

@@ -81,18 +81,18 @@ def _plain_calls(calls: object, number: int) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):  # else left as it was written
                 arguments = json.loads(arguments)
-        own = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        plain.append({"id": call["id"], **own} if isinstance(call.get("id"), str) else own)
+        entry = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        plain.append({"id": call["id"], **entry} if isinstance(call.get("id"), str) else entry)
     return plain
 
 
-def keys(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def prefix_digests(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return a digest of each prefix of the conversation; equal digests mean equal messages."""
     digest = hashlib.blake2b(digest_size=16)
-    found: list[bytes] = []
+    digests: list[bytes] = []
     for message in messages:
         content = message["content"]
-        said = {**message, "content": content.strip() if isinstance(content, str) else content}
-        digest.update(_encoder.encode(said) + b"\0")
-        found.append(digest.digest())
-    return found
+        stripped = {**message, "content": content.strip() if isinstance(content, str) else content}
+        digest.update(_encoder.encode(stripped) + b"\0")
+        digests.append(digest.digest())
+    return digests

@@ -19,14 +19,14 @@ from tidegate.errors import ModelError
 from tidegate.orchestrator.core.token_arrays import token_array
 from tidegate.transport.regular_files import check_all_regular, read_regular
 
-TEXTS_REMEMBERED = 64
-"""Cached texts: a group's rollouts begin side by side, with a few texts each."""
+TEXTS_CACHED_MAX = 64
+"""Number of cached texts: a group's rollouts start together, with a few texts each."""
 
 TEXT_CHARACTERS_MAX = 32 * 1024
 """Longest cached text, so that the cache takes some megabytes at most."""
 
 
-class GivenTokens:
+class TokenCache:
     """Cache of tokens that a run's episodes append; callers must not change its arrays."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,14 +54,14 @@ class GivenTokens:
         return self._array
 
     def _of_text(self, text: str) -> "array[int]":
-        known = self._texts.get(text)
-        if known is None:
-            known = token_array(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        tokens = self._texts.get(text)
+        if tokens is None:
+            tokens = token_array(self._tokenizer.encode(text, add_special_tokens=False).ids)
             if len(text) <= TEXT_CHARACTERS_MAX:
-                self._texts[text] = known
-            if len(self._texts) > TEXTS_REMEMBERED:
+                self._texts[text] = tokens
+            if len(self._texts) > TEXTS_CACHED_MAX:
                 del self._texts[next(iter(self._texts))]
-        return known
+        return tokens
 
 
 LONG_CHARACTERS = 32 * 1024
@@ -78,16 +78,16 @@ class ModelFiles:
     """Tokens that end a turn unless ``generate`` is given others."""
     dtype: str = ""
     """Dtype of the weights by config.json, such as ``float32``; empty if it has none."""
-    given: GivenTokens = field(init=False, compare=False, repr=False)
+    token_cache: TokenCache = field(init=False, compare=False, repr=False)
     """Cached tokens of texts that episodes append."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "given", GivenTokens(self.tokenizer))
+        object.__setattr__(self, "token_cache", TokenCache(self.tokenizer))
 
     async def encoded(self, text: str) -> list[int]:
         """Return a text as tokens, without special tokens; a long one is encoded in a thread."""
         if len(text) < LONG_CHARACTERS:
-            return self.given.of(text).tolist()
+            return self.token_cache.of(text).tolist()
         return await asyncio.to_thread(self.encode, text)
 
     def encode(self, text: str) -> list[int]:
@@ -115,7 +115,7 @@ def read_model_files(path: Path) -> ModelFiles:
             f"config.json, *.safetensors and tokenizer.json"
         )
     try:
-        check_all_regular(path)  # engines and libraries open the others
+        check_all_regular(path)  # engines and libraries open further files
     except OSError as error:
         raise ModelError(f"{error.filename} can't be read: {error.strerror}") from None
     config = _read_json(path / "config.json")
@@ -125,7 +125,7 @@ def read_model_files(path: Path) -> ModelFiles:
     stop_token_ids = tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,)
     nested = config.get("text_config")
     configs = (config, nested if isinstance(nested, dict) else {})
-    dtypes = (each.get(name) for each in configs for name in ("dtype", "torch_dtype"))
+    dtypes = (part.get(name) for part in configs for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, dtypes), "")).removeprefix("torch.")
     tokenizer = read_tokenizer(path / "tokenizer.json")
     return ModelFiles(path, tokenizer, stop_token_ids, dtype)

@@ -1,8 +1,8 @@
 """Parking: episodes that wait between two turns until newer weights are live.
 
-The episode runner parks them, and the scheduler calls :meth:`Parking.look` after events. A parked
-episode has no turn, so its slots are free for other rollouts. If the trainer waits for a batch, all
-parked episodes continue at once, because no weights come without rollouts.
+The episode runner parks them, and the scheduler calls :meth:`Parking.resume_due` after events. A
+parked episode has no turn, so its slots are free for other rollouts. If the trainer waits for a
+batch, all parked episodes continue at once, because no weights come without rollouts.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ class Parking:
         """Futures of parked rows, with the version that was live when each parked."""
         self.rows: Counter[int] = Counter()
         """Number of parked rows of each episode, by rollout id."""
-        self._seen = (-1, False)
-        """(live version, whether the trainer waits) when ``look`` last resumed episodes."""
+        self._last_state = (-1, False)
+        """(live version, whether the trainer waits) when ``resume_due`` last resumed episodes."""
 
     @property
-    def is_of_use(self) -> bool:
+    def can_get_newer_weights(self) -> bool:
         """Whether newer weights may come without the rollouts that would park."""
         return not self._is_starved()
 
     async def wait(self, rollout_id: int) -> None:
         """Return once weights newer than now are live, or the trainer waits for a batch."""
-        if not self.is_of_use:
+        if not self.can_get_newer_weights:
             return
-        self.look()  # changes so far concern only rows parked before
+        self.resume_due()  # changes so far concern only rows parked before
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parked[future] = self._live_version()
         self.rows[rollout_id] += 1
@@ -45,12 +45,12 @@ class Parking:
             if not self.rows[rollout_id]:
                 del self.rows[rollout_id]
 
-    def look(self) -> None:
-        """Resume the episodes that may continue. Mostly none may, with thousands parked."""
+    def resume_due(self) -> None:
+        """Resume the episodes that may continue; mostly none, with thousands parked."""
         live, is_starved = now = self._live_version(), self._is_starved()
-        if now == self._seen:
+        if now == self._last_state:
             return
-        self._seen = now
+        self._last_state = now
         for future, version in list(self.parked.items()):
             if (is_starved or live > version) and not future.done():
                 future.set_result(None)

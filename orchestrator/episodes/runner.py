@@ -490,7 +490,7 @@ class EpisodeRunner:
         task = self._tasks[number]
         if self._tracer is not None:
             self._tracer.parked(rollout)
-        if self._parking.is_of_use:
+        if self._parking.can_get_newer_weights:
             self._deadlines.hold(task)
         try:
             await self._parking.wait(number)

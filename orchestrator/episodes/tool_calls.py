@@ -20,9 +20,9 @@ from typing import Any
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def _deepseek_mark(words: str) -> str:
+def _deepseek_mark(name: str) -> str:
     """Return a special token of DeepSeek's, with its own characters for bars and blanks."""
-    return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+    return "<\uff5c" + name.replace(" ", "\u2581") + "\uff5c>"
 
 
 _CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR = map(
@@ -63,8 +63,8 @@ def parse_reply(text: str, tools: Collection[str]) -> ParsedReply:
     """Split a turn's text into content and calls; ``tools`` are the names of the offered tools."""
     if not tools:
         return ParsedReply(text)
-    read = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
-    return read or ParsedReply(text)
+    reply = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
+    return reply or ParsedReply(text)
 
 
 def settled_text(text: str, tools: Collection[str], stops: Collection[str] = ()) -> str:
@@ -77,15 +77,15 @@ def settled_text(text: str, tools: Collection[str], stops: Collection[str] = ())
         if text[:1] in _BEGIN_CALLS or text[:1].isspace():
             return ""  # all of it may be a call, or be trimmed for one that follows
         marks += _MARKS
-    said = text[: min((_may_begin(mark, text) for mark in marks), default=len(text))]
-    return said.rstrip() if tools else said
+    settled = text[: min((_may_begin(mark, text) for mark in marks), default=len(text))]
+    return settled.rstrip() if tools else settled
 
 
 def _may_begin(mark: str, text: str) -> int:
-    """Return where a mark stands or may begin at the text's end; else the text's length."""
-    place = text.find(mark)
-    if place >= 0:
-        return place
+    """Return the index at which a mark stands or may begin; else the text's length."""
+    index = text.find(mark)
+    if index >= 0:
+        return index
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return len(text) - next((n for n in lengths if text.endswith(mark[:n])), 0)
 
@@ -93,28 +93,28 @@ def _may_begin(mark: str, text: str) -> int:
 def _hermes(text: str) -> ParsedReply | None:
     blocks = _HERMES.findall(text)
     calls = [_call(_json(block), "arguments") for block in blocks]
-    read = tuple(call for call in calls if call is not None)
-    if not read or len(read) < len(blocks):
+    parsed = tuple(call for call in calls if call is not None)
+    if not parsed or len(parsed) < len(blocks):
         return None
-    return ParsedReply(_HERMES.sub("", text).strip(), read)
+    return ParsedReply(_HERMES.sub("", text).strip(), parsed)
 
 
 def _llama(text: str, tools: Collection[str]) -> ParsedReply | None:
     """Any JSON may be an answer, so it is a call only if it names an offered tool."""
-    said = text.strip().removeprefix(PYTHON_TAG).strip()
-    if not said.startswith("{"):
+    stripped = text.strip().removeprefix(PYTHON_TAG).strip()
+    if not stripped.startswith("{"):
         return None
-    call = _call(_json(said), "parameters")
+    call = _call(_json(stripped), "parameters")
     return ParsedReply("", (call,)) if call is not None and call.name in tools else None
 
 
 def _deepseek(text: str) -> ParsedReply | None:
     pairs = [p for block in _DEEPSEEK_CALLS.findall(text) for p in _DEEPSEEK_CALL.findall(block)]
     calls = [_deepseek_call(before.strip(), after) for before, after in pairs]
-    read = tuple(call for call in calls if call is not None)
-    if not read or len(read) < len(pairs):
+    parsed = tuple(call for call in calls if call is not None)
+    if not parsed or len(parsed) < len(pairs):
         return None
-    return ParsedReply(_DEEPSEEK_CALLS.sub("", text).strip(), read)
+    return ParsedReply(_DEEPSEEK_CALLS.sub("", text).strip(), parsed)
 
 
 def _deepseek_call(before: str, after: str) -> ToolCall | None:
@@ -126,14 +126,14 @@ def _deepseek_call(before: str, after: str) -> ToolCall | None:
 
 def _mistral(text: str, tools: Collection[str]) -> ParsedReply | None:
     """Without the mark, a list is an answer unless it names offered tools only."""
-    content, mark, said = text.rpartition(MISTRAL_MARK)
-    values = _json(said.strip())
+    content, mark, payload = text.rpartition(MISTRAL_MARK)
+    values = _json(payload.strip())
     if not isinstance(values, list) or not values:
         return None
-    read = tuple(call for value in values if (call := _call(value, "arguments")) is not None)
-    if len(read) < len(values) or not (mark or all(call.name in tools for call in read)):
+    parsed = tuple(call for value in values if (call := _call(value, "arguments")) is not None)
+    if len(parsed) < len(values) or not (mark or all(call.name in tools for call in parsed)):
         return None
-    return ParsedReply(content.strip(), read)
+    return ParsedReply(content.strip(), parsed)
 
 
 def _call(value: object, arguments_key: str) -> ToolCall | None:

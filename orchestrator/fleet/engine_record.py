@@ -15,7 +15,7 @@ class Engine:
     hello: Hello
     window: ReceiveWindow
     heard_s: float
-    """When its last message arrived, on the orchestrator's clock."""
+    """Time of its last message, on the orchestrator's clock."""
     weight_version: int
     tokens: int = 0
     busy_us: int = 0
@@ -33,9 +33,9 @@ class Engine:
     weight_swap_stall_us: int = 0
     """Time without decoding in all weight swaps, in microseconds."""
     stuck_since_s: float | None = None
-    """Since when its next step is missing, or is refused each time it arrives; None if neither."""
+    """Time since which the next step is missing or always refused; None if neither."""
     may_return: bool = False
-    """Whether it was given up for its silence only, so that it may rejoin by a hello."""
+    """Whether the engine was given up only for its silence, so that a hello lets it rejoin."""
 
     def count(self, step: StepArrived) -> None:
         """Add a new step to the counters."""
@@ -48,7 +48,7 @@ class Engine:
         self.rows_busy_us += rows * step.busy_us
 
     def count_drafts(self, step: Step) -> None:
-        """Add a step's draft tokens, which are not in the event because no decision needs them."""
+        """Add a step's draft tokens, which the event lacks because no decision needs them."""
         self.draft_tokens += step.drafted_tokens
         self.accepted_draft_tokens += step.accepted_tokens
 

@@ -1,7 +1,7 @@
-"""Sites at which a run's engines are started: the interface, and the site of this machine.
+"""Interface of engine launchers, and the launcher of processes on this machine.
 
-The composition root chooses a site by the settings; integrations/ray has another one. An engine
-joins over the wire like any other, whoever has started it, so a site only starts engines, ends them
+The composition root chooses a launcher by the settings; integrations/ray has one for Ray actors.
+Engines join over the wire, whoever has started them, so a launcher only starts engines, ends them
 and reports their ends.
 """
 
@@ -21,7 +21,7 @@ class Engines(Protocol):
     """Engines that a run has started, and restarts when they die."""
 
     may_restart: bool
-    """Whether engines that die are restarted: an engine that never got ready has wrong settings."""
+    """Whether engines that die are restarted: engines that were never ready have wrong settings."""
 
     @property
     def are_gone(self) -> bool:
@@ -41,12 +41,12 @@ class Engines(Protocol):
         ...
 
     def stop(self) -> None:
-        """End all engines and wait for that."""
+        """End all engines, and wait until they have ended."""
         ...
 
 
 class EngineLauncher(Protocol):
-    """Place where a run's engines are started."""
+    """Starts a run's engines on one machine or cluster."""
 
     @property
     def address(self) -> str | None:
@@ -64,13 +64,13 @@ class EngineLauncher(Protocol):
 
 
 class LocalEngineLauncher:
-    """Site whose engines are processes on this machine."""
+    """Launcher whose engines are processes on this machine."""
 
     def __init__(self, settings: RunSettings) -> None:
         """Read the keys, if the settings name some.
 
         Raises:
-            ConfigError: they can't be read.
+            ConfigError: the keys can't be read.
         """
         self._settings = settings
         self.address = settings.fleet.listen_address
@@ -81,5 +81,5 @@ class LocalEngineLauncher:
         )
 
     def engines(self, address: str, logs: Path, *, on_exit: OnExit) -> Engines:
-        """Return engines that are started by command line."""
+        """Return engines to be started by command line."""
         return LocalEngines(self._settings, address, logs, on_exit=on_exit)

@@ -1,9 +1,9 @@
-"""Sessions whose context an engine keeps between turns; tells engines when a session has ended.
+"""Sessions whose context an engine keeps between turns; reports ended sessions to engines.
 
 Each row of a rollout is a session. An engine may keep a session's KV while its episode uses tools.
-Turns name their session; this tells the engine that no further turn will come, because the row has
-ended or its next turn went to another engine. It affects only speed, so it is not part of the core:
-after a crash engines keep sessions anew.
+Turns name their session; ``EndSessions`` tells the engine that no further turn will come, because
+the row has ended or its next turn went to another engine. Sessions affect only speed, so they are
+not part of the core: a resumed run starts with none.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.transport.messages import EndSessions, Hello, Message
 
 SESSIONS_PER_MESSAGE = 4096
-"""Sessions in one message: at 9 bytes each at most, half of a frame."""
+"""Most sessions in one message: at up to 9 bytes each, half of a frame."""
 
 
 class OpenSessions:
@@ -21,43 +21,43 @@ class OpenSessions:
 
     def __init__(self, post: Callable[[str, Message], None]) -> None:
         self._post = post
-        self._keepers: set[str] = set()
-        """Engines that keep sessions, by their hello."""
+        self._session_engines: set[str] = set()
+        """Engines whose hello says that they keep sessions."""
         self._engines: dict[int, str] = {}
         """Engine that keeps each session's context."""
-        self._due: dict[str, list[int]] = {}
-        """Ended sessions, by the engine that is still to be told."""
+        self._ended: dict[str, list[int]] = {}
+        """Ended sessions not yet reported, by engine."""
 
     def joined(self, engine: str, hello: Hello | None) -> None:
         """Add an engine that has joined or reconnected."""
         self.left(engine)
         if hello is not None and hello.supports_sessions:
-            self._keepers.add(engine)
+            self._session_engines.add(engine)
 
     def left(self, engine: str) -> None:
         """Remove an engine."""
-        self._keepers.discard(engine)
-        self._due.pop(engine, None)
+        self._session_engines.discard(engine)
+        self._ended.pop(engine, None)
 
     def close(self) -> None:
         """Send nothing more, because engines end with the run."""
-        self._keepers.clear()
-        self._due.clear()
+        self._session_engines.clear()
+        self._ended.clear()
 
     def submitted(self, engine: str, session: int) -> None:
-        """Note that a turn of this session was sent to an engine."""
-        if not self._keepers and not self._engines:
+        """Record that a turn of this session was sent to an engine."""
+        if not self._session_engines and not self._engines:
             return  # no engine keeps sessions
         before = self._engines.get(session)
         if before == engine:
             return
         if before is not None:
             self._end(self._engines.pop(session), session)
-        if engine in self._keepers:
+        if engine in self._session_engines:
             self._engines[session] = engine
 
-    def over(self, rollout: Rollout) -> None:
-        """Note that a rollout asks for no more turns; harmless if repeated."""
+    def rollout_ended(self, rollout: Rollout) -> None:
+        """End the sessions of a rollout that requests no more turns; harmless if repeated."""
         if not self._engines:
             return  # no engine keeps sessions
         for row in rollout.rows:
@@ -67,16 +67,16 @@ class OpenSessions:
                 self._end(engine, session)
 
     def _end(self, engine: str, session: int) -> None:
-        if engine not in self._keepers:
+        if engine not in self._session_engines:
             return
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._tell)
-        self._due.setdefault(engine, []).append(session)
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._send_ended)
+        self._ended.setdefault(engine, []).append(session)
 
-    def _tell(self) -> None:
+    def _send_ended(self) -> None:
         """Send the ended sessions, after messages posted before, such as a turn's cancel."""
-        due, self._due = self._due, {}
-        for engine, sessions in due.items():
+        ended, self._ended = self._ended, {}
+        for engine, sessions in ended.items():
             for start in range(0, len(sessions), SESSIONS_PER_MESSAGE):
                 part = sessions[start : start + SESSIONS_PER_MESSAGE]
                 self._post(engine, EndSessions(sessions=part))

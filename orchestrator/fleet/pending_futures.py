@@ -69,7 +69,7 @@ class BatchRequest:
 
 @dataclass(slots=True)
 class PendingFutures:
-    """All waiting calls of a run."""
+    """All pending calls of a run."""
 
     turns: dict[int, asyncio.Future[Turn]] = field(default_factory=dict)
     """Episodes' turns, by rollout id."""
@@ -95,7 +95,7 @@ class PendingFutures:
         ]
 
     def fail_all(self, error: BaseException) -> None:
-        """Raise ``error`` in every waiting call."""
+        """Raise ``error`` in every pending call."""
         for future in self.futures():
             if not future.done():
                 future.set_exception(error)
@@ -103,8 +103,8 @@ class PendingFutures:
 
     def notify(self) -> None:
         """Resolve the futures whose condition holds now."""
-        waiting, self.conditions = self.conditions, []
-        for condition, future in waiting:
+        conditions, self.conditions = self.conditions, []
+        for condition, future in conditions:
             if condition():
                 resolve(future, None)
             elif not future.done():

@@ -20,7 +20,7 @@ LOG_LINES_SHOWN = 8
 """Last lines of a failed engine's log that its error message quotes."""
 
 RESTARTS_MAX = 3
-"""Restarts of one engine in a run. More crashes than that are no accident."""
+"""Most restarts of one engine in a run: more crashes are not by accident."""
 
 RESTART_DELAY_FIRST_S = 0.5
 """Delay of the first restart, four times longer each time: 0.5, 2, 8 s."""
@@ -57,12 +57,12 @@ class EngineProcess:
     def watch(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[str], None]) -> None:
         """Have ``loop`` call ``on_exit`` with the name as soon as the process ends."""
 
-        def ended() -> None:
+        def notify() -> None:
             self.unwatch(loop)
             on_exit(self.name)
 
         if self._pidfd is not None:
-            loop.add_reader(self._pidfd, ended)
+            loop.add_reader(self._pidfd, notify)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Cancel :meth:`watch`. Harmless if repeated."""
@@ -77,7 +77,7 @@ class EngineProcess:
     def exit_reason(self) -> str:
         """Return why the process ended: its exit status, and the end of its log."""
         status = self._process.poll()
-        how = (
+        outcome = (
             f"killed by {signal.Signals(-status).name}"
             if status is not None and status < 0
             else f"exit status {status}"
@@ -85,7 +85,7 @@ class EngineProcess:
         lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         if lines and lines[-1].startswith("error: "):
             return lines[-1].removeprefix("error: ")
-        return "\n  ".join([f"{how}; end of {self.log}:", *lines]) if lines else how
+        return "\n  ".join([f"{outcome}; end of {self.log}:", *lines]) if lines else outcome
 
     def kill(self) -> None:
         """Kill the process. Harmless if it has ended."""
@@ -257,7 +257,7 @@ def adapter_command(settings: RunSettings, name: str, address: str, url: str) ->
     if settings.fleet.curve_key_directory is not None:
         options["curve-key-directory"] = settings.fleet.curve_key_directory / ENGINE_DEFAULT
     directory = settings.records.run_directory
-    if directory is not None:  # which the server is more likely to see than /tmp
+    if directory is not None:  # more likely than /tmp to be shared with the server
         options["weights-directory"] = (directory / "published" / name).resolve()
     for option, value in options.items():
         command += [f"--{option}", str(value)]

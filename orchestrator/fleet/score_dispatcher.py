@@ -114,7 +114,7 @@ class ScoreDispatcher:
         while self._queue:
             request = self._queue[0]
             if not request.future.done():
-                name = self._choose(request.query.want)
+                name = self._choose(request.query.score_kind)
                 if name is None:
                     return self._refuse_unsupported()
                 self._send(name, request)
@@ -143,9 +143,11 @@ class ScoreDispatcher:
             name for engine in self._fleet.engines.values() for name in engine.hello.score_kinds
         }
         for request in self._queue:
-            if request.query.want not in supported:
+            if request.query.score_kind not in supported:
                 can = ", ".join(sorted(supported)) or "nothing"
-                why = f"no engine of this run computes {request.query.want}; they compute {can}"
+                why = (
+                    f"no engine of this run computes {request.query.score_kind}; they compute {can}"
+                )
                 fail(request.future, ScoreRefused(why))
         self._queue = deque(request for request in self._queue if not request.future.done())
 

@@ -1,4 +1,4 @@
-"""Requests to score token sequences, and their answers: log-probs, embeddings and rewards.
+"""Requests to score token sequences, and their results: log-probs, embeddings and rewards.
 
 ``Rollouts.score``, ``embed`` and ``reward`` and the :class:`Episode` methods use it;
 :class:`~tidegate.orchestrator.fleet.score_dispatcher.ScoreDispatcher` sends the requests. Letters
@@ -26,7 +26,7 @@ Pooling = Literal["last", "mean", "none"]
 
 Floats = npt.NDArray[np.float32]
 
-_WANTS: dict[Pooling, ScoreKind] = {
+_SCORE_KINDS: dict[Pooling, ScoreKind] = {
     "last": "embedding",
     "mean": "mean_embedding",
     "none": "hidden_states",
@@ -72,7 +72,7 @@ class ScoreQuery:
     """One sequence and the scores to compute for it, before a request number is assigned."""
 
     token_ids: bytes
-    want: ScoreKind
+    score_kind: ScoreKind
     start: int = 0
     top_logprobs: int = 0
     temperature: float = 1.0
@@ -82,12 +82,12 @@ class ScoreQuery:
         """N, the length of the sequence."""
         return len(self.token_ids) // 4
 
-    def message(self, request: int) -> ScoreTokens:
+    def message(self, request_id: int) -> ScoreTokens:
         """Return the request's wire message."""
         return ScoreTokens(
-            request_id=request,
+            request_id=request_id,
             token_ids=self.token_ids,
-            score_kind=self.want,
+            score_kind=self.score_kind,
             start=self.start,
             top_logprobs=self.top_logprobs,
             temperature=self.temperature,
@@ -105,7 +105,7 @@ def logprob_queries(
     Raises:
         ConfigError: an argument has no valid value.
     """
-    top = _whole("top_logprobs", top_logprobs)
+    top = _integer("top_logprobs", top_logprobs)
     if not 0 <= top <= TOP_LOGPROBS_MAX:
         raise ConfigError(f"top_logprobs must be in [0, {TOP_LOGPROBS_MAX}], got {top}")
     try:
@@ -128,12 +128,12 @@ def embedding_queries(
     Raises:
         ConfigError: an argument has no valid value.
     """
-    if pooling not in _WANTS:
+    if pooling not in _SCORE_KINDS:
         raise ConfigError(f"pooling is 'last', 'mean' or 'none', got {pooling!r}")
     columns = _columns(sequences)
     starts = _starts(start, len(columns), least=0)
     return [
-        ScoreQuery(column, _WANTS[pooling], first)
+        ScoreQuery(column, _SCORE_KINDS[pooling], first)
         for column, first in zip(columns, starts, strict=True)
     ]
 
@@ -148,7 +148,7 @@ def reward_queries(sequences: Sequence[Any]) -> list[ScoreQuery]:
 
 
 def assemble_score(engine: str, query: ScoreQuery, parts: Sequence[ScoreResult]) -> Score:
-    """Assemble the parts of an engine's answer to a query.
+    """Assemble the parts of an engine's reply to a query.
 
     Raises:
         ScoreRefused: the parts don't fit the query.
@@ -161,10 +161,10 @@ def assemble_score(engine: str, query: ScoreQuery, parts: Sequence[ScoreResult])
     top_ids = _integers(engine, [part.top_ids for part in parts])
     if any(part.version != version for part in parts):
         raise _defect(engine, f"of versions {sorted({part.version for part in parts})}")
-    if query.want != "logprobs":
-        if not values.size or (query.want == "hidden_states" and values.size % rows):
-            raise _defect(engine, f"{values.size} numbers for {rows} positions")
-        is_matrix = query.want == "hidden_states"
+    if query.score_kind != "logprobs":
+        if not values.size or (query.score_kind == "hidden_states" and values.size % rows):
+            raise _defect(engine, f"{values.size} values for {rows} positions")
+        is_matrix = query.score_kind == "hidden_states"
         return Readout(version, engine, values.reshape(rows, -1) if is_matrix else values)
     if (logprobs.size, top_ids.size, top_logprobs.size) != (rows, rows * k, rows * k):
         raise _defect(engine, f"{logprobs.size} log-probs for {rows} tokens")
@@ -199,7 +199,7 @@ def _integers(engine: str, columns: Sequence[bytes]) -> npt.NDArray[np.int32]:
 
 
 def _defect(engine: str, what: str) -> ScoreRefused:
-    return ScoreRefused(f"engine {engine!r} answered with {what}; this is a defect of the engine")
+    return ScoreRefused(f"engine {engine!r} replied with {what}; this is a bug of the engine")
 
 
 def _columns(sequences: Any) -> list[bytes]:
@@ -233,9 +233,9 @@ def _column(token_ids: Any) -> bytes:
 
 def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
     if np.ndim(start):
-        starts = [_whole("start", position) for position in start]
+        starts = [_integer("start", position) for position in start]
     else:
-        starts = [_whole("start", start)] * sequences
+        starts = [_integer("start", start)] * sequences
     if len(starts) != sequences:
         raise ConfigError(f"start has {len(starts)} positions for {sequences} sequences")
     wrong = [position for position in starts if not least <= position <= TOKENS_MAX]
@@ -244,7 +244,7 @@ def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
     return starts
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     """Return an int; numpy's and torch's are accepted, bools are not."""
     try:
         if not isinstance(value, bool | np.bool_):

@@ -34,12 +34,12 @@ from tidegate.orchestrator.journal.schema import (
 from tidegate.transport.private_directory import make_private_directory, make_private_file
 
 WAL_BYTES_MAX = 64 * 1024 * 1024
-"""WAL size at which it is merged into the database. With the largest commit it bounds the WAL's
-disk space, and what a reopening has to read again: some 0.1 s. 16 MiB cost a tenth more time."""
+"""WAL size at which it is merged into the database. With the largest commit, this bounds the WAL's
+disk space and the time in which a reopening reads it: some 0.1 s. 16 MiB cost a tenth more time."""
 
 BUSY_TIMEOUT_S = 10.0
-"""How long to wait for SQLite's own lock. Other runs are refused at once, by the lock file; this is
-for people who open the file with other tools, which may lock it for a moment."""
+"""Longest wait for SQLite's own lock, which other tools may hold for a moment. Other runs are
+refused at once, by the lock file."""
 
 
 class JournalFile:
@@ -132,7 +132,7 @@ class JournalFile:
 
     def close(self) -> None:
         """Merge the WAL and release the file. Harmless when repeated."""
-        # What can't be merged now stays in the WAL, and is merged by the next opening.
+        # If merging fails, the records stay in the WAL, and the next opening merges them.
         with suppress(sqlite3.Error):
             self._connection.close()
         self._lock.release()
@@ -150,19 +150,19 @@ class JournalFile:
 
     def file_bytes(self) -> int:
         """Return the size on disk, the WAL included."""
-        taken = 0
+        total = 0
         for file in self._files:
             with suppress(FileNotFoundError):
-                taken += file.stat().st_size
-        return taken
+                total += file.stat().st_size
+        return total
 
     # ------------------------------------------------------------------------- writing
 
     def commit(self, records: Sequence[bytes], snapshot: JournalSnapshot | None) -> None:
         """Add records and, if there is one, replace all records that a snapshot covers by it.
 
-        On return they are on the disk. If this raises, they may be there or not, but never in part;
-        then write no more, but close the file and open it again.
+        On return the records are on the disk. If this raises, all of them may be there or none;
+        write no more then, but close the file and open it again.
         """
         with as_journal_errors(self.path):
             try:

@@ -1,8 +1,8 @@
-"""Journal of byte records that survive a crash, committed by a thread of its own (group commit).
+"""Crash-safe journal of byte records, committed by a thread of its own (group commit).
 
-:class:`RunJournal` appends to it. ``append`` returns at once; one thread commits all records that
-have come since its last commit, and reports how far it got. So the slower the disk, the more
-records share a commit, and the event loop never waits for the disk.
+:class:`RunJournal` appends to it. ``append`` returns at once; one thread commits all records
+appended since its last commit, and reports the last lsn. So the slower the disk, the more records
+share a commit, and the event loop never waits for the disk.
 """
 
 import itertools
@@ -19,16 +19,16 @@ from tidegate.orchestrator.journal.file import JournalFile
 from tidegate.orchestrator.journal.reading import JournalSnapshot
 
 COMMIT_BYTES_MAX = 8 * 1024 * 1024
-"""Record bytes in one commit: larger ones are no faster, and delay their first record."""
+"""Most record bytes in one commit: larger commits are no faster, and delay their first record."""
 
 PENDING_BYTES_MAX = 1024 * 1024 * 1024
-"""Record bytes that may wait for the disk: 10 s of 20,000 groups/s. More: the disk hangs."""
+"""Most record bytes that wait for the disk: 10 s of 20,000 groups/s. Beyond it the disk hangs."""
 
 BODY_BYTES_MAX = 512 * 1024 * 1024
 """Largest record or snapshot; SQLite's own limit is 10⁹ bytes, and two copies are made of each."""
 
 CLOSE_TIMEOUT_S = 60.0
-"""Time to commit what is pending: a disk that needs longer for 1 GiB has stopped."""
+"""Time limit of committing pending records: a disk that needs longer for 1 GiB has stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Journal:
         self._records_since_open = self._payload_bytes = self._commits = self._compactions = 0
         self._longest_commit_s = 0.0
         self._bytes_since_snapshot = file.payload_bytes()
-        self._refusal: Exception | None = RuntimeError("start() the journal, then write to it")
+        self._write_error: Exception | None = RuntimeError("start() the journal, then write to it")
         """Error that every write raises; None while records are accepted."""
         self._is_idle = False
         """Whether the writing thread waits for work."""
@@ -100,7 +100,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a journal as its last user left it, in whatever way that one ended.
+        """Open an existing journal, after a clean close or a crash.
 
         Raises:
             JournalMissing: there is none, or its creator died before it was complete.
@@ -111,7 +111,7 @@ class Journal:
         """
         return cls(JournalFile.open(Path(path)))
 
-    # ------------------------------------------------------------------------- what is in it
+    # ------------------------------------------------------------------------- reading
 
     @property
     def header(self) -> bytes:
@@ -135,10 +135,10 @@ class Journal:
 
     @property
     def bytes_since_snapshot(self) -> int:
-        """Bytes of records appended since the last :meth:`compact`: what a reopening would read.
+        """Bytes of records appended since the last :meth:`compact`, which a reopening would read.
 
-        After a reopening it also counts records that the snapshot covers but that share a commit
-        with others.
+        After a reopening, records that the snapshot covers but that share a commit with later
+        records count too.
         """
         return self._bytes_since_snapshot
 
@@ -160,7 +160,7 @@ class Journal:
                 file_bytes=file_bytes,
             )
 
-    # ------------------------------------------------------------------------- putting into it
+    # ------------------------------------------------------------------------- writing
 
     def start(
         self,
@@ -174,7 +174,7 @@ class Journal:
         """
         if self._thread is not None:
             raise RuntimeError("the journal has been started already")
-        self._refusal = None
+        self._write_error = None
         self._thread = threading.Thread(
             target=self._write, args=(on_committed, on_error), name="journal", daemon=True
         )
@@ -192,9 +192,9 @@ class Journal:
         """
         _refuse_larger(record)
         with self._lock:
-            self._refuse_if_over()
+            self._raise_write_error()
             if self._pending_bytes > PENDING_BYTES_MAX:
-                raise self._behind("no more is kept in memory")
+                raise self._behind_error("no more is kept in memory")
             self._pending.append(record)
             self._pending_bytes += len(record)
             self._bytes_since_snapshot += len(record)
@@ -206,16 +206,16 @@ class Journal:
     def compact(self, lsn: int, snapshot: bytes) -> None:
         """Queue ``snapshot`` to replace all records up to ``lsn``; never waits for the disk.
 
-        It is stored and they are deleted in one transaction, after they were committed.
+        The snapshot is stored and the records deleted in one transaction, once all are committed.
         """
         _refuse_larger(snapshot)
         with self._lock:
-            self._refuse_if_over()
+            self._raise_write_error()
             newest = self._snapshot or self._file.snapshot
             first = newest.lsn if newest else 0
             if not first <= lsn <= self._appended_lsn:
                 raise ValueError(
-                    f"lsn must be one from the last snapshot's, {first}, to the last appended, "
+                    f"lsn must be from the last snapshot's, {first}, to the last appended, "
                     f"{self._appended_lsn}, got {lsn}"
                 )
             self._snapshot = JournalSnapshot(lsn, snapshot)
@@ -228,32 +228,34 @@ class Journal:
 
         Raises:
             JournalFailed: writing has failed, before or meanwhile.
-            JournalBehind: it took longer than ``timeout_s``.
+            JournalBehind: committing took longer than ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             lsn, snapshot = self._appended_lsn, self._snapshot
             while self._committed_lsn < lsn or (snapshot and self._snapshot is snapshot):
-                self._refuse_if_over()
+                self._raise_write_error()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise self._behind(f"not done in {timeout_s:.1f} s")
+                    raise self._behind_error(f"not done in {timeout_s:.1f} s")
                 self._has_committed.wait(left_s)
         return lsn
 
     def close(self) -> None:
-        """Commit what is pending, end the thread and release the file. Harmless when repeated.
+        """Commit pending records, end the thread and release the file. Harmless when repeated.
 
         Raises:
-            JournalBehind: the disk hangs; what is pending is lost.
+            JournalBehind: the disk hangs; pending records are lost.
         """
         with self._lock:
-            self._refusal = self._refusal or RunClosed(f"the journal {self._file.path} is closed")
+            self._write_error = self._write_error or RunClosed(
+                f"the journal {self._file.path} is closed"
+            )
             self._has_work.notify()
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                raise self._behind(f"not done in {CLOSE_TIMEOUT_S:.0f} s")
+                raise self._behind_error(f"not done in {CLOSE_TIMEOUT_S:.0f} s")
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -277,14 +279,14 @@ class Journal:
                 self._commit(work)
                 on_committed(self._committed_lsn)
                 self._file.merge_wal()
-        except Exception as error:  # noqa: BLE001  told to the owner, who decides what it means
+        except Exception as error:  # noqa: BLE001  passed to the owner, who decides
             on_error(self._fail(error))
 
     def _next_work(self) -> _Work | None:
         """Wait for work; None once the journal is closed and everything is committed."""
         with self._lock:
             while not self._pending and self._snapshot is None:
-                if self._refusal is not None:
+                if self._write_error is not None:
                     return None
                 self._is_idle = True
                 self._has_work.wait()
@@ -325,7 +327,7 @@ class Journal:
     def _fail(self, error: Exception) -> JournalError:
         failure = error if isinstance(error, JournalError) else self._failure(error)
         with self._lock:
-            self._refusal = failure
+            self._write_error = failure
             self._pending.clear()
             self._snapshot = None
             self._has_committed.notify_all()
@@ -333,17 +335,17 @@ class Journal:
 
     # ------------------------------------------------------------------------- refusing
 
-    def _refuse_if_over(self) -> None:
-        if self._refusal is not None:
+    def _raise_write_error(self) -> None:
+        if self._write_error is not None:
             # The same error is raised many times, and each raise would add to its traceback.
-            raise self._refusal.with_traceback(None)
+            raise self._write_error.with_traceback(None)
 
     def _failure(self, error: Exception) -> JournalFailed:
         failure = JournalFailed(path=self._file.path, why=f"its writer stopped: {error!r}")
         failure.__cause__ = error
         return failure
 
-    def _behind(self, why: str) -> JournalBehind:
+    def _behind_error(self, why: str) -> JournalBehind:
         return JournalBehind(path=self._file.path, pending_bytes=self._pending_bytes, why=why)
 
 

@@ -1,7 +1,7 @@
 """Exclusive lock on a journal, by ``flock`` on a file beside it.
 
 :class:`JournalFile` holds it while the journal is open, so that a second run is refused. The kernel
-releases it when the holder ends, however that happens. The lock file stays, because deleting it
+releases it when the holder ends, even if killed. The lock file stays, because deleting it
 would race with the next holder.
 """
 
@@ -17,10 +17,9 @@ from tidegate.errors import JournalLocked
 class FileLock:
     """Holds ``path``'s lock until released; never waits for it.
 
-    ``flock`` and not ``lockf``: that one is lost as soon as anything in this process closes the
-    file, and would let the same process in twice. But children inherit a ``flock``, so a data
-    loader's worker that outlives a killed trainer would hold it; therefore forked children release
-    it.
+    ``flock``, because a ``lockf`` lock is lost as soon as anything in this process closes the file,
+    and does not exclude the process that holds it. Children inherit a ``flock``, so a data loader's
+    worker that outlives a killed trainer would hold it; therefore forked children release it.
 
     Raises:
         JournalLocked: this process or another one holds it.

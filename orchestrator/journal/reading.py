@@ -49,9 +49,9 @@ def check(path: Path, connection: sqlite3.Connection) -> None:
         raise JournalTooNew(path=path, found=found, known=SCHEMA_VERSION)
     if found < 0:
         raise JournalCorrupt(path=path, where=f"there is no schema version {found}")
-    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0].decode(errors="replace")
-    if verdict != "ok":
-        raise JournalCorrupt(path=path, where=verdict, intact_lsn=intact_lsn(path, connection))
+    finding = connection.execute("PRAGMA quick_check(1)").fetchone()[0].decode(errors="replace")
+    if finding != "ok":
+        raise JournalCorrupt(path=path, where=finding, intact_lsn=intact_lsn(path, connection))
 
 
 def read_header(path: Path, connection: sqlite3.Connection) -> bytes:
@@ -76,21 +76,21 @@ def read_last_lsn(
     path: Path, connection: sqlite3.Connection, snapshot: JournalSnapshot | None
 ) -> int:
     """Return the lsn of the newest record; 0 before the first."""
-    held = snapshot.lsn if snapshot else 0
+    snapshot_lsn = snapshot.lsn if snapshot else 0
     query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn DESC LIMIT 1"
     for first, count, body, crc32 in connection.execute(query):
         if not _is_intact(first, count, body, crc32):
             where = f"the records from {first} on fail their checksum"
             raise JournalCorrupt(path=path, where=where, intact_lsn=intact_lsn(path, connection))
-        return max(held, int(first) + int(count) - 1)
-    return held
+        return max(snapshot_lsn, int(first) + int(count) - 1)
+    return snapshot_lsn
 
 
 def read_records(
     path: Path, connection: sqlite3.Connection, snapshot: JournalSnapshot | None
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the records after the snapshot, in order, each with its lsn."""
-    last = held = snapshot.lsn if snapshot else 0
+    last = snapshot_lsn = snapshot.lsn if snapshot else 0
     query = "SELECT first_lsn, records, body, crc32 FROM batches ORDER BY first_lsn"
     try:
         for first, count, body, crc32 in connection.execute(query):
@@ -101,7 +101,7 @@ def read_records(
                 where = f"records {last + 1} to {first - 1} are missing"
                 raise JournalCorrupt(path=path, where=where, intact_lsn=last)
             for lsn, record in enumerate(unpack(count, body), first):
-                if lsn > held:
+                if lsn > snapshot_lsn:
                     yield lsn, record
             last = max(last, first + count - 1)
     except SQLITE_PROBLEMS as error:

@@ -1,8 +1,7 @@
 """Replay of a run's journal: a new core handles the recorded events, and the states are compared.
 
 `tidegate replay` calls it. The core reads no clock and draws no random number, so the same events
-must give the same state, bit for bit. A difference is a bug, and the event at which it shows is
-named.
+must give the same state, bit for bit. A difference is a bug; the report names its first event.
 """
 
 from collections import Counter
@@ -18,7 +17,7 @@ from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.core.state import digest, load
 from tidegate.orchestrator.journal.journal import Journal
-from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_of
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE, core_from_header
 from tidegate.orchestrator.journal.run_journal import JournalHeader
 
 
@@ -28,12 +27,12 @@ class ReplayReport:
 
     run_id: str
     snapshot_lsn: int
-    """Lsn up to which events were replaced by a snapshot; 0 if none were."""
+    """Lsn of the last event that the snapshot covers; 0 without a snapshot."""
     events: dict[str, int]
     """Number of replayed events, by kind."""
     states_compared: int
     difference: str | None
-    """The first event at which the state differed, or an invariant broke; None if there is none."""
+    """First event after which the state differed or an invariant was broken; None without one."""
     trainer_version: int
     batches: int
     ledger: LedgerSnapshot
@@ -52,9 +51,9 @@ class ReplayReport:
         if self.difference is not None:
             yield f"DIFFERS: {self.difference}"
         elif self.states_compared:
-            yield f"the same state, at each of the {self.states_compared} places where it was noted"
+            yield f"equal states at all {self.states_compared} recorded checksums"
         else:
-            yield "the run noted no state to compare with: its process was killed"
+            yield "the run recorded no checksum to compare with, because its process was killed"
         yield f"digest {self.digest}"
 
 
@@ -83,7 +82,7 @@ def replay_journal(run_directory: Path, *, policies: Iterable[type] = ()) -> Rep
 
 def _replay(journal: Journal, policies: Iterable[type]) -> ReplayReport:
     header = msgspec.json.decode(journal.header, type=JournalHeader)
-    core = core_of(header, policies)
+    core = core_from_header(header, policies)
     snapshot = journal.snapshot()
     if snapshot is not None:
         load(snapshot.body, core)
@@ -100,7 +99,7 @@ def _replay(journal: Journal, policies: Iterable[type]) -> ReplayReport:
         if isinstance(event, ev.StateChecksum):
             states += 1
             if event.digest != digest(core, is_replayed=True):
-                difference = difference or f"the state at event {lsn} is another than was noted"
+                difference = difference or f"the state at event {lsn} differs from its checksum"
     return ReplayReport(
         run_id=header.run_id,
         snapshot_lsn=snapshot.lsn if snapshot is not None else 0,

@@ -1,7 +1,8 @@
 """Opens or creates a run's journal, and finds where a resumed run continues.
 
 ``serve(resume=…)`` calls :func:`open_run_journal` before anything is started. The trainer saves a
-small token with its weights; the journal has all events. Both must be of the same run, and fit.
+small token with its weights; the journal has all events. Both must be of the same run, and the
+token must not be ahead of the journal.
 """
 
 import uuid
@@ -35,7 +36,7 @@ if there is none yet; None for a new run."""
 
 
 class ResumeToken(msgspec.Struct, frozen=True):
-    """Content of ``state_dict()``: how far the run had come at the trainer's checkpoint."""
+    """Content of ``state_dict()``: the run's progress at the trainer's checkpoint."""
 
     run_id: str
     batches: int
@@ -51,14 +52,14 @@ class OpenedJournal:
 
     journal: RunJournal | None = None
     resumed: RunResumed | None = None
-    """None for a new run."""
+    """Point at which the run continues; None for a new run."""
     file: Journal | None = None
 
     def close(self) -> None:
-        """Commit what is pending and release the file. Harmless when repeated.
+        """Commit pending records and release the file. Harmless when repeated.
 
         Raises:
-            JournalError: the disk has not taken it.
+            JournalError: the records could not be committed.
         """
         if self.file is not None:
             self.file.close()
@@ -74,7 +75,7 @@ def open_run_journal(settings: RunSettings, resume: Resume) -> OpenedJournal:
     """
     if not settings.records.journal:
         if resume is not None:
-            raise ConfigError("resume= goes on from a journal; give journal=True and its directory")
+            raise ConfigError("resume= needs a journal; set journal=True and its run_directory")
         return OpenedJournal()
     token = None if resume is None or resume is True else resume_token(resume)
     assert settings.records.run_directory is not None
@@ -124,7 +125,7 @@ def _restored(file: Journal, settings: RunSettings) -> RunJournal:
     return journal
 
 
-def core_of(header: JournalHeader, policies: Iterable[type] = ()) -> Core:
+def core_from_header(header: JournalHeader, policies: Iterable[type] = ()) -> Core:
     """Return an empty core with the policies that a journal's header names, for a replay.
 
     The journal's events bring it to a state; a resume uses :func:`new_core` instead. ``policies``:
@@ -143,7 +144,7 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
     """Return an empty core with the caller's policies, which must equal those of the journal's
     header.
 
-    Nothing is made from the header: it is only compared.
+    The header is only compared; no object is made from it.
 
     Raises:
         ResumeMismatch: the run was started with other settings.
@@ -153,8 +154,8 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
         was = before.get(name)
         if was != now:
             raise ResumeMismatch(
-                f"this run was started with {name}={say(was)}, and can't go on with "
-                f"{name}={say(now)}; give the old value, or begin a new run in another directory"
+                f"this run was started with {name}={say(was)}, and can't continue with "
+                f"{name}={say(now)}; give the old value, or start a new run in another directory"
             )
     return Core(settings.rules(), survives_crashes=True)
 
@@ -169,10 +170,10 @@ def new_header(settings: RunSettings, run_id: str) -> JournalHeader:
 
 
 def check_token(token: ResumeToken, journal: RunJournal) -> None:
-    """Check that a checkpoint and a journal are of the same run, and fit.
+    """Check that a journal can be resumed from a checkpoint of the same run.
 
     Raises:
-        ResumeMismatch: they don't.
+        ResumeMismatch: the checkpoint is another run's, newer than the journal, or too old.
     """
     handed = journal.core.handed
     if token.run_id != journal.header.run_id:
@@ -182,7 +183,7 @@ def check_token(token: ResumeToken, journal: RunJournal) -> None:
         )
     if token.batches > handed.count:
         raise ResumeMismatch(
-            f"the checkpoint holds {token.batches} batches, the journal knows only of "
+            f"the checkpoint holds {token.batches} batches, the journal only "
             f"{handed.count}; it is an older copy: restore the newer one, or an older checkpoint"
         )
     if token.batches < handed.checkpointed:

@@ -23,10 +23,10 @@ from tidegate.orchestrator.journal.reading import JournalSnapshot
 log = logging.getLogger("tidegate")
 
 SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
-"""Bytes of events before a snapshot is taken: reading so many takes a resume about ten seconds."""
+"""Bytes of events after which a snapshot is taken; a resume replays this many in about ten s."""
 
 SNAPSHOT_SHARE = 4
-"""Events must also take this many times the snapshot's size; else snapshots dominate writing."""
+"""Bytes of events per byte of snapshot, at least; otherwise snapshots dominate writing."""
 
 
 class Store(Protocol):
@@ -55,7 +55,7 @@ class Store(Protocol):
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
-    """Everything that a run's core is made from; the journal's first content."""
+    """A run's rules and seed; the journal is created with it."""
 
     run_id: str
     rules: dict[str, Any]
@@ -63,7 +63,7 @@ class JournalHeader(msgspec.Struct, frozen=True):
 
 
 class RunJournal:
-    """A core, and the journal from which it can be restored."""
+    """A core together with the journal from which it can be restored."""
 
     def __init__(
         self, store: Store, core: Core, header: JournalHeader, *, is_threaded: bool = True
@@ -74,7 +74,7 @@ class RunJournal:
         self.core = core
         self.header = header
         self._appended = self._committed = 0
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._pending_actions: deque[tuple[int, Callable[[], None]]] = deque()
         """(lsn, action to call once it is committed), in order."""
         self._snapshot_bytes = 0
         self._keeps_events = False
@@ -112,8 +112,8 @@ class RunJournal:
             return
         loop = asyncio.get_running_loop()
         self._store.start(
-            lambda lsn: _on_loop(loop, self._on_committed, lsn),
-            lambda error: _on_loop(loop, on_error, error),
+            lambda lsn: _call_on_loop(loop, self._on_committed, lsn),
+            lambda error: _call_on_loop(loop, on_error, error),
         )
 
     def log(self, event: ev.Event) -> None:
@@ -129,7 +129,7 @@ class RunJournal:
         if self._committed >= self._appended:
             action()
         else:
-            self._waiting.append((self._appended, action))
+            self._pending_actions.append((self._appended, action))
 
     async def wait_until_safe(self) -> None:
         """Return once everything logged so far is committed."""
@@ -146,8 +146,8 @@ class RunJournal:
         if len(snapshot) > BODY_BYTES_MAX:
             self._keeps_events = True
             log.warning(
-                "journal=growing snapshot_bytes=%d limit_bytes=%d: it will not be compacted; have "
-                "fewer tokens outstanding, or ask for fewer top_logprobs",
+                "journal=growing snapshot_bytes=%d limit_bytes=%d: no more snapshots are taken; "
+                "keep fewer tokens outstanding, or request fewer top_logprobs",
                 len(snapshot),
                 BODY_BYTES_MAX,
             )
@@ -155,16 +155,18 @@ class RunJournal:
         self._snapshot_bytes = len(snapshot)
         self._store.compact(self._appended, snapshot)
 
-    def note_state(self) -> None:
+    def log_checksum(self) -> None:
         """Append a digest of the core's state, which a replay compares."""
         self.log(ev.StateChecksum(digest(self.core)))
 
     def _on_committed(self, lsn: int) -> None:
         self._committed = max(self._committed, lsn)
-        while self._waiting and self._waiting[0][0] <= self._committed:
-            self._waiting.popleft()[1]()
+        while self._pending_actions and self._pending_actions[0][0] <= self._committed:
+            self._pending_actions.popleft()[1]()
 
 
-def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
+def _call_on_loop(
+    loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any
+) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, value)

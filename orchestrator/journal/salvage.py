@@ -67,7 +67,7 @@ def _copy(damaged: Path, connection: sqlite3.Connection, target: Path) -> int:
                     file.commit(records, None)
                     records = []
         except JournalCorrupt:
-            pass  # the end of what is intact
+            pass  # the first damage: later records are useless
         if records:
             file.commit(records, None)
         return file.last_lsn

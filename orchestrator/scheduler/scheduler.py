@@ -168,7 +168,7 @@ class Scheduler:
             self._waiting,
             self.handle_one,
             self.fail,
-            self.engines.sessions.over,
+            self.engines.sessions.rollout_ended,
             parking=self._parking,
             score=self.scores.submit_all,
             context_tokens_max=lambda: self.fleet.context_tokens_max,
@@ -290,7 +290,7 @@ class Scheduler:
         journal, self._journal = self._journal, None
         if journal is not None:
             with contextlib.suppress(JournalError):  # it has failed, and that has ended the run
-                journal.note_state()
+                journal.log_checksum()
 
     def close(self) -> None:
         """Discard everything unfinished; the run takes no calls any more."""
@@ -327,7 +327,7 @@ class Scheduler:
         ):
             self._wants_tasks.set()
         if self._parking.parked:
-            self._parking.look()
+            self._parking.resume_due()
         if journal is not None:
             journal.compact_if_due()
 

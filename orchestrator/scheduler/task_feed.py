@@ -54,7 +54,7 @@ class TaskIterators:
         core = self._core()
         if self._feeding is not None:
             self._feeding.cancel()  # it may wait for the replaced iterator
-        if self._source is None or not self._source.goes_on_with(tasks):
+        if self._source is None or not self._source.reads_from(tasks):
             before, self._source = self._source, TaskSource(tasks)
             if before is not None:
                 self._source.inherit(before, TaskKey(core.tasks.offer, core.tasks.count))
@@ -167,7 +167,7 @@ class TaskFeed:
                 if (
                     task is not None and not core.admissible_groups
                 ):  # it was used up during the wait
-                    source.give_back(task)
+                    source.return_unused(task)
                     return
             else:
                 task = source.next_nowait(prefers_returned=prefers_returned)

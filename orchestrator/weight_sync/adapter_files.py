@@ -1,5 +1,4 @@
-"""Reads LoRA adapters, from PEFT directories or a trainer's tensors, and checks that they are
-served.
+"""Reader of LoRA adapters, from PEFT directories or a trainer's tensors; refuses unsupported ones.
 
 ``Rollouts.publish_adapter`` uses it. Whether an adapter fits a model is checked by engines.
 """
@@ -24,9 +23,9 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_BYTES_MAX = 128
 
 PREFIX = "base_model.model."
-"""Prefix that PEFT adds to the model's own parameter names."""
+"""Prefix that PEFT adds to the model's parameter names."""
 
-UNSERVED = {
+UNSUPPORTED_FIELDS = {
     "use_dora": "DoRA",
     "modules_to_save": "modules trained whole",
     "rank_pattern": "ranks that differ between layers",
@@ -40,9 +39,9 @@ UNSERVED = {
     "use_qalora": "QA-LoRA",
     "arrow_config": "Arrow",
 }
-"""PEFT config fields that, if set, need more than two matrices and a scale, and their names."""
+"""PEFT config fields that, if set, need more than two matrices and a scale, with what they mean."""
 
-INITS_OF_THEIR_OWN_BASE = ("pissa", "olora", "loftq", "corda")
+BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda")
 """Initialisations that change the model's own weights."""
 
 
@@ -64,7 +63,7 @@ def load_adapter(
     ``config`` is a ``peft.LoraConfig``, or a mapping with ``r`` and ``lora_alpha`` at least.
 
     Raises:
-        ConfigError: it is no LoRA adapter, or needs more than engines support.
+        ConfigError: the adapter is not LoRA, or needs more than engines support.
     """
     if isinstance(adapter, (str, Path)):
         if config is not None:
@@ -119,15 +118,16 @@ def _scale(fields: Mapping[str, Any]) -> float:
     kind = str(getattr(fields.get("peft_type"), "value", fields.get("peft_type") or "LORA"))
     if kind != "LORA":
         raise ConfigError(f"the adapter is a {kind}; engines serve LoRA")
-    for name, what in UNSERVED.items():
+    for name, feature in UNSUPPORTED_FIELDS.items():
         if fields.get(name):
             raise ConfigError(
-                f"the adapter has {what} ({name}={fields[name]!r:.100}), which engines don't serve"
+                f"the adapter has {feature} ({name}={fields[name]!r:.100}), which engines "
+                f"don't serve"
             )
     if (bias := fields.get("bias", "none")) != "none":
         raise ConfigError(f"the adapter trains biases (bias={bias!r:.50}); engines take none")
     init = str(fields.get("init_lora_weights", "")).lower()
-    if init.startswith(INITS_OF_THEIR_OWN_BASE):
+    if init.startswith(BASE_CHANGING_INITS):
         raise ConfigError(
             f"init_lora_weights={init!r} changes the model's own weights, which engines haven't "
             f"got; convert the adapter to a plain LoRA when it is saved"
@@ -148,14 +148,14 @@ def _scale(fields: Mapping[str, Any]) -> float:
 def _refuse_other_ranks(tensors: "Mapping[str, torch.Tensor]", rank: int) -> None:
     """Refuse tensors of another rank than the config's, whose scale would silently be wrong."""
     for name, tensor in tensors.items():
-        has = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else rank
-        if has != rank:
+        tensor_rank = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else rank
+        if tensor_rank != rank:
             raise ConfigError(
-                f"{name} has rank {has}, and the config says r={rank}; pass the adapter's own "
-                f"config"
+                f"{name} has rank {tensor_rank}, and the config says r={rank}; pass the "
+                f"adapter's own config"
             )
         if not tensor.isfinite().all():
-            raise ConfigError(f"{name} holds what is no number (NaN, or infinite)")
+            raise ConfigError(f"{name} holds NaN or infinite values")
 
 
 def _renamed(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
@@ -171,7 +171,7 @@ def _renamed(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]"
             )
         short = f"{projection}.lora_{letter}.weight"
         if short in renamed:
-            raise ConfigError(f"{short!r} comes twice: there are several adapters in these tensors")
+            raise ConfigError(f"{short!r} appears twice: these tensors hold several adapters")
         renamed[short] = tensor
     if not renamed:
         raise ConfigError("the adapter has no tensors")

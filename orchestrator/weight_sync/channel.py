@@ -1,6 +1,6 @@
-"""The sender of a run's weight channel, chosen by ``weight_channel``.
+"""Sender of a run's weight channel, chosen by the setting ``weight_channel``.
 
-`trainer/run.py` opens it, and the publish path writes to it.
+`trainer/run.py` opens the channel, and the publish path writes to it.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def open_channel(
     settings: WeightSettings, launcher: EngineLauncher, *, device: str, run_directory: Path | None
 ) -> WeightSender | CudaIpcSender:
-    """The run's end of its weight channel.
+    """Open the run's end of its weight channel.
 
     Raises:
         ConfigError: the channel can't write or bind there, or there is no such GPU.
@@ -50,10 +50,10 @@ def write_on_gpu(
     """Write a state dict where engines on its GPU can read it. Blocks.
 
     Raises:
-        WeightsRefused: it is not on that GPU, or there is no memory for another.
+        WeightsRefused: a tensor is not on that GPU, or its memory does not suffice.
     """
     tensors = [NamedTensor(*named) for named in distinct_tensors(state_dict)]
-    # Computed over the source tensors, so that an error of the copy shows too.
-    sums = {tensor.name: crc32_of(tensor.data) for tensor in tensors} if has_checksums else {}
+    # Computed over the source tensors, so that copy errors are detected too.
+    checksums = {tensor.name: crc32_of(tensor.data) for tensor in tensors} if has_checksums else {}
     chunks = channel.write(version, tensors, keep=keep)
-    return with_checksums(chunks, sums) if sums else chunks
+    return with_checksums(chunks, checksums) if checksums else chunks

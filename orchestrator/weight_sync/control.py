@@ -1,8 +1,8 @@
 """Asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
 
-The engine side makes one. It lets trainers' calls wait, feeds the state machine with engines'
-messages, and carries out its commands. It holds no pause state of its own: which pause the run
-wants is in ``WeightControl``, and each engine's part is in its ``PauseGate``.
+The engine side creates it. Trainers' calls wait in it; it feeds engines' messages to the state
+machine and executes the commands. ``WeightControl`` holds the pause that the run wants, and each
+engine's ``PauseGate`` that engine's part.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = logging.getLogger("tidegate")
 
 
 HEADER_BYTES = 256
-"""Bytes added to a weights message for each engine: the versions that it may be laid over."""
+"""Bytes reserved in a weights message for each engine's own fields: its possible base versions."""
 
 
 class EngineControlCallbacks(Protocol):
@@ -73,7 +73,7 @@ class EngineControlCallbacks(Protocol):
         """Record that an engine holds new weights beside its live ones."""
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
-        """Note that an engine serves other weights from now on."""
+        """Record that an engine now serves other weights."""
 
     def hello_of(self, engine: str) -> Hello | None:
         """Return an engine's hello; None if the engine has left again."""
@@ -86,15 +86,15 @@ class EngineControl:
         self,
         settings: WeightSettings,
         init_weights: InitWeights,
-        waiting: PendingFutures,
-        shell: EngineControlCallbacks,
+        pending: PendingFutures,
+        callbacks: EngineControlCallbacks,
         *,
         pause_timeout_s: float,
     ) -> None:
         """``pause_timeout_s``: time for an engine to confirm a pause."""
-        self._shell = shell
-        self._waiting = waiting
-        self._numbers = itertools.count()
+        self._callbacks = callbacks
+        self._pending = pending
+        self._call_ids = itertools.count()
         self._outcomes: dict[int, wc.Resolve] = {}
         """Results of ended calls, until their coroutines read them."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -111,28 +111,28 @@ class EngineControl:
     # ------------------------------------------------------------ engines
 
     def joined(self, engine: str, version: int) -> None:
-        """Note that an engine has joined, serving ``version``."""
-        hello = self._shell.hello_of(engine)
+        """Handle an engine that has joined, serving ``version``."""
+        hello = self._callbacks.hello_of(engine)
         memory = None
         if hello is not None:
             memory = wc.EngineMemory(hello.sleep_levels, hello.asleep, hello.needs_weights)
             if self.state.asleep and self.state.sleep_level not in hello.sleep_levels:
-                log.warning("engine=%s joined while others sleep, and can't", engine)
+                log.warning("engine=%s joined a sleeping run, but can't sleep at its level", engine)
         self._handle(wc.EngineConnected(engine, version, memory))
 
     def left(self, engine: str) -> None:
-        """Note that an engine is gone."""
+        """Handle an engine that has gone."""
         self._handle(wc.EngineRemoved(engine))
 
     def heard(self, engine: str, message: FromEngine) -> bool:
-        """Handle an engine's message; False if it is about something else."""
+        """Handle an engine's message; return False if the state machine does not use its kind."""
         if not isinstance(message, wc.ControlReply):
             return False
         if isinstance(message, SleepRequestFailed):
             log.warning("engine=%s can't sleep or wake: %s", engine, message.message)
         self._handle(wc.ControlReplyReceived(engine, message))
         if isinstance(message, WeightsStaged):
-            self._shell.staged(engine, message.version)
+            self._callbacks.staged(engine, message.version)
         return True
 
     # ------------------------------------------------------------ weights
@@ -152,10 +152,10 @@ class EngineControl:
             up. WeightsRefused: a part would be laid over weights that this process doesn't know.
             TidegateError: an earlier publish failed after its call had returned.
         """
-        number = next(self._numbers)
-        next_version = self._shell.core.next_version
-        asked = wc.ReserveRequested(number, next_version, is_part, has_deltas, first_bad)
-        return cast(Reserved, await self._ask(asked))
+        call_id = next(self._call_ids)
+        next_version = self._callbacks.core.next_version
+        request = wc.ReserveRequested(call_id, next_version, is_part, has_deltas, first_bad)
+        return cast(Reserved, await self._run_call(request))
 
     def release(self) -> None:
         """Give up the reserved buffer; the version that was abandoned for it stays abandoned."""
@@ -194,8 +194,10 @@ class EngineControl:
         except WeightsRefused:
             self.release()
             raise
-        number = next(self._numbers)
-        await self._ask(wc.PublishRequested(number, version, chunks, wait, change, is_rollback))
+        call_id = next(self._call_ids)
+        await self._run_call(
+            wc.PublishRequested(call_id, version, chunks, wait, change, is_rollback)
+        )
 
     def choose_kv_policy(self, kv_policy: KvPolicy) -> None:
         """Set what the next swap does to the KV of kept turns."""
@@ -211,15 +213,14 @@ class EngineControl:
         is cancelled, the pause may hold all the same; resume to be sure. While engines sleep, it
         takes effect once they are awake.
         """
-        await self._ask(wc.PauseRequested(next(self._numbers), mode, clear_cache))
+        await self._run_call(wc.PauseRequested(next(self._call_ids), mode, clear_cache))
 
     async def halt_engines(self, is_halted: bool) -> None:
         """Pause engines for the staleness policy; afterwards the user's pause holds again."""
-        await self._ask(wc.EngineHaltRequested(next(self._numbers), is_halted))
+        await self._run_call(wc.EngineHaltRequested(next(self._call_ids), is_halted))
 
     async def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag], mode: PauseMode) -> int:
-        """Return once this memory sleeps on every engine, with the bytes that they returned
-        together.
+        """Put this memory to sleep on every engine; return the bytes freed, summed over engines.
 
         Engines are paused first, and versions under way are waited for.
 
@@ -227,10 +228,12 @@ class EngineControl:
             ConfigError: an engine can't sleep at this level, or couldn't get its weights again.
             SleepFailed: some engine failed to sleep. The others sleep.
         """
-        return cast(int, await self._ask(wc.SleepRequested(next(self._numbers), level, tags, mode)))
+        return cast(
+            int, await self._run_call(wc.SleepRequested(next(self._call_ids), level, tags, mode))
+        )
 
     async def wake(self, tags: Sequence[MemoryTag] | None) -> None:
-        """Return once this memory is awake on every engine.
+        """Wake this memory on every engine.
 
         When nothing sleeps any more, engines resume unless another pause holds. Engines that have
         dropped their weights get the ones released last, if no newer ones came.
@@ -239,13 +242,13 @@ class EngineControl:
             SleepFailed: some engine lacks memory for it, or lacks weights and there are none.
         """
         tags = MEMORY_TAGS if tags is None else tags
-        await self._ask(wc.WakeRequested(next(self._numbers), tags))
+        await self._run_call(wc.WakeRequested(next(self._call_ids), tags))
 
     # ------------------------------------------------------------ calls
 
-    async def _ask(
+    async def _run_call(
         self,
-        asked: wc.ReserveRequested
+        request: wc.ReserveRequested
         | wc.PublishRequested
         | wc.PauseRequested
         | wc.EngineHaltRequested
@@ -253,21 +256,21 @@ class EngineControl:
         | wc.WakeRequested,
     ) -> object:
         """Begin a call in the state machine, and continue it when woken, until it is resolved."""
-        number, event = asked.call, cast(wc.Event, asked)
+        call_id, event = request.call, cast(wc.Event, request)
         try:
-            while number not in self._outcomes:
-                # Made before the event is handled, for that may wake the call at once.
+            while call_id not in self._outcomes:
+                # Created first, because handling the event may wake the call at once.
                 woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiting.calls[number] = woken
+                self._pending.calls[call_id] = woken
                 self._handle(event)
-                if number not in self._outcomes:
+                if call_id not in self._outcomes:
                     await woken
-                event = wc.CallWoken(number, self._shell.core.next_version)
+                event = wc.CallWoken(call_id, self._callbacks.core.next_version)
         finally:
-            self._waiting.calls.pop(number, None)
-            outcome = self._outcomes.pop(number, None)
+            self._pending.calls.pop(call_id, None)
+            outcome = self._outcomes.pop(call_id, None)
             if outcome is None:
-                self._handle(wc.CallCancelled(number))
+                self._handle(wc.CallCancelled(call_id))
         assert outcome is not None
         if outcome.error is not None:
             raise outcome.error
@@ -278,18 +281,18 @@ class EngineControl:
             self._carry_out(command)
 
     def _carry_out(self, command: wc.Command) -> None:
-        shell = self._shell
+        callbacks = self._callbacks
         match command:
             case wc.Send(outgoing=outgoing):
-                shell.send(outgoing)
+                callbacks.send(outgoing)
             case wc.HoldBatches(is_held=is_held):
-                shell.hold_batches(is_held)
-                self._waiting.notify()
+                callbacks.hold_batches(is_held)
+                self._pending.notify()
             case wc.WakeCall(call=call):
-                resolve(self._waiting.calls.get(call), None)
+                resolve(self._pending.calls.get(call), None)
             case wc.Resolve(call=call):
                 self._outcomes[call] = command
-                resolve(self._waiting.calls.get(call), None)
+                resolve(self._pending.calls.get(call), None)
             case wc.SetTimer(timer=timer, seconds=seconds):
                 self._stop_timer(timer)
                 loop = asyncio.get_running_loop()
@@ -297,21 +300,21 @@ class EngineControl:
             case wc.StopTimer(timer=timer):
                 self._stop_timer(timer)
             case wc.ReportWhenDurable():
-                shell.when_safe(lambda: self._handle(wc.VersionsDurable()))
+                callbacks.when_safe(lambda: self._handle(wc.VersionsDurable()))
             case wc.NoteSwap(engine=engine, message=message):
-                shell.swapped(engine, message)
+                callbacks.swapped(engine, message)
             case wc.ReleaseVersion(version=version, replaced=replaced):
-                shell.handle([ev.VersionPublished(version, replaced)])
+                callbacks.handle([ev.VersionPublished(version, replaced)])
             case wc.NoteFailure():
-                shell.handle([ev.PublishFailed()])
+                callbacks.handle([ev.PublishFailed()])
             case wc.RetractVersions(first_bad=first_bad):
-                shell.handle([ev.VersionRetracted(first_bad)])
+                callbacks.handle([ev.VersionRetracted(first_bad)])
             case wc.SuspendDeadlines(is_halted=is_halted):
-                shell.suspend_deadlines(is_halted)
+                callbacks.suspend_deadlines(is_halted)
             case wc.GiveUp(engine=engine, why=why):
-                shell.give_up_engine(engine, why)
+                callbacks.give_up_engine(engine, why)
             case wc.RefuseEngine(engine=engine, why=why):
-                shell.refuse_engine(engine, why)
+                callbacks.refuse_engine(engine, why)
 
     def _on_timer(self, timer: int) -> None:
         del self._timers[timer]
@@ -327,6 +330,7 @@ def _refuse_too_large(chunk: UpdateWeights) -> None:
     bytes_max = FRAME_BYTES_MAX_BY_KIND["update_weights"] - HEADER_BYTES
     if len(encode(chunk)) > bytes_max:
         raise WeightsRefused(
-            f"the names and places of {len(chunk.tensors)} tensors take {len(encode(chunk))} bytes "
-            f"of one message, which may have {bytes_max}; publish fewer tensors, or shorter names"
+            f"the names and offsets of {len(chunk.tensors)} tensors take {len(encode(chunk))} "
+            f"bytes of one message, which may have {bytes_max}; publish fewer tensors, or "
+            f"shorter names"
         )

@@ -1,7 +1,7 @@
-"""Finds the tensors of a state dict that changed since an earlier version, by hashes.
+"""Tensors of a state dict that changed since an earlier version, by hashes.
 
-The publish path uses it to send only changed tensors. It knows the last few versions that this
-process wrote; relative to any other version, all tensors count as changed.
+The publish path uses it to send only changed tensors. Digests are kept of the last few versions
+that this process wrote; relative to any other version, all tensors count as changed.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 CRC; a collision would serve old weights as new ones."""
 
 VERSIONS_MAX = 4
-"""Versions remembered. The base is the newest version that didn't fail."""
+"""Number of versions kept. The base is the newest version that didn't fail."""
 
 Digests = dict[str, bytes]
 
@@ -32,9 +32,9 @@ class WrittenTensors:
     def changed(
         self, version: int, tensors: Sequence[NamedBuffer], *, before: int
     ) -> list[NamedBuffer] | None:
-        """Note the whole set written as ``version``; return the tensors to lay over ``before``.
+        """Record a whole set written as ``version``; return what differs from ``before``.
 
-        None means that the whole set must be sent, over nothing.
+        None means that the whole set must be sent.
         """
         digests = {tensor.name: _digest(tensor) for tensor in tensors}
         old = self._digests.get(before, {})
@@ -44,19 +44,19 @@ class WrittenTensors:
             del self._digests[next(iter(self._digests))]
         if digests.keys() != old.keys():
             return None
-        # A matrix that was equal to a changed one is sent too: an engine that computes with one of
-        # both (tied embeddings) must see whether they are still equal.
+        # A matrix that equalled a changed one is sent too: an engine that computes with only one of
+        # two tied matrices must see whether they are still equal.
         changed = {old[name] for name, digest in digests.items() if digest != old[name]}
-        others = [
+        to_send = [
             tensor
             for tensor in tensors
             if digests[tensor.name] != old[tensor.name]
             or (len(tensor.shape) > 1 and old[tensor.name] in changed)
         ]
-        return others if len(others) < len(tensors) else None
+        return to_send if len(to_send) < len(tensors) else None
 
 
 def _digest(tensor: NamedBuffer) -> bytes:
-    made = hashlib.blake2b(tensor.data, digest_size=DIGEST_BYTES)
-    made.update(f"{tensor.dtype} {tensor.shape}".encode())
-    return made.digest()
+    digest = hashlib.blake2b(tensor.data, digest_size=DIGEST_BYTES)
+    digest.update(f"{tensor.dtype} {tensor.shape}".encode())
+    return digest.digest()

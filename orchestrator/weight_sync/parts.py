@@ -25,7 +25,7 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """What a version consists of, beside the tensors archived with it."""
 
     over: int | None = None
-    """Version that they are laid over; None if they are a whole set."""
+    """Version whose other tensors are kept; None if the tensors are a whole set."""
     is_adapter: bool = False
     """Whether the tensors are an adapter's instead of the model's."""
     adapters: dict[str, ArchivedAdapter] = {}
@@ -33,8 +33,8 @@ class WeightParts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def file_name(self) -> str:
-        """Name of the tensors' file. A part is not named as a whole set, because it would be loaded
-        as one and its missing tensors initialised at random."""
+        """Name of the tensors' file. A part has another name than a whole set: loaded as one, its
+        missing tensors would be initialised at random."""
         if self.is_adapter:
             return "adapter.safetensors"
         return "model.safetensors" if self.over is None else "part.safetensors"

@@ -2,7 +2,7 @@
 
 The safetensors library maps a file: if it is truncated afterwards, SIGBUS ends the process, and if
 it is overwritten, the tensors change. The format: a length (u64, little-endian), that many bytes of
-JSON with each tensor's dtype, shape and place, then the data.
+JSON with each tensor's dtype, shape and offsets, then the data.
 """
 
 import json
@@ -33,7 +33,7 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Dtypes of the format, by their torch names."""
+"""Names of torch dtypes, by the format's names."""
 
 
 def read_header(fd: int) -> tuple[dict[str, dict[str, Any]], int]:
@@ -46,13 +46,13 @@ def read_header(fd: int) -> tuple[dict[str, dict[str, Any]], int]:
     read_exactly(fd, memoryview(length), 0)
     nbytes = int.from_bytes(length, "little")
     if nbytes > HEADER_BYTES_MAX:
-        raise ValueError(f"its header is said to have {nbytes} bytes; is it a safetensors file?")
+        raise ValueError(f"its header claims {nbytes} bytes; is it a safetensors file?")
     text = bytearray(nbytes)
     read_exactly(fd, memoryview(text), 8)
     header = json.loads(text)
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object; is it a safetensors file?")
-    return {name: facts for name, facts in header.items() if name != "__metadata__"}, 8 + nbytes
+        raise ValueError("its header is not a JSON object; is it a safetensors file?")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + nbytes
 
 
 def read_tensor_file(path: Path) -> "dict[str, torch.Tensor]":
@@ -65,7 +65,7 @@ def read_tensor_file(path: Path) -> "dict[str, torch.Tensor]":
     try:
         before = os.fstat(fd)
         header, start = read_header(fd)
-        tensors = {name: _read(fd, name, facts, start) for name, facts in header.items()}
+        tensors = {name: _read(fd, name, entry, start) for name, entry in header.items()}
         after = os.fstat(fd)
     finally:
         os.close(fd)
@@ -74,17 +74,17 @@ def read_tensor_file(path: Path) -> "dict[str, torch.Tensor]":
     return tensors
 
 
-def _read(fd: int, name: str, facts: Any, start: int) -> "torch.Tensor":
+def _read(fd: int, name: str, entry: Any, start: int) -> "torch.Tensor":
     import torch
 
     try:
-        dtype, shape = getattr(torch, DTYPES[facts["dtype"]]), [int(n) for n in facts["shape"]]
-        begin, end = (int(n) for n in facts["data_offsets"])
+        dtype, shape = getattr(torch, DTYPES[entry["dtype"]]), [int(n) for n in entry["shape"]]
+        begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"tensor {name!r} has no sound entry in its header: {error!r}") from None
+        raise ValueError(f"tensor {name!r} has an invalid entry in the header: {error!r}") from None
     nbytes = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
-        raise ValueError(f"tensor {name!r} of {nbytes} bytes is said to lie at [{begin}, {end})")
+        raise ValueError(f"tensor {name!r} of {nbytes} bytes has offsets [{begin}, {end})")
     if start + end > os.fstat(fd).st_size:
         raise ValueError(f"tensor {name!r} ends after the file; it is cut off")
     tensor = torch.empty(shape, dtype=dtype)

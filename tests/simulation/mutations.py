@@ -259,7 +259,7 @@ def late_tokens_of_evaluations_are_trainings(patch: pytest.MonkeyPatch) -> None:
 @mutation(seed=9)
 def a_task_that_was_looked_at_is_lost_with_the_next_offer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TaskSource, "inherit", lambda self, before, next_key: None)
-    patch.setattr(TaskSource, "goes_on_with", lambda self, tasks: False)
+    patch.setattr(TaskSource, "reads_from", lambda self, tasks: False)
 
 
 @mutation(seed=9)

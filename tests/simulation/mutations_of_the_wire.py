@@ -167,7 +167,7 @@ def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> No
         try:
             await right(self, version, chunks, wait, change)
         except WeightsRefused:
-            self._shell.handle([ev.VersionPublished(version)])
+            self._callbacks.handle([ev.VersionPublished(version)])
             raise
 
     patch.setattr(EngineControl, "publish", publish)

@@ -10,7 +10,11 @@ from typing import Any
 import msgspec
 
 from tidegate.errors import BadFrame
-from tidegate.orchestrator.batches.batch_rows import BatchFacts, batch_columns, laid_out
+from tidegate.orchestrator.batches.batch_rows import (
+    BatchMetadata,
+    batch_columns,
+    batch_from_columns,
+)
 from tidegate.orchestrator.batches.batches import Batch, BatchShard
 from tidegate.orchestrator.trainer.remote.columns import tensors_of, to_frames
 from tidegate.transport.trainer_messages import BatchReply
@@ -61,7 +65,7 @@ def batch_from_wire(message: BatchReply, frames: Sequence[bytes]) -> Batch:
             f"a batch's rows refer to task {max(message.task_of_row)} of {len(message.tasks)}"
         )
     totals = message.rows_total, message.sampled_tokens_total, tuple(message.rows)
-    facts = BatchFacts(
+    metadata = BatchMetadata(
         number=message.batch_number,
         trainer_version=message.trainer_version,
         tasks=tuple(message.tasks[index] for index in message.task_of_row),
@@ -69,7 +73,7 @@ def batch_from_wire(message: BatchReply, frames: Sequence[bytes]) -> Batch:
         if message.world_size > 1
         else None,
     )
-    return laid_out(facts, tensors_of(message.columns, frames))
+    return batch_from_columns(metadata, tensors_of(message.columns, frames))
 
 
 def _is_plain(task: object) -> bool:

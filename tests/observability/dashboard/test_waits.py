@@ -195,8 +195,8 @@ def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
     rows = [row for group in groups for row in group.rollouts]
     figures = ages.note(rows, batch, times)
     assert (ages.groups, ages.straggler_wait_s) == (2, 1.5)
-    assert ages.in_queue == {1: 2, 2: 1}
-    assert ages.in_flight == {1: 1, 0: 2}
+    assert ages.from_queue == {1: 2, 2: 1}
+    assert ages.from_generation == {1: 1, 0: 2}
     assert figures["straggler_wait_s_max"] == 1.0
     assert BatchAges().note([], build_batch([], 5), times) == {}
 

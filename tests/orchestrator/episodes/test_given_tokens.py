@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.episodes.model_files import TEXTS_REMEMBERED, GivenTokens
+from tidegate.orchestrator.episodes.model_files import TEXTS_CACHED_MAX, TokenCache
 
 
 class Letters:
@@ -30,11 +30,11 @@ def letters() -> Letters:
 
 
 @pytest.fixture
-def given(letters: Letters) -> GivenTokens:
-    return GivenTokens(cast(Tokenizer, letters))
+def given(letters: Letters) -> TokenCache:
+    return TokenCache(cast(Tokenizer, letters))
 
 
-def test_a_text_that_comes_again_is_tokenised_once(given: GivenTokens, letters: Letters) -> None:
+def test_a_text_that_comes_again_is_tokenised_once(given: TokenCache, letters: Letters) -> None:
     assert [given.of("ab"), given.of("c"), given.of("ab")] == [
         array("i", [97, 98]),
         array("i", [99]),
@@ -43,8 +43,8 @@ def test_a_text_that_comes_again_is_tokenised_once(given: GivenTokens, letters: 
     assert letters.asked == ["ab", "c"]
 
 
-def test_only_so_many_texts_are_remembered(given: GivenTokens, letters: Letters) -> None:
-    texts = [f"{number}" for number in range(TEXTS_REMEMBERED + 1)]
+def test_only_so_many_texts_are_remembered(given: TokenCache, letters: Letters) -> None:
+    texts = [f"{number}" for number in range(TEXTS_CACHED_MAX + 1)]
     for text in texts:
         given.of(text)
     given.of(texts[-1])
@@ -53,7 +53,7 @@ def test_only_so_many_texts_are_remembered(given: GivenTokens, letters: Letters)
     assert letters.asked == [*texts, texts[0]]
 
 
-def test_a_list_that_was_changed_since_is_read_anew(given: GivenTokens) -> None:
+def test_a_list_that_was_changed_since_is_read_anew(given: TokenCache) -> None:
     ids = [1, 2]
     before = given.of(ids)
     ids.append(3)
@@ -61,7 +61,7 @@ def test_a_list_that_was_changed_since_is_read_anew(given: GivenTokens) -> None:
     assert before == array("i", [1, 2])
 
 
-def test_rollouts_that_were_given_the_same_go_different_ways(given: GivenTokens) -> None:
+def test_rollouts_that_were_given_the_same_go_different_ways(given: TokenCache) -> None:
     one, other = Rollout(0, 0, 0), Rollout(1, 0, 1)
     for rollout in (one, other):
         rollout.extend(given.of([1, 2]))
@@ -73,7 +73,7 @@ def test_rollouts_that_were_given_the_same_go_different_ways(given: GivenTokens)
 
 @pytest.mark.parametrize(("ids", "error"), [(["a"], TypeError), ([1 << 31], OverflowError)])
 def test_what_is_no_token_is_refused_each_time(
-    given: GivenTokens, ids: list[Any], error: type[Exception]
+    given: TokenCache, ids: list[Any], error: type[Exception]
 ) -> None:
     for _ in range(2):
         with pytest.raises(error):

@@ -80,7 +80,7 @@ async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobo
             calls += 1
 
         sys.setprofile(count)
-        parking.look()
+        parking.resume_due()
         sys.setprofile(None)
         return calls
 
@@ -93,12 +93,12 @@ async def test_a_look_that_finds_nothing_new_goes_through_nobody_and_misses_nobo
     await asyncio.gather(one, *others)
     assert not newest.done()
     is_starved = True
-    parking.look()
+    parking.resume_due()
     await newest
     is_starved = False  # nobody is there to be told
     last = await park(51)
     is_starved = True
-    parking.look()
+    parking.resume_due()
     await last
     assert not parking.parked
     assert not parking.rows

@@ -28,7 +28,7 @@ async def test_the_engine_of_a_rollouts_last_turn_hears_once_that_it_is_over() -
         sessions.submitted("a", session)
 
     for rollout in (one, other, one):
-        sessions.over(rollout)
+        sessions.rollout_ended(rollout)
     await asyncio.sleep(0)
 
     assert sent == [("a", EndSessions(sessions=[5, 6]))]
@@ -41,7 +41,7 @@ async def test_an_engine_that_a_session_has_left_hears_of_it() -> None:
     await asyncio.sleep(0)
     assert sent == [("a", EndSessions(sessions=[1]))]
 
-    sessions.over(Rollout(0, 0, 0))
+    sessions.rollout_ended(Rollout(0, 0, 0))
     await asyncio.sleep(0)
     assert sent[1:] == [("b", EndSessions(sessions=[1]))]
 
@@ -54,9 +54,9 @@ async def test_engines_that_keep_nothing_left_or_have_forgotten_hear_nothing() -
     sessions.left("a")
     sessions.joined("b", hello("b"))  # another process, of another kind
     for number in range(3):
-        sessions.over(Rollout(number, 0, 0))
+        sessions.rollout_ended(Rollout(number, 0, 0))
     await asyncio.sleep(0)
-    sessions.over(Rollout(3, 0, 0))
+    sessions.rollout_ended(Rollout(3, 0, 0))
     sessions.close()
     await asyncio.sleep(0)
 
@@ -68,7 +68,7 @@ async def test_many_that_end_at_once_are_told_in_frames_of_bounded_size() -> Non
     count = SESSIONS_PER_MESSAGE + 1
     for number in range(count):
         sessions.submitted("a", 2**40 + number + 1)
-        sessions.over(Rollout(2**40 + number, 0, 0))
+        sessions.rollout_ended(Rollout(2**40 + number, 0, 0))
     await asyncio.sleep(0)
 
     told: list[int] = []

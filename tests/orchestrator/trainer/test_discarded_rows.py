@@ -10,7 +10,7 @@ import tidegate
 from tests.orchestrator.core.driver import Driver
 from tests.orchestrator.core.test_branches import forked, take_turn
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.batches.batch_rows import rows_of, shards
+from tidegate.orchestrator.batches.batch_rows import select_rows, shards
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
@@ -263,4 +263,4 @@ def test_of_a_part_that_does_not_tell_where_its_rows_are_none_is_left_out(driver
     one_batch(driver)
     part, _ = shards(build_batch(driver.batches[0].groups, 0, 1), 2)
     with pytest.raises(ConfigError, match="has 1 rows here, but its shard lists 2"):
-        discarded_rows(rows_of(part, [1]), [0])
+        discarded_rows(select_rows(part, [1]), [0])

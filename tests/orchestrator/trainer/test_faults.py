@@ -147,7 +147,9 @@ async def test_a_publish_that_an_engine_does_not_take_says_which_and_how_far_it_
 
 def test_an_engine_without_memory_for_its_cache_says_what_to_lower(model: Path) -> None:
     with (
-        pytest.raises(EngineStartFailed, match=r"out of memory for a KV cache of 1.*lower num_kv_blo"),
+        pytest.raises(
+            EngineStartFailed, match=r"out of memory for a KV cache of 1.*lower num_kv_blo"
+        ),
         tidegate.serve_sync(model=model, **SMALL, num_kv_blocks=10**12),
     ):
         pass

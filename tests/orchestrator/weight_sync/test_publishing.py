@@ -406,7 +406,7 @@ async def test_weights_that_no_message_holds_are_refused_to_their_caller_and_the
     engines = [tidegate_engine(), tidegate_engine()]
     async with tidegate_serve(engines=engines, **SMALL) as rollouts:
         assert await rollouts.publish({}) == 1
-        with pytest.raises(WeightsRefused, match="the names and places of 1000 tensors take"):
+        with pytest.raises(WeightsRefused, match="the names and offsets of 1000 tensors take"):
             await rollouts.publish({f"{n:0100}": torch.zeros(1) for n in range(1000)})
         assert await rollouts.publish({}) == 2
         assert versions(engines) == [2, 2]

@@ -11,7 +11,7 @@ import torch
 import tidegate
 from tests.orchestrator.batches.test_batches import rollout
 from tidegate.errors import BadFrame, ConfigError, ResumeMismatch, TrainerLost
-from tidegate.orchestrator.batches.batch_rows import rows_of, shards
+from tidegate.orchestrator.batches.batch_rows import select_rows, shards
 from tidegate.orchestrator.batches.batches import Batch, build_batch
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire, batch_to_wire
@@ -67,8 +67,8 @@ def test_a_batch_is_the_same_bit_for_bit_after_its_way(groups: int) -> None:
 
 def test_all_rows_in_their_order_are_the_batch_itself_and_a_few_are_padded_anew() -> None:
     batch = batch_of(3)
-    assert_same(batch, rows_of(batch, range(6)))
-    short = rows_of(batch, [2, 0])
+    assert_same(batch, select_rows(batch, range(6)))
+    short = select_rows(batch, [2, 0])
     assert short.token_ids.tolist() == batch.token_ids[[2, 0], :6].tolist()
     assert short.packed.cu_seqlens.tolist() == [0, 6, 12]
     assert short.tasks == ({"task": 1}, {"task": 0})
