@@ -261,7 +261,7 @@ def test_two_batches_at_once_are_refused_and_a_replaced_one_says_so(
         rollouts.publish(weights(model, 1))
         second = rollouts.batches(range(100, 104), episode=two_turns)
         next(second)
-        with pytest.raises(ConfigError, match=r"another batches\(\).*has replaced these tasks"):
+        with pytest.raises(ConfigError, match=r"a later batches\(\).*has replaced these tasks"):
             next(first)
         trained: set[object] = set()
         rollouts.publish(weights(model, 2))

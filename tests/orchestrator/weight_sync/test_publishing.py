@@ -391,7 +391,7 @@ async def test_a_loop_that_publishes_in_the_background_keeps_the_bound(
 async def test_there_are_three_things_to_wait_for(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve() as rollouts:
         unknown: Any = "swapped"
-        with pytest.raises(ConfigError, match="'live', 'staged' or 'none', got wait='swapped'"):
+        with pytest.raises(ConfigError, match="'live', 'staged' or 'none', got 'swapped'"):
             await rollouts.publish({}, wait=unknown)
         assert await rollouts.publish({}) == 1
 
