@@ -77,7 +77,7 @@ def test_reports_tables_and_screens_of_a_hostile_run_have_no_controls(tmp_path: 
     body["model"] = HOSTILE
     body["statistics"]["discarded_rollouts"] = {HOSTILE: 2}
     body["statistics"]["stuck"] = [
-        {"what": "turn", "who": HOSTILE, "waited_s": 1.0, "where": HOSTILE}
+        {"kind": "turn", "name": HOSTILE, "waited_s": 1.0, "where": HOSTILE}
     ]
     (run / "run.json").write_text(json.dumps(body))
     assert is_harmless(write_report(run).read_text())
