@@ -40,7 +40,7 @@ def run(
         typer.Option("--cluster", help="ray: place engines on the nodes of a Ray cluster."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check and print all settings without running.")
+        bool, typer.Option("--check", help="Check the file, print the [run] settings, run nothing.")
     ] = False,
 ) -> None:
     """Run the tasks, episode and trainer that a TOML file names, and write a report.
@@ -114,7 +114,7 @@ async def _train(rollouts: Any, program: "Program") -> None:
 
 
 def _note(rollouts: Any, facts: object) -> None:
-    """Record what a trainer returns, such as a reward on held-out tasks."""
+    """Add a trainer's returned mapping, such as held-out rewards, to the run's record."""
     if isinstance(facts, Mapping):
         rollouts.record_facts(**{str(name): value for name, value in facts.items()})
 

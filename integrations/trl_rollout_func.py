@@ -1,4 +1,4 @@
-"""Adapter for TRL's ``GRPOTrainer``: a run as its ``rollout_func``.
+"""Adapter for TRL's ``GRPOTrainer``: a ``rollout_func`` that gets its rollouts from a run.
 
     with tidegate.serve_sync(model=path, max_staleness=0, group_size=8, groups_per_batch=4) as run:
         GRPOTrainer(
@@ -7,9 +7,10 @@
             reward_funcs=lambda reward, **_: reward, …
         ).train()
 
-TRL calls the function once per generation and waits for it, so rollouts are on-policy. The function
-publishes the trainer's weights first, because TRL syncs weights with vLLM only. The training loop,
-the advantages and the loss are TRL's.
+Users call it as ``tidegate.trl_rollout_func``. TRL calls the returned function once per generation
+batch and waits for it, so rollouts are on-policy. The function publishes the trainer's weights
+first, because TRL itself sends weights only to vLLM. The training loop, the advantages and the loss
+are TRL's.
 """
 
 import importlib.metadata
@@ -37,11 +38,11 @@ RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's type of the function: takes the prompts and the trainer."""
 
 TRL_SINCE = (0, 29, 1)
-"""First TRL release that calls ``rollout_func(prompts, trainer)`` without vLLM, and passes its
-further columns to the reward functions."""
+"""First TRL release that calls ``rollout_func(prompts, trainer)`` without vLLM, and passes the
+returned columns that TRL does not know to the reward functions."""
 
 RESERVED = ("prompt", "prompt_ids", "completion", "completion_ids", "logprobs", "env_mask")
-"""Names that TRL gives another meaning, so that no value of an episode may have them."""
+"""Column names that TRL uses itself; an episode may return no value under them."""
 
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 """accelerate's names of distributed modes in which no rank has all weights."""
@@ -51,14 +52,15 @@ def trl_rollout_func(run: SyncRollouts | None, *, episode: TRLEpisode) -> Rollou
     """Return a ``rollout_func`` for TRL's ``GRPOTrainer`` whose rollouts come from ``run``.
 
     ``episode`` gets TRL's prompt as its task. The mapping that it returns goes to the reward
-    functions, one keyword argument for each key; a plain reward goes there as ``reward``. Training
-    rollouts are the run's batches; those of TRL's evaluations do not count as training data.
+    functions, one keyword argument for each key; a plain reward goes there as ``reward``. TRL's
+    training prompts become batches of the run, and its evaluation prompts the run's evaluations.
 
     With several TRL processes, the first one has the run and the others give ``run=None``.
 
     Raises:
-        ConfigError: ``run`` is not of ``serve_sync``, or the installed TRL is too old. The function
-            itself raises it in its first call, if the trainer's settings do not fit the run's.
+        ConfigError: ``run`` was not made by ``serve_sync``, or the installed TRL is too old. The
+            returned function raises it too: in its first call if the trainer's settings do not fit
+            the run's, and in any call if its prompts or an episode's values do not fit.
     """
     if run is not None and not isinstance(run, SyncRollouts):
         raise ConfigError(
@@ -85,10 +87,10 @@ def refuse_old_trl() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One task of a generation."""
+    """A prompt of one call by TRL; the task of its episodes."""
 
     index: int
-    """Place among the generation's tasks, from 0."""
+    """Index among the call's tasks, from 0."""
     prompt: Any
     """TRL's prompt."""
 
@@ -101,9 +103,10 @@ class _Completion:
     completion_ids: list[int]
     """All tokens from the first sampled one to the last sampled one."""
     logprobs: list[float]
-    """Log-prob of each completion token as it was sampled; 0.0 for tokens that were given."""
+    """Log-prob of each completion token as it was sampled; 0.0 for tokens that the episode
+    added."""
     env_mask: list[int]
-    """1 for each sampled completion token, 0 for each given one."""
+    """1 for each sampled completion token, 0 for each one that the episode added."""
     values: Mapping[str, Any]
     """What the episode returned, by name."""
 
@@ -132,7 +135,7 @@ class _Generation:
         return reward
 
     def rows(self, tasks: Sequence[_Prompt], each: int) -> list[_Completion]:
-        """Return ``each`` completions of each task, in the order of the tasks.
+        """Return the tasks' completions, ``each`` per task, in the order of the tasks.
 
         Raises:
             EpisodeError: an episode failed, so that TRL would get too few completions.
@@ -176,7 +179,7 @@ class _TRLRolloutFunc:
         return self._columns(self._generate_for_all(prompts, trainer))
 
     def _generate_for_all(self, prompts: list[Any], trainer: Any) -> list[_Completion]:
-        """Generate in the first process for the prompts of all, and return this process's part."""
+        """Generate for all processes' prompts in the first process; return this process's part."""
         import torch.distributed as dist
 
         rank, ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
@@ -240,7 +243,7 @@ def _completion(episode: Episode, values: Mapping[str, Any]) -> _Completion:
 
     Raises:
         EpisodeError: the episode has generated nothing, or has forked.
-        ConfigError: it has returned a value under a name of TRL's own.
+        ConfigError: the episode has returned a value under one of the names in ``RESERVED``.
     """
     if reserved := [name for name in values if name in RESERVED]:
         raise ConfigError(f"an episode returned {reserved}, which TRL uses: give other names")
@@ -266,7 +269,8 @@ def _groups(prompts: Sequence[Any], run: SyncRollouts) -> list[_Prompt]:
     """Return one task for each group of TRL's prompts.
 
     Raises:
-        ConfigError: the prompts are no whole groups of the run, or more than one batch of it.
+        ConfigError: the prompts are not whole groups of the run's group size, or are more than
+            one batch of the run.
     """
     size, most = run.settings.staleness.group_size, run.settings.staleness.groups_per_batch
     groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]

@@ -1,8 +1,9 @@
 """Product of bfloat16 activations with an unrounded float32 matrix, such as the LM head.
 
-Used by ``Weights`` for the head; implemented by exact_matrix.cpp. A panel whose weights are all
-representable in bfloat16, as they are if published in it, is stored and multiplied in bfloat16. The
-result equals that of float32 activations.
+Used by ``Weights`` for the head; implemented by exact_matrix.cpp. A panel (a group of outputs)
+whose weights are all representable in bfloat16, as after a publish in bfloat16, is stored and
+multiplied in bfloat16. Products are exact and sums are float32, as with activations widened to
+float32, except that the processor's bfloat16 instructions flush values below 1.2e-38 to 0.
 
 Letters in shapes: T tokens, N outputs, K inputs.
 """
@@ -37,7 +38,7 @@ class ExactMatrix(PackedMatrix):
 
     @property
     def panels(self) -> None:
-        """None, because panels differ in type."""
+        """None: the panels differ in dtype, so no one tensor holds them."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return outputs [T, N], float32, of ``x`` [T, K], bfloat16, and ``bias`` [N], float32."""
@@ -51,8 +52,8 @@ def make_exact_matrix(
 ) -> Matrix:
     """Allocate a float32 matrix for activations of ``dtype``.
 
-    If the result is not an :class:`ExactMatrix`, callers must widen the activations. ``is_packed``
-    as in :func:`~tidegate.kernels.weight_matrix.make_matrix`.
+    If the result is not an :class:`ExactMatrix`, callers must widen the activations to float32.
+    ``is_packed`` means the same as in :func:`~tidegate.kernels.weight_matrix.make_matrix`.
     """
     functions = library() if dtype == torch.bfloat16 and is_packed is not False else None
     if functions is not None:

@@ -1,10 +1,10 @@
 """Sampling on a GPU in one launch: temperature, min-p, top-k, top-p and the draw.
 
 Used by ``engine/device/sampling.py``; the CPU's counterpart is :mod:`tidegate.kernels.sampling`.
-Nothing is sorted. A limit is a threshold on the logits, found bit by bit: floats are mapped to
-integers of the same order, and the count (top-k) or probability (top-p) at or above a candidate
-decides one bit, in one pass over a row that stays in the GPU's cache. Without limits two passes and
-a tile suffice.
+Nothing is sorted. Top-k and top-p are thresholds on the logits, found bit by bit: floats are mapped
+to integer keys of the same order, and the count (top-k) or probability (top-p) at or above a
+candidate decides one bit, in one pass over a row that stays in the GPU's cache. Without top-k and
+top-p, a row is read twice, and one of its tiles a third time.
 
 A draw inverts the cumulative distribution with the same uniform number as on a CPU, so both draw
 the same token except where rounding decides. Gumbel noise would need no cumulative sum, but one
@@ -88,9 +88,9 @@ def fused_sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row.
 
-    Applies temperature, min-p, top-k and top-p in this order, each to what the ones before have
-    kept; tokens that tie with the last one kept are kept too. Bias and penalties touch few logits:
-    add them before.
+    Applies temperature, min-p, top-k and top-p in this order, each to the tokens that the options
+    before it have kept; tokens that tie with the last one kept are kept too. Bias and penalties
+    touch few logits: add them before.
 
     Args:
         logits: [S, V], float32, each row contiguous.
@@ -98,7 +98,7 @@ def fused_sample(
 
     Returns:
         Token ids [S], int64, and their log-probabilities [S], float32, under the distribution drawn
-            from; at temperature 0, under the plain one.
+            from; at temperature 0, under the softmax of the logits.
     """
     if logits.is_cuda:
         return fused_sample_triton(logits, columns)
@@ -196,10 +196,11 @@ def _peak(row, TILE: tl.constexpr, MASKED: tl.constexpr):
 
 @jit
 def _threshold(row, rule, target, COUNTS: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the largest key such that tokens at or above it, and the floor, reach the
-    target together.
+    """Return the largest key such that the tokens that min-p keeps, with keys at or above it, have
+    a total weight of at least the target.
 
-    With COUNTS each token weighs 1, else exp(its scaled logit). 0, below all keys, if nothing does.
+    With COUNTS each token weighs 1, else exp(its scaled logit). Return 0, below all keys, if no key
+    reaches the target.
     """
     threshold = tl.full((), 0, tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
@@ -282,7 +283,7 @@ def _sample_kernel(
     TILES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One program per row: its peak, its thresholds, its sums by tile, then the draw."""
+    """Sample one row per program: find its peak and thresholds, sum its tiles, and draw."""
     s = tl.program_id(0).to(tl.int64)
     row = (logits_ptr + s * row_stride, allowed_ptr + s * allowed_stride, vocab)
     temperature = tl.load(temperature_ptr + s)

@@ -1,8 +1,7 @@
 """Compiled functions of a decode step: norm, gate, rotary embedding, attention and draw.
 
-Used by the CPU forward pass and the sampler; implemented in native.cpp and attend_last.cpp. If they
-cannot be compiled, the torch functions that these docstrings name compute the same. Matrix products
-are in ``weight_matrix.py``.
+Used by the CPU forward pass and the sampler; implemented in native.cpp and attend_last.cpp. Callers
+fall back to torch if the functions cannot be compiled. Matrix products are in ``weight_matrix.py``.
 
 Letters in shapes: T tokens, R rows (turns), A query heads, K KV heads, D head_dim, B blocks per
 row, H hidden size, I intermediate size, S rows to sample, V vocabulary.
@@ -46,7 +45,7 @@ class SlotMapping(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """Successive rows of a step with one token each, the last of its context: decode rows."""
+    """Successive decode rows of a step: each has one token, the last of the row's context."""
 
     first_token: int
     end_token: int
@@ -54,13 +53,16 @@ class LastTokens:
     tables: torch.Tensor
     """[R, B], int64: the blocks of each row's context. Rows need not be adjacent in memory."""
     lengths: torch.Tensor
-    """[R], int64: context length of each row, its own token included."""
+    """[R], int64: context length of each row, with the row's token of this step."""
     window_tokens: int | None
-    """Number of positions that a token attends to, itself included; None: all."""
+    """Number of positions that a token attends to, its own included; None for full attention."""
 
 
 class Native:
-    """The compiled functions, for tensors of one dtype on the CPU, all contiguous."""
+    """The compiled functions, for CPU tensors of one dtype.
+
+    Tensors are contiguous unless their docstring says otherwise.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         def bind(name: str) -> Callable[..., int]:
@@ -73,7 +75,7 @@ class Native:
         self._draw = function(library, "tg_draw", [POINTER] * 6 + [INT] * 2)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """:func:`tidegate.kernels.norm.rms_norm` of ``x`` [T, H] with ``weight`` [H]."""
+        """Compute :func:`tidegate.kernels.norm.rms_norm` of ``x`` [T, H] with ``weight`` [H]."""
         out = torch.empty_like(x)
         rows, size = x.shape
         self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, epsilon)
@@ -99,10 +101,10 @@ class Native:
 
         Args:
             qkv: [T, A + 2K, D].
-            qk_norm: [A + K, D], or None.
-            table: of :func:`tidegate.kernels.rope.rope_table`.
-            places: of the tokens.
-            cache: one layer's, [blocks, 2, K, block_tokens, D].
+            qk_norm: [A + K, D], norm weights of the query and key heads; None for no norm.
+            table: rotary table that :func:`tidegate.kernels.rope.rope_table` returned.
+            slot_mapping: positions and KV slots of the tokens.
+            cache: KV cache of one layer, [blocks, 2, K, block_tokens, D].
             epsilon: of the norm.
 
         Returns:
@@ -143,7 +145,8 @@ class Native:
 
         Args:
             query: [R, A, D], one token per row, with D one of :data:`HEAD_DIMS`.
-            cache: one layer's, [blocks, 2, K, block_tokens, D], the tokens' own KV included.
+            cache: KV cache of one layer, [blocks, 2, K, block_tokens, D], to which the rows'
+                tokens have been written.
             group: the rows.
             scale: factor of the products of queries and keys; None: 1 / sqrt(D).
             soft_cap: makes scores s into ``soft_cap * tanh(s / soft_cap)``.
@@ -174,7 +177,8 @@ class Native:
     def draw(
         self, logits: torch.Tensor, temperatures: Floats, seeds: Words, indices: Words
     ) -> tuple[npt.NDArray[np.int32], Floats]:
-        """Run :func:`tidegate.kernels.sampling.sample` for rows whose only option is a temperature.
+        """Compute :func:`tidegate.kernels.sampling.sample` for rows without options but a
+        temperature.
 
         Args:
             logits: [S, V], float32.
@@ -201,6 +205,9 @@ class Native:
 
 
 def native(dtype: torch.dtype) -> Native | None:
-    """Return the compiled functions for ``dtype``; None if they cannot be compiled."""
+    """Return the compiled functions for ``dtype``.
+
+    None if they cannot be compiled, or ``dtype`` is neither float32 nor bfloat16.
+    """
     functions = library()
     return None if functions is None or dtype not in DTYPES else Native(functions, dtype)

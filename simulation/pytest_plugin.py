@@ -1,4 +1,4 @@
-"""pytest plugin for code that uses Tidegate: fixtures that need no GPU, no process and no time.
+"""pytest plugin for code that uses Tidegate: fixtures without GPU, engine processes or waiting.
 
 pytest loads this module in every run where Tidegate is installed, so it imports nothing but pytest
 until a test asks for one of the fixtures. An async test that uses a fixture runs in virtual time,
@@ -24,7 +24,7 @@ TIME_LIMIT_S = 7200.0
 never end; two hours of heartbeats cost two real seconds."""
 
 _STORY = pytest.StashKey["Callable[[], str]"]()
-"""Stash key of the function that describes the test's newest run."""
+"""Stash key of the function that describes the engines and messages of the test's newest run."""
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ class VirtualTimeTest(pytest.Function):
     """An async test, run in virtual time."""
 
     def runtest(self) -> None:
-        """Run the test's coroutine in virtual time. Pytest has set up the fixtures before."""
+        """Run the test's coroutine in virtual time. Pytest has already set up its fixtures."""
         time = cast("VirtualTime", self._request.getfixturevalue(TIME))
         names = self._fixtureinfo.argnames
         time.run(self.obj(**{name: self.funcargs[name] for name in names}))
@@ -83,7 +83,8 @@ class VirtualTimeTest(pytest.Function):
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     """Turn async tests that use the fixtures into :class:`VirtualTimeTest` items.
 
-    The hook comes first, so other plugins for async tests don't run these tests.
+    ``tryfirst`` makes this the outermost wrapper: it converts what other plugins for async tests
+    have made of these tests, so those plugins don't run them.
     """
     made = yield
     if isinstance(made, list):

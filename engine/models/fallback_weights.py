@@ -1,4 +1,4 @@
-"""One weight version of a transformers model, and checks of models that need transformers.
+"""One weight version of a transformers model, and checks whether transformers can serve a model.
 
 Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
 parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own
@@ -29,10 +29,10 @@ from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError
 
 CONTEXT_TOKENS_DEFAULT = 32_768
-"""Context limit of models whose positions are unbounded; the KV cache is not."""
+"""Context limit in tokens of models whose config states none; the KV cache needs a limit."""
 
 POSITIONS = re.compile(r"(^|[._])(wpe|embed_positions|position_embeddings?)$")
-"""Names of modules that embed positions."""
+"""Matches the names of modules that are tables of learned position embeddings."""
 
 CONTEXT_FIELDS = (
     "max_position_embeddings",
@@ -49,8 +49,8 @@ CONTEXT_FIELDS = (
 class FallbackWeights(WeightStore):
     """All tensors of one version, in a transformers module.
 
-    Tensors are accepted by the module's ``state_dict()`` names and by the directory's, which
-    transformers converts where they differ.
+    Tensors are accepted under the module's ``state_dict()`` names and under the model directory's
+    names. Where the two differ, tensors are converted as transformers does on loading.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class FallbackWeights(WeightStore):
         """Tensors of the directory that the transformers model does not use; the engine warns about
         them."""
         self._ignored_names = ignored
-        """Tensors of the directory that transformers ignores in every such model, such as
-        masks of old GPT-2s."""
+        """Tensors of the directory that transformers ignores in all models of this class, such as
+        the masks of old GPT-2s."""
         copy_targets, joint_targets = converted_targets(
             _copy_targets(module, aliases), conversions, stores_directory=False
         )
@@ -83,7 +83,7 @@ class FallbackWeights(WeightStore):
         return dtype
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its targets; the base model's prefix in its name is optional.
+        """Copy a tensor into the module; ``name`` may lack or have the base model's prefix.
 
         Raises:
             WeightsRefused: as :meth:`WeightStore.load`.
@@ -172,7 +172,7 @@ def context_tokens_max(config: Any) -> int:
     """Return the context limit in tokens: the config's, or 32,768 if it has none.
 
     A ``longrope`` changes the rotation of all positions once a context exceeds the original length,
-    which would invalidate cached keys; so contexts end there.
+    which would invalidate cached keys; so the original length is the limit.
     """
     stated = _stated_context_tokens(config)
     limits = [CONTEXT_TOKENS_DEFAULT if stated is None else stated]
@@ -302,8 +302,8 @@ def _aliases(module: Any) -> dict[str, str]:
 
 
 def _copy_targets(module: Any, aliases: dict[str, str]) -> dict[str, CopyTarget]:
-    """Return the copy target of each tensor of the module; a tied head that is a separate tensor is
-    filled with its embedding."""
+    """Return the copy target of each tensor of the module. A head that is tied to the embedding but
+    stored separately gets every tensor that the embedding gets."""
     tensors: dict[str, torch.Tensor] = module.state_dict()
     targets = {name: [tensor] for name, tensor in tensors.items() if name not in aliases}
     for alias, name in aliases.items():

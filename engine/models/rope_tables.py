@@ -1,6 +1,7 @@
 """Rotary tables: cosine and sine of every position, from ``rope_config.Rope``.
 
-Built once per kind of attention by both runners.
+The CPU runner (by ``LayerKinds``) and the GPU runner each build one table per kind of attention:
+one for each distinct combination of window and rotary settings among the layers.
 """
 
 import math
@@ -22,9 +23,9 @@ def make_rope_table(
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Return the radians per position of each coordinate pair. [head_dim / 2], float32
 
-    ``linear`` divides all frequencies by the factor. ``llama3`` and ``yarn`` divide only those
-    whose wavelength exceeds the original context, with a smooth transition: ``llama3`` by
-    frequency, ``yarn`` by the pair's index.
+    ``linear`` divides all frequencies by the factor. ``llama3`` and ``yarn`` keep high frequencies,
+    divide low ones by the factor, and interpolate between: ``llama3`` linearly in the frequency,
+    ``yarn`` linearly in the pair's index.
 
     Source of ``yarn``: Peng et al., arXiv:2309.00071, section 3.2.
     """
@@ -45,7 +46,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _yarn_share_unscaled(scaling: RopeScaling, theta: float, head_dim: int) -> torch.Tensor:
-    """Return the share of each pair's frequency that is not scaled. [head_dim / 2]"""
+    """Return each pair's weight of the unscaled frequency, from 0 to 1. [head_dim / 2]"""
 
     def pair_that_turns(times: float) -> float:
         wave_tokens = scaling.original_context_tokens / (times * 2 * math.pi)

@@ -1,7 +1,7 @@
 """Process of a tensor-parallel rank other than 0: ``python -m tidegate.engine.ranks.worker``.
 
-Started by rank 0 only, and connected to it by a pipe rather than to the orchestrator. It is killed
-when rank 0 ends.
+Rank 0 starts the process and commands it over a pipe. Weights come directly from the orchestrator's
+weight channel. The kernel kills the process when rank 0 ends.
 """
 
 import argparse

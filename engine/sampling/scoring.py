@@ -1,7 +1,7 @@
 """Scores given tokens from their hidden states: log-probs, top log-probs, rewards and embeddings.
 
-Called by the runners for rows with ``scoring``; nothing is sampled. The requests and their chunks
-are kept by ``scheduling/score_queue.py``.
+Called by the runners for rows with ``scoring``; nothing is sampled. ``scheduling/score_queue.py``
+queues the requests, divides them into chunks and joins the chunks' scores.
 
 Letters in shapes: P positions scored, k top tokens, H hidden size, L labels, V vocabulary.
 """
@@ -19,17 +19,19 @@ from tidegate.engine.models.model_weights import Weights
 from tidegate.transport.scoring import ScoreKind
 
 Reads = Literal["logprobs", "hidden_states", "sum", "rewards"]
-"""Result read from a chunk: the given tokens' log-probs, the hidden states, their sum, or a
+"""What is computed for a chunk: the given tokens' log-probs, the hidden states, their sum, or the
 classification head's output at the last position."""
 
 HIDDEN_STATE_SCORES: tuple[ScoreKind, ...] = ("embedding", "mean_embedding", "hidden_states")
-"""Scores that every model supports, because they need no head."""
+"""Scores that are computed without a head. Tidegate's own models support all of them, and models
+computed by transformers if they have an output embedding."""
 
 LOGITS_MAX = 8 * 1024 * 1024
-"""Logits held at once: 32 MB of float32, 55 tokens of a vocabulary of 151,936."""
+"""Largest number of logits in memory at once: 32 MB of float32, 55 tokens of a vocabulary of
+151,936."""
 
 VOCAB_PART = 4096
-"""Number of a token's logits that are summed separately before the partial sums are combined."""
+"""Logits per partial sum: a token's exponentials are summed in parts, and the sums combined."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,13 +79,13 @@ class RowScore:
     ranks: npt.NDArray[np.int32] | None = None
     """[P], rank of the given token, 1 for the most likely; only with top log-probs."""
     values: Floats | None = None
-    """[P, H]; [1, H] for a sum; [1, L] for rewards."""
+    """[P, H] hidden states; [1, H] their sum, for a mean embedding; [1, L] rewards."""
 
 
 def score_rows(
     weights: Weights, hidden: torch.Tensor, rows: Sequence[RowScoring]
 ) -> list[RowScore]:
-    """Score rows whose normed hidden states ``hidden`` [all P, H] are concatenated."""
+    """Score rows from their concatenated normed hidden states ``hidden`` [sum of P, H]."""
     parts = hidden.split_with_sizes([row.positions for row in rows])
     return [_score(weights, part, row) for row, part in zip(rows, parts, strict=True)]
 
@@ -116,7 +118,7 @@ def score_hidden(hidden: torch.Tensor, row: RowScoring) -> RowScore:
 
 
 def join_scores(scores: Sequence[RowScore]) -> RowScore:
-    """Concatenate the scores of successive chunks; sums [1, H] stay separate rows."""
+    """Concatenate the scores of successive chunks; sums [1, H] become [chunks, H]."""
 
     def join(columns: Sequence[Any]) -> Any:
         return None if columns[0] is None else np.concatenate(columns)

@@ -1,9 +1,10 @@
-"""Running set of an engine: admits sequences, allocates their KV blocks, preempts the worst-ranked.
+"""Queues of an engine's sequences: admission, allocation of KV blocks, preemption.
 
-Used by the scheduler; corresponds to vLLM's waiting and running queues with recompute preemption.
-Sequences are ranked by priority, then arrival. The best-ranked running sequence can always
-continue: if no block is free, the worst-ranked one is preempted, and no sequence larger than the
-whole cache is admitted. So some sequence always finishes.
+Used by the scheduler and the score queue; corresponds to vLLM's waiting and running queues with
+recompute preemption. Sequences are ranked by priority, then arrival. The best-ranked running
+sequence can always continue: if no block is free, the worst-ranked one is preempted, and no
+sequence larger than the whole cache is admitted. So some sequence always finishes. Sequences share
+the blocks of common prefixes (``prefixes.py``).
 """
 
 import heapq
@@ -28,12 +29,12 @@ class SequenceQueues:
         self.prefixes = Prefixes(self._cache, limits.block_tokens, are_shared=shares_prefixes)
         self.sessions = PrefixSessions(self._cache, sessions_max=limits.num_blocks)
         self.running: list[EngineSequence] = []
-        """Sequences that may hold blocks, best rank first."""
+        """The running set, best rank first; only its sequences hold blocks."""
         self._waiting: list[tuple[tuple[int, int], EngineSequence]] = []
 
     @property
     def waiting_turns(self) -> int:
-        """Number of sequences outside the running set; they hold no blocks."""
+        """Number of sequences in the waiting queue; they hold no blocks."""
         return len(self._waiting)
 
     @property
@@ -52,7 +53,7 @@ class SequenceQueues:
         ``running_max`` run.
 
         A sequence gets the blocks of all its known tokens at once, so that no prefill stops half
-        way. One block per running sequence must stay free, or the next decodes would preempt the
+        way. One block per running sequence must stay free, or the next decodes could preempt the
         sequence just admitted.
         """
         running_max = min(running_max, self._limits.max_running_turns)
@@ -79,8 +80,9 @@ class SequenceQueues:
         """Allocate one more block for a sequence, preempting the worst-ranked sequences if none is
         free.
 
-        False if the sequence is the worst-ranked itself, or was preempted: then it waits. The
-        worst-ranked sequence keeps its blocks until a better-ranked one needs them.
+        Return False if there is none for it: the sequence is the worst-ranked one itself, which
+        stays in the running set and keeps its blocks until a better-ranked one needs them, or it
+        was preempted before and is in the waiting queue.
         """
         while sequence.is_running:
             if self._allocate(sequence, 1):
@@ -106,7 +108,8 @@ class SequenceQueues:
             self._allocate(sequence, max(0, min(missing, spare)))
 
     def recompute(self, sequence: EngineSequence, weight_version: int) -> bool:
-        """Drop a running sequence's KV of other weights; return whether there was any."""
+        """Drop a running sequence's KV past the leading positions that ``weight_version`` computed;
+        return whether there was any."""
         blocks = sequence.drop_kv_of_others(weight_version, self._limits.block_tokens)
         self._cache.release(blocks or [])
         return blocks is not None
@@ -144,7 +147,10 @@ class SequenceQueues:
         return removed
 
     def stop(self, sequence: EngineSequence) -> None:
-        """Release the KV of a sequence that has left the running set."""
+        """Release the KV that a sequence holds; the caller has taken it off its queue.
+
+        Cached blocks are first protected for the sequence's session.
+        """
         sequence.is_running = False
         self.sessions.protect_blocks(sequence)
         self._cache.release(sequence.drop_kv())

@@ -1,8 +1,10 @@
 """Audit of a recorded run: checks that every token was sampled by the weights that its tag names.
 
-`tidegate audit` and the examples call :func:`audit_run`. It repeats the sampling from the archived
-weights with `transformers`, compares log-probabilities, and recomputes staleness and counts from
-the tags. It reads only the run's directory, and uses none of the code that made the tags.
+`tidegate audit` and examples/agent_demo.py call :func:`audit_run`. A token's tag names the weight
+versions that sampled the token and computed the KV before it. The audit recomputes each token's
+log-probability with `transformers` from these versions' archived weights, compares it with the
+recorded one, and recomputes staleness and counts from the tags. It reads only the run's directory,
+and uses none of the code that made the tags.
 """
 
 import random
@@ -49,18 +51,19 @@ from tidegate.transport.messages import KvSpan
 AUDIT_FILE = "audit.json"
 
 TOLERANCE = 2e-4
-"""Largest difference of two log-probs (natural log) that agree, for float32. Float32 forwards
-that sum in different orders differed by up to 1.1e-5, over 12,000 tokens of a random model of 2
-layers; a factor of 20 leaves room for deeper models. ``version_power`` measures in each audit
-whether the tolerance still separates neighbouring versions."""
+"""Largest difference of two log-probs (natural log) that agree, for float32. Two float32
+forward passes that sum in different orders differed by up to 1.1e-5, over 12,000 tokens of a random
+model of 2 layers; a factor of 20 leaves room for deeper models. The report's ``version_power``
+measures whether the tolerance still separates neighbouring versions."""
 
 TOLERANCES = {"float32": TOLERANCE, "float16": 0.05, "bfloat16": 0.4}
 """Tolerance by the engine's compute dtype. A replay computes in float32, so the difference is
-the engine's rounding: 2**-11 (float16) or 2**-8 (bfloat16) at each step of the sums, and rounded
-weights. ``version_power`` says what such a tolerance can no longer separate."""
+the engine's rounding: 2**-11 (float16) or 2**-8 (bfloat16) at each step of the sums, and of the
+weights. The report's ``version_power`` shows how many wrong tags such a tolerance hides."""
 
 PROBES_MAX = 256
-"""Spans replayed under wrong tags, of each kind: enough to know a share of 2 % within 1 %."""
+"""Largest number of spans of each kind, per process of the run, that are replayed under a wrong
+tag. An undetected share of 2 % then has a standard error of 0.9 percentage points."""
 
 PROBLEMS_SHOWN_MAX = 10
 
@@ -85,7 +88,7 @@ class DetectionPower:
 
     spans_tried: int = 0
     spans_unnoticed: int = 0
-    """Spans of which all tokens also agree with the wrong tag, within the tolerance."""
+    """Spans whose tokens all agree with the wrong tag too, within the tolerance."""
 
     @property
     def unnoticed_share(self) -> float:
@@ -116,7 +119,8 @@ class AuditReport:
     spans_mixed: int
     worst: WorstToken | None
     version_power: DetectionPower
-    """Power for spans sampled and read by one version, replayed under a neighbouring version."""
+    """Power for spans whose tokens and whole KV history are of one version, replayed under a
+    neighbouring version."""
     kv_power: DetectionPower
     """Power for spans that attended to older KV, replayed as if the KV were fresh."""
     problems: tuple[Problem, ...] = field(default=())
@@ -125,7 +129,7 @@ class AuditReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether every token with a provenance agrees with it, and no tag contradicts another."""
+        """Whether every replayed token agrees with its tag, and there are no problems."""
         accounted = self.tokens_agreeing + self.tokens_unknown
         accounted += self.tokens_unreplayable + self.tokens_unarchived
         return not self.problems and accounted == self.tokens
@@ -188,7 +192,8 @@ def audit_run(
 ) -> AuditReport:
     """Replay a run's tokens and compare their log-probabilities with the recorded ones.
 
-    Covers all processes of a resumed run; for one of its ``part-N`` directories, that process.
+    Given a resumed run's directory, the audit covers all of its processes; given one of the
+    directory's ``part-N`` directories, only the process that wrote it.
 
     Args:
         directory: the run's directory.
@@ -277,7 +282,7 @@ def audit_run(
 
 
 def write_audit(directory: Path, report: AuditReport) -> Path:
-    """Write the result to audit.json in the run's directory, for its report."""
+    """Write the result to audit.json in the run's directory, where the run's report reads it."""
     path = Path(directory) / AUDIT_FILE
     body = {**asdict(report), "agrees": report.agrees, "lines": report.lines()}
     body["problems"] = [str(problem) for problem in report.problems[:PROBLEMS_SHOWN_MAX]]
@@ -286,7 +291,7 @@ def write_audit(directory: Path, report: AuditReport) -> Path:
 
 
 def _quantization(directory: Path) -> str:
-    """Return the run's quantization; it admits only engines that quantize the same way."""
+    """Return the quantization of the run's engines, which is the same for all of them."""
     run = _run_of(directory)
     try:
         return str(run["settings"].get("quantization") or "") if run else ""
@@ -306,7 +311,7 @@ def _run_of(directory: Path) -> dict[str, Any]:
 
 
 Archived = set[tuple[int, str]]
-"""Versions that can be replayed, each with an adapter's name; the empty name means no adapter."""
+"""Pairs (version, adapter name) that can be replayed; the empty name means no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,8 +343,8 @@ def _archive_of(directory: Path) -> _Archive:
 def _lost_versions(directory: Path) -> set[int]:
     """Return the versions that killed processes may have published but not archived.
 
-    Archives are written in order, and a publish waits while more than :data:`QUEUED_WEIGHTS_MAX`
-    are not written.
+    Versions are archived in order, and a publish waits while more than :data:`QUEUED_WEIGHTS_MAX`
+    versions are still to be archived.
     """
     lost: set[int] = set()
     for part in (
@@ -369,10 +374,10 @@ def _rollouts_wanted(recorded: int, rollouts_max: int | None) -> int:
 def _replayable(
     replays: list[Replay], archive: _Archive, problems: list[Problem]
 ) -> tuple[list[Replay], int]:
-    """Split off replays that need missing weights, which is a problem of the tag.
+    """Return the replays whose weights are archived, and the number of tokens lost to a kill.
 
-    If a killed process had no time to archive them, it is no problem: the second value counts those
-    tokens.
+    A replay whose weights are missing is added to ``problems``, unless a process may have been
+    killed before it archived them: then the replay's tokens are counted as lost.
     """
     replayable = []
     tokens_lost = 0

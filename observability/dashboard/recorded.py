@@ -1,6 +1,7 @@
-"""Dashboard source that reads a run's files: finished, killed, or resumed by several processes.
+"""Dashboard source that reads the files of a run that ended, was killed, or was resumed.
 
-Holds a line per rollout in memory; a rollout's tokens are read when it is opened.
+Used by `tidegate dashboard` and `tidegate top`. One line per rollout is held in memory; the tokens
+of a rollout are read from disk when a viewer opens the rollout.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 log = logging.getLogger("tidegate")
 
 ROLLOUTS_READ_MAX = 200_000
-"""Limit of listed rollouts, about 400 bytes each; later ones are left out."""
+"""Number of listed rollouts, about 400 bytes each, after which later ones are left out. Rows
+are added ``ROWS_PER_READ`` at a time, so a few more may be listed."""
 
 ROWS_PER_READ = 2_048
 

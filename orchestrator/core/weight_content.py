@@ -1,10 +1,13 @@
 """The content of a weight version: where its tensors lie, and which messages bring it to an engine.
 
-:mod:`tidegate.orchestrator.core.weight_control` keeps one for each version.
+:mod:`tidegate.orchestrator.core.weight_control` keeps one for each version. The trainer's updates
+(``trainer/weight_updates.py``) choose the :data:`Change` that makes a version's content from the
+content of the version before.
 
-A version is a whole set of tensors (published, or the model directory's) plus the single tensors
-published since. An engine that serves any version since that set needs only the latter; any other
-engine gets both. Adapters are small: each engine gets all of them.
+A version consists of a whole set of tensors (published, or the model directory's) and the tensors
+that partial publishes have replaced since. An engine that already serves a version based on the
+whole set gets only the replaced tensors; any other engine gets both. Adapters are small: each
+engine gets all of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,32 +18,36 @@ import msgspec
 from tidegate.transport.messages import Adapter, BaseVersions, UpdateWeights
 
 LAYERS_MAX = 8
-"""Partial publishes over a whole set, after which a whole set is sent again. The buffer of a
-partial publish is kept until all its tensors were replaced; if others change each time, as a
-mixture's experts do, any number of sets could accumulate."""
+"""Number of buffers over a whole set at which a publish with ``weight_deltas`` sends all tensors
+again. The buffer of a delta is kept until all its tensors were replaced; if each publish changes
+other tensors, as with the experts of a mixture-of-experts model, buffers would accumulate without
+limit. The trainer's own partial publishes count but are not limited."""
 
 UNKNOWN = 0
-"""A version that was never written: all tensors differ from it."""
+"""Stands for a version that was never written, so that every tensor counts as changed since."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightContent:
-    """Tensors of one version. Each part's ``version`` is the one that it was written as."""
+    """Tensors of one version, as update messages (parts).
+
+    A part's ``version`` is the version under which its tensors were written to a buffer.
+    """
 
     whole: tuple[UpdateWeights, ...] | None = None
     """Newest whole set, or None for the model directory's, which every engine starts with."""
     over: tuple[UpdateWeights, ...] = ()
-    """Tensors published since then, to be applied in this order; only the newest of each."""
+    """Tensors published since ``whole``; of each tensor only the newest."""
     bases: BaseVersions | None = None
-    """Versions to which applying ``over`` alone gives this one: those released since the whole set.
-    """
+    """Versions that become this one by applying ``over`` alone: those that engines may have served
+    since the whole set was published."""
 
     adapters: Mapping[str, tuple[UpdateWeights, ...]] = field(default_factory=dict)
     """All tensors of each LoRA adapter of the version, by name."""
 
     @property
     def buffers(self) -> set[int]:
-        """Versions as which its parts were written: the buffers that the channel must keep."""
+        """Versions under which the parts were written: the buffers that the channel must keep."""
         return {part.version for part in (*(self.whole or ()), *self.over, *self._of_adapters)}
 
     @property
@@ -48,7 +55,8 @@ class WeightContent:
         return (part for parts in self.adapters.values() for part in parts)
 
     def messages(self, version: int, *, live: int | None) -> list[UpdateWeights]:
-        """Return the messages that bring this as ``version`` to an engine that serves ``live``."""
+        """Return the messages that bring an engine from version ``live`` to this one,
+        ``version``."""
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last
         if self.whole is not None and not follows:
@@ -65,7 +73,7 @@ class WeightContent:
         ]
 
     def served_as(self, version: int) -> "WeightContent":
-        """Return the same content, now that engines may serve it as ``version``."""
+        """Return the same content with ``version``, which engines may now serve, in ``bases``."""
         return replace(
             self, bases=BaseVersions(self.bases.first if self.bases else version, version)
         )

@@ -1,7 +1,8 @@
 """Constrained tool calls: a grammar in the model family's own format, for ``tool_choice``.
 
-:class:`Conversation` passes it to engines as a processor. The chat template shows the family.
-An engine may refuse grammars; the resulting call is parsed by :mod:`tool_calls` like any other.
+:class:`Conversation` sends the grammar to engines as a logits processor; an engine may refuse it.
+The gateway checks its requests with :func:`is_free`. The model family is found by marks in the chat
+template's source. :mod:`tool_calls` parses forced calls like any other.
 """
 
 import json
@@ -28,12 +29,13 @@ def is_free(choice: Choice) -> bool:
 def forced_call(
     choice: Choice, tools: Sequence[Mapping[str, Any]] | None, template: str
 ) -> LogitsProcessor:
-    """Return the processor that constrains a turn to a call of one of ``tools``, or of ``choice``.
+    """Return the processor that constrains a turn to a call of one of ``tools``.
 
-    ``template`` is the source of the model's chat template.
+    ``choice`` may name the tool; ``template`` is the source of the model's chat template.
 
     Raises:
-        ChatRefused: there is no such tool, or this model's calls can't be constrained.
+        ChatRefused: ``tools`` is empty or lacks the named tool, or this model's calls can't be
+        constrained.
     """
     functions = _selected_functions(choice, tools or ())
     if HERMES_MARK in template:
@@ -69,7 +71,7 @@ def _selected_functions(
 
 
 def _any_call_schema(functions: Sequence[Mapping[str, Any]], arguments: str) -> dict[str, Any]:
-    """Return the JSON schema of a call of any function, in the field order that models write."""
+    """Return the JSON schema of a call of any function, with the name before the arguments."""
     calls = [
         {
             "type": "object",

@@ -1,9 +1,11 @@
 """Runs users' episodes, one task per rollout, each within its timeout.
 
-The scheduler makes one runner. An exception in an episode costs its rollout and no other; its end
-becomes one event for the core. All episodes have the same timeout, so they are due in the order in
-which they began: one timer serves all, because one ``asyncio.timeout`` each would cost as much as a
-short episode.
+The scheduler makes one runner; episodes send their requests through it. An exception in an episode
+discards that episode's rollout only, until too many episodes in a row have failed. When an episode
+ends, the core gets events for its turns' rewards and one for its result; none if its rollout was
+discarded before, the run ends, or the episode never began. All episodes have the same timeout, so
+they are due in the order in which they began: one timer serves all, because one ``asyncio.timeout``
+each would cost as much as a short episode.
 """
 
 import asyncio
@@ -35,8 +37,8 @@ from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
 CANCEL_GRACE_S = 5.0
-"""Time that a cancelled task has to clean up. A task that runs longer swallows ``CancelledError``,
-and nothing can stop it."""
+"""Time that a cancelled asyncio task has to clean up. A task that runs longer has probably caught
+``CancelledError``, and is given up, because nothing can stop it."""
 
 SUSPENDED_CHECK_INTERVAL_S = 1.0
 """Interval of the timer while all clocks are stopped, when nothing is due."""
@@ -45,10 +47,10 @@ Task = TypeVar("Task", bound="asyncio.Task[Any]")
 
 
 class Deadlines(Generic[Task]):
-    """Cancels tasks that have not ended within ``timeout_s`` of their begin."""
+    """Cancels asyncio tasks that have not ended ``timeout_s`` after :meth:`begin`."""
 
     def __init__(self, timeout_s: float, give_up: Callable[[Task], None]) -> None:
-        """``give_up`` is called for a task that does not end after it was cancelled."""
+        """``give_up`` is called with a task that still runs ``CANCEL_GRACE_S`` after its cancel."""
         self._timeout_s = timeout_s
         self._give_up = give_up
         self._due_s: dict[Task, float] = {}
@@ -61,7 +63,7 @@ class Deadlines(Generic[Task]):
         """Cancelled tasks with the time at which each is given up, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._suspended_at_s: float | None = None
-        """Since when all clocks are stopped; None while they run."""
+        """Time on the loop's clock at which all tasks' clocks were stopped; None while they run."""
 
     def suspend(self, now_s: float) -> None:
         """Stop all clocks. Tasks that were cancelled already keep their deadline."""
@@ -113,9 +115,10 @@ class Deadlines(Generic[Task]):
             self._set_timer(loop)
 
     def end(self, task: Task) -> bool:
-        """Stop tracking a task; return whether it was cancelled because of its deadline.
+        """Stop tracking a task that ends; return whether this object has cancelled it.
 
-        False if other code has cancelled the task as well.
+        That is at its deadline or by :meth:`cancel_now`. False if other code has cancelled the task
+        as well.
         """
         if self._due_s.pop(task, None) is not None or self._held.pop(task, None) is not None:
             return False
@@ -134,7 +137,7 @@ class Deadlines(Generic[Task]):
         self._set_timer(loop)
 
     def _now_s(self, loop: asyncio.AbstractEventLoop) -> float:
-        """Return the time on the clock that stops when all tasks' clocks do."""
+        """Return the loop's time, or the time of :meth:`suspend` while all clocks are stopped."""
         return loop.time() if self._suspended_at_s is None else self._suspended_at_s
 
     def _call_by(self, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
@@ -185,17 +188,19 @@ lower limit would let one bad batch of tasks end it."""
 EPISODE_IS_OVER = "the episode has returned, so its rollout can't continue"
 
 ENDED_REMEMBERED = 256
-"""Ended episodes checked for references: enough to tell keeping all from keeping a few."""
+"""Number of ended episodes checked for leaks: enough to tell user code that keeps all episodes
+from code that keeps a few."""
 
 log = logging.getLogger("tidegate")
 
 
 @dataclass(slots=True)
 class EpisodeLeakTracker:
-    """Objects that should be gone once their episode is over; the run's watchdog checks them."""
+    """Tasks that do not end and ended episodes still referenced; the run's watchdog reports
+    both."""
 
     uncancelled: set[int] = field(default_factory=set)
-    """Rollouts that were given up while their episode still runs after being cancelled."""
+    """Ids of discarded or given-up rollouts whose cancelled episode still runs."""
     ended: deque[weakref.ref[Episode]] = field(
         default_factory=lambda: deque(maxlen=ENDED_REMEMBERED)
     )
@@ -215,13 +220,14 @@ class EpisodeTask(asyncio.Task[None]):
         self.episode: Episode | None = None
         """None until the task has begun."""
         self.parks_at_left_s = -math.inf
-        """Seconds left before the deadline at which the episode has used its budget and parks."""
+        """The episode has used its budget, and parks, when no more than these seconds are left
+        before its deadline."""
         playing = runner.play(self, task, function)
         super().__init__(playing, loop=runner.loop, name=f"rollout {rollout.rollout_id}")
 
 
 def _reward(value: object) -> float | BaseException:
-    """Return the reward that an episode returned, or the error if it is none."""
+    """Return an episode's result as a reward, or the error if it is not a valid reward."""
     try:
         return checked_reward(value)
     except BaseException as error:  # noqa: BLE001 - a user's type may raise anything
@@ -229,7 +235,7 @@ def _reward(value: object) -> float | BaseException:
 
 
 def call_episode(function: Callable[..., Awaitable[Any]], *given: object) -> Awaitable[Any]:
-    """Call an episode function, and return what its reward is awaited from.
+    """Call an episode function and return the awaitable of its reward. TRL's adapter calls it too.
 
     Raises:
         ConfigError: the function is not async.
@@ -265,8 +271,8 @@ class EpisodeRunner:
         tracer: EpisodeTracer | None = None,
     ) -> None:
         """``handle`` feeds events to the core; ``on_error`` gets errors that end the run, such as
-        one failed episode too many; ``on_over`` gets rollouts that request no more turns, maybe
-        twice; ``score`` queries engines; ``tracer`` logs how episodes spend their time.
+        one failed episode too many; ``on_over`` gets rollouts that request no more turns, some of
+        them twice; ``score`` queries engines; ``tracer`` logs how episodes spend their time.
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
@@ -292,7 +298,8 @@ class EpisodeRunner:
         """Error that every further episode fails with, after too many failures."""
 
     def suspend_deadlines(self, is_halted: bool) -> None:
-        """Stop the clocks of all episodes while engines are paused, or start them again."""
+        """Stop the clocks of all episodes if ``is_halted``, as while engines are paused, or start
+        them again."""
         change = self._deadlines.suspend if is_halted else self._deadlines.resume
         change(self.loop.time())
 
@@ -310,7 +317,7 @@ class EpisodeRunner:
         self._on_over(rollout)
 
     async def end(self) -> None:
-        """Cancel every episode, and return once all have ended; no further one begins."""
+        """Cancel all episodes, let none begin, and return once all have ended."""
         self._is_ending = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -457,7 +464,7 @@ class EpisodeRunner:
         context.
 
         Raises:
-            TurnRefused: no engine could read it, or it fits no message to one.
+            TurnRefused: the context is longer than any engine can read, or too large for a message.
         """
         self._refuse_if_given_up(rollout)
         refuse_too_large(rollout, sampling, media, self._context_tokens_max())
@@ -466,7 +473,8 @@ class EpisodeRunner:
         return future
 
     def rejoin(self, rollout: Rollout) -> "asyncio.Future[Turn]":
-        """Await the turn that this rollout has on some engine."""
+        """Return a future of the turn that this rollout has on an engine, such as after a
+        resume."""
         future: asyncio.Future[Turn] = self.loop.create_future()
         self._waiting.turns[rollout.rollout_id] = future
         if self._tracer is not None:
@@ -483,7 +491,7 @@ class EpisodeRunner:
     async def park(self, rollout: Rollout) -> None:
         """Return once newer weights are live, or the trainer waits for rollouts.
 
-        The episode's clock is stopped while a row of it waits here.
+        The episode's clock is stopped while any of its rows waits here.
         """
         self._refuse_if_given_up(rollout)
         number = rollout.root.rollout_id
@@ -533,7 +541,7 @@ class EpisodeRunner:
         return row
 
     def forked(self, row: Rollout) -> None:
-        """Take the row that the core has made for :meth:`fork`."""
+        """Keep the row that the core has made, for :meth:`fork` to return."""
         self._new_row = row
 
     def _refuse_if_given_up(self, rollout: Rollout) -> None:

@@ -1,8 +1,8 @@
 """Write-ahead log of a core's events: each is appended to the journal before the core handles it.
 
-The scheduler calls it. Effects that must survive a crash once others see them (an acknowledgement
-to an engine, a batch for the trainer, a version for the engines) wait for the commit; everything
-else continues at once. From time to time a snapshot of the core replaces the events before it.
+The scheduler calls it. Messages that promise something to others (an acknowledgement to an engine,
+a batch for the trainer, a version for the engines) wait until the events behind them are committed;
+everything else continues at once. From time to time a snapshot of the core replaces older events.
 """
 
 import asyncio
@@ -23,10 +23,11 @@ from tidegate.orchestrator.journal.reading import JournalSnapshot
 log = logging.getLogger("tidegate")
 
 SNAPSHOT_AFTER_BYTES = 64 * 1024 * 1024
-"""Bytes of events after which a snapshot is taken; a resume replays this many in about ten s."""
+"""Bytes of events after which a snapshot is taken; replaying them takes a resume about 10 s."""
 
 SNAPSHOT_SHARE = 4
-"""Bytes of events per byte of snapshot, at least; otherwise snapshots dominate writing."""
+"""Bytes of events, per byte of the last snapshot, before the next snapshot is taken;
+otherwise snapshots would be most of what is written."""
 
 
 class Store(Protocol):
@@ -37,7 +38,7 @@ class Store(Protocol):
         """Bytes of records appended since the last snapshot."""
 
     def append(self, record: bytes) -> int:
-        """Queue a record to be committed; return its lsn, counting from 1."""
+        """Queue a record to be committed; return its log sequence number (lsn), from 1."""
 
     def compact(self, lsn: int, snapshot: bytes) -> None:
         """Queue a snapshot to replace the records up to ``lsn``."""
@@ -55,7 +56,7 @@ class Store(Protocol):
 
 
 class JournalHeader(msgspec.Struct, frozen=True):
-    """A run's rules and seed; the journal is created with it."""
+    """A run's rules and seed, which the journal stores when it is created."""
 
     run_id: str
     rules: dict[str, Any]
@@ -95,7 +96,8 @@ class RunJournal:
             self._appended = self._committed = lsn
 
     def restore_position(self, store: Store) -> None:
-        """Continue after the store's last record, whose events the core has handled already."""
+        """Append after the last record of ``store``; the core has handled all its events
+        already."""
         for lsn, _ in store.read():
             self._appended = self._committed = lsn
 
@@ -125,7 +127,7 @@ class RunJournal:
         self._appended = self._store.append(encode_event(event, self.core))
 
     def when_safe(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once everything logged so far is committed; at once if it is."""
+        """Call ``action`` once everything logged so far is committed, which may be at once."""
         if self._committed >= self._appended:
             action()
         else:

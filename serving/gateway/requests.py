@@ -1,6 +1,7 @@
-"""Request bodies of the gateway, and the options of ``generate`` that they mean.
+"""Request bodies of the gateway, and their conversion to options of :meth:`Episode.generate`.
 
-Adds the gateway's limits to the models of :mod:`openai_requests`.
+Used by the gateway's HTTP handlers. Adds the gateway's refused fields and limits to the request
+structs of :mod:`openai_requests`, which the vLLM-compatible server shares.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from tidegate.serving.api_errors import ApiError
 from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX, UNSERVED, checked_cache_salt
 
 CHOICES_MAX = 64
-"""``n`` of one request: each is a row of the trainer's batch."""
+"""Largest number of choices of one request: ``n`` times the number of prompts."""
 
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
     **UNSERVED,
@@ -39,7 +40,8 @@ class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
 
 
 class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
-    """Body of ``POST /v1/completions``; token ids continue the row that they begin with."""
+    """Body of ``POST /v1/completions``; a prompt of token ids continues the row whose tokens it
+    begins with."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSERVED, "suffix": ("",)}
 

@@ -1,7 +1,8 @@
-"""Output of a choice since it was read last: tokens, log-probs, text, and how the choice ended.
+"""New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
 
-Response bodies of all kinds are made of these parts. :class:`OutputTokenizer` decodes tokens, and
-cuts an output's text where a stop token or stop string is. Independent of HTTP.
+The vLLM-compatible server makes its response bodies, streamed or not, of these parts.
+:class:`OutputReader` reads them from an :class:`ActiveChoice`. :class:`OutputTokenizer` decodes
+tokens and cuts an output's text at a stop token or stop string.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from tidegate.serving.vllm_server.active_requests import ActiveChoice
 from tidegate.serving.vllm_server.model_info import VersionLabels
 
 TEXT_CHARACTERS_MAX = 4 * 1024 * 1024
-"""Characters of one text that is tokenised: a thread takes up to 8 s for so many."""
+"""Largest number of characters of a text to tokenise, which takes a thread up to 8 s."""
 
 TopLogprobs = Mapping[int, float]
 """Log-probs of the likeliest tokens by id, likeliest first; the sampled token may be missing."""
@@ -38,7 +39,7 @@ class StopConditions:
     stop_token_ids: frozenset[int] = frozenset()
     """All stop tokens: the model's own and the request's."""
     model_stops: frozenset[int] = frozenset()
-    """The part of ``stop_token_ids`` that only the model names."""
+    """Stop tokens that the model names and the request does not."""
     stop_strings: tuple[str, ...] = ()
     includes_stop: bool = False
     """Whether the stop string or token itself is part of the text."""
@@ -63,7 +64,7 @@ class OutputTokenizer:
         self._texts: dict[int, str] = {}
 
     def token(self, token_id: int) -> str:
-        """Return the text of a single token; empty for a part of a character."""
+        """Return the text of a single token; empty if it ends within a character."""
         text = self._texts.get(token_id)
         if text is None:
             text = self.decode([token_id], skips_special_tokens=False)
@@ -71,7 +72,7 @@ class OutputTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int], *, skips_special_tokens: bool) -> str:
-        """Return the text of any tokens."""
+        """Return the text of a sequence of tokens."""
         ids = list(token_ids)
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skips_special_tokens)
         return text
@@ -100,7 +101,7 @@ class OutputTokenizer:
         return text[: start + len(string) if stops.includes_stop else start]
 
     def stop_reason(self, token_ids: Sequence[int], stops: StopConditions) -> int | str | None:
-        """Return the stop string or token of an output that stopped; None for the model's own."""
+        """Return the stop string or token id that ended an output; None for a stop of the model."""
         if stops.ends_in_stop_token(token_ids):
             last = token_ids[-1]
             return None if last in stops.model_stops else last
@@ -111,7 +112,7 @@ class OutputTokenizer:
 
 @dataclass(slots=True)
 class IncrementalText:
-    """Text of a growing output, in parts that are never taken back."""
+    """Text of a running output, sent in parts; text once sent never changes."""
 
     tokenizer: OutputTokenizer
     stops: StopConditions
@@ -125,9 +126,9 @@ class IncrementalText:
         )
 
     def more(self, token_ids: Sequence[int]) -> str:
-        """Return what may be sent of an output that is not over.
+        """Return the new text that may be sent while the output runs.
 
-        Holds back half characters, and what a stop string may yet cut off.
+        Incomplete characters are held back, and text that could be part of a stop string.
         """
         self._detokenizer.add(token_ids[self._detokenizer.tokens :])
         settled = self._detokenizer.text
@@ -135,7 +136,7 @@ class IncrementalText:
         return self._send(settled[: len(settled) - held_back])
 
     def last(self, text: str) -> str:
-        """Return what was not sent of the whole text."""
+        """Return the unsent rest of ``text``, the whole text of the ended output."""
         return self._send(text)
 
     def _send(self, text: str) -> str:
@@ -153,11 +154,12 @@ class Output:
     """A part of a choice's output, or all of it."""
 
     index: int
-    """Place of the choice within its request."""
+    """Index of the choice within its request."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     tops: Sequence[TopLogprobs]
-    """Likeliest tokens beside each token; empty mappings unless the request asks for them."""
+    """Likeliest tokens at each token's position; empty mappings unless the request asks for
+    them."""
     text: str
     finish_reason: str | None = None
     """None unless this part is the last."""

@@ -1,4 +1,7 @@
-"""Speeds and lengths measured in a finished run, read from its directory to plan the next one."""
+"""Speeds and lengths measured in a finished run, read from its directory to plan the next one.
+
+Used by `tidegate plan --from`.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -21,15 +24,16 @@ NO_PREFILL = 1e12
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """Measured figures of a run that a plan needs."""
+    """What a plan needs of a finished run: workload, settings and measured figures."""
 
     workload: PlanWorkload
     candidate: PlanCandidate
-    """Settings of the run."""
+    """The run's own settings, which a plan compares with others."""
     measured: Prediction
     """Figures measured in the run."""
     unaccounted_slowdown: float
-    """Ratio of a token's real time to its steps' time; ``workload.costs`` already includes it."""
+    """Ratio of the real time per token to the time in engine steps; ``workload.costs`` already
+    includes it."""
 
 
 def measured_run(directory: Path) -> MeasuredRun:
@@ -76,8 +80,8 @@ def measured_run(directory: Path) -> MeasuredRun:
 
 
 def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
-    """Return the trainer's idle share without its wait for the first batch, as the forecast
-    does."""
+    """Return the trainer's idle share after the first batch; the live forecast leaves out the wait
+    for the first batch too."""
     metrics = read_metrics(directory)
     if len(metrics) < 2:
         return facts.trainer_idle_share
@@ -88,7 +92,8 @@ def _idle_share_between_batches(directory: Path, facts: Facts) -> float:
 
 
 UNACCOUNTED_SLOWDOWN_MAX = 64.0
-"""Largest unaccounted factor that is searched for; beyond it, tools take nearly all the time."""
+"""Upper limit of the search for the unaccounted slowdown; at this factor, over 98 % of the time is
+outside engine steps."""
 
 
 def _unaccounted_slowdown(
@@ -96,8 +101,8 @@ def _unaccounted_slowdown(
 ) -> float:
     """Return the factor on step times at which the plan predicts the run's measured batch time.
 
-    Tools, engines that wait for a processor, and the wire take time outside the steps. The factor
-    spreads this time evenly over all tokens.
+    Time outside the steps is spent in tools, in messages, and by engines that wait for a processor.
+    The factor spreads this time evenly over all tokens.
     """
     low, high = 1.0, 1.0
     while (
