@@ -127,7 +127,10 @@ class ModelRunner:
         chunking of its context. That needs compiled code and packed weights.
         """
         if is_deterministic and (native is None or not weights.is_packed):
-            raise ValueError("is_deterministic needs compiled code and packed weights")
+            raise ValueError(
+                "a deterministic engine needs compiled kernels and packed weights; install a C++ "
+                "compiler, or leave deterministic out"
+            )
         self.config = config
         self.weights = weights
         """Replaced between two steps only, by weights of the same config and dtype."""

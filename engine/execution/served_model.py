@@ -153,7 +153,7 @@ class OwnModel:
         if quantization == "fp8" and is_deterministic:
             raise ConfigError(
                 "deterministic: products of fp8 weights are torch's, whose sums depend on the "
-                "batch; quantize to 'int8', or leave one out"
+                "batch; set quantization='int8', or leave one out"
             )
         self._path = path
         self._quantization = quantization

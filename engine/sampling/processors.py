@@ -117,7 +117,10 @@ def _read_token_ids(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.T
     token_ids = msgspec.convert(arguments, _TokenIds).token_ids
     outside = [t for t in token_ids if not 0 <= t < setup.vocab_size]
     if outside:
-        raise ValueError(f"token {outside[0]} is outside the vocabulary [0, {setup.vocab_size})")
+        raise ValueError(
+            f"a logits processor's argument names token {outside[0]}, and the model's vocabulary is "
+            f"[0, {setup.vocab_size}); use this model's tokenizer"
+        )
     return torch.tensor(sorted({*token_ids}), dtype=torch.int64)
 
 

@@ -139,7 +139,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} can't be read: {error}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}, not an object")
+        raise ModelError(
+            f"{path} holds a {type(content).__name__}, not a JSON object; download the model again"
+        )
     return content
 
 

@@ -132,7 +132,7 @@ def test_models_whose_bits_depend_on_the_batch_are_refused_with_what_to_do(tmp_p
 
 def test_a_runner_without_packed_weights_promises_no_bits(tmp_path: Path) -> None:
     weights = make_weights(tmp_path, "qwen3", FLOAT32)
-    with pytest.raises(ValueError, match="needs compiled code"):
+    with pytest.raises(ValueError, match="needs compiled kernels"):
         ModelRunner(weights.config, weights, num_blocks=1, is_deterministic=True)
 
 

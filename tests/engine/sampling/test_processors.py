@@ -202,7 +202,7 @@ def test_a_turn_that_is_left_nothing_to_sample_ends_and_says_so(engine: Engine, 
 
 ARGUMENTS = [
     ("allowed_tokens", {"token_ids": []}, "token_ids is empty"),
-    ("allowed_tokens", {"token_ids": [96]}, r"token 96 is outside the vocabulary \[0, 96\)"),
+    ("allowed_tokens", {"token_ids": [96]}, r"token 96, and the model's vocabulary is \[0, 96\)"),
     ("allowed_tokens", {"token_ids": ["a"]}, "Expected `int`, got `str`"),
     ("allowed_tokens", {"ids": [1]}, "unknown field `ids`"),
     ("disallowed_tokens", {"token_ids": list(range(96))}, "whole vocabulary"),
