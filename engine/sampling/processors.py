@@ -118,8 +118,8 @@ def _read_token_ids(arguments: dict[str, Any], setup: ProcessorSetup) -> torch.T
     outside = [t for t in token_ids if not 0 <= t < setup.vocab_size]
     if outside:
         raise ValueError(
-            f"a logits processor's argument names token {outside[0]}, and the model's vocabulary is "
-            f"[0, {setup.vocab_size}); use this model's tokenizer"
+            f"a logits processor's argument names token {outside[0]}, and the model's vocabulary "
+            f"is [0, {setup.vocab_size}); use this model's tokenizer"
         )
     return torch.tensor(sorted({*token_ids}), dtype=torch.int64)
 
