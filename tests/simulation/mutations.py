@@ -248,7 +248,7 @@ def a_short_batch_holds_no_more_places_than_it_has_groups(patch: pytest.MonkeyPa
     def places_of(self: Core, batch: list[Group]) -> int:
         return sum(group.split_from is None for group in batch)
 
-    patch.setattr(Core, "_slots_held_by", places_of)
+    patch.setattr(Core, "_groups_counted_for", places_of)
 
 
 @mutation(seed=39)

@@ -67,7 +67,7 @@ def engines_are_sent_turns_before_a_resume_is_committed(patch: pytest.MonkeyPatc
     async def at_once(self: Scheduler) -> None:
         return
 
-    patch.setattr(Scheduler, "_resumption_safe", at_once)
+    patch.setattr(Scheduler, "_wait_resume_durable", at_once)
 
 
 @mutation

@@ -217,7 +217,7 @@ async def test_a_context_that_no_message_holds_costs_its_own_group_and_no_more(
     async with tidegate_serve(**SMALL) as rollouts:
         assert [batch.tasks async for batch in rollouts.batches([0, 1], episode=solve)] == [(1, 1)]
     assert len(refused) == 2
-    said = f"a context of {TOO_MANY} tokens" if is_checked else "a SubmitTurn would be refused"
+    said = f"got {TOO_MANY}" if is_checked else "a SubmitTurn would be refused"
     assert all(said in why for why in refused)
 
 

@@ -161,7 +161,7 @@ def test_an_engine_without_memory_for_its_cache_says_what_to_lower(model: Path) 
 async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollouts_and_no_other(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "GRACE_S", 0.1)
+    monkeypatch.setattr(deadlines, "CANCEL_GRACE_S", 0.1)
     over = threading.Event()
 
     async def hangs(episode: tidegate.Episode, task: str) -> float:

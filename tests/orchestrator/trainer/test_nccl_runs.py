@@ -66,7 +66,7 @@ async def test_tags_are_right_where_weights_are_broadcast_and_one_update_fails_h
                 tmp_path / "run",
                 after_two=fail_once,
                 engines=0,
-                address=MEETING.format(folder),
+                listen_address=MEETING.format(folder),
                 kv_policy="keep",
             )
             assert "starts again" in log.read_text()

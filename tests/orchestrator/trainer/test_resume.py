@@ -159,7 +159,7 @@ def test_what_does_not_belong_together_is_refused(model: Path, tmp_path: Path) -
         open_run_journal(run_settings(**values), None)
     refused: list[tuple[dict[str, Any], Any, str]] = [
         ({"group_size": 4}, True, "group_size=2.*group_size=4"),
-        ({}, {**token, "batches": 7}, "7 batches.*only of 0"),
+        ({}, {**token, "batches": 7}, "7 batches.*only 0"),
         ({}, {**token, "run_id": "other"}, "run other"),
         ({}, {"batches": 1}, "state_dict"),
     ]
