@@ -135,7 +135,7 @@ def looked_at(rollouts: tidegate.SyncRollouts) -> dict[str, Any]:
 
     def look(scheduler: Scheduler) -> tuple[float, int]:
         started_ns = time.thread_time_ns()
-        rollouts._statistics_of(scheduler)
+        rollouts._handle._statistics_of(scheduler)
         groups = group_lines(scheduler.core)
         taken_ms = (time.thread_time_ns() - started_ns) / 1e6
         return taken_ms, sum(group.rollouts for group in groups)

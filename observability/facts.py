@@ -166,7 +166,7 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         cached_context_tokens=statistics.get("cached_context_tokens", 0),
         draft_tokens=_over_engines(statistics, "draft_tokens"),
         accepted_draft_tokens=_over_engines(statistics, "accepted_draft_tokens"),
-        quantization=values.get("quantization"),
+        quantization=values.get("quantization", values.get("quantize")),
         step_time_min_s=values.get("step_time_min_s") or 0.0,
         mismatch=values.get("mismatch"),
         colocated=bool(values.get("colocated")),

@@ -317,12 +317,13 @@ class InvariantChecker:
             f"rollout {rollout_id} is sent to an engine after {losses} lost engines"
         )
         for turns_of_engine in self._placed.values():
-            for handle in [
-                handle
-                for handle, rollout_of_turn in turns_of_engine.items()
+            former_handles = [
+                former_handle
+                for former_handle, rollout_of_turn in turns_of_engine.items()
                 if rollout_of_turn == rollout_id
-            ]:
-                del turns_of_engine[handle]
+            ]
+            for former_handle in former_handles:
+                del turns_of_engine[former_handle]
         self._placed.setdefault(engine, {})[handle] = rollout_id
 
     def _lose(self, engine: str, *, is_crash: bool) -> None:

@@ -85,7 +85,7 @@ class RankLoop:
             case rank.RankWake(request=request):
                 self._send(memory_reply(self._sleep_controller.wake(request)))
             case rank.InitProcessGroup():
-                raise AssertionError("Connect was sent twice")
+                raise AssertionError("InitProcessGroup was sent twice")
 
     def _relay(self, relay: rank.ForwardWeightMessage) -> None:
         message = relay.message

@@ -75,7 +75,7 @@ def _serve(arguments: argparse.Namespace, connection: Connection) -> None:
     connection.send_bytes(rank.encode(rank.RankLoaded()))
     connect = rank.decode_to_rank(connection.recv_bytes())
     if not isinstance(connect, rank.InitProcessGroup):
-        raise AssertionError("the first message must be Connect")
+        raise AssertionError("the first message must be InitProcessGroup")
     group.connect()
     keys = None if connect.keys is None else EngineKeys(*connect.keys)
     staging = Staging(model.allocate, WeightReceiverConfig(arguments.orchestrator, keys))

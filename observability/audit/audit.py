@@ -294,7 +294,9 @@ def _quantization(directory: Path) -> str:
     """Return the quantization of the run's engines, which is the same for all of them."""
     run = _run_of(directory)
     try:
-        return str(run["settings"].get("quantization") or "") if run else ""
+        settings = run["settings"] if run else {}
+        # Runs recorded before the setting was renamed have it as `quantize`.
+        return str(settings.get("quantization", settings.get("quantize")) or "")
     except (KeyError, AttributeError) as error:
         raise AuditError(f"{directory / RUN_FILE} is damaged: {error!r}") from error
 

@@ -136,10 +136,10 @@ def _measured(facts: Facts) -> Prediction:
 
 def _setting(settings: dict[str, Any], name: str, directory: Path) -> int:
     value = settings.get(name)
-    if not isinstance(value, int) or settings.get("staleness_policy") is not None:
+    if not isinstance(value, int):
         raise ConfigError(
-            f"{directory} ran with the policy {settings.get('policy')!r}; only runs with bounded "
-            f"staleness can be planned from"
+            f"{directory} records no {name}, got {value!r}; only bounded staleness can be "
+            f"planned from"
         )
     return value
 
