@@ -80,12 +80,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     """Prefix-cache namespace: turns share KV of equal contexts only with turns of the same salt."""
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "SamplingParams":
+    def from_record(cls, record: Any) -> "SamplingParams":
         """Return the parameters that this or an earlier version has recorded.
 
         Raises:
-            msgspec.ValidationError: a value has another type.
+            msgspec.ValidationError: the record is not a dict, or a value has another type.
         """
+        if not isinstance(record, dict):
+            raise msgspec.ValidationError(f"sampling options must be a map, got {record!r:.100}")
         return msgspec.convert({FORMER_FIELDS.get(k, k): v for k, v in record.items()}, cls)
 
 

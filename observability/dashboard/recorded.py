@@ -113,7 +113,11 @@ def _read_run(directory: Path) -> _RunFile:
         # Not strict: in JSON, keys that are numbers are strings.
         return msgspec.convert(read_record(directory), type=_RunFile, strict=False)
     except msgspec.ValidationError as error:
-        raise AuditError(f"{directory / RUN_FILE} can't be read: {error}") from error
+        raise AuditError(
+            f"{directory / RUN_FILE} is not what this version of Tidegate writes ({error}): "
+            f"the run was recorded by another version, or the file is damaged; show the run with "
+            f"the version that recorded it"
+        ) from error
 
 
 def _collected(directory: Path, lags: Mapping[int, int]) -> CollectedData:

@@ -8,6 +8,7 @@ bytes mean equal cores.
 
 import hashlib
 from collections import Counter, deque
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,8 @@ class Saved(msgspec.Struct, array_like=True):
 class SavedTurn(Saved):
     """Saved form of a turn; its tokens are in its rollout's context."""
 
-    sampling: SamplingParams
+    sampling: Any
+    """``SamplingParams``; decoded from a map, whose keys may be the names of an older version."""
     start: int
     length: int
     runs: list[VersionRun]
@@ -45,6 +47,10 @@ class SavedTurn(Saved):
     media: tuple[Media, ...] = ()
     losses: int = 0
     consecutive_losses: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampling, SamplingParams):
+            self.sampling = SamplingParams.from_record(self.sampling)
 
 
 class SavedRollout(Saved):

@@ -257,6 +257,16 @@ def test_where_no_run_is_that_is_said(tmp_path: Path) -> None:
         RecordedSource(tmp_path)
 
 
+def test_a_run_of_another_version_is_refused_with_what_to_do(
+    watched: Watched, tmp_path: Path
+) -> None:
+    run = json.loads((watched.directory / "run.json").read_bytes())
+    del run["statistics"]["live_version"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    with pytest.raises(AuditError, match=r"live_version.*with the version that recorded it"):
+        RecordedSource(tmp_path)
+
+
 def test_a_run_that_was_killed_is_shown_as_far_as_it_can_be_read(
     watched: Watched, tmp_path: Path
 ) -> None:

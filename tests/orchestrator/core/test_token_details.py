@@ -219,3 +219,21 @@ def test_recorded_options_are_read_by_the_names_that_an_older_version_gave_them(
     older = {"max_tokens": 3, "processors": ['{"name": "x"}']}
     assert SamplingParams.from_record(older) == options
     assert SamplingParams.from_record(msgspec.to_builtins(options)) == options
+
+
+def test_a_snapshot_is_read_by_the_names_that_an_older_version_gave_sampling_options() -> None:
+    driver = Driver()
+    driver.join("a")
+    driver.fill()
+    options = SamplingParams(max_tokens=3, logits_processors=['{"name": "x"}'])
+    for rollout in driver.running.values():
+        driver.do(ev.TurnRequested(rollout.rollout_id, options))
+    now = core_state.save(driver.core)
+    assert b"\xb1logits_processors" in now  # a MessagePack string of 17 bytes
+    older = now.replace(b"\xb1logits_processors", b"\xaaprocessors")
+    core = driver.new_core()
+    core_state.load(older, core)
+    assert core_state.save(core, is_replayed=True) == now
+
+    with pytest.raises(ValueError, match="cannot decode a saved state"):
+        core_state.load(now.replace(b'\x91\xad{"name": "x"}', b"\x03"), core)
