@@ -36,11 +36,11 @@ class WeightContent:
 
     whole: tuple[UpdateWeights, ...] | None = None
     """Newest whole set, or None for the model directory's, which every engine starts with."""
-    over: tuple[UpdateWeights, ...] = ()
+    overlays: tuple[UpdateWeights, ...] = ()
     """Tensors published since ``whole``; of each tensor only the newest."""
     bases: BaseVersions | None = None
-    """Versions that become this one by applying ``over`` alone: those that engines may have served
-    since the whole set was published."""
+    """Versions that become this one by applying ``overlays`` alone: the versions that engines may
+    have served since the whole set was published."""
 
     adapters: Mapping[str, tuple[UpdateWeights, ...]] = field(default_factory=dict)
     """All tensors of each LoRA adapter of the version, by name."""
@@ -48,7 +48,7 @@ class WeightContent:
     @property
     def buffers(self) -> set[int]:
         """Versions under which the parts were written: the buffers that the channel must keep."""
-        return {part.version for part in (*(self.whole or ()), *self.over, *self._of_adapters)}
+        return {part.version for part in (*(self.whole or ()), *self.overlays, *self._of_adapters)}
 
     @property
     def _of_adapters(self) -> Iterator[UpdateWeights]:
@@ -60,9 +60,9 @@ class WeightContent:
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last
         if self.whole is not None and not follows:
-            parts, bases = [*self.whole, *self.over], None
+            parts, bases = [*self.whole, *self.overlays], None
         else:
-            parts = [*self.over]
+            parts = [*self.overlays]
         parts += self._of_adapters
         parts = parts or [UpdateWeights(version=version, location="", tensors=[])]
         return [
@@ -86,16 +86,16 @@ Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]
 """Makes a version's content from the version before and the tensors written for it."""
 
 
-def anew(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
+def replace_all(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
     """Replace all of the model's own tensors."""
     return WeightContent(tuple(parts), (), None, before.adapters)
 
 
-def laid_over(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
+def replace_some(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
     """Replace some tensors; keep the others of the version before."""
     names = {spec.name for part in parts for spec in part.tensors}
-    left = (_without(part, names) for part in before.over)
-    return replace(before, over=(*(part for part in left if part.tensors), *parts))
+    left = (_without(part, names) for part in before.overlays)
+    return replace(before, overlays=(*(part for part in left if part.tensors), *parts))
 
 
 def with_adapter(

@@ -1,23 +1,21 @@
-"""Sans-IO state machine of all messages to engines beside turns: weights, pauses and sleep.
+"""Sans-IO state machine of weight updates, pauses and sleep on all engines.
 
-It takes events (an engine came, left or answered; a trainer's call; a timer) and returns commands
-(send, resolve a call, set a timer, give an engine up). It does no I/O and reads no clock.
-:class:`tidegate.orchestrator.weight_sync.control.EngineControl` carries the commands out.
+:class:`tidegate.orchestrator.weight_sync.control.EngineControl` feeds :class:`WeightControl` events
+(an engine joined, left or replied; a trainer's call; a timer) and carries out its commands (send
+messages, resolve a call, set a timer, remove an engine). The state machine does no I/O and reads no
+clock. Its state is one :class:`_Engine` per engine, one :class:`WeightUpdate` per version under
+way, and one :class:`_Call` per call, with its :class:`Phase`. docs/architecture.md has the tables.
 
-State: one :class:`_Engine` for each engine, one :class:`WeightUpdate` for each version under way,
-one :class:`_Call` for each call, with its :class:`Phase`. docs/architecture.md has the tables.
+Weights: an engine gets ``init`` once. For each version it gets ``start`` and ``update``, and copies
+the tensors beside its live weights while it decodes; after ``finish`` it swaps between two steps.
+The version released last stays in the channel's buffer until the next release, for engines that
+join late or whose update failed. A part of a set replaces tensors of the newest published version
+that has not failed.
 
-A version comes to an engine in four phases: ``init`` once, then ``start`` and ``update`` (the
-engine copies it beside its live weights while it decodes) and ``finish`` (it swaps between two
-steps). The version released last is kept in the channel's buffer until another is released, for
-engines that join late or whose publish failed. A version that is only part of a set is laid over
-the newest that was published and has not failed.
-
-A pause is a state of the run, not a count: the newest request holds, and one resume ends it.
-Pauses, resumes and swaps happen one after another. Sleep is a state of the run, too; engines are
-paused first, and resumed last. This is the orchestrator's part of a pause: which one every engine
-is to be in, and which engines have confirmed it. Each engine keeps its own part, in its
-``PauseGate``; for an external server, the worker's bridge and its streams carry the pause out.
+Pauses and sleep are states of the run, not counts: the newest request holds, and one resume ends a
+pause. Pauses, resumes and swaps run one after another. Engines are paused before they sleep and
+resumed after they wake. :class:`WeightControl` holds the pause that all engines should be in and
+which engines have confirmed it; each engine's ``PauseGate`` carries the pause out.
 """
 
 from collections import deque
@@ -25,6 +23,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
+
+from msgspec import Struct
 
 from tidegate.errors import (
     ConfigError,
@@ -40,7 +40,7 @@ from tidegate.orchestrator.core.weight_content import (
     UNKNOWN,
     Change,
     WeightContent,
-    anew,
+    replace_all,
 )
 from tidegate.transport import sleep_messages
 from tidegate.transport.messages import (
@@ -63,22 +63,24 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, Sleep, SleepLevel, Wake
 
-NONE = -1
-"""Version served by an engine that has dropped its weights."""
+NO_VERSION = -1
+"""Served version of an engine that has dropped its weights."""
 
-WATCH = -1
-"""Timer of the versions under way; every other timer has the number of its call."""
+UPDATES_TIMER = -1
+"""Id of the timer of all versions under way; every other timer has the id of its call."""
 
 PublishWait = Literal["live", "staged", "none"]
 """When a publish returns.
 
-``live``: all engines serve the version. ``staged``: all engines have it beside their live weights,
-so that none can refuse it any more. ``none``: it is written where engines copy it from, so that the
-trainer may change its tensors.
+``live``: all engines serve the version. ``staged``: all engines hold it beside their live weights,
+so none can refuse it any more. ``none``: the version is in the channel's buffer, so the trainer may
+change its tensors.
 """
 
+UpdatePhase = Literal["staging", "staged", "swapping"]
+
 Outgoing = list[tuple[str, Message]]
-"""(engine, message) pairs, to be sent in order."""
+"""(engine, message) pairs in sending order."""
 
 ControlReply = (
     WeightsStaged
@@ -92,11 +94,11 @@ ControlReply = (
 )
 """Messages from engines about weights, pauses and sleep."""
 
-ONLY_PARTS = (
-    "engines that forget their weights can't have them again, for only parts of a set were "
+NO_WHOLE_SET = (
+    "engines that drop their weights can't get them back, because only parts of a set were "
     "published so far; publish a whole state dict once, or sleep at level 1"
 )
-NO_WEIGHTS = "it has forgotten its weights, and none were published that it could take"
+NO_WEIGHTS = "it has dropped its weights, and no published weights fit it"
 UNKNOWN_BASE = (
     "this run continues with another process's weights, and does not have the weights that a part "
     "of a set or an adapter would be laid over; publish a whole state dict first, or the model "
@@ -107,44 +109,41 @@ UNKNOWN_BASE = (
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class EngineMemory:
-    """Memory state of an engine, as its hello reports it."""
+class EngineMemory(Struct, frozen=True):
+    """Sleep state that an engine reports in its hello message."""
 
     levels: Sequence[int]
-    """Levels at which it can sleep."""
+    """Sleep levels that the engine supports."""
     asleep: Sequence[MemoryTag]
+    """Memory that sleeps already."""
     needs_weights: bool
+    """Whether the engine has dropped its weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConnected:
+class EngineConnected(Struct, frozen=True):
     """An engine joined or reconnected, serving ``version``."""
 
     engine: str
     version: int
     memory: EngineMemory | None
-    """None if the engine has left again."""
+    """The engine's sleep state; None if the engine has left again."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRemoved:
-    """An engine left, or was given up."""
+class EngineRemoved(Struct, frozen=True):
+    """An engine left, or was removed."""
 
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class ControlReplyReceived:
+class ControlReplyReceived(Struct, frozen=True):
     """An engine sent a message about weights, pauses or sleep."""
 
     engine: str
     message: ControlReply
 
 
-@dataclass(frozen=True, slots=True)
-class ReserveRequested:
-    """A publish wants to write its weights. Resolved with :class:`Reserved`."""
+class ReserveRequested(Struct, frozen=True):
+    """A publish asks for the channel's buffer. Resolved with :class:`Reserved`."""
 
     call: int
     next_version: int
@@ -158,45 +157,41 @@ class ReserveRequested:
     stay paused until good weights are live. None for other publishes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishRequested:
-    """Weights were written in the reserved buffer. Resolved when ``wait`` is satisfied."""
+class PublishRequested(Struct, frozen=True):
+    """Weights were written to the reserved buffer. Resolved when ``wait`` is satisfied."""
 
     call: int
     version: int
     chunks: list[UpdateWeights]
     wait: PublishWait = "live"
-    change: Change = anew
-    """Makes the version's content from the version before and the written tensors."""
+    change: Change = replace_all
+    """Computes the version's content from the base version's content and the written tensors."""
     is_rollback: bool = False
     """Whether engines were paused for a rollback, and resume once the version is live."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReserveAbandoned:
-    """Nothing will be published in the reserved buffer."""
+class ReserveAbandoned(Struct, frozen=True):
+    """The reserved buffer is given up without a publish."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequested:
-    """The user wants engines paused by ``mode``; None: resumed. Resolved when all are."""
+class PauseRequested(Struct, frozen=True):
+    """The user pauses all engines by ``mode``, or resumes them (None). Resolved once all have
+    confirmed."""
 
     call: int
     mode: PauseMode | None
     clear_cache: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineHaltRequested:
-    """The staleness policy wants engines aborted and paused, or wants that to end."""
+class EngineHaltRequested(Struct, frozen=True):
+    """The staleness policy aborts and pauses all engines, or ends that pause."""
 
     call: int
     is_halted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SleepRequested:
-    """The user wants engines to sleep. Resolved with the bytes that they returned together."""
+class SleepRequested(Struct, frozen=True):
+    """The user puts engines to sleep. Resolved with the freed bytes, summed over engines."""
 
     call: int
     level: SleepLevel
@@ -204,45 +199,39 @@ class SleepRequested:
     mode: PauseMode
 
 
-@dataclass(frozen=True, slots=True)
-class WakeRequested:
-    """The user wants engines awake; once nothing sleeps, they resume."""
+class WakeRequested(Struct, frozen=True):
+    """The user wakes engines; once nothing sleeps, they resume."""
 
     call: int
     tags: Sequence[MemoryTag]
 
 
-@dataclass(frozen=True, slots=True)
-class CallWoken:
-    """A call that :class:`WakeCall` named continues."""
+class CallWoken(Struct, frozen=True):
+    """A call continues after :class:`WakeCall`."""
 
     call: int
     next_version: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallCancelled:
+class CallCancelled(Struct, frozen=True):
     """The caller of a call was cancelled."""
 
     call: int
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The timer of a call, or of the versions under way (:data:`WATCH`), has expired."""
+class TimerFired(Struct, frozen=True):
+    """The timer of a call, or of the versions under way (:data:`UPDATES_TIMER`), has expired."""
 
     timer: int
 
 
-@dataclass(frozen=True, slots=True)
-class VersionsDurable:
-    """The release of a version is committed, so engines may swap. Answers
+class VersionsDurable(Struct, frozen=True):
+    """The release of a version is committed, so engines may swap. Reply to
     :class:`ReportWhenDurable`."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvPolicyChosen:
-    """The user chose what the next swap does to the KV of kept turns."""
+class KvPolicyChosen(Struct, frozen=True):
+    """The user changed what the next swap does to the KV of kept turns."""
 
     kv_policy: KvPolicy
 
@@ -269,15 +258,14 @@ Event = (
 # ---------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send messages to engines, in order, after all messages posted before; maybe none."""
+class Send(Struct, frozen=True):
+    """Send (engine, message) pairs in order, after all messages sent before; the list may be
+    empty."""
 
     outgoing: Outgoing
 
 
-@dataclass(frozen=True, slots=True)
-class Resolve:
+class Resolve(Struct, frozen=True):
     """End a call with a result, or by raising ``error``."""
 
     call: int
@@ -285,91 +273,79 @@ class Resolve:
     error: TidegateError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WakeCall:
+class WakeCall(Struct, frozen=True):
     """A call's condition holds: continue it (:class:`CallWoken`) in the loop's next iteration."""
 
     call: int
 
 
-@dataclass(frozen=True, slots=True)
-class SetTimer:
-    """Send :class:`TimerFired` after ``seconds``, in place of the timer's earlier setting."""
+class SetTimer(Struct, frozen=True):
+    """Deliver :class:`TimerFired` after ``seconds``; replaces the timer's earlier setting."""
 
     timer: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StopTimer:
+class StopTimer(Struct, frozen=True):
     """Cancel a timer; harmless if it is not set."""
 
     timer: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportWhenDurable:
-    """Tell (:class:`VersionsDurable`) once no crash can undo what was decided so far."""
+class ReportWhenDurable(Struct, frozen=True):
+    """Deliver :class:`VersionsDurable` once no crash can undo the events handled so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Remove an engine that does not do as it was told."""
+class GiveUp(Struct, frozen=True):
+    """Remove an engine that did not reply in time."""
 
     engine: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseEngine:
-    """Remove an engine that refuses the weights that others serve, and tell it why."""
+class RefuseEngine(Struct, frozen=True):
+    """Remove an engine that refused weights that other engines serve, and tell the engine why."""
 
     engine: str
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class NoteSwap:
-    """An engine serves other weights from now on."""
+class RecordSwap(Struct, frozen=True):
+    """Record that an engine serves other weights from now on."""
 
     engine: str
     message: WeightsLive
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseVersion:
+class ReleaseVersion(Struct, frozen=True):
     """Every engine has staged a version: it is now the trainer's version."""
 
     version: int
     replaced: int = 0
-    """Number of earlier publishes that it replaced before every engine had staged them."""
+    """Number of earlier publishes that the version replaced before every engine had staged them."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoteFailure:
-    """A publish was refused, timed out or was abandoned: no engine serves its weights."""
+class RecordPublishFailure(Struct, frozen=True):
+    """Record that a publish was refused, timed out or was abandoned: no engine serves its
+    weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetractVersions:
-    """Versions from this one on are bad: discard the groups that they sampled."""
+class RetractVersions(Struct, frozen=True):
+    """Discard the groups sampled by versions from ``first_bad`` on."""
 
     first_bad: int
 
 
-@dataclass(frozen=True, slots=True)
-class SuspendDeadlines:
+class SuspendDeadlines(Struct, frozen=True):
     """Stop the clocks of all episodes while engines are paused, or start them again."""
 
     is_halted: bool
 
 
-@dataclass(frozen=True, slots=True)
-class HoldBatches:
-    """Hold batches while it is undecided which version the trainer has made, or hand them over
-    again.
+class HoldBatches(Struct, frozen=True):
+    """Hold batches while the trainer's version is undecided, or hand them over again.
 
-    Sent after every change that a waiting caller may depend on.
+    Sent after every change that a waiting call may depend on.
     """
 
     is_held: bool
@@ -384,25 +360,24 @@ Command = (
     | ReportWhenDurable
     | GiveUp
     | RefuseEngine
-    | NoteSwap
+    | RecordSwap
     | ReleaseVersion
-    | NoteFailure
+    | RecordPublishFailure
     | RetractVersions
     | SuspendDeadlines
     | HoldBatches
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Where and what a publish is to write."""
+class Reserved(Struct, frozen=True):
+    """A publish's version number, and what it may write and must keep in the channel's buffer."""
 
     version: int
     keep: frozenset[int]
-    """Versions whose parts must stay in the channel's buffer."""
+    """Versions whose parts must stay in the buffer."""
     over: int | None
-    """Version that a part of a set will be laid over; None for a whole set."""
-    deltas_over: int | None
+    """Version whose tensors a part of a set replaces; None for a whole set."""
+    delta_base_version: int | None
     """Version relative to which unchanged tensors may be left out; None if none may be."""
 
 
@@ -411,44 +386,43 @@ class Reserved:
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """One version under way. An engine is in at most one of the sets, of at most one update."""
+    """Progress of one version. An engine is in at most one of the sets, of at most one update."""
 
     version: int
     content: WeightContent
     staging: set[str] = field(default_factory=set)
-    """Engines that are copying it."""
+    """Engines that copy the version's tensors."""
     staged: set[str] = field(default_factory=set)
-    """Engines that have it beside the live weights, and wait for the order to swap."""
+    """Engines that hold the version beside their live weights and wait for ``finish``."""
     swapping: set[str] = field(default_factory=set)
-    """Engines that were told to swap."""
+    """Engines that were sent ``finish`` and have not confirmed."""
     is_released: bool = False
-    """Whether engines may swap as soon as they have staged it."""
+    """Whether engines may swap as soon as they have staged the version."""
     is_withdrawn: bool = False
-    """Whether engines may no longer swap to it; they drop what they staged at the next start."""
+    """Whether engines may no longer swap to the version; the next ``start`` drops their copy."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """Engine -> why it can't take the version."""
+    """Engine -> reason for which it refused the version."""
 
     @property
-    def engines(self) -> set[str]:
-        """Engines that the version is on its way to."""
-        return self.staging | self.staged | self.swapping
+    def phases(self) -> dict[UpdatePhase, set[str]]:
+        """The three sets by name, in the order in which an engine passes through them."""
+        return {"staging": self.staging, "staged": self.staged, "swapping": self.swapping}
 
-    def is_for(self, engine: str) -> bool:
-        """Whether the version is on its way to this engine."""
+    def is_pending_on(self, engine: str) -> bool:
+        """Whether this engine stages, holds or swaps to the version."""
         return engine in self.staging or engine in self.staged or engine in self.swapping
 
-    def strike(self, engine: str) -> None:
+    def remove(self, engine: str) -> None:
         """Stop waiting for this engine."""
         for engines in (self.staging, self.staged, self.swapping):
             engines.discard(engine)
 
 
-@dataclass(frozen=True, slots=True)
-class LaggingEngines:
-    """Engines that a version is on its way to, and the phase they are in."""
+class LaggingEngines(Struct, frozen=True):
+    """Engines that do not serve a version yet, by the phase of its update."""
 
     version: int
-    phase: Literal["staging", "staged", "swapping"]
+    phase: UpdatePhase
     engines: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -460,86 +434,86 @@ class _Engine:
     """State of one engine."""
 
     version: int
-    """Version that it serves, if it has weights."""
+    """Version that the engine serves, if it has weights."""
     levels: Sequence[int] = ()
-    """Levels at which it can sleep."""
+    """Sleep levels that the engine supports."""
     asleep: set[MemoryTag] = field(default_factory=set)
     level: SleepLevel | None = None
-    """Level at which it sleeps; None if it doesn't, or has not told this process."""
+    """Level at which the engine sleeps; None if awake, or if another process put it to sleep."""
     needs_weights: bool = False
-    """Whether it has dropped its weights, so that only an update can restore them."""
+    """Whether the engine has dropped its weights, so that only an update can restore them."""
     has_new_weights: bool = False
-    """Whether it got new weights, which it serves, since its own were put to sleep."""
-    request: int | None = None
-    """Number of the sleep or wake order that it has not answered yet."""
+    """Whether the engine serves weights that it got after its own were put to sleep."""
+    request_id: int | None = None
+    """Id of the sleep or wake request that the engine has not answered yet."""
     requested_level: SleepLevel | None = None
     freed_bytes: int = 0
     failure: str | None = None
-    """Why the last order to sleep or wake failed."""
+    """Reason for which the last sleep or wake request failed."""
     resumes_due: int = 0
-    """Number of resumes it has not answered. Its answers to pauses before those are outdated."""
-    unanswered: list[int] = field(default_factory=list)
-    """Versions that it was told to start and has not answered, in order."""
+    """Number of unconfirmed resumes. Confirmations of pauses sent before them are outdated."""
+    unanswered_starts: list[int] = field(default_factory=list)
+    """Versions of the ``start`` messages that the engine has not answered, in sending order."""
 
     @property
-    def serves(self) -> int:
-        """Version that it can serve now; NONE without weights."""
-        return NONE if self.needs_weights else self.version
+    def served_version(self) -> int:
+        """Version that the engine can serve now; NO_VERSION without weights."""
+        return NO_VERSION if self.needs_weights else self.version
 
     @property
-    def base(self) -> int | None:
-        """Version that a part of a set can be laid over; None if it needs a whole set."""
-        return None if "weights" in self.asleep else self.serves
+    def base_version(self) -> int | None:
+        """Version over which a part of a set can be laid; None if a whole set is needed."""
+        return None if "weights" in self.asleep else self.served_version
 
-    def start(self, version: int) -> StartWeightUpdate:
-        """Return the order to begin a version."""
-        if not self.unanswered or self.unanswered[-1] != version:
-            self.unanswered.append(version)
+    def start_message(self, version: int) -> StartWeightUpdate:
+        """Make and count the message that begins a version."""
+        if not self.unanswered_starts or self.unanswered_starts[-1] != version:
+            self.unanswered_starts.append(version)
         return StartWeightUpdate(version=version)
 
-    def has_outdated(self, version: int) -> bool:
-        """Whether an answer belongs to an earlier start of ``version`` than the newest.
+    def is_outdated(self, version: int) -> bool:
+        """Whether a reply belongs to an earlier ``start`` of ``version`` than the newest.
 
         An engine answers each start once and in order, except that two successive starts of the
-        same version have one answer.
+        same version have one reply.
         """
-        if version in self.unanswered:
-            del self.unanswered[: self.unanswered.index(version) + 1]
-        return version in self.unanswered
+        if version in self.unanswered_starts:
+            del self.unanswered_starts[: self.unanswered_starts.index(version) + 1]
+        return version in self.unanswered_starts
 
 
 class Phase(Enum):
-    """What a call waits for."""
+    """The condition that a call waits for."""
 
     RESERVE = auto()
     """The channel's buffer is free to be reserved."""
     DRAIN = auto()
-    """No engine reads what is about to be overwritten."""
-    BRING = auto()
+    """No engine reads the buffer that is about to be overwritten."""
+    ENGINE_UPDATES = auto()
     """Engines have staged the published version, or serve it."""
     PAUSE_TURN = auto()
     """Earlier pauses and resumes are over."""
-    SWAPS_END = auto()
+    SWAPS_DONE = auto()
     """No engine is swapping."""
-    PAUSE_ANSWERS = auto()
+    PAUSE_REPLIES = auto()
     """Every engine has confirmed the pause, or the resume."""
     SLEEP_TURN = auto()
     """Earlier sleeps and wakes are over."""
-    WEIGHTS_SETTLE = auto()
+    UPDATES_DONE = auto()
     """For a sleep: no version is under way or being written."""
-    SLEEP_ANSWERS = auto()
-    """Every engine sleeps as wanted, or has failed."""
-    WAKE_ANSWERS = auto()
-    """Every engine is awake as wanted, or has failed."""
-    WEIGHTS_COME = auto()
-    """Every engine that woke without weights has some, or none are on their way."""
+    SLEEP_REPLIES = auto()
+    """Every engine sleeps as requested, or has failed."""
+    WAKE_REPLIES = auto()
+    """Every engine is awake as requested, or has failed."""
+    WEIGHTS_RESTORED = auto()
+    """Every engine that woke without weights has some, or no update of it is under way."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call that is not over."""
+    """A trainer's call that has not ended."""
 
-    asked: (
+    request: (
         ReserveRequested
         | PublishRequested
         | PauseRequested
@@ -552,25 +526,52 @@ class _Call:
     """Pause mode to apply; None to resume."""
     clear_cache: bool = False
     version: int = -1
-    """For a publish: version that it brings, or is about to write."""
+    """For a reserve or publish: its version's number."""
     is_resolved: bool = False
     """For a publish: whether its caller has returned, while the version is still under way."""
     is_live: bool = False
     """For a rollback: whether its version is live, and engines are to be resumed."""
     is_late: bool = False
-    """Whether its timer has expired."""
+    """Whether the call's timer has expired."""
+
+    @property
+    def call_id(self) -> int:
+        """Id that the caller gave the call."""
+        return self.request.call
 
 
 @dataclass(slots=True)
-class _SleepTarget:
-    """What is to sleep on every engine, and at which level."""
+class _CallQueue:
+    """Runs calls of one kind one after another: pauses and resumes, or sleeps and wakes."""
 
-    tags: set[MemoryTag] = field(default_factory=set)
-    level: SleepLevel = 1
+    current: int | None = None
+    """Id of the call whose turn it is."""
+    waiting: deque[int] = field(default_factory=deque)
+
+    def enter(self, call_id: int) -> bool:
+        """Return whether the call may begin now; otherwise queue it."""
+        if self.current is None and not self.waiting:
+            return True
+        self.waiting.append(call_id)
+        return False
+
+    def begin(self, call_id: int) -> None:
+        """Begin a call that :meth:`enter` admitted, or that was woken from the queue."""
+        self.current = call_id
+        if call_id in self.waiting:
+            self.waiting.remove(call_id)
+
+    def leave(self, call_id: int) -> list["Command"]:
+        """Remove a call that ends or is cancelled; return the command that wakes the next call."""
+        if call_id in self.waiting:
+            self.waiting.remove(call_id)
+        if call_id == self.current:
+            self.current = None
+        return [WakeCall(self.waiting[0])] if self.current is None and self.waiting else []
 
 
 class WeightControl:
-    """Wanted weights, pause and sleep of all engines. Change it only through :meth:`handle`."""
+    """Requested weights, pause and sleep of all engines. Change it only through :meth:`handle`."""
 
     def __init__(
         self,
@@ -582,9 +583,9 @@ class WeightControl:
         weight_update_timeout_s: float = 60.0,
         pause_timeout_s: float = 60.0,
     ) -> None:
-        """``wave_engines``: how many engines swap at a time; None for all at once.
+        """``wave_engines``: number of engines that swap at a time; None for all at once.
         ``weight_update_timeout_s``: time limit of a version, a sleep or a wake;
-        ``pause_timeout_s``: of an engine to pause or resume."""
+        ``pause_timeout_s``: of a pause or resume."""
         self._init = init
         self._wave_engines = wave_engines
         self._swap_mode: PauseMode = pause_mode
@@ -602,17 +603,16 @@ class WeightControl:
         self.update: WeightUpdate | None = None
         """Newest version published."""
         self._kept: WeightUpdate | None = None
-        """Newest version released; the channel's buffer still holds it."""
-        self._before: WeightUpdate | None = None
-        """Version that a part of a set is laid over; None for the model directory's weights."""
+        """Newest version released; the channel's buffer still holds its tensors."""
+        self._base: WeightUpdate | None = None
+        """Version whose tensors a part of a set replaces; None for the model directory's."""
         self.is_reserved = False
-        """Whether the buffer is about to be written for a new version, or engines go to sleep."""
+        """Whether the buffer is reserved for a new version, or engines are being put to sleep."""
         self.newest_version = -1
         """Newest version released by this process, which engines may serve; -1 before the first."""
-        self._taken_version = -1
+        self._assigned_version = -1
         """Newest number that was given to a publish and may never be released."""
-        self._is_watching = False
-        """Whether the versions under way have a timer."""
+        self._is_updates_timer_set = False
         self.failure: TidegateError | None = None
         """Error of a publish whose caller had returned already, until another call raises it."""
         # -------- pauses
@@ -621,22 +621,23 @@ class WeightControl:
         self._clears_cache = False
         self._users_mode: PauseMode | None = None
         self._sleeping_mode: PauseMode | None = None
-        """Mode by which engines were paused to sleep; None while they are not to sleep."""
+        """Mode by which engines were paused for a sleep; None once they are to be awake."""
         self._is_halted = False
-        self._pausing: int | None = None
-        """Call whose pause or resume is under way; engines are not told to swap meanwhile."""
-        self._pause_queue: deque[int] = deque()
+        self._pauses = _CallQueue()
+        """Pauses and resumes; engines are not told to swap while one is under way."""
         self._unsettled_pauses: set[str] = set()
         """Engines that have not confirmed the last pause or resume."""
         # -------- sleep
-        self._sleep_target = _SleepTarget()
-        self._sleeping: int | None = None
-        """Call whose sleep or wake is under way."""
-        self._sleep_queue: deque[int] = deque()
+        self._sleep_tags: set[MemoryTag] = set()
+        """Memory that is to sleep on every engine."""
+        self.sleep_level: SleepLevel = 1
+        """Level at which the memory sleeps."""
+        self._sleeps = _CallQueue()
+        """Sleeps and wakes."""
         self._slept_version = -1
         """Newest version released when engines were put to sleep: later ones replace theirs."""
-        self._requests = 0
-        """Number of sleep and wake orders so far."""
+        self._sleep_requests = 0
+        """Number of sleep and wake messages so far."""
 
     def handle(self, event: Event) -> list[Command]:
         """Apply one event and return the commands that follow from it, in order."""
@@ -678,13 +679,8 @@ class WeightControl:
 
     @property
     def asleep(self) -> tuple[MemoryTag, ...]:
-        """Memory that sleeps on all engines, or is about to."""
-        return tuple(tag for tag in MEMORY_TAGS if tag in self._sleep_target.tags)
-
-    @property
-    def sleep_level(self) -> SleepLevel:
-        """Level at which it sleeps."""
-        return self._sleep_target.level
+        """Memory that sleeps on all engines, or is about to sleep."""
+        return tuple(_in_order(self._sleep_tags))
 
     @property
     def staging_version(self) -> int | None:
@@ -693,30 +689,29 @@ class WeightControl:
 
     @property
     def kept_buffers(self) -> frozenset[int]:
-        """Buffers that the version released last needs: its own, and those it is laid over."""
+        """Versions under which the tensors of the version released last were written."""
         kept = self._kept
         return frozenset() if kept is None else frozenset({kept.version} | kept.content.buffers)
 
     @property
-    def version_before(self) -> int:
-        """Version that a part of a set would be laid over now."""
-        return self._before.version if self._before is not None else 0
+    def base_version(self) -> int:
+        """Version whose tensors a part of a set would replace now; 0 for the model directory's."""
+        return self._base.version if self._base is not None else 0
 
     @property
-    def adapters_before(self) -> Collection[str]:
-        """Names of that version's adapters."""
-        return self._before.content.adapters if self._before is not None else ()
+    def base_adapters(self) -> Collection[str]:
+        """Names of the adapters of :attr:`base_version`."""
+        return self._base.content.adapters if self._base is not None else ()
 
-    def knows_before(self, next_version: int) -> bool:
-        """Whether the content that a part of a set would be laid over is known: the model
-        directory's weights, or a version that this process published. Not after a resume with
-        another process's weights."""
+    def knows_base(self, next_version: int) -> bool:
+        """Whether :attr:`base_version` is the model directory's weights or was published by this
+        process. False after a resume with another process's weights."""
         return self.newest_version >= 0 or next_version <= 1
 
     @property
     def is_writable(self) -> bool:
         """Whether no engine reads a buffer that may be overwritten. Readers of the kept version
-        need not be waited for: the next version replaces it for them, however far they are."""
+        are not waited for, because the next version replaces theirs."""
         update = self.update
         return update is None or update is self._kept or not update.staging
 
@@ -738,25 +733,22 @@ class WeightControl:
 
     @property
     def lagging_engines(self) -> list[LaggingEngines]:
-        """Engines that versions are on their way to, by version and phase."""
-        found: list[LaggingEngines] = []
-        for update in self._updates:
-            v = update.version
-            found += [
-                LaggingEngines(v, "staging", tuple(sorted(update.staging))),
-                LaggingEngines(v, "staged", tuple(sorted(update.staged))),
-                LaggingEngines(v, "swapping", tuple(sorted(update.swapping))),
-            ]
-        return [lagging for lagging in found if lagging.engines]
+        """Engines that do not serve a version under way yet, by version and phase."""
+        return [
+            LaggingEngines(update.version, phase, tuple(sorted(engines)))
+            for update in self._updates
+            for phase, engines in update.phases.items()
+            if engines
+        ]
 
     def take_failure(self) -> TidegateError | None:
-        """Return the error of a publish whose caller had returned, once."""
+        """Return and clear the error of a publish whose caller had returned."""
         failure, self.failure = self.failure, None
         return failure
 
     @property
     def _updates(self) -> list[WeightUpdate]:
-        """The newest and the kept version, each once, where they exist."""
+        """The newest published and the newest released version, once if they are the same."""
         kept = None if self._kept is self.update else self._kept
         return [update for update in (self.update, kept) if update is not None]
 
@@ -764,7 +756,7 @@ class WeightControl:
     def _publishes(self) -> list[_Call]:
         """Publish calls that are not over, in the order in which they began."""
         calls = self._calls.values()
-        return [call for call in calls if call.phase is Phase.BRING and not call.is_live]
+        return [call for call in calls if call.phase is Phase.ENGINE_UPDATES and not call.is_live]
 
     @property
     def _swaps_available(self) -> int:
@@ -776,21 +768,29 @@ class WeightControl:
     def _update_of(self, version: int) -> WeightUpdate | None:
         return next((update for update in self._updates if update.version == version), None)
 
-    def _is_on_its_way(self, engine: str) -> bool:
-        return any(update.is_for(engine) for update in self._updates)
+    def _is_updating(self, engine: str) -> bool:
+        return any(update.is_pending_on(engine) for update in self._updates)
 
     # ------------------------------------------------------------ calls
 
     def _begin(self, call: _Call) -> _Call:
-        self._calls[call.asked.call] = call
+        self._calls[call.call_id] = call
         return call
 
-    def _wait(self, call: _Call) -> None:
-        self._waiting[call.asked.call] = None
+    def _wait(self, call: _Call, timeout_s: float | None = None) -> None:
+        if timeout_s is not None:
+            self._set_timer(call.call_id, timeout_s)
+        self._waiting[call.call_id] = None
+
+    def _stop_waiting(self, call: _Call) -> bool:
+        """Stop a call's timer; return whether it has expired."""
+        self._stop_timer(call.call_id)
+        is_late, call.is_late = call.is_late, False
+        return is_late
 
     def _end(self, call: _Call, value: object = None, error: TidegateError | None = None) -> None:
-        del self._calls[call.asked.call]
-        self._out.append(Resolve(call.asked.call, value, error))
+        del self._calls[call.call_id]
+        self._out.append(Resolve(call.call_id, value, error))
 
     def _is_ready(self, call: _Call) -> bool:
         match call.phase:
@@ -798,21 +798,21 @@ class WeightControl:
                 return not self.is_reserved
             case Phase.DRAIN:
                 return self.is_writable
-            case Phase.SWAPS_END:
+            case Phase.SWAPS_DONE:
                 return not self.is_swapping
-            case Phase.PAUSE_ANSWERS:
+            case Phase.PAUSE_REPLIES:
                 return not self._unsettled_pauses
-            case Phase.WEIGHTS_SETTLE:
+            case Phase.UPDATES_DONE:
                 return self.is_settled and not self.is_reserved
-            case Phase.SLEEP_ANSWERS | Phase.WAKE_ANSWERS:
+            case Phase.SLEEP_REPLIES | Phase.WAKE_REPLIES:
                 return not self._unsettled_sleepers
-            case Phase.WEIGHTS_COME:
+            case Phase.WEIGHTS_RESTORED:
                 return bool(self._engines_without_update) or not self._engines_without_weights
-            case Phase.BRING | Phase.PAUSE_TURN | Phase.SLEEP_TURN:
-                return False  # the end of another call or update continues it
+            case Phase.ENGINE_UPDATES | Phase.PAUSE_TURN | Phase.SLEEP_TURN:
+                return False  # the end of another call or update continues the call
 
-    def _continue_call(self, number: int, next_version: int) -> None:
-        call = self._calls.get(number)
+    def _continue_call(self, call_id: int, next_version: int) -> None:
+        call = self._calls.get(call_id)
         if call is None:
             return
         match call.phase:
@@ -823,57 +823,49 @@ class WeightControl:
             case Phase.DRAIN:
                 self._end_drain(call)
             case Phase.PAUSE_TURN:
-                self._pause_queue.remove(number)
                 self._begin_pause(call)
-            case Phase.SWAPS_END:
+            case Phase.SWAPS_DONE:
                 self._send_pause(call)
-            case Phase.PAUSE_ANSWERS:
+            case Phase.PAUSE_REPLIES:
                 self._end_pause(call)
             case Phase.SLEEP_TURN:
-                self._sleep_queue.remove(number)
                 self._begin_sleep(call)
-            case Phase.WEIGHTS_SETTLE:
+            case Phase.UPDATES_DONE:
                 self._sleep_once_settled(call)
-            case Phase.SLEEP_ANSWERS | Phase.WAKE_ANSWERS:
-                self._end_orders(call)
-            case Phase.WEIGHTS_COME:
+            case Phase.SLEEP_REPLIES | Phase.WAKE_REPLIES:
+                self._end_requests(call)
+            case Phase.WEIGHTS_RESTORED:
                 self._end_restore(call)
-            case Phase.BRING if call.is_live:
+            case Phase.ENGINE_UPDATES if call.is_live:
                 self._is_halted = False
                 self._request_pause(call)
-            case Phase.BRING:
+            case Phase.ENGINE_UPDATES:
                 pass
 
-    def _on_cancelled(self, number: int) -> None:
-        call = self._calls.pop(number, None)
+    def _on_cancelled(self, call_id: int) -> None:
+        call = self._calls.pop(call_id, None)
         if call is None:
             return
-        self._waiting.pop(number, None)
-        self._stop_timer(number)
+        self._waiting.pop(call_id, None)
+        self._stop_timer(call_id)
         match call.phase:
             case Phase.DRAIN:
                 self._unreserve()
-            case Phase.BRING:
+            case Phase.ENGINE_UPDATES:
                 self._cancel_publish(call)
-            case Phase.PAUSE_TURN:
-                self._pause_queue.remove(number)
-                self._let_pause(None)
+            case Phase.PAUSE_TURN | Phase.SWAPS_DONE | Phase.PAUSE_REPLIES:
+                self._out += self._pauses.leave(call_id)
                 self._advance()
-            case Phase.SWAPS_END | Phase.PAUSE_ANSWERS:
-                self._let_pause(number)
-                self._advance()
-            case Phase.SLEEP_TURN:
-                self._sleep_queue.remove(number)
-            case Phase.SLEEP_ANSWERS:
+            case Phase.SLEEP_REPLIES:
                 self.is_reserved = False
                 self._advance_weights()
             case _:
                 pass
-        if isinstance(call.asked, SleepRequested | WakeRequested):
-            self._let_sleep(number)
+        if isinstance(call.request, SleepRequested | WakeRequested):
+            self._out += self._sleeps.leave(call_id)
 
     def _on_timer(self, timer: int) -> None:
-        if timer == WATCH:
+        if timer == UPDATES_TIMER:
             self._on_update_timeout()
         elif timer in self._waiting:
             self._calls[timer].is_late = True
@@ -886,11 +878,11 @@ class WeightControl:
     def _stop_timer(self, timer: int) -> None:
         self._out.append(StopTimer(timer))
 
-    # ------------------------------------------------------------ what is due
+    # ------------------------------------------------------------ commands that are due
 
     def _advance(self, only: str | None = None) -> None:
-        """Send everything that is due; ``only``: the only engine of which something has changed."""
-        self._order_sleep(only)
+        """Send everything that is due; ``only``: the only engine whose state has changed."""
+        self._request_sleeps(only)
         self._advance_weights()  # also wakes calls whose condition holds now
 
     def _advance_weights(self) -> None:
@@ -903,20 +895,20 @@ class WeightControl:
                 self._fail(WeightsRefused(error))
             else:
                 self._release(update)
-        if self._is_swap_due and self._pausing is None:
-            # Only when committed: after a crash that forgets the version, its number could be
-            # given to other weights.
+        if self._is_swap_due and self._pauses.current is None:
+            # A crash before the commit would forget the version, and its number would be given to
+            # other weights.
             self._out.append(ReportWhenDurable())
         if self.is_settled and not self.is_undecided:
             self._settle()
-        self._note()
+        self._wake_ready_calls()
 
-    def _note(self) -> None:
-        """Wake the calls whose condition holds now."""
+    def _wake_ready_calls(self) -> None:
+        """Hold or release batches, and wake the calls whose condition holds now."""
         self._out.append(HoldBatches(self.is_reserved or self.is_undecided))
-        for number in [n for n in self._waiting if self._is_ready(self._calls[n])]:
-            del self._waiting[number]
-            self._out.append(WakeCall(number))
+        for call_id in [each for each in self._waiting if self._is_ready(self._calls[each])]:
+            del self._waiting[call_id]
+            self._out.append(WakeCall(call_id))
 
     def _send(self, outgoing: Outgoing) -> None:
         self._out.append(Send(outgoing))
@@ -941,7 +933,7 @@ class WeightControl:
         self._advance(name)
 
     def _on_removed(self, engine: str) -> None:
-        if engine in self._engines:  # unknown: it was given up here
+        if engine in self._engines:  # else this state machine had it removed
             self._remove(engine)
             self._advance(engine)
 
@@ -949,7 +941,7 @@ class WeightControl:
         self._engines.pop(engine, None)
         self._unsettled_pauses.discard(engine)
         for update in self._updates:
-            update.strike(engine)
+            update.remove(engine)
         self._forget_weights_target()
 
     def _give_up(self, engines: Iterable[str], why: str) -> None:
@@ -972,62 +964,61 @@ class WeightControl:
             case Asleep() | Awake() | sleep_messages.SleepRequestFailed():
                 self._on_slept(name, message)
         engine = self._engines.get(name)
-        if engine is None or not (engine.needs_weights and self._is_publish_awaited):
+        if engine is None or not (engine.needs_weights and self._is_publish_expected):
             self._send(self._catch_up(name))
         self._advance(name)
 
     @property
-    def _is_publish_awaited(self) -> bool:
-        """Whether engines that woke without weights wait for the trainer's next publish: so it is
-        until everything is to be awake."""
+    def _is_publish_expected(self) -> bool:
+        """Whether engines without weights wait for the trainer's next publish: from their sleep
+        until all memory is to be awake."""
         if self._sleeping_mode is None:
             return False
-        call = None if self._sleeping is None else self._calls.get(self._sleeping)
-        return call is None or call.phase is not Phase.WEIGHTS_COME
+        current = self._sleeps.current
+        call = None if current is None else self._calls.get(current)
+        return call is None or call.phase is not Phase.WEIGHTS_RESTORED
 
     # ------------------------------------------------------------ versions: publishing
 
     def _on_reserve(self, event: ReserveRequested) -> None:
         call = self._begin(_Call(event, Phase.RESERVE))
-        if event.is_part and not self.knows_before(event.next_version):
+        if event.is_part and not self.knows_base(event.next_version):
             self._refuse_publish(call, WeightsRefused(UNKNOWN_BASE))
         elif (failure := self.take_failure()) is not None:
             self._refuse_publish(call, failure)
         elif event.first_bad is not None:
             self._is_halted = True  # so that no turn continues from KV that bad weights computed
             self._request_pause(call)
-        elif self.is_reserved:  # another version is being written; engines decode meanwhile
+        elif self.is_reserved:  # another version is being written
             self._wait(call)
         else:
             self._reserve(call, event.next_version)
 
     def _refuse_publish(self, call: _Call, error: TidegateError) -> None:
-        """Fail a publish that has not written anything. Its weights come to nothing as well: the
-        batches that they were made from count for the next version."""
-        self._out.append(NoteFailure())
+        """Fail a publish that has not written anything. It counts as failed for the core, too: its
+        batches count for the next version."""
+        self._out.append(RecordPublishFailure())
         self._end(call, error=error)
 
     def _reserve(self, call: _Call, next_version: int) -> None:
-        """Reserve the buffer for the next version; one that is still being staged is abandoned."""
+        """Reserve the buffer for the next version, and abandon a version still being staged."""
         self.is_reserved = True
         if self.is_undecided and self.update is not None:
-            self._taken_version = self.update.version
-            self._stop_watch()
-        call.version = max(next_version, self._taken_version + 1)
+            self._assigned_version = self.update.version
+            self._stop_updates_timer()
+        call.version = max(next_version, self._assigned_version + 1)
         self._send(self._supersede(call.version))
-        self._note()
+        self._wake_ready_calls()
         call.phase = Phase.DRAIN
         if self.is_writable:
             self._end_drain(call)
         else:
-            self._set_timer(call.asked.call, self._weights_timeout_s)
-            self._wait(call)
+            self._wait(call, self._weights_timeout_s)
 
     def _end_drain(self, call: _Call) -> None:
-        self._stop_timer(call.asked.call)
-        if not call.is_late:
-            assert isinstance(call.asked, ReserveRequested)
-            self._end(call, self._reserved(call.version, call.asked))
+        if not self._stop_waiting(call):
+            assert isinstance(call.request, ReserveRequested)
+            self._end(call, self._reserved(call.version, call.request))
             return
         assert self.update is not None
         error = self._lagging(sorted(self.update.staging))
@@ -1035,158 +1026,161 @@ class WeightControl:
         self._give_up(error.engines, str(error))
         self._end(call, error=error)
 
-    def _reserved(self, version: int, asked: ReserveRequested) -> Reserved:
-        before, keep, deltas_over = self._before, self.kept_buffers, None
-        if asked.has_deltas:
-            layers = len({part.version for part in before.content.over}) if before else 0
-            deltas_over = UNKNOWN if layers >= LAYERS_MAX else self.version_before
+    def _reserved(self, version: int, request: ReserveRequested) -> Reserved:
+        before, keep, delta_base_version = self._base, self.kept_buffers, None
+        if request.has_deltas:
+            layers = len({part.version for part in before.content.overlays}) if before else 0
+            delta_base_version = UNKNOWN if layers >= LAYERS_MAX else self.base_version
         # A whole set keeps the adapters of before.
-        needs_before = asked.is_part or deltas_over is not None or self.adapters_before
+        needs_before = request.is_part or delta_base_version is not None or self.base_adapters
         if needs_before and before is not None:
             keep |= before.content.buffers
-        return Reserved(version, keep, self.version_before if asked.is_part else None, deltas_over)
+        return Reserved(
+            version, keep, self.base_version if request.is_part else None, delta_base_version
+        )
 
     def _supersede(self, version: int) -> Outgoing:
-        """Abandon a version that isn't released, because a newer one is about to be written.
+        """Abandon an unreleased version, because version ``version`` is about to be written.
 
-        Engines that copy it are told to start the newer one, and so to stop; each answers that it
-        has given up, or that it was done. If the newer one has the same number, the answers could
+        ``start`` of the new version stops the engines that copy the old one; each replies that it
+        failed, or that it had staged the old one. If both have the same number, the replies could
         not be told apart, so the copies are waited for.
         """
-        update, before = self.update, self._before
+        update, before = self.update, self._base
         if update is None or update.is_released:
             return []
         self._withdraw()
-        self._before = before  # it hasn't failed: the newer version contains its tensors
+        self._base = before  # it has not failed, so the newer version contains its tensors
         if update.version == version:
             return []
-        return [(e, self._engines[e].start(version)) for e in sorted(update.staging)]
+        return [(e, self._engines[e].start_message(version)) for e in sorted(update.staging)]
 
     def _unreserve(self) -> None:
-        """Give up the reserved buffer; the version that was abandoned for it stays abandoned."""
+        """Free the reserved buffer; a version that was abandoned for it stays abandoned."""
         self.is_reserved = False
         if self.update is not None and self.update.is_withdrawn:
-            self._before = self._kept
-        self._out.append(NoteFailure())
+            self._base = self._kept
+        self._out.append(RecordPublishFailure())
         if not self.is_undecided:
             for call in [c for c in self._publishes if c.version > self.newest_version]:
                 self._end_publish(call, PublishDropped(version=call.version))
         self._send(self._catch_up())
-        self._note()
+        self._wake_ready_calls()
 
     def _on_publish(self, event: PublishRequested) -> None:
-        """Have every engine stage a version that it does not serve.
+        """Have all engines that do not serve the version stage it, in place of older versions.
 
-        Engines may have kept serving what a resumed run publishes again. Versions still under way
-        to some engines are abandoned for this newer one.
+        Engines may serve the version already if a resumed run publishes it again.
         """
-        call = self._begin(_Call(event, Phase.BRING, version=event.version))
+        call = self._begin(_Call(event, Phase.ENGINE_UPDATES, version=event.version))
         self.is_reserved = False
-        before = self._before
+        before = self._base
         content = MODEL_DIRECTORY if before is None else before.content
         if before is not None and before.is_released:
             content = content.served_as(before.version)
         update = WeightUpdate(event.version, event.change(content, event.chunks))
-        self.update = self._before = update
-        behind = [name for name, engine in self._engines.items() if engine.serves != event.version]
+        self.update = self._base = update
+        behind = [
+            name for name, engine in self._engines.items() if engine.served_version != event.version
+        ]
         self._send([message for name in behind for message in self._stage(name, update)])
         if event.wait == "none":
-            self._taken_version = event.version
+            self._assigned_version = event.version
             self._resolve_publish(call)
-        self._watch()
+        self._set_updates_timer()
         self._advance_weights()
 
     def _resolve_publish(self, call: _Call) -> None:
-        """Return to the caller of a publish, while the version is still under way."""
+        """Return to a publish's caller while the version is still under way."""
         if not call.is_resolved:
             call.is_resolved = True
-            self._out.append(Resolve(call.asked.call))
+            self._out.append(Resolve(call.call_id))
 
     def _end_publish(self, call: _Call, error: TidegateError | None) -> None:
-        is_rollback = isinstance(call.asked, PublishRequested) and call.asked.is_rollback
+        is_rollback = isinstance(call.request, PublishRequested) and call.request.is_rollback
         if is_rollback and error is None:
             call.is_live = True
-            self._out.append(WakeCall(call.asked.call))
+            self._out.append(WakeCall(call.call_id))
             return
         if not call.is_resolved:
             self._end(call, error=error)
             return
-        del self._calls[call.asked.call]
+        del self._calls[call.call_id]
         if error is not None:
-            self.failure = error  # its caller has returned
+            self.failure = error
 
     def _cancel_publish(self, call: _Call) -> None:
-        """Abandon a version whose caller was cancelled, if not all engines have staged it and no
-        earlier publish waits for it."""
+        """Abandon the version of a cancelled publish, unless it is released or an earlier publish
+        waits for it."""
         if call.version <= self.newest_version:
-            return  # engines swap to it already
+            return
         is_newest = self.update is not None and self.update.version == call.version
         if is_newest and not any(c.version > self.newest_version for c in self._publishes):
             self._withdraw()
-            self._out.append(NoteFailure())
-            self._stop_watch()
+            self._out.append(RecordPublishFailure())
+            self._stop_updates_timer()
             self._send(self._catch_up())
-            self._note()
+            self._wake_ready_calls()
         else:
-            self._taken_version = max(self._taken_version, call.version)
+            self._assigned_version = max(self._assigned_version, call.version)
 
     def _withdraw(self) -> None:
         """Keep engines from swapping to the newest version, unless it is released."""
         if self.update is not None and not self.update.is_released:
             self.update.is_withdrawn = True
             self.update.staged.clear()
-        self._before = self._kept
+        self._base = self._kept
 
     def _fail(self, error: TidegateError) -> None:
         """Fail the publish of the newest version; unless it was released, no engine swaps to it."""
         is_released = self.update is not None and self.update.is_released
         self._withdraw()
         if not is_released:
-            self._out.append(NoteFailure())
-        self._stop_watch()
+            self._out.append(RecordPublishFailure())
+        self._stop_updates_timer()
         for call in [c for c in self._publishes if is_released or c.version > self.newest_version]:
             self._end_publish(call, error)
         self._send(self._catch_up())
 
     def _release(self, update: WeightUpdate) -> None:
-        """Make a version the trainer's: every engine has staged it."""
+        """Make a version that all engines have staged the trainer's version."""
         replaced = [c for c in self._publishes if self.newest_version < c.version < update.version]
         self.newest_version = update.version
         self._out.append(ReleaseVersion(update.version, len(replaced)))
         update.is_released = True
         self._kept = update
         for call in self._publishes:
-            is_enough = isinstance(call.asked, PublishRequested) and call.asked.wait == "staged"
+            is_enough = isinstance(call.request, PublishRequested) and call.request.wait == "staged"
             if is_enough and call.version <= update.version:
                 self._resolve_publish(call)
 
     def _settle(self) -> None:
-        self._stop_watch()
+        self._stop_updates_timer()
         for call in [c for c in self._publishes if c.version <= self.newest_version]:
             self._end_publish(call, None)
 
-    def _watch(self) -> None:
-        self._is_watching = True
-        self._set_timer(WATCH, self._weights_timeout_s)
+    def _set_updates_timer(self) -> None:
+        self._is_updates_timer_set = True
+        self._set_timer(UPDATES_TIMER, self._weights_timeout_s)
 
-    def _stop_watch(self) -> None:
-        if self._is_watching:
-            self._is_watching = False
-            self._stop_timer(WATCH)
+    def _stop_updates_timer(self) -> None:
+        if self._is_updates_timer_set:
+            self._is_updates_timer_set = False
+            self._stop_timer(UPDATES_TIMER)
 
     def _on_update_timeout(self) -> None:
-        self._is_watching = False
+        self._is_updates_timer_set = False
         # Engines that have staged a version wait for others, or for the order to swap.
         late_engines = sorted({engine for u in self._updates for engine in u.staging | u.swapping})
         if not late_engines:
-            self._watch()  # a journal commit or a pause delays it: no engine is to blame
+            self._set_updates_timer()  # a journal commit or a pause delays the version
             return
         error = self._lagging(late_engines)
         self._fail(error)
         self._give_up(error.engines, str(error))
         if not self.is_settled:
-            self._watch()  # other engines continue in their waves
-        self._note()
+            self._set_updates_timer()  # engines of later waves have not swapped yet
+        self._wake_ready_calls()
 
     def _lagging(self, engines: list[str]) -> EngineLagging:
         return EngineLagging(
@@ -1199,10 +1193,10 @@ class WeightControl:
     # ------------------------------------------------------------ versions: engines
 
     def _catch_up(self, engine: str | None = None) -> Outgoing:
-        """Have engines stage the newest version if they lack it and none is on its way to them.
+        """Have engines that lack the newest version, and stage no other, stage it.
 
-        These are engines that joined late, and engines whose copy a failed publish had replaced.
-        With ``engine``, only that engine is considered.
+        These joined late, or had dropped their copy for a publish that failed. ``engine`` restricts
+        this to one engine.
         """
         target = self._kept
         if self.update is not None and not self.update.is_withdrawn:
@@ -1214,23 +1208,23 @@ class WeightControl:
             message
             for name in names
             if name in self._engines
-            and self._engines[name].serves != target.version
+            and self._engines[name].served_version != target.version
             and name not in target.refusals
-            and not self._is_on_its_way(name)
+            and not self._is_updating(name)
             for message in self._stage(name, target)
         ]
 
     def _stage(self, name: str, update: WeightUpdate) -> Outgoing:
         for other in self._updates:
-            other.strike(name)
+            other.remove(name)
         update.staging.add(name)
         engine = self._engines[name]
-        chunks = update.content.messages(update.version, live=engine.base)
-        return [(name, engine.start(update.version)), *((name, chunk) for chunk in chunks)]
+        chunks = update.content.messages(update.version, live=engine.base_version)
+        return [(name, engine.start_message(update.version)), *((name, chunk) for chunk in chunks)]
 
     def _on_staged(self, name: str, version: int) -> None:
         engine, update = self._engines.get(name), self._update_of(version)
-        if engine is None or engine.has_outdated(version):
+        if engine is None or engine.is_outdated(version):
             return
         if update is not None and name in update.staging:
             update.staging.discard(name)
@@ -1246,21 +1240,20 @@ class WeightControl:
             engine.has_new_weights |= message.version > self._slept_version
             self._forget_weights_target()
         if update is not None:
-            update.strike(name)
-        self._out.append(NoteSwap(name, message))
+            update.remove(name)
+        self._out.append(RecordSwap(name, message))
 
     def _on_refused(self, name: str, version: int, why: str) -> bool:
-        """Note that an engine can't take a version; it keeps serving the old one.
+        """Record that an engine refused a version, and still serves the old one.
 
-        Returns True if other engines serve the version already: then this engine must leave the
-        run.
+        Returns whether the version is released, so that the engine must leave the run.
         """
         engine, update = self._engines.get(name), self._update_of(version)
-        if engine is None or engine.has_outdated(version):
+        if engine is None or engine.is_outdated(version):
             return False
-        if update is None or not update.is_for(name):
-            return False  # abandoned for a newer version; or started twice, and just swapped
-        update.strike(name)
+        if update is None or not update.is_pending_on(name):
+            return False  # abandoned for a newer version, or started twice and swapped already
+        update.remove(name)
         update.refusals[name] = why
         return update.is_released
 
@@ -1271,10 +1264,10 @@ class WeightControl:
     def _swap(self) -> None:
         """Tell engines that have staged a released version to swap, each once.
 
-        In waves, each engine that serves the new version makes room for the next one.
+        With ``wave_engines``, each engine that has swapped lets the next one swap.
         """
-        if self._pausing is not None:
-            return  # a pause has begun since; its end calls this again
+        if self._pauses.current is not None:
+            return  # a pause has begun since; its end calls this function again
         outgoing: Outgoing = []
         for update in self._updates:
             if not update.is_released:
@@ -1288,32 +1281,30 @@ class WeightControl:
             update.staged.difference_update(wave)
         if outgoing:
             self._send(outgoing)
-            if self._wave_engines is not None and self._is_watching:
-                self._watch()  # each wave has its own time
+            if self._wave_engines is not None and self._is_updates_timer_set:
+                self._set_updates_timer()  # each wave has the whole time limit
 
     # ------------------------------------------------------------ pauses
 
     def _request_pause(self, call: _Call) -> None:
         """Queue a pause or resume. The policy's pause wins, then a sleep's, then the user's."""
-        if call.asked.call not in self._calls:
+        if call.call_id not in self._calls:
             self._begin(call)
         call.mode = "abort" if self._is_halted else self._sleeping_mode or self._users_mode
         call.phase = Phase.PAUSE_TURN
-        if self._pausing is None and not self._pause_queue:
+        if self._pauses.enter(call.call_id):
             self._begin_pause(call)
-        else:
-            self._pause_queue.append(call.asked.call)
 
     def _begin_pause(self, call: _Call) -> None:
-        self._pausing = call.asked.call
-        call.phase = Phase.SWAPS_END
+        self._pauses.begin(call.call_id)
+        call.phase = Phase.SWAPS_DONE
         if self.is_swapping:
             self._wait(call)
         else:
             self._send_pause(call)
 
     def _send_pause(self, call: _Call) -> None:
-        call.phase = Phase.PAUSE_ANSWERS
+        call.phase = Phase.PAUSE_REPLIES
         if call.mode is None and self.pause_mode is None:
             self._end_pause(call)
             return
@@ -1326,9 +1317,8 @@ class WeightControl:
         if not self._unsettled_pauses:
             self._end_pause(call)
             return
-        if call.mode != "wait":  # "wait" takes as long as the longest turn
-            self._set_timer(call.asked.call, self._pause_timeout_s)
-        self._wait(call)
+        # Mode "wait" takes as long as the longest turn.
+        self._wait(call, None if call.mode == "wait" else self._pause_timeout_s)
 
     def _pause_messages(self, name: str) -> Outgoing:
         if self.pause_mode is not None:
@@ -1350,33 +1340,23 @@ class WeightControl:
 
     def _end_pause(self, call: _Call) -> None:
         """End a pause or resume: all engines have confirmed it, or late ones are given up."""
-        self._stop_timer(call.asked.call)
-        if call.is_late:
-            call.is_late = False
-            what = "resumed" if call.mode is None else f"paused by mode {call.mode!r}"
-            why = f"it has not {what} within {self._pause_timeout_s:.0f} s"
+        if self._stop_waiting(call):
+            state = "resumed" if call.mode is None else f"paused by mode {call.mode!r}"
+            why = f"it has not {state} within {self._pause_timeout_s:.0f} s"
             self._give_up(sorted(self._unsettled_pauses), why)
-        self._let_pause(call.asked.call)
-        self._advance()  # swaps may have waited for it
-        match call.asked:
+        self._out += self._pauses.leave(call.call_id)
+        self._advance()  # swaps may have waited for the pause
+        match call.request:
             case SleepRequested():
-                call.phase = Phase.WEIGHTS_SETTLE
+                call.phase = Phase.UPDATES_DONE
                 self._sleep_once_settled(call)
             case ReserveRequested(first_bad=first_bad) if first_bad is not None:
                 call.phase = Phase.RESERVE
-                self._out += [RetractVersions(first_bad), WakeCall(call.asked.call)]
+                self._out += [RetractVersions(first_bad), WakeCall(call.call_id)]
             case WakeRequested():
-                self._let_sleep(call.asked.call)
-                self._end(call)
+                self._end_sleep_call(call)
             case _:
                 self._end(call)
-
-    def _let_pause(self, call: int | None) -> None:
-        """End ``call``'s turn to pause, and wake the next call in the queue."""
-        if call == self._pausing:
-            self._pausing = None
-        if self._pausing is None and self._pause_queue:
-            self._out.append(WakeCall(self._pause_queue[0]))
 
     # ------------------------------------------------------------ sleep: calls
 
@@ -1384,117 +1364,104 @@ class WeightControl:
         call = self._begin(_Call(event, Phase.SLEEP_TURN))
         if isinstance(event, SleepRequested) and (why := self._sleep_refusal(event)) is not None:
             self._end(call, error=ConfigError(why))
-        elif self._sleeping is None and not self._sleep_queue:
+        elif self._sleeps.enter(event.call):
             self._begin_sleep(call)
-        else:
-            self._sleep_queue.append(event.call)
 
     def _sleep_refusal(self, event: SleepRequested) -> str | None:
-        """Return why engines can't sleep as asked; None if they can."""
+        """Return why engines can't sleep as requested; None if they can."""
         level = event.level
         unable = sorted(n for n, engine in self._engines.items() if level not in engine.levels)
         if unable:
             return (
-                f"{', '.join(unable)} can't sleep at level {level}: it said so when it joined. "
-                f"Tidegate's own engines can, vLLM with --enable-sleep-mode, SGLang with "
-                f"--enable-memory-saver (level 1: and --enable-weights-cpu-backup); else pause()"
+                f"{', '.join(unable)} can't sleep at level {level}. Tidegate's own engines can, "
+                f"vLLM with --enable-sleep-mode, SGLang with --enable-memory-saver (level 1: and "
+                f"--enable-weights-cpu-backup); else pause()"
             )
         has_whole = self._kept is None or self._kept.content.whole is not None
-        return None if has_whole or level == 1 or "weights" not in event.tags else ONLY_PARTS
+        return None if has_whole or level == 1 or "weights" not in event.tags else NO_WHOLE_SET
 
     def _begin_sleep(self, call: _Call) -> None:
-        self._sleeping = call.asked.call
-        if isinstance(call.asked, SleepRequested):
-            self._sleeping_mode = call.asked.mode
+        self._sleeps.begin(call.call_id)
+        if isinstance(call.request, SleepRequested):
+            self._sleeping_mode = call.request.mode
             self._request_pause(call)
             return
-        assert isinstance(call.asked, WakeRequested)
-        self._sleep_target = _SleepTarget(
-            self._sleep_target.tags - set(call.asked.tags), self._sleep_target.level
-        )
-        self._order(call, Phase.WAKE_ANSWERS)
+        assert isinstance(call.request, WakeRequested)
+        self._sleep_tags -= set(call.request.tags)
+        self._send_requests(call, Phase.WAKE_REPLIES)
 
     def _sleep_once_settled(self, call: _Call) -> None:
         """Put the paused engines to sleep, once no weights are under way."""
-        asked = call.asked
-        assert isinstance(asked, SleepRequested)
+        request = call.request
+        assert isinstance(request, SleepRequested)
         if self.is_reserved or not self.is_settled:
             self._wait(call)
             return
         self.is_reserved = True  # no publish begins meanwhile
         self._slept_version = self.newest_version
-        wanted = self._sleep_target
-        deeper = max(asked.level, wanted.level) if "weights" in wanted.tags else asked.level
-        self._sleep_target = _SleepTarget(wanted.tags | set(asked.tags), deeper)
+        is_deeper = "weights" in self._sleep_tags and self.sleep_level > request.level
+        if not is_deeper:
+            self.sleep_level = request.level
+        self._sleep_tags |= set(request.tags)
         for engine in self._engines.values():
             engine.freed_bytes, engine.has_new_weights = 0, False
-        self._order(call, Phase.SLEEP_ANSWERS)
+        self._send_requests(call, Phase.SLEEP_REPLIES)
 
-    def _order(self, call: _Call, phase: Phase) -> None:
+    def _send_requests(self, call: _Call, phase: Phase) -> None:
         call.phase = phase
         for engine in self._engines.values():
             engine.failure = None
-        self._order_sleep()
+        self._request_sleeps()
         if not self._unsettled_sleepers:
-            self._end_orders(call)
+            self._end_requests(call)
             return
-        self._set_timer(call.asked.call, self._weights_timeout_s)
-        self._wait(call)
+        self._wait(call, self._weights_timeout_s)
 
-    def _end_orders(self, call: _Call) -> None:
+    def _end_requests(self, call: _Call) -> None:
         """End a sleep or wake: all engines have answered, or late ones are given up."""
-        self._stop_timer(call.asked.call)
-        what = "sleep" if isinstance(call.asked, SleepRequested) else "wake"
-        if call.is_late:
-            call.is_late = False
+        what = "sleep" if isinstance(call.request, SleepRequested) else "wake"
+        if self._stop_waiting(call):
             why = f"no {what} within {self._weights_timeout_s:.0f} s"
             self._give_up(self._unsettled_sleepers, why)
         failures = {n: e.failure for n, e in self._engines.items() if e.failure is not None}
         error = SleepFailed(what=what, failures=failures) if failures else None
-        if isinstance(call.asked, SleepRequested):
+        if isinstance(call.request, SleepRequested):
             returned = sum(engine.freed_bytes for engine in self._engines.values())
             self.is_reserved = False
             self._advance_weights()
-            self._let_sleep(call.asked.call)
-            self._end(call, None if error else returned, error)
-        elif error is None and not self._sleep_target.tags and self._sleeping_mode is not None:
+            self._end_sleep_call(call, None if error else returned, error)
+        elif error is None and not self._sleep_tags and self._sleeping_mode is not None:
             self._restore_weights(call)
         else:
-            self._let_sleep(call.asked.call)
-            self._end(call, error=error)
+            self._end_sleep_call(call, error=error)
 
     def _restore_weights(self, call: _Call) -> None:
-        """Have engines without weights stage some, again if those fail."""
-        call.phase = Phase.WEIGHTS_COME
+        """Have engines without weights stage the newest version, also after a failure."""
+        call.phase = Phase.WEIGHTS_RESTORED
         for engine in self._engines_without_weights:
             self._send(self._catch_up(engine))
         self._advance_weights()
         if self._is_ready(call):
             self._end_restore(call)
             return
-        self._set_timer(call.asked.call, self._weights_timeout_s)
-        self._wait(call)
+        self._wait(call, self._weights_timeout_s)
 
     def _end_restore(self, call: _Call) -> None:
-        self._stop_timer(call.asked.call)
-        if call.is_late:
-            call.is_late = False
+        if self._stop_waiting(call):
             why = f"no weights within {self._weights_timeout_s:.0f} s of waking"
             self._give_up(self._engines_without_weights, why)
         elif self._engines_without_update:
             failures = dict.fromkeys(self._engines_without_weights, NO_WEIGHTS)
-            self._let_sleep(call.asked.call)
-            self._end(call, error=SleepFailed(what="wake", failures=failures))
+            self._end_sleep_call(call, error=SleepFailed(what="wake", failures=failures))
             return
         self._sleeping_mode = None
         self._request_pause(call)
 
-    def _let_sleep(self, call: int) -> None:
-        """End ``call``'s turn to sleep or wake, and wake the next call in the queue."""
-        if call == self._sleeping:
-            self._sleeping = None
-        if self._sleeping is None and self._sleep_queue:
-            self._out.append(WakeCall(self._sleep_queue[0]))
+    def _end_sleep_call(
+        self, call: _Call, value: object = None, error: TidegateError | None = None
+    ) -> None:
+        self._out += self._sleeps.leave(call.call_id)
+        self._end(call, value, error)
 
     @property
     def _engines_without_weights(self) -> list[str]:
@@ -1503,80 +1470,78 @@ class WeightControl:
 
     @property
     def _engines_without_update(self) -> list[str]:
-        """Engines without weights that no version is on its way to."""
-        return [
-            engine for engine in self._engines_without_weights if not self._is_on_its_way(engine)
-        ]
+        """Engines without weights that stage no version."""
+        return [engine for engine in self._engines_without_weights if not self._is_updating(engine)]
 
     # ------------------------------------------------------------ sleep: engines
 
-    def _order_sleep(self, only: str | None = None) -> None:
-        """Send each engine the sleep or wake order that it needs and can carry out now.
+    def _request_sleeps(self, only: str | None = None) -> None:
+        """Send each engine the sleep or wake request that it needs and can carry out now.
 
-        ``only`` restricts this to one engine while nothing is to sleep, because each publish has
-        each of a thousand engines report two changes.
+        ``only`` restricts this to one engine while nothing is to sleep: a publish to a thousand
+        engines has two thousand replies, and each calls this function.
         """
         outgoing: Outgoing = []
-        for name in sorted(self._engines) if only is None or self._sleep_target.tags else (only,):
+        for name in sorted(self._engines) if only is None or self._sleep_tags else (only,):
             engine = self._engines.get(name)
-            if engine is None or engine.request is not None or engine.failure is not None:
+            if engine is None or engine.request_id is not None or engine.failure is not None:
                 continue
-            order = self._sleep_order(engine)
-            if isinstance(order, Wake) or (order is not None and self._may_sleep(name)):
-                engine.request, engine.requested_level = order.request_id, self._sleep_target.level
-                self._requests += 1
-                outgoing.append((name, order))
+            request = self._next_request(engine)
+            if isinstance(request, Wake) or (request is not None and self._may_sleep(name)):
+                engine.request_id, engine.requested_level = request.request_id, self.sleep_level
+                self._sleep_requests += 1
+                outgoing.append((name, request))
         if outgoing:
             self._send(outgoing)
 
     def _may_sleep(self, name: str) -> bool:
-        """Whether an engine is paused and no weights are on their way to it."""
+        """Whether an engine is paused and no update of it is under way."""
         is_paused = self.pause_mode is not None and name not in self._unsettled_pauses
-        return is_paused and not self._is_on_its_way(name)
+        return is_paused and not self._is_updating(name)
 
-    def _sleep_order(self, engine: _Engine) -> Sleep | Wake | None:
-        """Return the order that brings an engine to the wanted state; None if it is there."""
-        wanted = self._sleep_target
-        if extra := engine.asleep - wanted.tags:
-            return Wake(request_id=self._requests, tags=_in_order(extra))
-        tags = wanted.tags - {"weights"} if engine.has_new_weights else wanted.tags
-        if not tags or wanted.level not in engine.levels:
+    def _next_request(self, engine: _Engine) -> Sleep | Wake | None:
+        """Return the request that an engine needs next; None if it sleeps and wakes as wanted."""
+        request_id, level = self._sleep_requests, self.sleep_level
+        if extra := engine.asleep - self._sleep_tags:
+            return Wake(request_id=request_id, tags=_in_order(extra))
+        tags = self._sleep_tags - {"weights"} if engine.has_new_weights else self._sleep_tags
+        is_done = tags == engine.asleep and engine.level == level
+        if not tags or is_done or level not in engine.levels:
             return None
-        if tags == engine.asleep and engine.level == wanted.level:
-            return None
-        return Sleep(request_id=self._requests, level=wanted.level, tags=_in_order(tags))
+        return Sleep(request_id=request_id, level=level, tags=_in_order(tags))
 
     @property
     def _unsettled_sleepers(self) -> list[str]:
-        """Engines that are not in the wanted state and have not failed."""
+        """Engines that need or were sent a sleep or wake request, and have not failed."""
         return sorted(
             name
             for name, engine in self._engines.items()
-            if engine.request is not None or (engine.failure is None and self._sleep_order(engine))
+            if engine.request_id is not None
+            or (engine.failure is None and self._next_request(engine))
         )
 
     def _on_slept(
         self, name: str, message: Asleep | Awake | sleep_messages.SleepRequestFailed
     ) -> None:
         engine = self._engines.get(name)
-        if engine is None or message.request_id != engine.request:
-            return  # an answer to an earlier connection's order
-        engine.request = None
+        if engine is None or message.request_id != engine.request_id:
+            return  # a reply to a request of an earlier connection
+        engine.request_id = None
         match message:
             case Asleep(tags=tags, freed_bytes=returned):
                 engine.asleep, engine.level = set(tags), engine.requested_level
                 engine.freed_bytes += returned
-            case Awake(tags=tags, needs_weights=lacks):
-                engine.asleep, engine.needs_weights = set(tags), lacks
+            case Awake(tags=tags, needs_weights=needs_weights):
+                engine.asleep, engine.needs_weights = set(tags), needs_weights
             case sleep_messages.SleepRequestFailed(message=why):
                 engine.failure = why
 
     def _forget_weights_target(self) -> None:
-        """If all engines have new weights, engines that join need not put theirs to sleep."""
-        if "weights" not in self._sleep_target.tags or not self._engines:
+        """Let joining engines keep their weights awake once all other engines have new ones."""
+        if "weights" not in self._sleep_tags or not self._engines:
             return
         if all(engine.has_new_weights for engine in self._engines.values()):
-            self._sleep_target.tags.discard("weights")
+            self._sleep_tags.discard("weights")
 
 
 def _in_order(tags: Iterable[MemoryTag]) -> list[MemoryTag]:

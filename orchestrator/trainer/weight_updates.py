@@ -19,8 +19,8 @@ from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.core.weight_content import (
     Change,
     WeightContent,
-    anew,
-    laid_over,
+    replace_all,
+    replace_some,
     with_adapter,
     without_adapter,
 )
@@ -60,7 +60,7 @@ class WeightPublish:
         self._run = run
         self.state_dict = state_dict
         self._wait: PublishWait = wait
-        self._change: Change = laid_over if partial else anew
+        self._change: Change = replace_some if partial else replace_all
         self._is_part = partial
         """Whether the version takes all other tensors from the version before."""
         self._reserved: Reserved | None = None
@@ -87,7 +87,7 @@ class WeightPublish:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
         """
         control = scheduler.control
-        has_deltas = self._run.settings.weights.weight_deltas and self._change is anew
+        has_deltas = self._run.settings.weights.weight_deltas and self._change is replace_all
         reserved = await control.reserve(
             is_part=self._is_part, has_deltas=has_deltas, first_bad=self._first_bad
         )
@@ -149,10 +149,10 @@ class WeightPublish:
                 has_checksums=settings.weight_checksums,
             )
         buffers = named_buffers(self.state_dict)
-        if reserved.deltas_over is not None:
-            changed = written.changed(version, buffers, before=reserved.deltas_over)
+        if reserved.delta_base_version is not None:
+            changed = written.changed(version, buffers, before=reserved.delta_base_version)
             if changed is not None:
-                buffers, self._change = changed, laid_over
+                buffers, self._change = changed, replace_some
             if not buffers:
                 return []
         # Computed over the source tensors, so that an error of the copy shows too.
@@ -213,7 +213,7 @@ class AdapterRemoval(WeightPublish):
         Raises:
             WeightsRefused: no adapter of this name is published; else as :meth:`WeightPublish.run`.
         """
-        known = scheduler.control.state.adapters_before
+        known = scheduler.control.state.base_adapters
         if self._name not in known:
             raise WeightsRefused(
                 f"no adapter {self._name!r} is published; published are {sorted(known) or 'none'}"

@@ -15,7 +15,7 @@ from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import weight_control as wc
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.weight_content import Change, anew
+from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import PublishWait, Reserved, WeightControl
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, resolve
 from tidegate.orchestrator.settings.config import WeightSettings
@@ -166,7 +166,7 @@ class EngineControl:
         version: int,
         chunks: list[UpdateWeights],
         wait: PublishWait = "live",
-        change: Change = anew,
+        change: Change = replace_all,
         *,
         is_rollback: bool = False,
     ) -> None:
@@ -301,11 +301,11 @@ class EngineControl:
                 self._stop_timer(timer)
             case wc.ReportWhenDurable():
                 callbacks.when_safe(lambda: self._handle(wc.VersionsDurable()))
-            case wc.NoteSwap(engine=engine, message=message):
+            case wc.RecordSwap(engine=engine, message=message):
                 callbacks.swapped(engine, message)
             case wc.ReleaseVersion(version=version, replaced=replaced):
                 callbacks.handle([ev.VersionPublished(version, replaced)])
-            case wc.NoteFailure():
+            case wc.RecordPublishFailure():
                 callbacks.handle([ev.PublishFailed()])
             case wc.RetractVersions(first_bad=first_bad):
                 callbacks.handle([ev.VersionRetracted(first_bad)])

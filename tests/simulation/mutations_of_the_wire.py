@@ -12,7 +12,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core import provenance, rollout
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionRun, VersionSpan
 from tidegate.orchestrator.core.step_checks import step_arrived
-from tidegate.orchestrator.core.weight_content import Change, anew
+from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import (
     Outgoing,
     PublishWait,
@@ -146,7 +146,7 @@ def engines_swap_before_every_engine_has_staged(patch: pytest.MonkeyPatch) -> No
 def refused_weights_are_published_all_the_same(patch: pytest.MonkeyPatch) -> None:
     def on_refused(self: WeightControl, name: str, version: int, why: str) -> bool:
         if (update := self._update_of(version)) is not None:
-            update.strike(name)
+            update.remove(name)
             self._engines[name].version = version  # so it is not asked again
         return False
 
@@ -162,7 +162,7 @@ def a_failed_version_gives_its_number_to_nobody(patch: pytest.MonkeyPatch) -> No
         version: int,
         chunks: list[UpdateWeights],
         wait: PublishWait = "live",
-        change: Change = anew,
+        change: Change = replace_all,
     ) -> None:
         try:
             await right(self, version, chunks, wait, change)
@@ -192,13 +192,13 @@ def weights_that_come_to_nothing_are_not_sent_again_while_engines_wake(
     patch: pytest.MonkeyPatch,
 ) -> None:
     is_awaited = property(lambda self: self._sleeping_mode is not None)
-    patch.setattr(WeightControl, "_is_publish_awaited", is_awaited)
+    patch.setattr(WeightControl, "_is_publish_expected", is_awaited)
     patch.setattr(WeightControl, "_engines_without_update", [])
 
 
 @mutation(seed=451)
 def an_answer_to_an_earlier_start_of_a_version_counts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Engine, "has_outdated", lambda self, version: False)
+    patch.setattr(_Engine, "is_outdated", lambda self, version: False)
 
 
 @mutation(seed=2000126)

@@ -19,7 +19,7 @@ from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import Weights, fill_from_directory
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.core.weight_content import WeightContent, laid_over
+from tidegate.orchestrator.core.weight_content import WeightContent, replace_some
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.channel import write_on_gpu
@@ -138,7 +138,7 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
     whole, names = channel.write(1, published(directories[0])), ("model.norm.weight",)
     changed = [tensor for tensor in published(directories[1]) if tensor.name in names]
     part = channel.write(2, changed, keep=[1])
-    content = laid_over(WeightContent(tuple(whole), bases=BaseVersions(1, 1)), part)
+    content = replace_some(WeightContent(tuple(whole), bases=BaseVersions(1, 1)), part)
     messages = content.messages(2, live=0)
     assert len(messages) == len(whole) + 1
     assert [type(one) for one in stage(staging, 2, messages)] == [WeightsStaged]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.weight_content import Change, anew
+from tidegate.orchestrator.core.weight_content import Change, replace_all
 from tidegate.orchestrator.core.weight_control import Outgoing, Reserved, WeightControl
 from tidegate.transport.messages import (
     FinishWeightUpdate,
@@ -89,7 +89,7 @@ class ControlDriver:
                     self.released.append(version)
                 case wc.RetractVersions(first_bad=first_bad):
                     self.retracted.append(first_bad)
-                case wc.NoteFailure():
+                case wc.RecordPublishFailure():
                     self.failures += 1
                 case wc.HoldBatches(is_held=is_held):
                     self.is_held = is_held
@@ -155,7 +155,7 @@ class ControlDriver:
         self,
         version: int,
         chunks: list[UpdateWeights] | None = None,
-        change: Change = anew,
+        change: Change = replace_all,
         wait: wc.PublishWait = "live",
     ) -> Outgoing:
         """Publish a written version; return the messages sent."""

@@ -303,7 +303,7 @@ def test_an_engine_that_is_late_is_given_up_and_the_others_serve_on() -> None:
     run.reserve()
     run.publish(1)
     run.staged("a", 1)
-    run.fire(wc.WATCH)
+    run.fire(wc.UPDATES_TIMER)
     with pytest.raises(EngineLagging, match="v1 is staging on b"):
         run.result(run.call)
     assert list(run.given_up) == ["b"]
@@ -327,7 +327,7 @@ def test_a_publish_that_is_told_of_an_earlier_failure_counts_as_failed_too() -> 
     run.reserve()
     run.publish(1, wait="none")
     run.staged("a", 1)
-    run.fire(wc.WATCH)  # the version is released: only its swap is late
+    run.fire(wc.UPDATES_TIMER)  # the version is released: only its swap is late
     assert (run.released, run.failures) == ([1], 0)
     with pytest.raises(EngineLagging, match="v1 is swapping on a"):
         run.reserve()
@@ -537,7 +537,7 @@ def test_a_wake_fails_where_weights_that_come_to_nothing_were_the_only_ones() ->
     wakes(run, "a", left=[], lacks=True)
     run.do(wc.CallCancelled(run.call))
     assert run.staged("a", 1) == []
-    with pytest.raises(SleepFailed, match="none were published that it could take"):
+    with pytest.raises(SleepFailed, match="no published weights fit it"):
         run.result(whole)
     assert run.given_up == {}
 

@@ -76,7 +76,7 @@ async def test_however_many_tensors_change_in_turns_few_versions_are_kept(
             await rollouts.publish(state)
             assert weights.update is not None
             kept.append(len(weights.update.content.buffers))
-            sent.append(len({part.version for part in weights.update.content.over}))
+            sent.append(len({part.version for part in weights.update.content.overlays}))
     assert max(kept) == LAYERS_MAX + 1
     assert sent[:3] == [0, 1, 2]
     assert sent.count(0) == 5  # whole sets

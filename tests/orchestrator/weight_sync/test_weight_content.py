@@ -8,7 +8,7 @@ import pytest
 from tests.orchestrator.core.control_driver import ControlDriver
 from tidegate.errors import WeightsRefused
 from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.weight_content import LAYERS_MAX, UNKNOWN, anew, laid_over
+from tidegate.orchestrator.core.weight_content import LAYERS_MAX, UNKNOWN, replace_all, replace_some
 from tidegate.orchestrator.core.weight_control import Outgoing
 from tidegate.transport.messages import (
     BaseVersions,
@@ -87,7 +87,7 @@ class Fleet:
         chunks = self.write(*names)
         assert chunks[0].version == version
         return self.control.publish(
-            version, chunks, anew if set(names) == set(NAMES) else laid_over
+            version, chunks, replace_all if set(names) == set(NAMES) else replace_some
         )
 
     def publish(self, version: int, *names: str) -> None:
@@ -148,7 +148,7 @@ def test_a_part_that_gave_way_to_another_is_served_with_it() -> None:
     assert fleet.control.result(waiting).version == 3
     fleet.buffers.add(3)
     part = UpdateWeights(version=3, location="v3", tensors=[TensorSpec("norm", "uint8", [1], 0, 1)])
-    fleet.deliver(fleet.control.publish(3, [part], laid_over))
+    fleet.deliver(fleet.control.publish(3, [part], replace_some))
     assert fleet.serves("a") == ("v1", "v2", "v3")
     fleet.publish(4, "embedding")
     assert fleet.serves("a") == ("v4", "v2", "v3")
@@ -195,11 +195,11 @@ def test_a_run_that_sends_deltas_sends_a_whole_set_now_and_then() -> None:
         specs = [TensorSpec(f"{name} {version}", "uint8", [1], 0, 1)]
         run.reserve(is_part=True)
         run.publish(
-            version, [UpdateWeights(version=version, location="", tensors=specs)], laid_over
+            version, [UpdateWeights(version=version, location="", tensors=specs)], replace_some
         )
         run.staged("a", version)
         run.live("a", version)
-    assert run.reserve(has_deltas=True).deltas_over == UNKNOWN
+    assert run.reserve(has_deltas=True).delta_base_version == UNKNOWN
 
 
 def test_a_whole_set_takes_the_place_of_all_parts() -> None:
