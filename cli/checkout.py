@@ -20,7 +20,7 @@ SELF = "__init__", "__main__"
 
 def demo(context: typer.Context) -> None:
     """Train a small model synchronously and asynchronously, in three minutes; compare the runs."""
-    _become("examples.async_grpo", context.args)
+    _exec_module("examples.async_grpo", context.args)
 
 
 def bench(context: typer.Context) -> None:
@@ -35,7 +35,7 @@ def bench(context: typer.Context) -> None:
     name = arguments[0].replace("-", "_")
     if name not in names:
         raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(names)}")
-    _become(f"benchmarks.{name}", arguments[1:])
+    _exec_module(f"benchmarks.{name}", arguments[1:])
 
 
 def _benchmarks() -> dict[str, str]:
@@ -61,7 +61,7 @@ def _root() -> Path:
     )
 
 
-def _become(module: str, arguments: list[str]) -> NoReturn:
+def _exec_module(module: str, arguments: list[str]) -> NoReturn:
     """Replace this process with ``python -m module``, with the repository on the path."""
     root = str(_root())
     inherited = os.environ.get("PYTHONPATH")

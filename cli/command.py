@@ -42,8 +42,8 @@ def _add(heading: str, function: Callable[..., None], *examples: str, **options:
     app.command(rich_help_panel=heading, epilog=epilog, **options)(function)
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         echo(tidegate.__version__)
         raise typer.Exit
 
@@ -110,6 +110,6 @@ def main() -> None:
         sys.exit(STATUS_INTERRUPTED)
 
 
-def _end(said: str) -> None:
-    echo(f"error: {' '.join(said.split())}", err=True)
+def _end(message: str) -> None:
+    echo(f"error: {' '.join(message.split())}", err=True)
     sys.exit(STATUS_ERROR)

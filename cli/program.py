@@ -77,17 +77,17 @@ def read_program(path: Path, overrides: Sequence[str] = ()) -> Program:
         ConfigError: the file can't be read, or something in it is unknown or invalid.
     """
     try:
-        said = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
-        _override(said, override)
-    return _program(_checked(said, path), path)
+        _apply_override(table, override)
+    return _program(_validate(table, path), path)
 
 
-def _override(said: dict[str, Any], override: str) -> None:
+def _apply_override(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
@@ -99,23 +99,22 @@ def _override(said: dict[str, Any], override: str) -> None:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # not TOML: a string without quotes
-    table = said
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{override!r}: {name} is no table, but {table!r}")
+            raise ConfigError(f"{override!r}: {name} is not a table but {table!r}")
     table[names[-1]] = value
 
 
-def _checked(said: Mapping[str, Any], path: Path) -> RunFile:
+def _validate(table: Mapping[str, Any], path: Path) -> RunFile:
     try:
-        return RunFile.model_validate(said)
+        return RunFile.model_validate(table)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
             nearest = did_you_mean(str(problem["loc"][-1]), RunFile.model_fields)
-            raise ConfigError(f"{path}: [{where}] is no section; {nearest}") from None
+            raise ConfigError(f"{path}: there is no section [{where}]; {nearest}") from None
         if problem["type"] == "missing":
             raise ConfigError(f"{path}: {where} is missing") from None
         raise ConfigError(f"{path}: {where} = {problem['input']!r}: {problem['msg']}") from None
@@ -129,11 +128,15 @@ def _program(file: RunFile, path: Path) -> Program:
     tasks = find(file.tasks.use, "tasks.use")
     return Program(
         settings=settings,
-        make_tasks=_bound(tasks, file.tasks, "tasks", own=0)
+        make_tasks=_bind_arguments(tasks, file.tasks, "tasks", own=0)
         if callable(tasks)
-        else functools.partial(_given, tasks, file.tasks),
-        episode=_bound(find(file.episode.use, "episode.use"), file.episode, "episode", own=2),
-        train=_bound(find(file.trainer.use, "trainer.use"), file.trainer, "trainer", own=3),
+        else functools.partial(_check_tasks, tasks, file.tasks),
+        episode=_bind_arguments(
+            find(file.episode.use, "episode.use"), file.episode, "episode", own=2
+        ),
+        train=_bind_arguments(
+            find(file.trainer.use, "trainer.use"), file.trainer, "trainer", own=3
+        ),
     )
 
 
@@ -142,24 +145,26 @@ def _run_values(section: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in section.items():
         if name in RECORDS and isinstance(value, dict):
-            values[name] = {key: _built(f"run.{name}.{key}", each) for key, each in value.items()}
+            values[name] = {
+                key: _make_object(f"run.{name}.{key}", each) for key, each in value.items()
+            }
         else:
-            values[name] = _built(f"run.{name}", value)
+            values[name] = _make_object(f"run.{name}", value)
     return values
 
 
-def _built(where: str, value: Any) -> Any:
+def _make_object(where: str, value: Any) -> Any:
     """Return the object that a table with ``use`` stands for, such as a policy or a routing."""
     if not isinstance(value, dict) or "use" not in value:
         return value
     arguments = {name: each for name, each in value.items() if name != "use"}
-    made = find(str(value["use"]), f"{where}.use")
-    return made(**check_arguments(made, arguments, where))
+    factory = find(str(value["use"]), f"{where}.use")
+    return factory(**check_arguments(factory, arguments, where))
 
 
-def _bound(function: Any, part: Part, where: str, *, own: int) -> Callable[..., Any]:
+def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Callable[..., Any]:
     if not callable(function):
-        raise ConfigError(f"{where}.use = {part.use!r} is no function, but {function!r}")
+        raise ConfigError(f"{where}.use = {part.use!r} is not a function but {function!r}")
     if where == "episode" and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"episode.use = {part.use!r} must be an `async def` of (episode, task)")
     positional = [
@@ -168,15 +173,17 @@ def _bound(function: Any, part: Part, where: str, *, own: int) -> Callable[..., 
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL)
     ]
     if own > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):
-        wanted = {"episode": "(episode, task)", "trainer": "(rollouts, tasks, episode)"}[where]
-        raise ConfigError(f"{where}.use = {part.use!r} must take {wanted} before its own arguments")
+        parameters = {"episode": "(episode, task)", "trainer": "(rollouts, tasks, episode)"}[where]
+        raise ConfigError(
+            f"{where}.use = {part.use!r} must take {parameters} before its own arguments"
+        )
     arguments = check_arguments(function, part.arguments, where, own=own)
     return functools.partial(function, **arguments) if arguments else function
 
 
-def _given(tasks: Any, part: Part) -> Iterable[Any]:
+def _check_tasks(tasks: Any, part: Part) -> Iterable[Any]:
     if part.arguments or not isinstance(tasks, Iterable):
         raise ConfigError(
-            f"tasks.use = {part.use!r} is no function: it takes no arguments, and must be iterable"
+            f"tasks.use = {part.use!r} is not a function, so it must be iterable, without arguments"
         )
     return tasks

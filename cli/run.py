@@ -53,9 +53,9 @@ def run(
     sys.path[:0] = [str(config.resolve().parent), ""]
     from tidegate.cli.program import read_program
 
-    wanted = [*(assignments or []), *overrides(context.args)]
+    values = [*(assignments or []), *overrides(context.args)]
     program = read_program(
-        config, wanted if cluster is None else [*wanted, f"run.cluster={cluster}"]
+        config, values if cluster is None else [*values, f"run.cluster={cluster}"]
     )
     if check:
         for line in _settings_lines(program):
@@ -77,7 +77,7 @@ def overrides(arguments: list[str]) -> list[str]:
         name, equals, value = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or "." not in name:
             raise ConfigError(
-                f"there is no option {flag!r}; what the file says is overridden by "
+                f"there is no option {flag!r}; override a value of the file with "
                 f"--SECTION.KEY VALUE, such as --run.engines 4"
             )
         if not equals:
@@ -91,7 +91,10 @@ def overrides(arguments: list[str]) -> list[str]:
 def _settings_lines(program: "Program") -> list[str]:
     settings = program.settings
     lines = [f"run.{name} = {value!r}" for name, value in settings.by_flat_name().items()]
-    return [*lines, f"all is well; it would be run in {settings.records.run_directory}"]
+    return [
+        *lines,
+        f"the file is valid; the run would be recorded in {settings.records.run_directory}",
+    ]
 
 
 def _run(program: "Program") -> None:
@@ -105,15 +108,17 @@ def _run(program: "Program") -> None:
         asyncio.run(_train(rollouts, program))
         return
     with SyncRollouts(rollouts) as run:
-        _note(run, program.train(run, program.make_tasks(), program.episode))
+        _record_facts(run, program.train(run, program.make_tasks(), program.episode))
 
 
 async def _train(rollouts: Any, program: "Program") -> None:
     async with rollouts:
-        _note(rollouts, await program.train(rollouts, program.make_tasks(), program.episode))
+        _record_facts(
+            rollouts, await program.train(rollouts, program.make_tasks(), program.episode)
+        )
 
 
-def _note(rollouts: Any, facts: object) -> None:
+def _record_facts(rollouts: Any, facts: object) -> None:
     """Add a trainer's returned mapping, such as held-out rewards, to the run's record."""
     if isinstance(facts, Mapping):
         rollouts.record_facts(**{str(name): value for name, value in facts.items()})

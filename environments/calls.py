@@ -72,7 +72,7 @@ class WorkerReady(WorkerMessage, frozen=True, kw_only=True, tag="worker_ready"):
 
 
 class CallAwaiting(WorkerMessage, frozen=True, kw_only=True, tag="call_awaiting"):
-    """The call is awaiting: the process can take another one meanwhile."""
+    """The call awaits: the process can compute another one meanwhile."""
 
 
 class ObservationReply(WorkerMessage, frozen=True, kw_only=True, tag="observation_reply"):
@@ -100,7 +100,7 @@ class ToolDescription(WorkerMessage, frozen=True, kw_only=True, tag="tool_descri
 
 
 class CallFailed(WorkerMessage, frozen=True, kw_only=True, tag="call_failed"):
-    """The call raised; the process continues."""
+    """The call raised an exception; the process continues."""
 
     error: str
     """Exception type and message."""
@@ -131,17 +131,17 @@ def frame(message: WorkerMessage) -> bytes:
     """
     body = _encode(message)
     if len(body) > FRAME_BYTES_MAX:
-        raise ValueError(f"a message of {len(body)} bytes; at most {FRAME_BYTES_MAX} are sent")
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
-def body_bytes(head: bytes | bytearray) -> int:
+def body_bytes(prefix: bytes | bytearray) -> int:
     """Return the length of the frame with this prefix.
 
     Raises:
         ValueError: it is longer than :data:`FRAME_BYTES_MAX`.
     """
-    length = int.from_bytes(head, "big")
+    length = int.from_bytes(prefix, "big")
     if length > FRAME_BYTES_MAX:
-        raise ValueError(f"a frame of {length} bytes is announced; at most {FRAME_BYTES_MAX} are")
+        raise ValueError(f"a frame of {length} bytes exceeds the limit of {FRAME_BYTES_MAX}")
     return length

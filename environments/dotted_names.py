@@ -21,8 +21,8 @@ def checked_name(name: str) -> str:
     """
     if not _DOTTED.fullmatch(name):
         raise ConfigError(
-            f"{name!r} names nothing that another process could import; write it as "
-            f"'package.module:name', and put the code into a module"
+            f"{name!r} can't be imported by another process; put the code into a module and name "
+            f"it 'package.module:name'"
         )
     return name
 
@@ -38,5 +38,5 @@ def imported(name: str) -> Callable[..., Any]:
     for attribute in attributes.split("."):
         found = getattr(found, attribute, None)
     if not callable(found):
-        raise ImportError(f"{module} has nothing to call by the name {attributes!r}")
+        raise ImportError(f"module {module} has no callable {attributes!r}")
     return found  # type: ignore[no-any-return]

@@ -68,7 +68,7 @@ def chat(
 
 
 class Environment(Protocol):
-    """One instance of a task's world, used by one episode; calls do not overlap."""
+    """One instance of a task, used by one episode; calls do not overlap."""
 
     def reset(self, *, seed: int, task: Any) -> Observation | Awaitable[Observation]:
         """Start the episode. Called once, before any step."""

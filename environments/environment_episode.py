@@ -31,18 +31,18 @@ class TurnLimits:
     """Keyword arguments of ``generate``."""
 
     def max_tokens_after(self, context_tokens: int) -> int | None:
-        """Return the limit of a turn after ``context_tokens``; below 1 if there is no room."""
+        """Return the limit of a turn after ``context_tokens``; below 1 if the context is full."""
         if self.context_tokens_max is None:
             return self.max_tokens
-        room = self.context_tokens_max - context_tokens
-        return room if self.max_tokens is None else min(room, self.max_tokens)
+        tokens_left = self.context_tokens_max - context_tokens
+        return tokens_left if self.max_tokens is None else min(tokens_left, self.max_tokens)
 
 
 class Dialogue(Protocol):
     """Conversion between observations and turns, for one episode."""
 
     async def turn_after(self, observation: Observation) -> GeneratedTurn | None:
-        """Add the observation to the context and generate a turn; None if there is no room."""
+        """Add the observation to the context and generate a turn; None if the context is full."""
 
 
 MakeDialogue = Callable[[Episode, TurnLimits], Dialogue]
@@ -129,19 +129,21 @@ class EnvironmentEpisode:
             self.counts.failed += 1
             raise
         finally:
-            await _result(environment.close())
+            await _maybe_await(environment.close())
         return reward
 
     async def _play(self, environment: Environment, episode: Episode, task: Any) -> float:
         seed = group_seed(task, episode.group_id)
         with episode.activity(ENVIRONMENT):
-            observation = _checked(await _result(environment.reset(seed=seed, task=task)))
+            observation = _checked_observation(
+                await _maybe_await(environment.reset(seed=seed, task=task))
+            )
         dialogue = self.dialogue(episode, self.limits)
         reward = observation.reward
-        for number in range(self.max_turns):
+        for turn_index in range(self.max_turns):
             if observation.done:
                 break
-            if number and self.parks_after_turns and number % self.parks_after_turns == 0:
+            if turn_index and self.parks_after_turns and turn_index % self.parks_after_turns == 0:
                 await episode.park()
             turn = await dialogue.turn_after(observation)
             if turn is None:
@@ -149,7 +151,7 @@ class EnvironmentEpisode:
                 return reward
             self.counts.turns += 1
             with episode.activity(ENVIRONMENT):
-                observation = _checked(await _result(environment.step(turn.text)))
+                observation = _checked_observation(await _maybe_await(environment.step(turn.text)))
             reward += observation.reward
             if observation.reward:
                 turn.reward = observation.reward
@@ -211,14 +213,14 @@ def group_seed(task: object, group_id: int) -> int:
     return int.from_bytes(digest, "big") >> (8 * len(digest) - SEED_BITS)
 
 
-def _checked(given: Any) -> Observation:
+def _checked_observation(given: Any) -> Observation:
     if not isinstance(given, Observation):
         raise TypeError(
-            f"an environment must answer with a tidegate.Observation, got a "
+            f"an environment must return a tidegate.Observation, got a "
             f"{type(given).__name__}: {given!r:.80}"
         )
     return given
 
 
-async def _result(given: Any) -> Any:
+async def _maybe_await(given: Any) -> Any:
     return await given if inspect.isawaitable(given) else given

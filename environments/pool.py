@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import uvloop
@@ -44,43 +44,16 @@ from tidegate.errors import (
 )
 
 DEATHS_MAX = 3
-"""Processes that may die under one environment, for whatever reason, before it fails; otherwise
-replaying it could go on for ever."""
+"""Processes that may die under one environment, for any reason, before the environment fails.
+Without the limit, replays could continue for ever."""
 
 Result = TypeVar("Result")
-
-
-class PoolServices(Protocol):
-    """The part of a pool that its environments use."""
-
-    call_timeout_s: float
-
-    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the pool's loop, and return its result."""
-
-    def submit(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Start a coroutine on the pool's loop without waiting for it."""
-
-    def next_id(self) -> int:
-        """Return a new unique number."""
-
-    async def acquire_slot(self) -> None:
-        """Wait until another environment may be open."""
-
-    def release_slot(self) -> None:
-        """Report that an open environment was closed."""
-
-    def count_replay(self) -> None:
-        """Count an environment that was replayed in another process."""
-
-    def environment_process(self) -> WorkerProcess:
-        """Return the process for one more environment."""
 
 
 class PooledEnvironment:
     """Handle of one environment in a pool; created by ``EnvironmentPool.environment``."""
 
-    def __init__(self, pool: PoolServices, factory: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, pool: "EnvironmentPool", factory: str, arguments: dict[str, Any]) -> None:
         self._pool = pool
         self._factory = factory
         self._arguments = arguments
@@ -88,10 +61,10 @@ class PooledEnvironment:
         self._id = 0
         self._seed = 0
         self._task: Any = None
-        self._lived: list[tuple[str, bytes]] = []
+        self._history: list[tuple[str, bytes]] = []
         """Each action with the digest of its observation, starting with the reset; for replays."""
         self._deaths = 0
-        self._has_place = False
+        self._holds_slot = False
         self._is_closed = False
 
     async def reset(self, *, seed: int, task: Any) -> Observation:
@@ -102,7 +75,7 @@ class PooledEnvironment:
                 :class:`EnvironmentCrashed` if its process died.
             ConfigError: ``task`` or the arguments are not plain data.
         """
-        return await self._pool.run(self._begin(seed, task))
+        return await self._pool.run(self._reset(seed, task))
 
     async def step(self, action: str) -> Observation:
         """Pass an action to the environment.
@@ -111,47 +84,51 @@ class PooledEnvironment:
             EnvironmentFailed: as for ``reset``; :class:`NotRepeatable` if a replay in another
                 process gave different observations.
         """
-        return await self._pool.run(self._go_on(action))
+        return await self._pool.run(self._step(action))
 
     def close(self) -> None:
         """Close the environment soon. Never fails or blocks, and may be called again."""
         try:
             self._pool.submit(self._close())
         except RunClosed:
-            return  # its environments are closed with it
+            return  # closing the pool closes its environments
 
     # ------------------------------------------------------------ on the pool's event loop
 
-    async def _begin(self, seed: int, task: Any) -> Observation:
+    async def _reset(self, seed: int, task: Any) -> Observation:
         if self._is_closed:
             raise RunClosed(f"environment {self._factory} is closed")
-        if self._lived:
+        if self._history:
             raise EnvironmentFailed(
-                environment=self._factory, doing="reset", why="it was reset before; make another"
+                environment=self._factory,
+                doing="reset",
+                why="it was already reset; create another environment",
             )
         self._seed, self._task = seed, task
         await self._pool.acquire_slot()
-        self._has_place = True
+        self._holds_slot = True
         if self._is_closed:
-            self._give_back()
-            raise RunClosed(f"environment {self._factory} was closed before it could begin")
-        return await self._lived_on("reset", lambda: self._ask("", is_reset=True))
+            self._release()
+            raise RunClosed(f"environment {self._factory} was closed before its reset")
+        return await self._request_with_replay("reset", lambda: self._request("", is_reset=True))
 
-    async def _go_on(self, action: str) -> Observation:
-        doing = f"step {len(self._lived)}"
-        if self._is_closed or not self._lived:
+    async def _step(self, action: str) -> Observation:
+        doing = f"step {len(self._history)}"
+        if self._is_closed or not self._history:
             raise EnvironmentFailed(
                 environment=self._factory, doing=doing, why="it is not open; reset it first"
             )
-        return await self._lived_on(doing, lambda: self._ask(action))
+        return await self._request_with_replay(doing, lambda: self._request(action))
 
-    async def _lived_on(self, doing: str, ask: Callable[[], Awaitable[Observation]]) -> Observation:
-        """Ask for an observation; if the process dies, replay the environment in another one."""
+    async def _request_with_replay(
+        self, doing: str, request: Callable[[], Awaitable[Observation]]
+    ) -> Observation:
+        """Return the observation of ``request``; if the process dies, replay in another one."""
         while True:
             try:
-                if self._lived and (self._process is None or self._process.is_dead):
-                    await self._begin_again()
-                return await ask()
+                if self._history and (self._process is None or self._process.is_dead):
+                    await self._replay()
+                return await request()
             except ProcessDied as death:
                 self._deaths += 1
                 kind = EnvironmentHung if death.was_late else EnvironmentCrashed
@@ -162,28 +139,28 @@ class PooledEnvironment:
                         why=f"its {self._process_name} ended: {death.how}",
                     ) from None
 
-    async def _begin_again(self) -> None:
-        lived, self._lived = self._lived, []
+    async def _replay(self) -> None:
+        history, self._history = self._history, []
         try:
-            for number, (action, digest) in enumerate(lived):
-                await self._ask(action, is_reset=number == 0)
-                if self._lived[-1][1] != digest:
+            for number, (action, digest) in enumerate(history):
+                await self._request(action, is_reset=number == 0)
+                if self._history[-1][1] != digest:
                     raise NotRepeatable(
                         environment=self._factory,
                         doing=f"step {number}" if number else "reset",
-                        why=f"begun again after its process died, by the same seed ({self._seed}) "
-                        f"and actions, it answered something else; take all its chance from the "
-                        f"seed, or give it processes of its own",
+                        why=f"replayed with the same seed ({self._seed}) and actions after its "
+                        f"process died, it returned another observation; derive all of its "
+                        f"randomness from the seed, or give it a pool of its own",
                     )
         finally:
-            self._lived = lived
+            self._history = history
         self._pool.count_replay()
 
-    async def _ask(self, action: str, *, is_reset: bool = False) -> Observation:
+    async def _request(self, action: str, *, is_reset: bool = False) -> Observation:
         timeout_s = self._pool.call_timeout_s
         call: calls.CreateEnvironment | calls.StepEnvironment
         if is_reset:
-            self._move_in()
+            self._attach()
             call = calls.CreateEnvironment(
                 call_id=self._pool.next_id(),
                 environment_id=self._id,
@@ -202,15 +179,15 @@ class PooledEnvironment:
             )
         assert self._process is not None
         try:
-            reply = await self._process.ask(call, timeout_s)
+            reply = await self._process.request(call, timeout_s)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"environment {self._factory}: its task, arguments and actions must be plain data "
                 f"that can be sent to another process: {error}"
             ) from None
-        return self._taken(action, reply)
+        return self._record(action, reply)
 
-    def _taken(self, action: str, reply: calls.WorkerReply) -> Observation:
+    def _record(self, action: str, reply: calls.WorkerReply) -> Observation:
         if isinstance(reply, calls.CallFailed):
             self._fail(reply)
         assert isinstance(reply, calls.ObservationReply)
@@ -218,13 +195,13 @@ class PooledEnvironment:
             reply.text, reply.reward, reply.done, reply.truncated, reply.messages
         )
         body = msgspec.msgpack.encode(observation)
-        self._lived.append((action, hashlib.blake2b(body, digest_size=8).digest()))
+        self._history.append((action, hashlib.blake2b(body, digest_size=8).digest()))
         return observation
 
     def _fail(self, reply: calls.CallFailed) -> None:
-        doing = f"step {len(self._lived)}" if self._lived else "reset"
+        doing = f"step {len(self._history)}" if self._history else "reset"
         if reply.is_timeout:
-            why = f"it gave no answer in {self._pool.call_timeout_s:g} s"
+            why = f"no reply within {self._pool.call_timeout_s:g} s"
             raise EnvironmentHung(environment=self._factory, doing=doing, why=why)
         if reply.is_out_of_memory and self._process is not None:
             # Other environments there would fail next; they are replayed in another process.
@@ -233,17 +210,16 @@ class PooledEnvironment:
             environment=self._factory, doing=doing, why=f"{reply.error}\n{reply.traceback}".rstrip()
         )
 
-    def _move_in(self) -> None:
-        self._move_out()
+    def _attach(self) -> None:
+        self._detach()
         self._process = self._pool.environment_process()
         self._process.environments += 1
         self._id = self._pool.next_id()
 
-    def _move_out(self) -> WorkerProcess | None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.environments -= 1
-        return process
+    def _detach(self) -> None:
+        if self._process is not None:
+            self._process.environments -= 1
+            self._process = None
 
     @property
     def _process_name(self) -> str:
@@ -258,7 +234,7 @@ class PooledEnvironment:
             if process is not None and not process.is_dead:
                 timeout_s = self._pool.call_timeout_s
                 call_id = self._pool.next_id()
-                await process.ask(
+                await process.request(
                     calls.CloseEnvironment(
                         call_id=call_id, environment_id=self._id, timeout_s=timeout_s
                     ),
@@ -267,12 +243,12 @@ class PooledEnvironment:
         except ProcessDied:
             pass
         finally:
-            self._give_back()
+            self._release()
 
-    def _give_back(self) -> None:
-        self._move_out()
-        if self._has_place:
-            self._has_place = False
+    def _release(self) -> None:
+        self._detach()
+        if self._holds_slot:
+            self._holds_slot = False
             self._pool.release_slot()
 
 
@@ -344,13 +320,15 @@ class EnvironmentPool:
             if not value > 0:
                 raise ConfigError(f"{name} must be above zero, got {value}")
         if not os.access(python, os.X_OK):
-            raise ConfigError(f"python must be an interpreter's path, got {str(python)!r}")
+            raise ConfigError(f"python must be the path of an interpreter, got {str(python)!r}")
         if isinstance(pass_variables, str):
-            raise ConfigError(f"pass_variables are several names, got {pass_variables!r:.100}")
+            raise ConfigError(
+                f"pass_variables must be a collection of names, got {pass_variables!r:.100}"
+            )
         if workers is not LocalWorkers and processes is None:
             raise ConfigError(
-                "set processes=…: the number of cores of this machine, which is its default, says "
-                "nothing about the machines that other workers start on"
+                "processes must be set if workers is: its default is the number of cores of this "
+                "machine, but the worker processes run on others"
             )
         self._workers = workers(str(python), memory_bytes, tuple(pass_variables))
         self._starting = threading.Lock()
@@ -386,12 +364,12 @@ class EnvironmentPool:
 
     # ------------------------------------------------------------ the pool's thread
 
-    def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
         """Start a coroutine on the pool's loop. For the pool's own classes."""
         with self._starting:
             if self._is_closed:
-                work.close()
-                raise RunClosed("the environment pool is closed; nothing more can be asked of it")
+                coroutine.close()
+                raise RunClosed("the environment pool is closed")
             if self._loop is None:
                 self._loop = uvloop.new_event_loop()
                 # Processes die with the thread that started them: it lives as long as the pool.
@@ -399,11 +377,11 @@ class EnvironmentPool:
                     target=self._loop.run_forever, name="environments", daemon=True
                 )
                 self._thread.start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the pool's loop and await it here; cancelling also cancels it."""
-        return await asyncio.wrap_future(self.submit(work))
+        return await asyncio.wrap_future(self.submit(coroutine))
 
     def close(self) -> None:
         """Close all environments and end all processes. Blocks for at most :data:`CLOSE_GRACE_S`.
@@ -427,10 +405,10 @@ class EnvironmentPool:
         closing = [process.close(CLOSE_GRACE_S) for process in self._processes]
         await asyncio.gather(*closing)
         await asyncio.sleep(0)  # let coroutines that were just submitted start
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
+        while pending := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in pending:
                 task.cancel()
-            await asyncio.wait(others)
+            await asyncio.wait(pending)
 
     def __enter__(self) -> Self:
         return self
@@ -481,25 +459,27 @@ class EnvironmentPool:
             RunClosed: the pool is closed.
             OSError: no process runs, and none could be started.
         """
-        return self._least(lambda process: (process.environments, process.queued))
+        return self._least_loaded(lambda process: (process.environments, process.queued))
 
     def tool_process(self) -> WorkerProcess:
         """Return the process for a tool's call: an idle one if possible."""
-        return self._least(lambda process: (process.queued, process.environments))
+        return self._least_loaded(lambda process: (process.queued, process.environments))
 
-    def _least(self, burden: Callable[[WorkerProcess], tuple[int, int]]) -> WorkerProcess:
+    def _least_loaded(self, load: Callable[[WorkerProcess], tuple[int, int]]) -> WorkerProcess:
         if self._is_closed:
             raise RunClosed("the environment pool is closed")
         running = [process for process in self._processes if not process.is_dead]
         self._lost += len(self._processes) - len(running)
         self._processes = running
-        least = min(running, key=burden, default=None)
-        if least is not None and (burden(least)[0] == 0 or len(running) >= self._processes_max):
+        least = min(running, key=load, default=None)
+        if least is not None and (load(least)[0] == 0 or len(running) >= self._processes_max):
             return least
         with suppress(OSError):
             started = WorkerProcess(self._workers.start())
             self._processes.append(started)
             return started
         if least is None:
-            raise OSError("no process for environments could be started; too many run, perhaps")
+            raise OSError(
+                "can't start a worker process for environments: out of processes, memory or files"
+            )
         return least

@@ -1,18 +1,22 @@
-"""Interfaces of a pool's worker processes and of what starts them; implementation for this machine.
+"""Start of a pool's worker processes: the interfaces, and the implementation on this machine.
 
 :mod:`worker_process` needs of a process its connected socket, its output, and a way to kill it.
 `integrations/ray/ray_environments.py` implements the interfaces on a Ray cluster.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Protocol
 
-from tidegate.environments.worker_command import child_environment, worker_command
+from tidegate.transport import server_keys
 
 KEEPER_TIMEOUT_S = 10.0
 """Longest wait for a keeper to kill its worker's processes; it tries for half as long."""
@@ -92,9 +96,9 @@ class LocalWorker:
         Raises:
             OSError: there are no processes, memory or descriptors left.
         """
-        self.connection, theirs = socket.socketpair()
-        with theirs:
-            command = worker_command(python, theirs.fileno(), memory_bytes)
+        self.connection, child_end = socket.socketpair()
+        with child_end:
+            command = worker_command(python, child_end.fileno(), memory_bytes)
             # Its own session, so that Ctrl-C reaches only the run, which then ends its processes,
             # and so that processes started by environments can be killed with it.
             self._process = subprocess.Popen(
@@ -103,7 +107,7 @@ class LocalWorker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=child_environment(pass_variables),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,
             )
         self.name = f"process {self._process.pid}"
@@ -128,3 +132,62 @@ def _status(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
+"""Library directories of this Python, which another Python must not get: it has its own."""
+
+KEYS = (
+    server_keys.VARIABLE,
+    server_keys.FILE_VARIABLE,
+    server_keys.OWN_KEY_VARIABLE,
+    f"{server_keys.OWN_KEY_VARIABLE}_FILE",
+    server_keys.CONTROL_TOKEN_VARIABLE,
+    f"{server_keys.CONTROL_TOKEN_VARIABLE}_FILE",
+    server_keys.DASHBOARD_TOKEN_VARIABLE,
+)
+"""Variables that hold keys of engine servers, our server and the dashboard; never passed on."""
+
+
+def worker_command(python: str, descriptor: int, memory_bytes: int | None) -> list[str]:
+    """Return the command line of a worker that communicates through the socket ``descriptor``."""
+    module = "tidegate.environments.worker"
+    command = [python, "-X", "faulthandler", "-m", module]
+    command += ["--socket", str(descriptor), "--parent", str(os.getpid())]
+    return command if memory_bytes is None else [*command, "--memory-bytes", str(memory_bytes)]
+
+
+SECRET_NAMES = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH)S?(_|$)"
+    r"|(^|_)(PASS|PAT|COOKIE|DSN)(_|$)",
+    re.IGNORECASE,
+)
+"""Names of variables that may hold secrets: ``HF_TOKEN``, ``AWS_ACCESS_KEY_ID``,
+``SSH_AUTH_SOCK``."""
+
+SECRET_VALUES = re.compile(r"://[^/@\s]+:[^/@\s]+@")
+"""Values with a password in a URL: ``postgres://user:password@host/``."""
+
+
+def holds_secret(name: str, value: str) -> bool:
+    """Return whether a variable's name or value looks like a secret."""
+    return bool(SECRET_NAMES.search(name) or SECRET_VALUES.search(value))
+
+
+def child_environment(pass_variables: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment variables of a worker process.
+
+    Code written by a model may run there. So variables that look like secrets are left out, except
+    for names in ``pass_variables``; :data:`KEYS` are always left out. PYTHONPATH has this process's
+    module path without installed packages, because the worker may use another Python.
+    """
+    paths = [str(Path(path or ".").absolute()) for path in sys.path]
+    own_paths = [p for p in paths if not p.startswith(INSTALLED) and not p.endswith(".zip")]
+    defaults = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    fixed = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(own_paths)), "PYTHONUNBUFFERED": "1"}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in KEYS and (name in pass_variables or not holds_secret(name, value))
+    }
+    return {**defaults, **inherited, **fixed}

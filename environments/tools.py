@@ -66,12 +66,12 @@ class Tools:
         """Call a tool, and also return whether it failed; see :meth:`call`."""
         if name not in self._functions:
             known = ", ".join(sorted(self._functions))
-            return _error(f"there is no tool {name!r:.80}; there are: {known}")
+            return _error(f"there is no tool {name!r:.80}; the tools are: {known}")
         if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
             return _error(f"{name} takes its arguments by name, as one JSON object")
         limit_s = self._pool.call_timeout_s if timeout_s is None else timeout_s
-        with _doing(f"{TOOL} {name}"):
-            return await self._pool.run(self._answer(name, dict(arguments), limit_s))
+        with _record_activity(f"{TOOL} {name}"):
+            return await self._pool.run(self._call(name, dict(arguments), limit_s))
 
     async def describe(self) -> list[dict[str, Any]]:
         """Return the tools' descriptions in the format of OpenAI's API and chat templates.
@@ -79,11 +79,11 @@ class Tools:
         Raises:
             ConfigError: a function can't be imported, or can't be a tool.
         """
-        return [await self._pool.run(self._described(name)) for name in self._functions]
+        return [await self._pool.run(self._describe(name)) for name in self._functions]
 
     # ------------------------------------------------------------ on the pool's loop
 
-    async def _answer(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolAnswer:
+    async def _call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> ToolAnswer:
         call = calls.CallTool(
             call_id=self._pool.next_id(),
             tool=self._functions[name],
@@ -91,10 +91,10 @@ class Tools:
             timeout_s=timeout_s,
         )
         try:
-            reply = await self._reply(call, timeout_s)
+            reply = await self._request(call, timeout_s)
         except ProcessDied as death:
             if death.was_late:
-                return _error(f"{name} gave no answer in {timeout_s:g} s")
+                return _error(f"{name} did not return within {timeout_s:g} s")
             return _error(f"{name} crashed: {death.how.splitlines()[0].split(';')[0]}")
         except (TypeError, ValueError) as error:
             return _error(f"{name}: the arguments can't be sent: {error}")
@@ -102,15 +102,17 @@ class Tools:
             return ToolAnswer(reply.text)
         assert isinstance(reply, calls.CallFailed)
         if reply.is_timeout:
-            return _error(f"{name} gave no answer in {timeout_s:g} s")
+            return _error(f"{name} did not return within {timeout_s:g} s")
         if reply.is_bad_arguments:
-            return _error(f"{name} was called wrongly: {reply.error.partition(': ')[2]}")
+            return _error(
+                f"{name} was called with wrong arguments: {reply.error.partition(': ')[2]}"
+            )
         return _error(f"{name} failed: {reply.error}")
 
-    async def _described(self, name: str) -> dict[str, Any]:
+    async def _describe(self, name: str) -> dict[str, Any]:
         call = calls.DescribeTool(call_id=self._pool.next_id(), tool=self._functions[name])
         try:
-            reply = await self._reply(call, self._pool.call_timeout_s)
+            reply = await self._request(call, self._pool.call_timeout_s)
         except ProcessDied as death:
             raise ConfigError(f"tool {name!r} can't be described: {death.how}") from None
         if not isinstance(reply, calls.ToolDescription):
@@ -123,7 +125,7 @@ class Tools:
         }
         return {"type": "function", "function": function}
 
-    async def _reply(
+    async def _request(
         self, call: calls.CallTool | calls.DescribeTool, timeout_s: float
     ) -> calls.WorkerReply:
         """Return a process's reply; try another process if one dies through no fault of the call.
@@ -140,7 +142,7 @@ class Tools:
                 slots.release()
                 raise
             try:
-                reply = await process.ask(call, timeout_s, when_free=slots.release)
+                reply = await process.request(call, timeout_s, when_free=slots.release)
             except ProcessDied as death:
                 if death.suspects or not losses_left:
                     raise
@@ -151,7 +153,7 @@ class Tools:
         raise AssertionError("the last loss is raised")
 
 
-def _doing(name: str) -> AbstractContextManager[None]:
+def _record_activity(name: str) -> AbstractContextManager[None]:
     """Record the activity on the episode whose coroutine this is, if there is one."""
     task = asyncio.current_task()
     episode = task.episode if isinstance(task, EpisodeTask) else None

@@ -31,7 +31,7 @@ import msgspec
 
 from tidegate.environments import calls
 from tidegate.environments.dotted_names import imported
-from tidegate.environments.environment import Environment, Observation
+from tidegate.environments.environment import TEXT_CHARACTERS_MAX, Environment, Observation
 from tidegate.environments.tool_signature import ToolSignature
 
 PR_SET_PDEATHSIG = 1
@@ -49,11 +49,8 @@ KILLING_S = 5.0
 KILLING_POLL_S = 0.005
 """Pause between two rounds of killing, for killed processes to end."""
 
-STORY_CHARACTERS_MAX = 4000
+TRACEBACK_CHARACTERS_MAX = 4000
 """Limit of a traceback; the end is kept, which names the error."""
-
-TEXT_CHARACTERS_MAX = 1_000_000
-"""Limit of a tool's result, the same as an observation's."""
 
 
 class Worker:
@@ -75,34 +72,34 @@ class Worker:
         with suppress(EOFError, OSError):
             while True:
                 length = calls.body_bytes(self._read(calls.LENGTH_BYTES))
-                self._answer(calls.decode_call(self._read(length)))
+                self._handle(calls.decode_call(self._read(length)))
         for environment_id in list(self._environments):
             call = calls.CloseEnvironment(call_id=0, environment_id=environment_id, timeout_s=1.0)
             with suppress(Exception):
-                self._closed(call)
+                self._close(call)
 
     def _read(self, count: int) -> bytearray:
         body = bytearray(count)
         view = memoryview(body)
         while view:
-            got = self._connection.recv_into(view)
-            if not got:
+            received = self._connection.recv_into(view)
+            if not received:
                 raise EOFError
-            view = view[got:]
+            view = view[received:]
         return body
 
-    def _answer(self, call: calls.WorkerCall) -> None:
+    def _handle(self, call: calls.WorkerCall) -> None:
         try:
-            result = self._done(call)
+            result = self._execute(call)
             if inspect.isawaitable(result):
-                self._await_beside(call, result)
+                self._await_on_loop(call, result)
                 return
             reply = _reply(call, result)
         except BaseException as error:  # noqa: BLE001 (an environment may even call sys.exit)
             reply = _failed(call, error)
         self._send(reply)
 
-    def _done(self, call: calls.WorkerCall) -> Any:
+    def _execute(self, call: calls.WorkerCall) -> Any:
         """Execute the call, and return its result or an awaitable."""
         match call:
             case calls.CreateEnvironment():
@@ -112,14 +109,14 @@ class Worker:
             case calls.StepEnvironment():
                 return self._environments[call.environment_id].step(call.action)
             case calls.CloseEnvironment():
-                return self._closed(call)
+                return self._close(call)
             case calls.CallTool():
                 function, signature = self._tool(call.tool)
                 return function(**signature.convert(call.arguments))
             case calls.DescribeTool():
                 return self._tool(call.tool)[1]
 
-    def _closed(self, call: calls.CloseEnvironment) -> Any:
+    def _close(self, call: calls.CloseEnvironment) -> Any:
         running = self._running.pop(call.environment_id, None)
         if running is not None:
             running.get_loop().call_soon_threadsafe(running.cancel)
@@ -134,7 +131,7 @@ class Worker:
 
     # ------------------------------------------------------------ awaitables
 
-    def _await_beside(self, call: calls.WorkerCall, result: Awaitable[Any]) -> None:
+    def _await_on_loop(self, call: calls.WorkerCall, result: Awaitable[Any]) -> None:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="awaiting", daemon=True).start()
@@ -145,17 +142,17 @@ class Worker:
     def _start(
         self, loop: asyncio.AbstractEventLoop, call: calls.WorkerCall, result: Awaitable[Any]
     ) -> None:
-        task = loop.create_task(self._awaited(call, result))
+        task = loop.create_task(self._await_result(call, result))
         if isinstance(call, calls.CreateEnvironment | calls.StepEnvironment):
             self._running[call.environment_id] = task
 
-    async def _awaited(self, call: calls.WorkerCall, result: Awaitable[Any]) -> None:
+    async def _await_result(self, call: calls.WorkerCall, result: Awaitable[Any]) -> None:
         limit_s = None if isinstance(call, calls.DescribeTool) else call.timeout_s
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                given = await result
-            reply = _reply(call, given)
+                value = await result
+            reply = _reply(call, value)
         except BaseException as error:  # noqa: BLE001 (cancellation is reported, too)
             reply = _failed(call, error, is_timeout=limit.expired())
         self._send(reply)
@@ -165,7 +162,7 @@ class Worker:
             frame = calls.frame(reply)
         except (TypeError, ValueError) as error:
             frame = calls.frame(
-                calls.CallFailed(call_id=reply.call_id, error=f"the answer can't be sent: {error}")
+                calls.CallFailed(call_id=reply.call_id, error=f"the result can't be sent: {error}")
             )
         with self._sending, suppress(OSError):  # the pool has gone, so this process will end
             self._connection.sendall(frame)
@@ -206,18 +203,20 @@ def _as_text(result: Any) -> str:
         except (TypeError, ValueError, OverflowError, RecursionError):
             text = str(result)
     if len(text) > TEXT_CHARACTERS_MAX:
-        raise ValueError(f"a tool answered {len(text)} characters; {TEXT_CHARACTERS_MAX} at most")
+        raise ValueError(
+            f"a tool returned {len(text)} characters; the limit is {TEXT_CHARACTERS_MAX}"
+        )
     return text
 
 
 def _failed(
     call: calls.WorkerCall, error: BaseException, *, is_timeout: bool = False
 ) -> calls.CallFailed:
-    said = str(error)
+    message = str(error)
     return calls.CallFailed(
         call_id=call.call_id,
-        error=f"{type(error).__name__}: {said}" if said else type(error).__name__,
-        traceback="".join(traceback.format_exception(error))[-STORY_CHARACTERS_MAX:],
+        error=f"{type(error).__name__}: {message}" if message else type(error).__name__,
+        traceback="".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS_MAX:],
         is_timeout=is_timeout,
         is_out_of_memory=isinstance(error, MemoryError),
         is_bad_arguments=isinstance(call, calls.CallTool)
@@ -225,7 +224,7 @@ def _failed(
     )
 
 
-def _keep(parent: int, connection: int) -> None:
+def _fork_keeper(parent: int, connection: int) -> None:
     """Fork: return in the child, the worker, while the parent becomes its keeper.
 
     The keeper adopts all processes that the worker starts and leaves behind, daemons in sessions of
@@ -248,24 +247,24 @@ def _keep(parent: int, connection: int) -> None:
         return
     faulthandler.disable()
     os.close(connection)  # so that the pool sees it closed when the worker ends
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
-        os.dup2(nowhere, descriptor)
+        os.dup2(null, descriptor)
     status: int | None = None
     while status is None and signal.sigwait(KEEPER_SIGNALS) != signal.SIGTERM:
-        status = _reaped(worker)
-    found = _kill_descendants(worker)
-    _end_like(found if status is None else status)
+        status = _reap(worker)
+    worker_status = _kill_descendants(worker)
+    _exit_like(worker_status if status is None else status)
 
 
-def _reaped(worker: int) -> int | None:
+def _reap(worker: int) -> int | None:
     """Reap all children that have ended; return the worker's status if it is one of them."""
-    found: int | None = None
+    worker_status: int | None = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == worker:
-                found = ended[1]
-    return found
+                worker_status = ended[1]
+    return worker_status
 
 
 def _kill_descendants(worker: int) -> int | None:
@@ -279,8 +278,8 @@ def _kill_descendants(worker: int) -> int | None:
         for pid in _descendants(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        found = _reaped(worker)
-        status = status if found is None else found
+        worker_status = _reap(worker)
+        status = status if worker_status is None else worker_status
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -299,13 +298,13 @@ def _descendants(pid: int) -> list[int]:
             # "pid (name) state ppid …": the name may hold parentheses and spaces.
             fields = stat.read().rpartition(b")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry))
-    found = list(children.get(pid, ()))
-    for each in found:
-        found += children.get(each, ())
-    return found
+    descendants = list(children.get(pid, ()))
+    for descendant in descendants:
+        descendants += children.get(descendant, ())
+    return descendants
 
 
-def _end_like(status: int | None) -> NoReturn:
+def _exit_like(status: int | None) -> NoReturn:
     """End this process with the same status as another one."""
     if status is not None and os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
@@ -325,7 +324,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--memory-bytes", type=int)
     options = parser.parse_args()
-    _keep(options.parent, options.socket)
+    _fork_keeper(options.parent, options.socket)
     if options.memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (options.memory_bytes, options.memory_bytes))
     connection = socket.socket(fileno=options.socket)

@@ -101,7 +101,7 @@ class WorkerProcess:
             self._loop.create_task(self._connect(started.connection), name=f"{self.name}: replies"),
             self._loop.create_task(self._listen(), name=f"{self.name}: output"),
         }
-        self._starting = self._loop.call_later(started.start_timeout_s, self._never_ready)
+        self._starting = self._loop.call_later(started.start_timeout_s, self._start_timed_out)
 
     @property
     def is_dead(self) -> bool:
@@ -113,7 +113,7 @@ class WorkerProcess:
         """Number of calls that wait or compute."""
         return len(self._waiting) + (self._computing is not None)
 
-    async def ask(
+    async def request(
         self,
         call: calls.WorkerCall,
         timeout_s: float,
@@ -159,7 +159,7 @@ class WorkerProcess:
         while self._waiting and self._computing is None:
             pending = self._waiting.popleft()
             if pending.reply.cancelled():
-                _free(pending)
+                _notify_free(pending)
                 continue
             assert self._transport is not None
             self._transport.write(pending.frame)
@@ -167,19 +167,19 @@ class WorkerProcess:
             self._computing = self._sent[pending.call_id] = pending
 
     def _timed_out(self, pending: _PendingCall) -> None:
-        how = f"killed, for it gave no answer in {pending.timeout_s:g} s"
+        how = f"killed: no reply within {pending.timeout_s:g} s"
         self._end(how, late=pending)
 
     # ------------------------------------------------------------ replies and output
 
-    async def _connect(self, ours: socket.socket) -> None:
-        await self._loop.create_unix_connection(lambda: _Wire(self), sock=ours)
+    async def _connect(self, connection: socket.socket) -> None:
+        await self._loop.create_unix_connection(lambda: _ReplyProtocol(self), sock=connection)
 
     def connected(self, transport: asyncio.Transport) -> None:
         """Store the transport; the socket is writable."""
         self._transport = transport
 
-    def take(self, reply: calls.WorkerReply) -> None:
+    def handle_reply(self, reply: calls.WorkerReply) -> None:
         """Handle one reply."""
         if isinstance(reply, calls.WorkerReady):
             self._is_ready = True
@@ -193,7 +193,7 @@ class WorkerProcess:
             pending.timer.cancel()
         if pending is self._computing:
             self._computing = None
-            _free(pending)
+            _notify_free(pending)
             self._send_next()
         if isinstance(reply, calls.CallAwaiting):
             late_s = 2 * pending.timeout_s + AWAITING_GRACE_S
@@ -203,7 +203,7 @@ class WorkerProcess:
         if not pending.reply.done():
             pending.reply.set_result(reply)
 
-    def lost(self, why: str | None) -> None:
+    def connection_closed(self, why: str | None) -> None:
         """Handle a closed socket, or an invalid reply (``why``): then kill the process."""
         if why is not None or self._is_closing or self.is_dead:
             self._end(why)
@@ -234,8 +234,8 @@ class WorkerProcess:
         """Kill the process now, with all processes that it started."""
         self._end(how)
 
-    def _never_ready(self) -> None:
-        self._end(f"killed, for it was not ready in {self._started.start_timeout_s:.0f} s")
+    def _start_timed_out(self) -> None:
+        self._end(f"killed: not ready within {self._started.start_timeout_s:.0f} s")
 
     def _end(self, how: str | None, *, late: _PendingCall | None = None) -> None:
         if self.exit_reason is not None:
@@ -246,15 +246,15 @@ class WorkerProcess:
             self._transport.abort()
         self.exit_reason = how or ended
         if lines := self._output.lines():
-            self.exit_reason += "; it had printed:\n  " + "\n  ".join(lines)
+            self.exit_reason += "; its last output:\n  " + "\n  ".join(lines)
         self._fail_all(late)
         self._ended.set()
 
     def _fail_all(self, late: _PendingCall | None) -> None:
         """Fail all calls, with how the process ended and how many calls may have caused it."""
         # A late or computing call is the cause; without one, any awaiting call may be.
-        guilty = late or self._computing
-        suspects = [guilty] if guilty is not None else list(self._sent.values())
+        culprit = late or self._computing
+        suspects = [culprit] if culprit is not None else list(self._sent.values())
         if self._is_closing:
             suspects = []
         pendings = [*self._sent.values(), *self._waiting]
@@ -262,7 +262,7 @@ class WorkerProcess:
             if pending.timer is not None:
                 pending.timer.cancel()
             if pending is self._computing or pending.call_id not in self._sent:
-                _free(pending)
+                _notify_free(pending)
             if not pending.reply.done():
                 count = len(suspects) if pending in suspects else 0
                 pending.reply.set_exception(self._died(suspects=count, was_late=pending is late))
@@ -284,7 +284,7 @@ class WorkerProcess:
         await asyncio.wait(self._tasks)
 
 
-class _Wire(asyncio.Protocol):
+class _ReplyProtocol(asyncio.Protocol):
     """asyncio protocol that cuts the socket's bytes into replies."""
 
     def __init__(self, process: WorkerProcess) -> None:
@@ -305,18 +305,18 @@ class _Wire(asyncio.Protocol):
                 end = body + calls.body_bytes(self._unread[start:body])
                 if len(self._unread) < end:
                     break
-                self._process.take(calls.decode_reply(self._unread[body:end]))
+                self._process.handle_reply(calls.decode_reply(self._unread[body:end]))
                 start = end
         except ValueError as error:  # includes msgspec's DecodeError
-            self._process.lost(f"killed, for it wrote what is no reply: {error}")
+            self._process.connection_closed(f"killed: sent an invalid reply: {error}")
         del self._unread[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report that the process has ended."""
-        self._process.lost(None)
+        self._process.connection_closed(None)
 
 
-def _free(pending: _PendingCall) -> None:
+def _notify_free(pending: _PendingCall) -> None:
     when_free, pending.when_free = pending.when_free, None
     if when_free is not None:
         when_free()

@@ -79,8 +79,8 @@ class Fp8Matrix:
 
     def put_rounded(self, first: int, numbers: torch.Tensor, steps: torch.Tensor) -> None:
         """Copy ``numbers`` [R, K], e4m3, with ``steps`` [R] into the rows from ``first`` on."""
-        places = slice(first, first + numbers.shape[0])
-        self._bytes[places], self._steps[places] = numbers.view(torch.uint8), steps
+        rows = slice(first, first + numbers.shape[0])
+        self._bytes[rows], self._steps[rows] = numbers.view(torch.uint8), steps
 
     def take_rounded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers [R, K] and steps [R] of the rows with these indices [R], int64."""

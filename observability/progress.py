@@ -129,8 +129,8 @@ class RunProgress:
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
-    shown = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
-    return "  ".join(shown) or "-"
+    parts = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
+    return "  ".join(parts) or "-"
 
 
 def _versions(statistics: RunStatistics) -> str:

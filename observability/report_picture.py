@@ -154,12 +154,12 @@ def _draw_timeline(axes: Axes, directory: Path, facts: Facts) -> None:
     # The trainer at the top, the engines below it: weights flow downwards.
     lanes = {name: row for row, name in enumerate([*reversed(engines), TRAINER_TRACK])}
     for name, row in lanes.items():
-        shown = [
+        bars = [
             (max(start_us, i.started_us), min(end_us, i.ended_us), i)
             for i in trace.tracks.get(name, [])
             if i.ended_us > start_us and i.started_us < end_us
         ]
-        _draw_lane(axes, row, shown, end_us - start_us, is_trainer=name == TRAINER_TRACK)
+        _draw_lane(axes, row, bars, end_us - start_us, is_trainer=name == TRAINER_TRACK)
     for instant in trace.instants:
         if (
             instant.name == "swap"
@@ -200,19 +200,19 @@ def _excerpt(trace: Trace) -> tuple[int, int]:
 def _draw_lane(
     axes: Axes,
     row: int,
-    shown: list[tuple[int, int, Interval]],
+    bars: list[tuple[int, int, Interval]],
     window_us: int,
     *,
     is_trainer: bool,
 ) -> None:
     """Draw a lane's bars, and a label on each stretch that is wide enough."""
     axes.broken_barh(
-        [(start, end - start) for start, end, _ in shown],
+        [(start, end - start) for start, end, _ in bars],
         (row - 0.36, 0.72),
-        facecolors=[_colour(i, is_trainer) for _, _, i in shown],
+        facecolors=[_colour(i, is_trainer) for _, _, i in bars],
         lw=0,
     )
-    for start, end, label, colour in _labelled_ranges(shown, is_trainer):
+    for start, end, label, colour in _labelled_ranges(bars, is_trainer):
         if end - start >= LABEL_SHARE_MIN * window_us:
             axes.text(
                 (start + end) / 2,
@@ -236,11 +236,11 @@ def _colour(interval: Interval, is_trainer: bool) -> str:
 
 
 def _labelled_ranges(
-    shown: list[tuple[int, int, Interval]], is_trainer: bool
+    bars: list[tuple[int, int, Interval]], is_trainer: bool
 ) -> list[tuple[int, int, str, str]]:
     """Merge neighbouring bars with the same label, gaps included, so that a label is drawn once."""
     ranges: list[tuple[int, int, str, str]] = []
-    for start, end, interval in shown:
+    for start, end, interval in bars:
         label = interval.name if is_trainer else f"v{interval.version}"
         if ranges and ranges[-1][2] == label:
             ranges[-1] = (ranges[-1][0], end, *ranges[-1][2:])

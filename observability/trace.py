@@ -89,7 +89,7 @@ class Trace:
     def __init__(self) -> None:
         self.tracks: dict[str, list[Interval]] = {}
         self.instants: list[Instant] = []
-        self.instants_left_out = 0
+        self.instants_dropped = 0
         self.episodes: deque[EpisodeInterval] = deque(maxlen=EPISODE_INTERVALS_MAX)
         self._gap_us: dict[str, int] = {}
 
@@ -141,7 +141,7 @@ class Trace:
         if len(self.instants) < INSTANTS_MAX:
             self.instants.append(Instant(track, name, at_us, args))
         else:
-            self.instants_left_out += 1
+            self.instants_dropped += 1
 
     def write(self, path: Path) -> None:
         """Write the Chrome trace file atomically."""
@@ -157,7 +157,7 @@ class Trace:
         body = {
             "displayTimeUnit": "ms",
             "traceEvents": events,
-            "otherData": {"instants_left_out": self.instants_left_out},
+            "otherData": {"instants_dropped": self.instants_dropped},
         }
         draft = path.with_name(path.name + ".draft")
         try:

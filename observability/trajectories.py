@@ -154,9 +154,9 @@ class RecordedRollout(_RowFields):
     @property
     def oldest_trained_version(self) -> int | None:
         """Oldest version of a sampled token that was not masked; None if all were masked."""
-        floor = self.oldest_trainable or 0
+        oldest_trainable = self.oldest_trainable or 0
         versions = (span.version for turn in self.turns for span in turn.spans)
-        return min((version for version in versions if version >= floor), default=None)
+        return min((version for version in versions if version >= oldest_trainable), default=None)
 
     @property
     def newest_version(self) -> int | None:
@@ -166,9 +166,9 @@ class RecordedRollout(_RowFields):
     @property
     def trained_tokens(self) -> int:
         """Number of sampled tokens that were not masked."""
-        floor = self.oldest_trainable or 0
+        oldest_trainable = self.oldest_trainable or 0
         spans = (span for turn in self.turns for span in turn.spans)
-        return sum(span.end - span.start for span in spans if span.version >= floor)
+        return sum(span.end - span.start for span in spans if span.version >= oldest_trainable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ class SimulatedStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedTask:
     """One trained task, and the process that trained on it. Each process gives other weights."""
 
     task: int
@@ -142,8 +142,8 @@ class Trained:
 class Checkpoint:
     """Trainer's checkpoint, as far as a resume needs it."""
 
-    trained: tuple[Trained, ...] = ()
-    """Trained tasks, in the order of training."""
+    trained: tuple[TrainedTask, ...] = ()
+    """TrainedTask tasks, in the order of training."""
     batches: int = 0
     last_group: int = -1
     offer: int = 0
@@ -250,9 +250,9 @@ class CrashRestartRun:
         """Tasks for which this process has begun an episode."""
         self._stopped: set[int] = set()
         """Rollouts of this process whose episode was cancelled because their group was dropped."""
-        self._trained_by_version: dict[int, tuple[Trained, ...]] = {}
+        self._trained_by_version: dict[int, tuple[TrainedTask, ...]] = {}
         """Version -> the tasks that its publisher had trained on."""
-        self._served_trained: dict[int, tuple[Trained, ...]] = {}
+        self._served_trained: dict[int, tuple[TrainedTask, ...]] = {}
         """:attr:`_trained_by_version` for the versions that an engine has served."""
         self._received_rows: dict[int, BatchRows] = {}
         """Batch number -> the rows that the trainer received last under that number."""
@@ -275,7 +275,7 @@ class CrashRestartRun:
         """Index of the task iterator in use: 0 or 1."""
         self._taken_before: frozenset[int] = frozenset()
         """Value of :attr:`Checkpoint.taken_before` for the next checkpoint."""
-        self._trained: tuple[Trained, ...] = ()
+        self._trained: tuple[TrainedTask, ...] = ()
         """Tasks trained by the current process, and before its checkpoint."""
         self._sent: dict[int, tuple[str, int]] = {}
         """Handle -> (engine, session) of the turn that was last sent under the handle."""
@@ -521,7 +521,9 @@ class CrashRestartRun:
         )
         if rows != earlier_rows:  # later batches of the earlier process are not repeated
             earlier = self._received_rows.items()
-            self._received_rows = {number: had for number, had in earlier if number < batch.number}
+            self._received_rows = {
+                number: received for number, received in earlier if number < batch.number
+            }
         self._received_rows[batch.number] = rows
 
     def _check_age(self, batch: ev.HandOver, trainer_version: int) -> None:
@@ -636,7 +638,7 @@ class CrashRestartRun:
             batches = batch.number
             whole = [group.task for group in batch.groups if not group.is_split_remainder]
             taken = [task for task in whole if isinstance(task, int)]
-            self._trained += tuple(Trained(task, self.report.processes) for task in taken)
+            self._trained += tuple(TrainedTask(task, self.report.processes) for task in taken)
             discarded_tokens += await self._discard_rows(scheduler, batch)
             is_saved = batches % self._checkpoint_batches == 0
             if is_saved:

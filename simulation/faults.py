@@ -84,16 +84,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Duration of the fault, in virtual seconds."""
 
 
-def parse_faults(words: str) -> frozenset[FaultKind]:
+def parse_faults(text: str) -> frozenset[FaultKind]:
     """Read ``all``, ``none`` or a list such as ``crash,cut``.
 
     Raises:
         ConfigError: there is no such fault.
     """
-    if words in ("all", "none"):
-        return ALL_FAULTS if words == "all" else NO_FAULTS
+    if text in ("all", "none"):
+        return ALL_FAULTS if text == "all" else NO_FAULTS
     try:
-        return frozenset(FaultKind(word.strip()) for word in words.split(","))
+        return frozenset(FaultKind(word.strip()) for word in text.split(","))
     except ValueError as error:
         known = ", ".join(FaultKind)
         raise ConfigError(f"{error}; faults are all, none, or a list of {known}") from None
@@ -110,12 +110,12 @@ def plan_faults(
     kinds: frozenset[FaultKind], *, engines: int, until_s: float, chance: random.Random
 ) -> list[Fault]:
     """Draw the faults of one run, at times before ``until_s`` or right after weight swaps."""
-    ours = sorted(kinds - SCENARIO_FAULTS)
-    if not ours:
+    engine_faults = sorted(kinds - SCENARIO_FAULTS)
+    if not engine_faults:
         return []
     faults = []
     for _ in range(chance.randint(1, FAULTS_MAX)):
-        kind = chance.choice(ours)
+        kind = chance.choice(engine_faults)
         after_swap = chance.randint(1, 3) if chance.random() < AFTER_SWAP_SHARE else 0
         if kind is FaultKind.LATE:
             after_swap = 0

@@ -1,6 +1,6 @@
 """Oracle of a simulated run: checks the run's promises after every event of the core.
 
-:class:`InvariantChecker` keeps its own books from the events and commands, and recomputes every
+:class:`InvariantChecker` keeps its own records of the events and commands, and recomputes every
 token from the simulated model. The oracle shares no code with the core that it checks.
 """
 

@@ -66,7 +66,7 @@ def run_plan(
     checked = run_settings(model=Path(model), engines=len(engines), **settings)
     for name, value in (("journal", checked.records.journal), ("resume", resume)):
         if value:
-            raise ConfigError(f"{name} is not there in a simulated run; leave it out in tests")
+            raise ConfigError(f"{name} can't be used in a simulated run; leave it out in tests")
     return RunPlan(checked, tuple(engines), says)
 
 
@@ -150,10 +150,10 @@ class SimulatedRun:
             raise self.failure()
         if self._is_async:
             self._refuse_episodes()
-            return asyncio.run_coroutine_threadsafe(_awaited(work, scheduler), self._time.loop)
+            return asyncio.run_coroutine_threadsafe(_call(work, scheduler), self._time.loop)
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
         try:
-            future.set_result(self._time.run(_awaited(work, scheduler)))
+            future.set_result(self._time.run(_call(work, scheduler)))
         except Exception as error:  # noqa: BLE001 - the future hands the error to its waiter
             future.set_exception(error)
         return future
@@ -265,5 +265,5 @@ class SimulatedRun:
             self.scheduler.fail(EngineLost(f"the last engine, {name!r}, has ended: {why}"))
 
 
-async def _awaited(work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler) -> Result:
+async def _call(work: Callable[[Scheduler], Awaitable[Result]], scheduler: Scheduler) -> Result:
     return await work(scheduler)

@@ -495,8 +495,8 @@ def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scena
             **_draw_slow_trainer_loop(plain),
         },
     }
-    ours = [times[kind] for kind in sorted(kinds & times.keys())]
-    changes = {name: value for harder in ours for name, value in harder.items()}
+    run_wide = [times[kind] for kind in sorted(kinds & times.keys())]
+    changes = {name: value for harder in run_wide for name, value in harder.items()}
     if FaultKind.EPISODE in kinds:
         shares = (0.0,) * 7 + (DEADLY_EPISODES,)
         changes["deadly_turns"] = random.Random(f"{plain.seed}/deadly").choice(shares)

@@ -156,7 +156,9 @@ class ScriptedEngine:
             ConfigError: the engine was attached to another run before.
         """
         if self._host is not None:
-            raise ConfigError(f"{self.name} is of another run already; make one engine for each")
+            raise ConfigError(
+                f"{self.name} already belongs to another run; create one engine per run"
+            )
         self._host = host
 
 
@@ -307,18 +309,18 @@ class ScriptedModel:
 
     def _answer(self, request: TurnRequest, seed: int) -> list[int]:
         if self._says is None:
-            said: Answer = _babble(seed)
+            answer: Answer = _random_letters(seed)
         elif callable(self._says):
-            said = self._says(request)
+            answer = self._says(request)
         else:
             try:
-                said = next(self._next)
+                answer = next(self._next)
             except StopIteration:
                 raise ConfigError(
                     f"the script has only {len(self._says)} answers, but another turn "
                     f"was requested after {request.text[-200:]!r}"
                 ) from None
-        ids = self._encode(said) if isinstance(said, str) else list(said)
+        ids = self._encode(answer) if isinstance(answer, str) else list(answer)
         return ids if ids[-1:] == [self._stop] else [*ids, self._stop]
 
     def _encode(self, text: str) -> list[int]:
@@ -326,7 +328,7 @@ class ScriptedModel:
         return ids
 
 
-def _babble(seed: int) -> str:
+def _random_letters(seed: int) -> str:
     """Return random letters whose number has a long tail: most answers are short."""
     chance = random.Random(seed)
     return "".join(chance.choices(LETTERS, k=output_tokens(seed)))

@@ -27,7 +27,7 @@ class SimulatedRollouts(Rollouts):
     """:class:`Rollouts` in virtual time."""
 
     def __init__(self, plan: RunPlan, time: VirtualTime, on_batch: OnBatch | None = None) -> None:
-        super().__init__(plan.settings, _no_parts, on_batch=on_batch)
+        super().__init__(plan.settings, _refuse_parts, on_batch=on_batch)
         self._time = time
         self.simulated = SimulatedRun(plan, time)
         self.is_sync = False
@@ -74,8 +74,8 @@ class SimulatedSyncRollouts(SyncRollouts):
         self.simulated = rollouts.simulated
 
 
-def _no_parts(settings: RunSettings) -> RunParts:
-    raise RuntimeError("a simulated run has no parts of a real one")
+def _refuse_parts(settings: RunSettings) -> RunParts:
+    raise RuntimeError("a simulated run can't create the parts of a real run")
 
 
 class ServeInTests:

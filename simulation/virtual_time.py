@@ -140,10 +140,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def waiting(self) -> list[str]:
         """Return a line for each task that is not done, with the frames in which the task waits."""
-        return sorted(_whereabouts(task) for task in asyncio.all_tasks(self))
+        return sorted(_format_task(task) for task in asyncio.all_tasks(self))
 
 
-def _whereabouts(task: "asyncio.Task[Any]") -> str:
+def _format_task(task: "asyncio.Task[Any]") -> str:
     """The task's name, and the innermost functions that it waits in."""
     coroutine: Any = task.get_coro()
     frames: list[str] = []

@@ -104,17 +104,17 @@ def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Findi
     """Return one finding for all features present, and one for each missing feature."""
     has = [need for need in NEEDED[identity.kind] if identity.paths.intersection(need.any_of)]
     lacks = [need for need in NEEDED[identity.kind] if need not in has]
-    found = []
+    parts = []
     if has:
         says = ", ".join(need.name for need in has)
-        found.append(Finding(check="capabilities", verdict=Verdict.OK, says=says))
+        parts.append(Finding(check="capabilities", verdict=Verdict.OK, says=says))
     for need in lacks:
         says = f"{need.name}: it has no {' or '.join(need.any_of)}"
-        found.append(
+        parts.append(
             Finding(check="capabilities", verdict=need.without_it, says=says, remedy=need.remedy)
         )
     if not weight_spans:
-        found.append(
+        parts.append(
             Finding(
                 check="weight spans",
                 verdict=Verdict.WARN,
@@ -123,7 +123,7 @@ def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Findi
                 "that an update crosses is labelled only as well as Tidegate saw it",
             )
         )
-    return found
+    return parts
 
 
 MISMATCHES_MAX = 5.0
@@ -165,7 +165,7 @@ def update_findings(
     kind: EngineKind, update: UpdateProbe, mismatch: LogprobMismatch | None
 ) -> list[Finding]:
     """Judge whether the engine takes new weights, and what its cache does on an update."""
-    if update.is_left_out:
+    if update.is_skipped:
         return [
             _finding(
                 Verdict.FAIL,
@@ -190,7 +190,7 @@ def update_findings(
 
 
 def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
-    if _is_new(distance, allowed):
+    if _matches_new(distance, allowed):
         return _finding(
             Verdict.OK,
             f"new weights, and their KV, at once: log-probs {distance.from_new:.2g} nats from "
@@ -208,7 +208,7 @@ def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
 
 
 def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) -> Finding:
-    if _is_new(kept, allowed):
+    if _matches_new(kept, allowed):
         return _finding(
             Verdict.OK,
             "forgets its cache by itself at an update that doesn't ask for it",
@@ -218,7 +218,7 @@ def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) ->
         f"an update that doesn't clear it leaves KV of the old weights in use: log-probs "
         f"{kept.from_new:.2g} nats from the new weights'"
     )
-    if _is_new(salted, allowed):
+    if _matches_new(salted, allowed):
         return _finding(
             Verdict.WARN if kind == "tidegate" else Verdict.OK,
             f"{says}; with a salt of its own a prompt finds none of it",
@@ -233,7 +233,7 @@ def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) ->
     )
 
 
-def _is_new(distance: Distance, allowed: float) -> bool:
+def _matches_new(distance: Distance, allowed: float) -> bool:
     return distance.from_new <= min(allowed, SAME_SHARE_MAX * distance.between)
 
 
@@ -445,9 +445,9 @@ def _tokenizer(check: TokenizerCheck | None) -> Finding:
 
 
 def _repeats(kind: EngineKind, repeats: Repeats) -> list[Finding]:
-    found = [_batch(kind, repeats) if repeats.alone_same_tokens else _unsteady(kind, repeats)]
+    parts = [_batch(kind, repeats) if repeats.alone_same_tokens else _unsteady(kind, repeats)]
     if repeats.seed_same_tokens is False:
-        found.append(
+        parts.append(
             Finding(
                 check="seeds",
                 verdict=Verdict.WARN,
@@ -456,7 +456,7 @@ def _repeats(kind: EngineKind, repeats: Repeats) -> list[Finding]:
                 + INVARIANT_REMEDIES[kind],
             )
         )
-    return found
+    return parts
 
 
 def _unsteady(kind: EngineKind, repeats: Repeats) -> Finding:
@@ -506,9 +506,9 @@ def _prefix_cache(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> 
 
 
 def _cache_is_on(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> Finding:
-    found = f"on: {cache.again_tokens} tokens of a prompt sent again were there"
+    cached = f"on: {cache.again_tokens} tokens of a prompt sent again were there"
     if cache.difference <= MEAN_ROUNDED_NATS:
-        says = f"{found}, and log-probs within {cache.difference:.2g} nats of the first time's"
+        says = f"{cached}, and log-probs within {cache.difference:.2g} nats of the first time's"
         if is_updated or kind == "tidegate":
             return Finding(check="prefix cache", verdict=Verdict.OK, says=says)
         return Finding(
@@ -521,7 +521,7 @@ def _cache_is_on(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> F
     return Finding(
         check="prefix cache",
         verdict=Verdict.FAIL,
-        says=f"{found}, but log-probs {cache.difference:.2g} nats from the first time's: it may "
+        says=f"{cached}, but log-probs {cache.difference:.2g} nats from the first time's: it may "
         f"hold what other weights computed",
         remedy="reset it (/reset_prefix_cache, /flush_cache), examine again; then: "
         + SALT_REMEDIES[kind],

@@ -95,7 +95,7 @@ class Distance:
 class UpdateProbe:
     """Responses to a prompt with cached KV, sent again after weight updates."""
 
-    is_left_out: bool = False
+    is_skipped: bool = False
     """Skipped: the engine does not serve the model's weights, so they could not be restored."""
     refused: str | None = None
     """Why the engine refused new weights; the other fields are then None."""

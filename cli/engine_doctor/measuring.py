@@ -114,10 +114,10 @@ def measure(
     update = None
     if updates and model is not None and reference is not None and mismatch is not None:
         # The test leaves the engine with the model's weights: they must be those it has now.
-        is_left_out = mismatch.mean > MEAN_ROUNDED_NATS
+        is_skipped = mismatch.mean > MEAN_ROUNDED_NATS
         update = (
-            UpdateProbe(is_left_out=True)
-            if is_left_out
+            UpdateProbe(is_skipped=True)
+            if is_skipped
             else _update(engine, model, reference, progress)
         )
     return Measurements(

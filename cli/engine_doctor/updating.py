@@ -44,7 +44,7 @@ def weight_update(
             return UpdateProbe(refused=refused)
         progress("asking it with other weights")
         cleared = _distance(engine.generate(request), prompt, other[1], served[1])
-        _give_back(engine, served[0], clears_cache=False)
+        _restore_weights(engine, served[0], clears_cache=False)
         progress("asking it with its own weights again")
         kept = _distance(engine.generate(request), prompt, served[1], other[1])
         salt = f"doctor-{secrets.token_hex(4)}"
@@ -55,7 +55,7 @@ def weight_update(
             salted=_distance(salted, prompt, served[1], other[1]),
         )
     finally:
-        _give_back(engine, served[0], clears_cache=True)
+        _restore_weights(engine, served[0], clears_cache=True)
 
 
 def _load(engine: ExaminedEngine, directory: Path, *, clears_cache: bool = True) -> str | None:
@@ -63,7 +63,7 @@ def _load(engine: ExaminedEngine, directory: Path, *, clears_cache: bool = True)
     return engine.load_weights(directory.resolve(), clears_cache=clears_cache)
 
 
-def _give_back(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -> None:
+def _restore_weights(engine: ExaminedEngine, directory: Path, *, clears_cache: bool) -> None:
     try:
         why = _load(engine, directory, clears_cache=clears_cache)
     except EngineLost as error:

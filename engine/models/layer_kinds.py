@@ -41,7 +41,7 @@ def dense_layers(
     if weights.group is not None or not all(map(_is_dense, weights.layers)):
         return None
     config = weights.config
-    traits = SharedLayerParams(
+    params = SharedLayerParams(
         num_heads=config.num_heads,
         norm_epsilon=config.norm_epsilon,
         attention_scale=config.attention_scale or config.head_dim**-0.5,
@@ -51,7 +51,7 @@ def dense_layers(
         _dense(layer, cache, kinds.rotations[kind], kinds.windows[kind])
         for layer, cache, kind in zip(weights.layers, caches, kinds.of_layers, strict=True)
     ]
-    return Layers(layers, traits)
+    return Layers(layers, params)
 
 
 def _is_dense(layer: LayerWeights) -> bool:

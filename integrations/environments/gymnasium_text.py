@@ -82,20 +82,24 @@ class GymnasiumText:
     def _text(self, observation: Any) -> str:
         if self._describe is not None:
             return str(self._describe(observation, self._env))
-        return f"{written(observation)}\n"
+        return f"{format_observation(observation)}\n"
 
 
-def written(observation: Any) -> str:
+def format_observation(observation: Any) -> str:
     """Format an observation of any space: floats with three digits, parts by name."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
-        return "; ".join(f"{name}: {written(part)}" for name, part in observation.items())
+        return "; ".join(
+            f"{name}: {format_observation(part)}" for name, part in observation.items()
+        )
     if hasattr(observation, "tolist"):
-        return written(observation.tolist())
+        return format_observation(observation.tolist())
     if isinstance(observation, list | tuple):
         return " ".join(
-            f"({written(part)})" if isinstance(part, list | tuple) else written(part)
+            f"({format_observation(part)})"
+            if isinstance(part, list | tuple)
+            else format_observation(part)
             for part in observation
         )
     return f"{observation:.3g}" if isinstance(observation, float) else str(observation)
@@ -116,7 +120,7 @@ class ActionReader:
         if self._kind not in ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text"):
             raise TypeError(f"actions of {space} can't be read by themselves; give `parse`")
         if self._names and (self._kind != "Discrete" or len(self._names) != space.n):
-            raise TypeError(f"{len(self._names)} names are given for the actions of {space}")
+            raise TypeError(f"{len(self._names)} action names do not fit the space {space}")
 
     @property
     def help(self) -> str:
@@ -139,10 +143,10 @@ class ActionReader:
         if self._kind == "Text":
             return self._if_in_space(text.strip(), text)
         if self._kind == "Discrete":
-            said = text.strip().casefold()
-            if said in self._names:
-                return int(self._space.start) + self._names.index(said)
-            return self._if_in_space(int(said) if said.lstrip("-").isdecimal() else None, text)
+            name = text.strip().casefold()
+            if name in self._names:
+                return int(self._space.start) + self._names.index(name)
+            return self._if_in_space(int(name) if name.lstrip("-").isdecimal() else None, text)
         numbers = [float(number) for number in NUMBER.findall(text)]
         if len(numbers) != self._count:
             raise ValueError(f"{len(numbers)} numbers in {text!r:.80}")

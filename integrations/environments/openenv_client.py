@@ -49,8 +49,8 @@ class OpenEnv:
     async def reset(self, *, seed: int, task: Any) -> Observation:
         """Connect, and reset the session."""
         await self._client.connect()
-        given = dict(task) if isinstance(task, Mapping) else {}
-        result = await self._client.reset(**{"seed": seed, **given})
+        options = dict(task) if isinstance(task, Mapping) else {}
+        result = await self._client.reset(**{"seed": seed, **options})
         return self._observation(result, self._prompt)
 
     async def step(self, action: str) -> Observation:

@@ -31,9 +31,9 @@ class Verifiers:
 
     def reset(self, *, seed: int, task: Any) -> Observation:
         """Return the task's prompt."""
-        is_place = isinstance(task, int) and not isinstance(task, bool)
-        self._task = self._tasks.at(task if is_place else seed)
-        _refuse_what_needs_more(self._task)
+        is_index = isinstance(task, int) and not isinstance(task, bool)
+        self._task = self._tasks.at(task if is_index else seed)
+        _refuse_unsupported(self._task)
         self._messages: list[Any] = []
         data = self._task.data
         if data.system_prompt is not None:
@@ -56,14 +56,14 @@ class Verifiers:
     def _trace(self, action: str) -> Any:
         """Return the trace that verifiers would have recorded of this conversation."""
         traces = package("verifiers.v1.trace", distribution="verifiers")
-        said = [*self._messages, self._vf.AssistantMessage(content=action)]
+        messages = [*self._messages, self._vf.AssistantMessage(content=action)]
         nodes = [
             self._vf.MessageNode(
-                parent=place - 1 if place else None,
+                parent=index - 1 if index else None,
                 message=message,
-                sampled=place == len(said) - 1,
+                sampled=index == len(messages) - 1,
             )
-            for place, message in enumerate(said)
+            for index, message in enumerate(messages)
         ]
         task = traces.TraceTask(
             type=type(self._task).__name__,
@@ -85,12 +85,12 @@ class _Tasks:
         self._read: list[Any] = []
         self._is_bounded = taskset.bounded
 
-    def at(self, place: int) -> Any:
+    def at(self, index: int) -> Any:
         if self._is_bounded:
             self._read += self._rest
-            return self._read[place % len(self._read)]
-        self._read += itertools.islice(self._rest, max(0, place + 1 - len(self._read)))
-        return self._read[place]
+            return self._read[index % len(self._read)]
+        self._read += itertools.islice(self._rest, max(0, index + 1 - len(self._read)))
+        return self._read[index]
 
 
 @cache
@@ -104,13 +104,13 @@ def _tasks(name: str, settings: str) -> _Tasks:
     return _Tasks(taskset(config(**{"id": name, **json.loads(settings)})))
 
 
-def _refuse_what_needs_more(task: Any) -> None:
+def _refuse_unsupported(task: Any) -> None:
     kind = type(task)
     needs = [
         f"{function.__name__}() reads a runtime"
         for function in (*task.hooks("reward"), *task.hooks("metric"))
-        if (given := inspect.signature(function).parameters.get("runtime")) is not None
-        and given.default is given.empty
+        if (parameter := inspect.signature(function).parameters.get("runtime")) is not None
+        and parameter.default is parameter.empty
     ]
     if task.NEEDS_CONTAINER:
         needs.append("it needs a container")
@@ -118,6 +118,6 @@ def _refuse_what_needs_more(task: Any) -> None:
         needs.append("it has tools")
     if needs:
         raise NotImplementedError(
-            f"verifiers' task {kind.__name__} is not graded by one answer alone: "
-            f"{'; '.join(needs)}. Have verifiers' own runner play it, through tidegate.Gateway"
+            f"verifiers' task {kind.__name__} is not scored by one answer alone: "
+            f"{'; '.join(needs)}. Run it with verifiers' own runner, through tidegate.Gateway"
         )

@@ -1,9 +1,9 @@
 """Engines of a run as Ray actors, each in a placement group.
 
-A run with ``cluster="ray"`` uses it in place of local engine processes. Ray finds nodes and GPUs,
-and restarts actors when they or their nodes die. Rollouts and weights do not go through Ray: an
-actor runs the worker program, which connects to the run over ZeroMQ with keys from the actor's
-arguments.
+A run with ``cluster="ray"`` uses this module in place of local engine processes. Ray finds nodes
+and GPUs, and restarts actors when they or their nodes die. Rollouts and weights do not go through
+Ray: an actor runs the worker program, which connects to the run over ZeroMQ with keys from the
+actor's arguments.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.integrations.ray.ray_resources import (
+    RayPlacement,
     RayResources,
-    RayRoom,
     connected_ray,
-    own_address,
-    said,
+    error_line,
+    node_address,
 )
 from tidegate.orchestrator.fleet.launcher import Engines, OnExit
 from tidegate.orchestrator.fleet.processes import (
@@ -62,10 +62,10 @@ class RayEngine:
         After :data:`DEFECT` the caller must kill this process, because its memory may be corrupt.
         """
         worker: Any = importlib.import_module(WORKER)
-        said = _Tail(sys.stderr)
-        with contextlib.redirect_stderr(said):
+        tail = _Tail(sys.stderr)
+        with contextlib.redirect_stderr(tail):
             status = int(worker.main(self._arguments, self._keys))
-        return status, said.last_words()
+        return status, tail.last_lines()
 
     def pid(self) -> int:
         """Return the process id; answers while the engine serves."""
@@ -87,7 +87,7 @@ class _Tail(io.TextIOBase):
     def flush(self) -> None:
         self._target.flush()
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         lines = self._end.splitlines()[-LOG_LINES_SHOWN:]
         if lines and lines[-1].startswith("error: "):
             return lines[-1].removeprefix("error: ")
@@ -115,8 +115,8 @@ class RayCluster:
         """
         self.ray = connected_ray()
         self.settings = settings
-        self.room = RayRoom(self.ray, _resources(settings))
-        self.address = settings.fleet.listen_address or own_address(self.ray)
+        self.placement = RayPlacement(self.ray, _resources(settings))
+        self.address = settings.fleet.listen_address or node_address(self.ray)
         self.keys: OrchestratorKeys | None
         self.engine_keys: EngineKeys | None
         if settings.fleet.curve_key_directory is not None:
@@ -139,20 +139,20 @@ class RayEngines:
 
     def __init__(self, cluster: RayCluster, address: str, *, on_exit: OnExit) -> None:
         self._ray = cluster.ray
-        self._room = cluster.room
+        self._placement = cluster.placement
         self._settings = cluster.settings
         self._keys = cluster.engine_keys
         self._address = address
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._actors: dict[str, Any] = {}
-        self._begun_s: dict[str, float] = {}
+        self._started_s: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
         """Number of failures in a row, by engine."""
-        self._is_told: set[str] = set()
+        self._reported: set[str] = set()
         """Engines whose last end was already reported."""
         self._timers: set[asyncio.TimerHandle] = set()
-        self._is_over = False
+        self._is_stopped = False
         self.may_restart = False
 
     @property
@@ -161,14 +161,14 @@ class RayEngines:
         return not self._actors
 
     def start(self) -> None:
-        """Ask Ray for a place for each; it may be long in coming."""
+        """Request an actor for each engine; Ray may need long to find resources."""
         for index in range(self._settings.fleet.engines):
             name = f"engine-{index}"
             actor = self._ray.remote(RayEngine).options(
                 max_restarts=-1,
                 max_task_retries=0,  # so that a failure is reported at once, and not after a retry
                 max_concurrency=2,  # so that pid() answers while serve() runs
-                **self._room.options(index),
+                **self._placement.options(index),
             )
             arguments = engine_options(
                 self._settings.model, self._settings.engine, name, self._address
@@ -188,55 +188,55 @@ class RayEngines:
 
     def stop(self) -> None:
         """Kill all actors, and free their placement groups."""
-        self._is_over = True
+        self._is_stopped = True
         for timer in self._timers:
             timer.cancel()
         self.kill_all()
-        self._room.give_all_back()
+        self._placement.remove_all()
 
     # ------------------------------------------------------------ one engine
 
     def _serve(self, name: str) -> None:
         """Make the actor serve; the call waits in Ray until the actor has resources."""
-        self._begun_s[name] = self._loop.time()
+        self._started_s[name] = self._loop.time()
         future: Future[tuple[int, str]] = self._actors[name].serve.remote().future()
-        future.add_done_callback(partial(self._ended_elsewhere, name))
+        future.add_done_callback(partial(self._on_serve_done, name))
 
-    def _ended_elsewhere(self, name: str, future: "Future[tuple[int, str]]") -> None:
+    def _on_serve_done(self, name: str, future: "Future[tuple[int, str]]") -> None:
         try:
             self._loop.call_soon_threadsafe(self._ended, name, future)
         except RuntimeError:
             return  # the loop has closed: the run is over
 
     def _ended(self, name: str, future: "Future[tuple[int, str]]") -> None:
-        if self._is_over or name not in self._actors:
+        if self._is_stopped or name not in self._actors:
             return
         error = future.exception()
-        lived_s = self._loop.time() - self._begun_s[name]
+        served_s = self._loop.time() - self._started_s[name]
         if error is None:  # the worker ended
             status, why = future.result()
             why = why or f"exit status {status}"
-            self._failures[name] = 1 if lived_s > SHORT_LIFE_S else self._failures[name] + 1
-            self._is_told.discard(name)
+            self._failures[name] = 1 if served_s > SHORT_LIFE_S else self._failures[name] + 1
+            self._reported.discard(name)
             if status == DEFECT:
                 self.kill(name)
         else:
-            why = f"its actor or node was lost: {said(error)}"
-            if lived_s > RETRY_S:  # it had served, and was not only waiting for resources
-                self._is_told.discard(name)
+            why = f"its actor or node was lost: {error_line(error)}"
+            if served_s > RETRY_S:  # it had served, and was not only waiting for resources
+                self._reported.discard(name)
         given_up = not self.may_restart or self._failures[name] > RESTARTS_MAX
         if given_up:
             self._ray.kill(self._actors.pop(name))
         else:
-            self._later(name)
-        if given_up or name not in self._is_told:
-            self._is_told.add(name)
+            self._serve_later(name)
+        if given_up or name not in self._reported:
+            self._reported.add(name)
             self._on_exit(name, why)
 
-    def _later(self, name: str) -> None:
+    def _serve_later(self, name: str) -> None:
         def again() -> None:
             self._timers.discard(timer)
-            if not self._is_over and name in self._actors:
+            if not self._is_stopped and name in self._actors:
                 self._serve(name)
 
         timer = self._loop.call_later(RETRY_S, again)

@@ -16,11 +16,11 @@ from typing import IO, Any
 
 from tidegate.environments.started_worker import LocalWorker, StartedWorker, Workers, WorkersFactory
 from tidegate.integrations.ray.ray_resources import (
+    RayPlacement,
     RayResources,
-    RayRoom,
     connected_ray,
-    own_address,
-    said,
+    error_line,
+    node_address,
 )
 from tidegate.transport.security import EngineKeys, ephemeral_keys
 from tidegate.transport.tunnel_exit import TunnelExit
@@ -78,10 +78,10 @@ class RayWorkers:
             ConfigError: Ray is not installed or not reachable, or the placement group does not fit.
         """
         self._ray = connected_ray()
-        self._room = RayRoom(self._ray, resources)
-        self._told = python, memory_bytes, pass_variables
+        self._placement = RayPlacement(self._ray, resources)
+        self._worker_arguments = python, memory_bytes, pass_variables
         keys, self._worker_keys = ephemeral_keys()
-        self._entrance = TunnelEntrance(own_address(self._ray), keys)
+        self._entrance = TunnelEntrance(node_address(self._ray), keys)
         self._numbers = itertools.count()
         self._free: list[int] = []
         """Numbers of ended processes, whose bundles can be used again."""
@@ -93,11 +93,11 @@ class RayWorkers:
         number = self._free.pop() if self._free else next(self._numbers)
         name = f"environments-{number}-{uuid.uuid4().hex[:8]}"
         tunnel = self._entrance.open(name)
-        made = self._ray.remote(RayEnvironmentWorker).options(
-            max_restarts=0, **self._room.options(number)
+        remote_class = self._ray.remote(RayEnvironmentWorker).options(
+            max_restarts=0, **self._placement.options(number)
         )
-        actor = made.remote(self._entrance.address, name, self._worker_keys)
-        served: Future[None] = actor.serve.remote(*self._told).future()
+        actor = remote_class.remote(self._entrance.address, name, self._worker_keys)
+        served: Future[None] = actor.serve.remote(*self._worker_arguments).future()
         self._served[served] = actor
 
         loop = asyncio.get_running_loop()
@@ -112,20 +112,20 @@ class RayWorkers:
 
     def _killed(self, number: int) -> None:
         """Free the bundle for the next actor, which waits until Ray knows that this one ended."""
-        if self._room.is_shared:
+        if self._placement.is_shared:
             self._free.append(number)
 
     def _ended(self, number: int, tunnel: Tunnel, served: "Future[None]") -> None:
         error = served.exception()
         if isinstance(error, self._ray.exceptions.RayActorError):
-            self._entrance.lose(tunnel, f"its actor or node was lost: {said(error)}")
+            self._entrance.lose(tunnel, f"its actor or node was lost: {error_line(error)}")
         elif error is not None:
-            self._entrance.kill(tunnel, f"its actor failed: {said(error)}")
+            self._entrance.kill(tunnel, f"its actor failed: {error_line(error)}")
         else:
             self._entrance.kill(tunnel, "its actor is gone")
         self._served.pop(served, None)
-        if not self._room.is_shared:
-            self._room.give_back(number)
+        if not self._placement.is_shared:
+            self._placement.remove(number)
             self._free.append(number)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class RayWorkers:
         left = dict(self._served)
         for future in wait(left, CLOSE_TIMEOUT_S).not_done:
             self._ray.kill(left[future])
-        self._room.give_all_back()
+        self._placement.remove_all()
 
 
 class RayWorker:

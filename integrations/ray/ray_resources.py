@@ -19,7 +19,7 @@ class RayResources:
     placement_group: str | None = None
     """Name of the user's placement group: process ``n`` goes into bundle ``n`` modulo the number
     of bundles. So different kinds of processes that name the same group share bundles. None:
-    Tidegate creates placement groups wherever there is room."""
+    Tidegate creates placement groups on any node with free resources."""
 
     def __post_init__(self) -> None:
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
@@ -29,7 +29,8 @@ class RayResources:
                 )
         if self.placement_group is None and not self.cpus and not self.gpus:
             raise ConfigError(
-                "RayResources with no CPU and no GPU name no node; set cpus= or placement_group="
+                "RayResources need a CPU, a GPU or a placement group; set cpus=, gpus= or "
+                "placement_group="
             )
 
 
@@ -43,8 +44,7 @@ def connected_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "places on Ray's nodes were asked for, and Ray is not installed: "
-            'pip install "tidegate[ray]" on every node'
+            'Ray is not installed; run pip install "tidegate[ray]" on every node'
         ) from error
     try:
         if not ray.is_initialized():
@@ -54,20 +54,20 @@ def connected_ray() -> Any:
     return ray
 
 
-def own_address(ray: Any) -> str:
+def node_address(ray: Any) -> str:
     """Return this node's address in the cluster, with any free port."""
     return f"tcp://{ray.util.get_node_ip_address()}:*"
 
 
-class RayRoom:
+class RayPlacement:
     """Placement groups of the processes of one kind."""
 
-    def __init__(self, ray: Any, resources: RayResources, *, together: int | None = None) -> None:
+    def __init__(self, ray: Any, resources: RayResources, *, gang_size: int | None = None) -> None:
         """Look up the user's placement group, or create one.
 
-        Without the user's group, ``together`` is the number of processes to be placed all at once
-        or not at all. If it is None, each process has a group of its own, so that processes start
-        as soon as there is room for them.
+        Without the user's group, ``gang_size`` processes are placed all at once or not at
+        all. If it is None, each process has a group of its own, so that processes start
+        as soon as their own resources are free.
 
         Raises:
             ConfigError: there is no group of that name, or its bundles are too small.
@@ -78,11 +78,11 @@ class RayRoom:
         self._shared: Any = None
         self._is_shared_own = False
         if resources.placement_group is not None:
-            self._shared = _group_of(ray, resources.placement_group)
+            self._shared = _user_group(ray, resources.placement_group)
             for bundle in self._shared.bundle_specs:
                 _check_bundle(resources, bundle)
-        elif together is not None:
-            self._shared = self._made(together)
+        elif gang_size is not None:
+            self._shared = self._create_group(gang_size)
             self._is_shared_own = True
 
     @property
@@ -98,7 +98,7 @@ class RayRoom:
             group, bundle = self._shared, index % self._shared.bundle_count
         else:
             if index not in self._own:
-                self._own[index] = self._made(1)
+                self._own[index] = self._create_group(1)
             group, bundle = self._own[index], 0
         return {
             "num_cpus": self._resources.cpus,
@@ -108,14 +108,16 @@ class RayRoom:
             ),
         }
 
-    def _made(self, bundles: int) -> Any:
+    def _create_group(self, bundles: int) -> Any:
         """Create a placement group; autoscalers see its demand."""
         from ray.util.placement_group import placement_group
 
-        wanted = {"CPU": self._resources.cpus, "GPU": self._resources.gpus}
-        return placement_group([{name: n for name, n in wanted.items() if n}] * bundles)
+        resources_per_bundle = {"CPU": self._resources.cpus, "GPU": self._resources.gpus}
+        return placement_group(
+            [{name: n for name, n in resources_per_bundle.items() if n}] * bundles
+        )
 
-    def give_back(self, index: int) -> None:
+    def remove(self, index: int) -> None:
         """Remove one process's own placement group."""
         from ray.util.placement_group import remove_placement_group
 
@@ -123,7 +125,7 @@ class RayRoom:
         if group is not None:
             remove_placement_group(group)
 
-    def give_all_back(self) -> None:
+    def remove_all(self) -> None:
         """Remove all groups created here, but not the user's."""
         from ray.util.placement_group import remove_placement_group
 
@@ -131,31 +133,31 @@ class RayRoom:
             remove_placement_group(self._shared)
             self._is_shared_own = False
         for index in list(self._own):
-            self.give_back(index)
+            self.remove(index)
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the error of an actor's call in one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # For an error raised in the actor, Ray returns the traceback, whose last line names it.
     return lines[-1] if "Traceback" in str(error) or "ray::" in lines[0] else lines[0]
 
 
-def _group_of(ray: Any, name: str) -> Any:
+def _user_group(ray: Any, name: str) -> Any:
     try:
         return ray.util.get_placement_group(name)
     except ValueError as error:
         raise ConfigError(
-            f"Ray has no placement group named {name!r} in this namespace; make it first: "
+            f"Ray has no placement group named {name!r} in this namespace; create it first: "
             f"ray.util.placement_group(bundles, name={name!r})"
         ) from error
 
 
 def _check_bundle(resources: RayResources, bundle: dict[str, float]) -> None:
-    for name, wanted in (("CPU", resources.cpus), ("GPU", resources.gpus)):
-        if wanted > bundle.get(name, 0):
+    for name, needed in (("CPU", resources.cpus), ("GPU", resources.gpus)):
+        if needed > bundle.get(name, 0):
             raise ConfigError(
-                f"a process is to have {wanted:g} {name}, and a bundle of placement group "
-                f"{resources.placement_group!r} has {bundle.get(name, 0):g}; nothing would ever be "
-                f"placed there"
+                f"each process needs {needed:g} {name}, but a bundle of placement group "
+                f"{resources.placement_group!r} has {bundle.get(name, 0):g}; create the group with "
+                f"larger bundles, or lower RayResources"
             )

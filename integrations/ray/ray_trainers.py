@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import ConfigError, TrainerLost
 from tidegate.integrations.ray.ray_resources import (
+    RayPlacement,
     RayResources,
-    RayRoom,
     connected_ray,
-    own_address,
-    said,
+    error_line,
+    node_address,
 )
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
@@ -61,13 +61,15 @@ async def train_on_ray(
         EngineLost, EpisodeError: the run has failed.
     """
     if world_size < 1:
-        raise ConfigError(f"world_size counts the trainer's ranks, at least one, got {world_size}")
+        raise ConfigError(
+            f"world_size (the number of trainer ranks) must be at least 1, got {world_size}"
+        )
     ray = connected_ray()
     keys, rank_keys = ephemeral_keys()
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     listening = listen(
         rollouts,
-        own_address(ray),
+        node_address(ray),
         tasks=tasks,
         episode=episode,
         episodes=episodes,
@@ -76,11 +78,11 @@ async def train_on_ray(
         keys=keys,
         on_bound=bound.set_result,
     )
-    room = RayRoom(ray, resources or RayResources(), together=world_size)
-    ranks = _Ranks(ray, room, world_size, rank_keys)
+    placement = RayPlacement(ray, resources or RayResources(), gang_size=world_size)
+    ranks = _Ranks(ray, placement, world_size, rank_keys)
     try:
-        meeting = await ranks.meet(trainer_timeout_s)
-        return await _trained(ranks, train, meeting, bound, asyncio.ensure_future(listening))
+        rendezvous = await ranks.meet(trainer_timeout_s)
+        return await _trained(ranks, train, rendezvous, bound, asyncio.ensure_future(listening))
     finally:
         listening.close()  # no effect if it was awaited
         ranks.end()
@@ -89,7 +91,7 @@ async def train_on_ray(
 async def _trained(
     ranks: "_Ranks",
     train: Train,
-    meeting: tuple[str, int],
+    rendezvous: tuple[str, int],
     bound: "asyncio.Future[str]",
     listening: "asyncio.Future[None]",
 ) -> list[Any]:
@@ -100,7 +102,7 @@ async def _trained(
         await asyncio.wait(until_bound, return_when=asyncio.FIRST_COMPLETED)
         if not bound.done():
             await listening  # raises its error
-        training = asyncio.ensure_future(ranks.train(train, bound.result(), meeting))
+        training = asyncio.ensure_future(ranks.train(train, bound.result(), rendezvous))
         until_done: list[asyncio.Future[Any]] = [listening, training]
         await asyncio.wait(until_done, return_when=asyncio.FIRST_EXCEPTION)
         for ended in (training, listening):
@@ -117,11 +119,13 @@ async def _trained(
 class _Ranks:
     """One actor per rank."""
 
-    def __init__(self, ray: Any, room: RayRoom, world_size: int, keys: EngineKeys) -> None:
-        self._ray, self._room = ray, room
+    def __init__(
+        self, ray: Any, placement: RayPlacement, world_size: int, keys: EngineKeys
+    ) -> None:
+        self._ray, self._placement = ray, placement
         self._actors = [
             ray.remote(RayTrainer)
-            .options(max_restarts=0, **room.options(rank))
+            .options(max_restarts=0, **placement.options(rank))
             .remote(rank, world_size, keys)
             for rank in range(world_size)
         ]
@@ -134,19 +138,19 @@ class _Ranks:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                met = await self._all([actor.meeting.remote() for actor in self._actors])
+                points = await self._all([actor.rendezvous.remote() for actor in self._actors])
         except TimeoutError:
             raise TrainerLost(
                 ranks=list(range(len(self._actors))),
                 world_size=len(self._actors),
                 doing="train_on_ray()",
-                why=f"found no place on Ray's nodes in {timeout_s:.0f} s; `ray status` tells what "
-                f"is free there",
+                why=f"Ray found no resources in {timeout_s:.0f} s; run `ray status` to see what is "
+                f"free",
             ) from None
-        address, port = met[0]
+        address, port = points[0]
         return str(address), int(port)
 
-    async def train(self, train: Train, address: str, meeting: tuple[str, int]) -> list[Any]:
+    async def train(self, train: Train, address: str, rendezvous: tuple[str, int]) -> list[Any]:
         """Return each rank's result.
 
         Raises:
@@ -154,10 +158,10 @@ class _Ranks:
         """
         # Stored once: Ray warns about a large function that is sent repeatedly.
         sent = self._ray.put(train)
-        return await self._all([a.train.remote(sent, address, meeting) for a in self._actors])
+        return await self._all([a.train.remote(sent, address, rendezvous) for a in self._actors])
 
-    async def _all(self, asked: list[Any]) -> list[Any]:
-        futures: list[Future[Any]] = [reference.future() for reference in asked]
+    async def _all(self, references: list[Any]) -> list[Any]:
+        futures: list[Future[Any]] = [reference.future() for reference in references]
         waiting = [asyncio.wrap_future(future) for future in futures]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
@@ -167,7 +171,7 @@ class _Ranks:
                         ranks=[rank],
                         world_size=len(waiting),
                         doing="train_on_ray()",
-                        why=f"failed: {said(error)}",
+                        why=f"failed: {error_line(error)}",
                     ) from error
             return [ended.result() for ended in waiting]
         finally:
@@ -178,7 +182,7 @@ class _Ranks:
         """Kill all actors, and free their placement group."""
         for actor in self._actors:
             self._ray.kill(actor)
-        self._room.give_all_back()
+        self._placement.remove_all()
 
 
 class RayTrainer:
@@ -188,7 +192,7 @@ class RayTrainer:
         """Take the rank and keys; the keys are never written to disk."""
         self._rank, self._world_size, self._keys = rank, world_size, keys
 
-    def meeting(self) -> tuple[str, int]:
+    def rendezvous(self) -> tuple[str, int]:
         """Return this node's address, and a free port."""
         import ray
 
@@ -196,15 +200,15 @@ class RayTrainer:
             probe.bind(("", 0))
             return str(ray.util.get_node_ip_address()), int(probe.getsockname()[1])
 
-    def train(self, train: Train, address: str, meeting: tuple[str, int]) -> Any:
+    def train(self, train: Train, address: str, rendezvous: tuple[str, int]) -> Any:
         """Run ``train`` with a connection to the run at ``address``."""
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(self._world_size),
             LOCAL_RANK="0",  # Ray shows this process only its own GPUs
             LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR=meeting[0],
-            MASTER_PORT=str(meeting[1]),
+            MASTER_ADDR=rendezvous[0],
+            MASTER_PORT=str(rendezvous[1]),
         )
         connection = RemoteRollouts(
             address, keys=self._keys, rank=self._rank, world_size=self._world_size

@@ -230,12 +230,12 @@ def load_weights(directory: Path) -> Any:
 def _quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and warnings: an audit loads many versions."""
     log: Any = transformers.utils.logging
-    had_bars, level = log.is_progress_bar_enabled(), log.get_verbosity()
+    bars_enabled, level = log.is_progress_bar_enabled(), log.get_verbosity()
     log.disable_progress_bar()
     log.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
         log.set_verbosity(level)
-        if had_bars:
+        if bars_enabled:
             log.enable_progress_bar()

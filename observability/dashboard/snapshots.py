@@ -132,13 +132,13 @@ def unconsumed_rollouts(
     if group_id is not None and group_id < 0:
         evaluated = [(r, g) for r, g in core.groups.running.values() if g.group_id == group_id]
         return evaluated
-    wanted = {RolloutState(state)} if state else {RolloutState.RUNNING, RolloutState.FINISHED}
+    states = {RolloutState(state)} if state else {RolloutState.RUNNING, RolloutState.FINISHED}
     return [
         (rollout, group)
         for group in core.groups.in_order
         if group_id is None or group.group_id == group_id
         for rollout in group.rollouts
-        if rollout.state in wanted
+        if rollout.state in states
     ]
 
 

@@ -156,11 +156,11 @@ class _Simulation:
         return _prediction(start.at_s, self._totals, versions)
 
     async def _take_batch(self) -> int:
-        asked_s = self._loop.time()
+        requested_s = self._loop.time()
         batch = await self._scheduler.next_batch()
         assert batch is not None, "prompts never end"
         totals = self._totals
-        totals.waited_s += self._loop.time() - asked_s
+        totals.waited_s += self._loop.time() - requested_s
         rollouts = [rollout for group in batch.groups for rollout in group.kept]
         tokens = sum(rollout.sampled_tokens for rollout in rollouts)
         totals.tokens += tokens

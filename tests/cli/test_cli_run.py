@@ -107,7 +107,7 @@ def test_check_runs_nothing_and_shows_every_setting(
     assert status_of(["run", str(config), "--check"], monkeypatch) == 0
     said = capsys.readouterr().out
     assert "run.group_size = 2\n" in said
-    assert f"it would be run in {config.parent / 'run'}" in said
+    assert f"the run would be recorded in {config.parent / 'run'}" in said
     assert not (config.parent / "run").exists()
 
 
@@ -124,7 +124,7 @@ def test_the_example_is_well() -> None:
     [
         ("run.engins=4", "no such setting; did you mean 'engines'?"),
         ("run.engines=-1", "engines=-1: Input should be greater than or equal to 0"),
-        ("runs.engines=4", "[runs] is no section; did you mean 'run'?"),
+        ("runs.engines=4", "there is no section [runs]; did you mean 'run'?"),
         ("engines=4", "must be SECTION.KEY=VALUE"),
         ("run.engines", "must be SECTION.KEY=VALUE"),
         ("run.engines.more=1", "engines={'more': 1}"),

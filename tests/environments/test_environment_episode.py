@@ -29,7 +29,7 @@ from tidegate.transport.messages import SamplingParams
 
 pytestmark = pytest.mark.wire
 
-HERE = "tests.environments"
+GAMES = "tests.environments"
 LETTERS = "abcdefgh"
 
 
@@ -49,7 +49,7 @@ def searches(request: TurnRequest) -> str:
 # ---------------------------------------------------------------- rewards and limits
 
 
-async def test_the_reward_is_the_sum_of_what_the_environment_gave(
+async def test_the_episode_reward_is_the_sum_of_the_environments_rewards(
     tidegate_serve: ServeInTests,
 ) -> None:
     episode = environment_episode(Hunt, max_turns=4, max_tokens=1)
@@ -62,7 +62,7 @@ async def test_the_reward_is_the_sum_of_what_the_environment_gave(
     assert episode.counts.turns == sum(round((1.0 - reward) / 0.125) + 1 for reward in rewards)
 
 
-async def test_an_episode_out_of_turns_has_what_it_was_given_so_far(
+async def test_an_episode_out_of_turns_keeps_the_reward_so_far(
     tidegate_serve: ServeInTests,
 ) -> None:
     episode = environment_episode(Hunt, max_turns=3, max_tokens=1)
@@ -72,22 +72,25 @@ async def test_an_episode_out_of_turns_has_what_it_was_given_so_far(
     assert episode.counts.out_of_turns == 1
 
 
-async def test_an_episode_whose_context_is_full_ends_there(tidegate_serve: ServeInTests) -> None:
-    asked: list[int] = []
+async def test_an_episode_ends_when_its_context_is_full(tidegate_serve: ServeInTests) -> None:
+    requested: list[int] = []
 
     def says(request: TurnRequest) -> list[int]:
-        asked.append(request.max_tokens)
+        requested.append(request.max_tokens)
         return [122] * request.max_tokens
 
     episode = environment_episode(Hunt, max_turns=9, max_tokens=4, context_tokens_max=12)
     async with tidegate_serve(says=says) as rollouts:
         evaluation = await rollouts.evaluate([0], episode=episode)  # "0: " takes 3
-    assert asked == [4, 4]  # 3 + 4, a ">" or "<", 4 more: nothing is left for the next one
+    assert requested == [
+        4,
+        4,
+    ]  # 3 + 4, a ">" or "<", 4 more: nothing is left for the next one
     assert evaluation.rewards == [-0.25]
     assert episode.counts.out_of_context == 1
 
 
-async def test_all_rollouts_of_a_group_begin_alike_and_so_do_equal_tasks(
+async def test_rollouts_of_a_group_and_of_equal_tasks_get_the_same_seed(
     tidegate_serve: ServeInTests,
 ) -> None:
     seeds: dict[int, set[int]] = {}
@@ -106,14 +109,14 @@ async def test_all_rollouts_of_a_group_begin_alike_and_so_do_equal_tasks(
     assert len(set.union(*seeds.values())) == 3
 
 
-def test_a_seed_has_31_bits_and_tasks_that_are_no_data_get_their_groups() -> None:
+def test_a_seed_has_31_bits_and_derives_from_the_group_if_the_task_is_not_plain_data() -> None:
     assert all(0 <= group_seed(task, 0) < 2**31 for task in range(1000))
     assert len({group_seed(task, 0) for task in range(1000)}) == 1000
     assert group_seed({"a": 1}, 0) == group_seed({"a": 1}, 7)
     assert group_seed(object(), 3) == group_seed(object(), 3) != group_seed(object(), 4)
 
 
-async def test_an_environment_that_fails_costs_its_rollout_and_is_closed(
+async def test_a_failing_environment_fails_its_rollout_and_is_closed(
     tidegate_serve: ServeInTests,
 ) -> None:
     closed: list[int] = []
@@ -140,13 +143,13 @@ async def test_an_environment_that_fails_costs_its_rollout_and_is_closed(
 
 
 @pytest.mark.parametrize("name", ["max_turns", "max_tokens", "context_tokens_max"])
-def test_a_limit_that_nothing_could_keep_is_refused(name: str) -> None:
+def test_a_limit_below_one_is_refused(name: str) -> None:
     limits: dict[str, Any] = {"max_turns": 1, name: 0}
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
         environment_episode(Hunt, **limits)
 
 
-async def test_a_dialogue_of_ones_own_sees_messages(tidegate_serve: ServeInTests) -> None:
+async def test_a_custom_dialogue_receives_messages(tidegate_serve: ServeInTests) -> None:
     class Chatty(Hunt):
         def reset(self, *, seed: int, task: Any) -> Observation:
             return chat([{"role": "system", "content": "play"}, {"role": "user", "content": task}])
@@ -175,7 +178,7 @@ async def test_a_dialogue_of_ones_own_sees_messages(tidegate_serve: ServeInTests
     assert read == ["<system>play<user>now"]
 
 
-async def test_a_chat_says_the_environments_messages_through_the_models_template(
+async def test_chat_renders_the_environments_messages_with_the_chat_template(
     tidegate_serve: ServeInTests, tmp_path: Path, model: Path
 ) -> None:
     templated = add_chat_template(shutil.copytree(model, tmp_path / "chatty"), "gemma")
@@ -235,7 +238,7 @@ class Engines:
     async def park(self, rollout: Rollout) -> None:
         raise AssertionError("nobody waits for newer weights here")
 
-    async def score(self, rollout: Rollout, asked: object) -> NoReturn:
+    async def score(self, rollout: Rollout, query: object) -> NoReturn:
         raise AssertionError("nobody has tokens scored here")
 
     def fork(self, rollout: Rollout, reason: str) -> Rollout:
@@ -247,14 +250,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_directory(tmp_path_factory.mktemp("model") / "qwen3")
 
 
-async def test_an_episode_that_is_run_again_after_a_resume_gets_what_it_got(model: Path) -> None:
+async def test_an_episode_replayed_after_a_resume_gets_the_same_observations(model: Path) -> None:
     files = read_model_files(model)
     defaults = SamplingSettings(max_tokens=1, temperature=1.0, seed=7)
     rollout, rewards = Rollout(0, 3, 0), []
     engines = [Engines(), Engines()]
     for life in engines:
         async with EnvironmentPool(processes=1) as pool:
-            play = environment_episode(pool.environment(f"{HERE}.games:Hunt"), max_turns=8)
+            play = environment_episode(pool.environment(f"{GAMES}.games:Hunt"), max_turns=8)
             rewards.append(await play(Episode(rollout, files, life, defaults), "b"))
         rollout.cut(turns=len(rollout.turns))
     assert rewards[0] == rewards[1]
@@ -262,7 +265,7 @@ async def test_an_episode_that_is_run_again_after_a_resume_gets_what_it_got(mode
     assert (engines[1].asked, engines[1].cuts) == (0, [])
 
 
-async def test_a_whole_run_plays_in_a_pool_and_loses_only_what_crashes(
+async def test_a_run_in_a_pool_loses_only_the_rollouts_whose_environment_crashes(
     model: Path, tmp_path: Path
 ) -> None:
     before = set(psutil.Process().children())
@@ -276,9 +279,9 @@ async def test_a_whole_run_plays_in_a_pool_and_loses_only_what_crashes(
             run_directory=tmp_path / "run",
         ) as rollouts,
     ):
-        make = pool.environment(f"{HERE}.games:CrashesAt", task=3)
+        make = pool.environment(f"{GAMES}.games:CrashesAt", task=3)
         play = environment_episode(make, max_turns=3, max_tokens=2)
-        tools = tidegate.Tools(pool, {"add": f"{HERE}.unruly:add"})
+        tools = tidegate.Tools(pool, {"add": f"{GAMES}.unruly:add"})
 
         async def play_and_add(episode: Episode, task: int) -> float:
             reward = await play(episode, task)
@@ -302,5 +305,5 @@ def _is_an_environment(each: Environment) -> Environment:
     return each
 
 
-def test_users_classes_are_environments() -> None:
+def test_users_classes_match_the_environment_protocol() -> None:
     assert _is_an_environment(Hunt()).reset(seed=0, task=1) == Observation("1: ")

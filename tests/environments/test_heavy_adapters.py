@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tidegate import EnvironmentPool
-from tidegate.environments.worker_command import child_environment
+from tidegate.environments.started_worker import child_environment
 from tidegate.errors import EnvironmentFailed
 
 HERE = "tests.environments"
@@ -33,7 +33,7 @@ async def pool() -> AsyncIterator[EnvironmentPool]:
         yield pool
 
 
-async def test_a_taskset_of_verifiers_asks_and_grades_by_its_own_rewards(
+async def test_a_verifiers_taskset_gives_prompts_and_scores_with_its_rewards(
     pool: EnvironmentPool,
 ) -> None:
     make = pool.environment(
@@ -41,17 +41,17 @@ async def test_a_taskset_of_verifiers_asks_and_grades_by_its_own_rewards(
         taskset=f"{HERE}.verifiers_tasksets:Sums",
         settings={"limit": 10},
     )
-    for task, said, reward in [(3, "4", 2.5), (3, " 5 ", 0.0), (13, "4.", 0.5)]:
+    for task, answer, reward in [(3, "4", 2.5), (3, " 5 ", 0.0), (13, "4.", 0.5)]:
         environment = make()
-        asked = await environment.reset(seed=0, task=task)
-        assert [message["role"] for message in asked.messages] == ["system", "user"]
-        assert asked.messages[1]["content"] == "3 + 1 ="
-        graded = await environment.step(said)
-        assert (graded.reward, graded.done) == (reward, True)
+        prompt = await environment.reset(seed=0, task=task)
+        assert [message["role"] for message in prompt.messages] == ["system", "user"]
+        assert prompt.messages[1]["content"] == "3 + 1 ="
+        scored = await environment.step(answer)
+        assert (scored.reward, scored.done) == (reward, True)
         environment.close()
 
 
-async def test_a_task_of_verifiers_that_wants_a_container_is_refused(
+async def test_a_verifiers_task_that_needs_a_container_is_refused(
     pool: EnvironmentPool,
 ) -> None:
     environment = pool.environment(
@@ -75,19 +75,19 @@ def openenv_url() -> Iterator[str]:
         text=True,
     )
     assert server.stdout is not None
-    said = ""
+    answer = ""
     for line in server.stdout:
-        said += line
+        answer += line
         if "Uvicorn running" in line:
             break
     else:
-        pytest.fail(said)
+        pytest.fail(answer)
     yield f"http://127.0.0.1:{port}"
     server.kill()
     server.communicate(timeout=60)
 
 
-async def test_an_openenv_server_is_played_by_several_at_once(
+async def test_several_environments_use_one_openenv_server_at_once(
     pool: EnvironmentPool, openenv_url: str
 ) -> None:
     make = pool.environment(

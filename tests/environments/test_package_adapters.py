@@ -41,7 +41,7 @@ async def play(
 # ---------------------------------------------------------------- gymnasium
 
 
-async def test_a_frozen_lake_is_walked_by_the_names_of_directions(pool: EnvironmentPool) -> None:
+async def test_gymnasium_actions_are_read_by_name(pool: EnvironmentPool) -> None:
     lake = gymnasium(
         pool,
         "FrozenLake-v1",
@@ -66,7 +66,7 @@ async def test_a_frozen_lake_is_walked_by_the_names_of_directions(pool: Environm
     assert [answer.reward for answer in answers] == [0.0] * 7 + [1.0]
 
 
-async def test_cards_follow_from_the_seed_and_are_written_as_numbers(
+async def test_gymnasium_observations_follow_the_seed_and_are_written_as_numbers(
     pool: EnvironmentPool,
 ) -> None:
     one, other = [await play(gymnasium(pool, "Blackjack-v1"), ["0"]) for _ in range(2)]
@@ -75,7 +75,7 @@ async def test_cards_follow_from_the_seed_and_are_written_as_numbers(
     assert one[-1].done
 
 
-async def test_numbers_are_read_from_any_text_and_their_count_is_checked(
+async def test_box_actions_are_read_from_any_text_and_their_count_is_checked(
     pool: EnvironmentPool,
 ) -> None:
     answers = await play(gymnasium(pool, "Pendulum-v1"), ["push by -1.5!", "1 2", "99"])
@@ -85,7 +85,7 @@ async def test_numbers_are_read_from_any_text_and_their_count_is_checked(
     assert answers[3].text == "not an action: '99'; answer with 1 numbers\n"
 
 
-async def test_the_environments_own_limit_truncates(pool: EnvironmentPool) -> None:
+async def test_the_environments_time_limit_truncates_the_episode(pool: EnvironmentPool) -> None:
     pole = gymnasium(pool, "CartPole-v1", settings={"max_episode_steps": 3})
     answers = await play(pole, ["0", "1", "0"])
     assert [(each.done, each.truncated) for each in answers[1:]] == [
@@ -95,7 +95,7 @@ async def test_the_environments_own_limit_truncates(pool: EnvironmentPool) -> No
     ]
 
 
-async def test_a_users_own_environment_of_texts_and_parts_is_registered_and_played(
+async def test_a_users_environment_with_text_actions_and_dict_observations_is_registered(
     pool: EnvironmentPool,
 ) -> None:
     words = gymnasium(pool, "tests/Words-v0", imports=HERE)
@@ -109,7 +109,7 @@ async def test_a_users_own_environment_of_texts_and_parts_is_registered_and_play
     assert [answer.reward for answer in answers] == [0.0, 0.0, 0.0, 1.0]
 
 
-async def test_a_space_that_nobody_can_read_needs_a_reader(pool: EnvironmentPool) -> None:
+async def test_an_unsupported_action_space_needs_a_parse_function(pool: EnvironmentPool) -> None:
     with pytest.raises(EnvironmentFailed, match="can't be read by themselves; give `parse`"):
         await play(gymnasium(pool, "tests/Pairs-v0", imports=HERE), [])
     pairs = gymnasium(pool, "tests/Pairs-v0", imports=HERE, parse=f"{HERE}:pair")
@@ -121,7 +121,7 @@ async def test_a_space_that_nobody_can_read_needs_a_reader(pool: EnvironmentPool
 # ---------------------------------------------------------------- reasoning-gym
 
 
-async def test_a_question_is_asked_and_graded_by_its_library(pool: EnvironmentPool) -> None:
+async def test_a_reasoning_gym_question_is_scored_by_its_dataset(pool: EnvironmentPool) -> None:
     make = pool.environment(
         f"{ADAPTERS}.reasoning_gym_tasks:ReasoningGym",
         dataset="chain_sum",
@@ -132,21 +132,21 @@ async def test_a_question_is_asked_and_graded_by_its_library(pool: EnvironmentPo
     (question,) = await play(make(), [], task=5)
     terms = re.findall(r"([-+]?) ?(\d+)", question.text)
     total = sum(int(sign + term) for sign, term in terms)
-    for said, reward in [
+    for answer, reward in [
         (f"It is <answer>{total}</answer>", 1.0),
         (f"<answer>{total + 1}</answer>", 0.0),
         (str(total), 0.0),
     ]:
-        asked, graded = await play(make(), [said], task=5)
-        assert asked == question
-        assert (graded.done, graded.reward == 1.0) == (True, reward == 1.0)
+        prompt, scored = await play(make(), [answer], task=5)
+        assert prompt == question
+        assert (scored.done, scored.reward == 1.0) == (True, reward == 1.0)
     assert (await play(make(), [], task=6))[0] != question
 
 
 # ---------------------------------------------------------------- skyrl-gym
 
 
-async def test_skyrl_gym_speaks_messages_and_grades_each_turn(pool: EnvironmentPool) -> None:
+async def test_skyrl_gym_returns_messages_and_a_reward_for_each_turn(pool: EnvironmentPool) -> None:
     environment = pool.environment(f"{ADAPTERS}.skyrl_gym_text:SkyRLGym", env="gsm8k_multi_turn")()
     row = {
         "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
@@ -165,7 +165,7 @@ async def test_skyrl_gym_speaks_messages_and_grades_each_turn(pool: EnvironmentP
 # ---------------------------------------------------------------- packages
 
 
-def test_a_package_that_is_missing_is_named_with_what_to_install() -> None:
+def test_a_missing_package_error_names_the_distribution_to_install() -> None:
     with pytest.raises(PackageMissing, match="pip install 'no-such-gym'"):
         package("no_such_gym", distribution="no-such-gym")
 

@@ -24,7 +24,7 @@ from tidegate.errors import (
 
 pytestmark = pytest.mark.wire
 
-HERE = "tests.environments.unruly"
+MODULE = "tests.environments.unruly"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def shared() -> Iterator[EnvironmentPool]:
 
 
 async def unruly(pool: EnvironmentPool) -> PooledEnvironment:
-    environment = pool.environment(f"{HERE}:Unruly")()
+    environment = pool.environment(f"{MODULE}:Unruly")()
     await environment.reset(seed=1, task="t")
     return environment
 
@@ -54,12 +54,12 @@ async def wait_until_closed(pool: EnvironmentPool) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_seed_and_actions_give_the_same_walk_in_any_environment(
+async def test_the_same_seed_and_actions_give_the_same_observations(
     shared: EnvironmentPool,
 ) -> None:
     walks = []
     for seed in (5, 5, 6):
-        walk = shared.environment(f"{HERE}:Walk", length=2)()
+        walk = shared.environment(f"{MODULE}:Walk", length=2)()
         first = await walk.reset(seed=seed, task={"name": "x"})
         assert first.text == f"{seed} {{'name': 'x'}}: "
         steps = [await walk.step("a"), await walk.step("b")]
@@ -72,9 +72,9 @@ async def test_a_seed_and_actions_give_the_same_walk_in_any_environment(
 
 
 @pytest.mark.parametrize("name", ["Walk", "AsyncWalk"])
-async def test_200_environments_at_once_in_two_processes(name: str) -> None:
+async def test_two_processes_hold_200_environments_at_once(name: str) -> None:
     async def play(seed: int) -> str:
-        walk = pool.environment(f"{HERE}:{name}", length=4)()
+        walk = pool.environment(f"{MODULE}:{name}", length=4)()
         observation = await walk.reset(seed=seed % 10, task=None)
         while not observation.done:
             observation = await walk.step("x")
@@ -89,9 +89,9 @@ async def test_200_environments_at_once_in_two_processes(name: str) -> None:
     assert all(texts[index] == texts[index % 10] for index in range(200))
 
 
-async def test_more_environments_than_may_be_open_wait_for_one_to_close() -> None:
+async def test_environments_beyond_the_limit_wait_for_another_to_close() -> None:
     async with EnvironmentPool(processes=1, environments_max=2) as pool:
-        walks = [pool.environment(f"{HERE}:Walk")() for _ in range(3)]
+        walks = [pool.environment(f"{MODULE}:Walk")() for _ in range(3)]
         for walk in walks[:2]:
             await walk.reset(seed=0, task=None)
         third = asyncio.create_task(walks[2].reset(seed=0, task=None))
@@ -112,10 +112,10 @@ async def test_more_environments_than_may_be_open_wait_for_one_to_close() -> Non
         ("wrong type", EnvironmentFailed, r"step\(\) must return a tidegate.Observation, got a"),
         ("nan", EnvironmentFailed, "reward must be finite, got nan"),
         ("unsendable", EnvironmentFailed, "can't be sent"),
-        ("scribble", EnvironmentCrashed, "killed, for it wrote what is no reply"),
+        ("scribble", EnvironmentCrashed, "killed: sent an invalid reply"),
     ],
 )
-async def test_only_the_one_that_misbehaves_fails_and_is_named(
+async def test_only_the_environment_that_fails_raises_and_is_named(
     shared: EnvironmentPool, action: str, error: type[Exception], says: str
 ) -> None:
     bad, good = await unruly(shared), await unruly(shared)
@@ -129,7 +129,9 @@ async def test_only_the_one_that_misbehaves_fails_and_is_named(
     await wait_until_closed(shared)
 
 
-async def test_what_it_prints_hurts_nobody(shared: EnvironmentPool) -> None:
+async def test_output_of_an_environment_does_not_corrupt_the_protocol(
+    shared: EnvironmentPool,
+) -> None:
     loud = await unruly(shared)
     assert (await loud.step("print")).text.startswith("print")
     assert (await loud.step("a")).text.startswith("print")
@@ -137,56 +139,62 @@ async def test_what_it_prints_hurts_nobody(shared: EnvironmentPool) -> None:
 
 
 @pytest.mark.parametrize("name", ["Unruly", "AsyncWalk"])
-async def test_one_that_hangs_is_ended_in_time_and_its_neighbours_go_on(name: str) -> None:
+async def test_a_hanging_environment_is_killed_and_the_others_in_its_process_continue(
+    name: str,
+) -> None:
     async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
-        bad, good = pool.environment(f"{HERE}:{name}")(), await unruly(pool)
+        bad, good = pool.environment(f"{MODULE}:{name}")(), await unruly(pool)
         await bad.reset(seed=0, task=None)
         before = await good.step("a")
         hanging = asyncio.create_task(bad.step("hang"))
         (after, _) = await asyncio.gather(good.step("b"), asyncio.sleep(0))
         assert after.text.startswith(before.text)
-        with pytest.raises(EnvironmentHung, match="no answer in 1 s"):
+        with pytest.raises(EnvironmentHung, match="no reply within 1 s"):
             await hanging
         # An awaiting step is cancelled alone; a blocking one is killed with its process.
         assert pool.statistics().replayed <= (name == "Unruly")
 
 
-async def test_begun_again_it_must_answer_what_it_had_answered(shared: EnvironmentPool) -> None:
-    fickle = shared.environment(f"{HERE}:Fickle")()
+async def test_a_replay_with_different_observations_raises_not_repeatable(
+    shared: EnvironmentPool,
+) -> None:
+    fickle = shared.environment(f"{MODULE}:Fickle")()
     await fickle.reset(seed=0, task=None)
     bad = await unruly(shared)
     with pytest.raises(EnvironmentCrashed):
         await bad.step("exit")
-    with pytest.raises(NotRepeatable, match=r"reset: begun again .* something else"):
+    with pytest.raises(NotRepeatable, match=r"reset: replayed .* another observation"):
         await fickle.step("a")
     bad.close()
     fickle.close()
 
 
-async def test_a_factory_that_fails_or_is_not_there_says_so(shared: EnvironmentPool) -> None:
+async def test_a_failing_or_missing_factory_raises_an_error_that_names_it(
+    shared: EnvironmentPool,
+) -> None:
     for name, says in [
         ("fails", "RuntimeError: no licence"),
-        ("nothing", "ImportError: .*nothing to call by the name 'nothing'"),
+        ("nothing", "ImportError: .*has no callable 'nothing'"),
     ]:
-        environment = shared.environment(f"{HERE}:{name}")()
+        environment = shared.environment(f"{MODULE}:{name}")()
         with pytest.raises(EnvironmentFailed, match=says):
             await environment.reset(seed=0, task=None)
         environment.close()
-    with pytest.raises(ConfigError, match="'no colon' names nothing"):
+    with pytest.raises(ConfigError, match="'no colon' can't be imported"):
         shared.environment("no colon")
 
 
-async def test_what_is_not_plain_data_is_refused_where_it_is_given(shared: EnvironmentPool) -> None:
-    environment = shared.environment(f"{HERE}:Walk")()
+async def test_arguments_that_are_not_plain_data_are_refused(shared: EnvironmentPool) -> None:
+    environment = shared.environment(f"{MODULE}:Walk")()
     with pytest.raises(ConfigError, match="must be plain data"):
         await environment.reset(seed=0, task=object())
     environment.close()
 
 
-async def test_a_cancelled_episode_frees_its_environment_and_hurts_none(tmp_path: Path) -> None:
+async def test_a_cancelled_episode_closes_only_its_own_environment(tmp_path: Path) -> None:
     note = tmp_path / "note"
     async with EnvironmentPool(processes=1, call_timeout_s=1.0) as pool:
-        environment = pool.environment(f"{HERE}:Unruly", note=str(note))()
+        environment = pool.environment(f"{MODULE}:Unruly", note=str(note))()
         await environment.reset(seed=0, task=None)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -198,13 +206,13 @@ async def test_a_cancelled_episode_frees_its_environment_and_hurts_none(tmp_path
         assert pool.statistics().environments == 1
 
 
-async def test_closing_the_pool_closes_environments_and_wakes_those_who_wait(
+async def test_closing_the_pool_closes_environments_and_fails_pending_calls(
     tmp_path: Path,
 ) -> None:
     note = tmp_path / "note"
     before = set(psutil.Process().children())
     pool = EnvironmentPool(processes=2)
-    idle = pool.environment(f"{HERE}:Unruly", note=str(note))()
+    idle = pool.environment(f"{MODULE}:Unruly", note=str(note))()
     await idle.reset(seed=0, task=None)
     hanging = asyncio.create_task((await unruly(pool)).step("hang"))
     await idle.step("a")
@@ -231,7 +239,7 @@ def daemons_of(note: Path) -> list[int]:
 async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_path: Path) -> None:
     note = tmp_path / "note"
     async with EnvironmentPool(processes=1, call_timeout_s=5.0) as pool:
-        environment = pool.environment(f"{HERE}:Unruly", note=str(note))()
+        environment = pool.environment(f"{MODULE}:Unruly", note=str(note))()
         await environment.reset(seed=0, task=None)
         stepping = asyncio.create_task(environment.step(action))
         daemons = await asyncio.to_thread(daemons_of, note)
@@ -242,7 +250,7 @@ async def test_daemons_of_an_environment_end_with_its_process(action: str, tmp_p
             with pytest.raises(EnvironmentCrashed, match="exit status 7"):
                 await stepping
         else:
-            with pytest.raises(EnvironmentHung, match="no answer in 5 s"):
+            with pytest.raises(EnvironmentHung, match="no reply within 5 s"):
                 await stepping
     assert all(map(is_gone, daemons))
 
@@ -256,7 +264,7 @@ def test_daemons_of_an_environment_end_with_a_run_that_is_killed(
 import asyncio, tidegate
 async def main():
     with tidegate.EnvironmentPool(processes=1) as pool:
-        environment = pool.environment({HERE!r} + ":Unruly", note={str(note)!r})()
+        environment = pool.environment({MODULE!r} + ":Unruly", note={str(note)!r})()
         await environment.reset(seed=0, task=None)
         await environment.step("daemons, then hang")
 asyncio.run(main())
@@ -271,7 +279,7 @@ asyncio.run(main())
         time.sleep(0.01)
 
 
-async def test_processes_get_no_variable_that_looks_like_a_secret_unless_it_is_named(
+async def test_worker_processes_get_secret_variables_only_if_passed_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secret = ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "PGPASSWORD", "GITHUB_PAT"]
@@ -283,20 +291,20 @@ async def test_processes_get_no_variable_that_looks_like_a_secret_unless_it_is_n
     monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
     passed = ["HF_TOKEN", "DATABASE_URL", "TIDEGATE_ENGINE_KEY"]
     async with EnvironmentPool(processes=1, pass_variables=passed) as pool:
-        told = (await pool.environment(f"{HERE}:Variables")().reset(seed=0, task=None)).text
-    names = {variable.partition("=")[0] for variable in told.split(" ")}
+        variables = (await pool.environment(f"{MODULE}:Variables")().reset(seed=0, task=None)).text
+    names = {variable.partition("=")[0] for variable in variables.split(" ")}
     assert {"HF_TOKEN", "DATABASE_URL", "INDEX_URL", *plain} <= names
     assert names.isdisjoint({*secret[1:], "TIDEGATE_ENGINE_KEY"})
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, end: signal.Signals) -> None:
+def test_no_worker_process_outlives_its_parent(tmp_path: Path, end: signal.Signals) -> None:
     note = tmp_path / "note"
     program = f"""
 import asyncio, tidegate
 async def main():
     with tidegate.EnvironmentPool(processes=1) as pool:
-        environment = pool.environment({HERE!r} + ":Unruly", note={str(note)!r})()
+        environment = pool.environment({MODULE!r} + ":Unruly", note={str(note)!r})()
         await environment.reset(seed=0, task=None)
         await environment.step("hang with a child")
 asyncio.run(main())
@@ -324,6 +332,6 @@ asyncio.run(main())
         {"pass_variables": "HF_TOKEN"},
     ],
 )
-def test_a_pool_that_can_not_work_is_refused(wrong: dict[str, int]) -> None:
+def test_pool_settings_below_one_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         EnvironmentPool(**wrong)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from tidegate.errors import ConfigError
 
 pytestmark = pytest.mark.wire
 
-HERE = "tests.environments.unruly"
+MODULE = "tests.environments.unruly"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,9 @@ def pool() -> Iterator[EnvironmentPool]:
 
 @pytest.fixture
 def tools(pool: EnvironmentPool) -> Tools:
-    return Tools(pool, {name: f"{HERE}:{name}" for name in ("add", "wait", "misbehave", "nothing")})
+    return Tools(
+        pool, {tool: f"{MODULE}:{tool}" for tool in ("add", "wait", "misbehave", "nothing")}
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,19 +34,27 @@ def tools(pool: EnvironmentPool) -> Tools:
     [
         ("add", {"left": 2, "right": 3}, "5"),
         ("add", {"left": 2}, "3"),
-        ("add", {"left": "2"}, "error: add was called wrongly: Expected `int`, got `str`"),
-        ("add", {"right": 2}, "error: add was called wrongly: .*missing required field `left`"),
-        ("add", {"left": 2, "middle": 3}, "error: add was called wrongly: .*`middle`"),
+        (
+            "add",
+            {"left": "2"},
+            "error: add was called with wrong arguments: Expected `int`, got `str`",
+        ),
+        (
+            "add",
+            {"right": 2},
+            "error: add was called with wrong arguments: .*missing required field `left`",
+        ),
+        ("add", {"left": 2, "middle": 3}, "error: add was called with wrong arguments: .*`middle`"),
         ("add", "2", "error: add takes its arguments by name, as one JSON object"),
         ("add", {"left": object()}, "error: add: the arguments can't be sent"),
-        ("subtract", {}, "error: there is no tool 'subtract'; there are: add, misbehave"),
+        ("subtract", {}, "error: there is no tool 'subtract'; the tools are: add, misbehave"),
         ("nothing", {}, "error: nothing failed: ImportError"),
         ("misbehave", {"how": "raise"}, "error: misbehave failed: LookupError: no such door"),
         ("misbehave", {"how": "exit"}, "error: misbehave crashed: exit status 7$"),
         ("misbehave", {"how": "memory"}, "error: misbehave failed: MemoryError"),
     ],
 )
-async def test_what_a_tool_answers_or_why_it_does_not_is_text(
+async def test_a_tools_result_or_error_is_text(
     tools: Tools, name: str, arguments: Any, says: str
 ) -> None:
     text = await tools.call(name, arguments)
@@ -54,28 +64,28 @@ async def test_what_a_tool_answers_or_why_it_does_not_is_text(
 @pytest.mark.parametrize(
     ("name", "arguments"), [("misbehave", {"how": "hang"}), ("wait", {"seconds": 60.0})]
 )
-async def test_a_tool_that_takes_too_long_is_ended_and_the_next_is_called(
+async def test_a_tool_that_times_out_is_killed_and_the_next_call_succeeds(
     tools: Tools, name: str, arguments: dict[str, Any]
 ) -> None:
     late, other = await asyncio.gather(
         tools.answer(name, arguments, timeout_s=0.3), tools.answer("add", {"left": 1})
     )
-    assert (late.text, late.is_error) == (f"error: {name} gave no answer in 0.3 s", True)
+    assert (late.text, late.is_error) == (f"error: {name} did not return within 0.3 s", True)
     assert (other.text, other.is_error) == ("2", False)
 
 
-async def test_a_tool_that_awaits_holds_up_no_other(pool: EnvironmentPool) -> None:
+async def test_an_awaiting_tool_does_not_delay_other_tools(pool: EnvironmentPool) -> None:
     """Fifty calls that wait 0.2 s each would take ten seconds one after another."""
-    tools = Tools(pool, {"wait": f"{HERE}:wait"})
+    tools = Tools(pool, {"wait": f"{MODULE}:wait"})
     async with asyncio.timeout(8.0):
         answers = await asyncio.gather(*(tools.call("wait", {"seconds": 0.2}) for _ in range(50)))
     assert answers == ["awake"] * 50
 
 
-async def test_tools_are_described_as_chat_templates_want_them(
+async def test_tools_are_described_in_the_format_of_chat_templates(
     tools: Tools, pool: EnvironmentPool
 ) -> None:
-    described = await Tools(pool, {"plus": f"{HERE}:add"}).describe()
+    described = await Tools(pool, {"plus": f"{MODULE}:add"}).describe()
     assert described == [
         {
             "type": "function",
@@ -95,15 +105,17 @@ async def test_tools_are_described_as_chat_templates_want_them(
         }
     ]
     with pytest.raises(ConfigError, match=r"'any' can't be described: TypeError: .*\*things"):
-        await Tools(pool, {"any": f"{HERE}:takes_anything"}).describe()
+        await Tools(pool, {"any": f"{MODULE}:takes_anything"}).describe()
 
 
-async def test_a_process_that_can_not_start_is_an_answer_with_its_reason(tmp_path: Any) -> None:
+async def test_a_worker_process_that_fails_to_start_gives_an_error_result_with_the_reason(
+    tmp_path: Any,
+) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -S -c 'import msgspec'\n")
     python.chmod(0o755)
     async with EnvironmentPool(processes=1, python=python) as pool:
-        tools = Tools(pool, {"add": f"{HERE}:add"})
+        tools = Tools(pool, {"add": f"{MODULE}:add"})
         assert await tools.call("add", {"left": 1}) == "error: add crashed: exit status 1"
         with pytest.raises(ConfigError, match="No module named 'msgspec'"):
             await tools.describe()

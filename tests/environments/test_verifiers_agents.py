@@ -12,7 +12,7 @@ import pytest
 
 from tests.orchestrator.episodes.talking import CALL, Talk
 from tidegate import Endpoint, Gateway
-from tidegate.environments.worker_command import child_environment
+from tidegate.environments.started_worker import child_environment
 
 PYTHON = os.environ.get("TIDEGATE_ENVIRONMENTS_PYTHON", "")
 PROGRAM = Path(__file__).parent / "verifiers_agent.py"
@@ -35,13 +35,13 @@ async def reward_of(endpoint: Endpoint, task: object) -> float:
         env=child_environment(),
         stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     assert process.returncode == 0
-    return float(said.decode().split()[-1])
+    return float(output.decode().split()[-1])
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("It is 3.", 1.0), ("It is 4.", 0.0)])
-async def test_a_task_with_tools_is_played_and_graded_by_verifiers_and_stays_in_one_row(
+async def test_a_task_with_tools_run_by_verifiers_stays_in_one_row(
     answer: str, reward: float, tmp_path: Path
 ) -> None:
     talk, gateway = Talk(tmp_path, "chatml"), Gateway()

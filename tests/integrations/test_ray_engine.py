@@ -19,7 +19,7 @@ class StderrOfRay(io.StringIO):
         super().write(text)
 
 
-def test_an_engine_that_cannot_load_its_model_tells_why_in_its_own_words(
+def test_an_engine_that_cannot_load_its_model_returns_its_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr := StderrOfRay())
@@ -30,7 +30,7 @@ def test_an_engine_that_cannot_load_its_model_tells_why_in_its_own_words(
     assert why in stderr.getvalue()
 
 
-def test_an_engine_that_fails_by_itself_tells_that_too_before_its_process_is_ended(
+def test_an_engine_that_fails_returns_its_error_before_its_process_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", StderrOfRay())

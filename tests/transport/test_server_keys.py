@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tidegate.engine.external.worker import open_adapter
-from tidegate.environments.worker_command import child_environment
+from tidegate.environments.started_worker import child_environment
 from tidegate.errors import ConfigError
 from tidegate.transport.server_keys import (
     DASHBOARD_TOKEN_VARIABLE,

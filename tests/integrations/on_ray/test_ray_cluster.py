@@ -81,7 +81,7 @@ async def until_engines(rollouts: tidegate.Rollouts, count: int) -> float:
     return time.monotonic() - begun_s
 
 
-async def test_a_node_that_dies_mid_run_costs_time_and_no_token(
+async def test_a_node_lost_in_mid_run_loses_no_token(
     cluster: Any, model: Path, tmp_path: Path
 ) -> None:
     state = load_file(model / "model.safetensors")
@@ -116,7 +116,7 @@ async def test_a_node_that_dies_mid_run_costs_time_and_no_token(
     )
 
 
-async def test_an_engine_whose_process_dies_is_started_again_where_it_was(
+async def test_an_engine_whose_process_dies_restarts_on_the_same_node(
     cluster: Any, model: Path
 ) -> None:
     async with tidegate.serve(model=model, **SMALL) as rollouts:
@@ -131,7 +131,7 @@ async def test_an_engine_whose_process_dies_is_started_again_where_it_was(
         assert {e.weight_version for e in rollouts.statistics().engines} == {1}
 
 
-async def test_a_model_that_no_engine_can_load_ends_the_run_with_the_workers_own_words(
+async def test_a_model_that_no_engine_can_load_ends_the_run_with_the_workers_error(
     cluster: Any, tmp_path: Path
 ) -> None:
     path = make_model_directory(tmp_path / "m")
@@ -141,7 +141,7 @@ async def test_a_model_that_no_engine_can_load_ends_the_run_with_the_workers_own
             pass
 
 
-def test_settings_that_reach_this_host_only_are_refused(model: Path) -> None:
+def test_settings_for_one_host_are_refused_with_ray(model: Path) -> None:
     with pytest.raises(ConfigError, match="Ray places them on any"):
         tidegate.serve(model=model, cluster="ray", weight_channel="shm")
     with pytest.raises(ConfigError, match="from this host only"):

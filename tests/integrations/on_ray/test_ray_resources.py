@@ -70,7 +70,7 @@ def where() -> tuple[str, str]:
     return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-async def test_environments_live_on_rays_nodes_and_outlive_one(cluster: Any) -> None:
+async def test_environments_on_ray_survive_the_loss_of_a_node(cluster: Any) -> None:
     resources = tidegate.RayResources(cpus=1)
     async with tidegate.EnvironmentPool(
         processes=2, call_timeout_s=WAIT_S, workers=tidegate.ray_workers(resources)
@@ -91,7 +91,7 @@ async def test_environments_live_on_rays_nodes_and_outlive_one(cluster: Any) -> 
         assert pool.statistics().processes == 2
 
 
-async def test_ranks_and_an_engine_share_a_bundle_and_its_gpu_and_train(
+async def test_trainer_ranks_and_an_engine_share_a_bundle_and_its_gpu(
     cluster: Any, model: Path
 ) -> None:
     made_group("together", [{"CPU": 2, "GPU": 1}] * 2)
@@ -129,12 +129,12 @@ async def test_ranks_and_an_engine_share_a_bundle_and_its_gpu_and_train(
         assert rollouts._run is not None
         engines: Any = rollouts._run._engines
         actors = [engines._actors[f"engine-{n}"] for n in range(2)]
-        asked = [actor.__ray_call__.remote(lambda _: where()) for actor in actors]
-        assert ray.get(asked, timeout=WAIT_S) == [place for _, place in returned]
+        references = [actor.__ray_call__.remote(lambda _: where()) for actor in actors]
+        assert ray.get(references, timeout=WAIT_S) == [placed_at for _, placed_at in returned]
     ray.util.remove_placement_group(ray.util.get_placement_group("together"))
 
 
-async def test_a_rank_that_fails_ends_the_others_and_the_run_trains_on_with_new_ones(
+async def test_a_failed_rank_ends_the_others_and_the_run_continues_with_new_ranks(
     cluster: Any, model: Path
 ) -> None:
     def fails(rollouts: Any) -> None:
@@ -165,9 +165,7 @@ async def test_a_rank_that_fails_ends_the_others_and_the_run_trains_on_with_new_
         assert rollouts.statistics().ledger.error == 0
 
 
-def test_a_run_outside_the_main_thread_of_an_actor_needs_no_signals(
-    cluster: Any, model: Path
-) -> None:
+def test_a_run_in_an_actors_thread_installs_no_signal_handlers(cluster: Any, model: Path) -> None:
     class Driver:
         def drive(self, path: str) -> int:
             with tidegate.serve_sync(
@@ -235,7 +233,7 @@ def test_the_command_runs_a_file_on_the_cluster(cluster: Any, model: Path, tmp_p
     assert (record["settings"]["cluster"], record["settings"]["engines"]) == ("ray", 2)
 
 
-def test_a_group_that_is_not_there_or_too_small_is_refused(cluster: Any, model: Path) -> None:
+def test_a_missing_or_too_small_placement_group_is_refused(cluster: Any, model: Path) -> None:
     with pytest.raises(ConfigError, match="no placement group named 'nowhere'"):
         tidegate.EnvironmentPool(
             processes=1,
@@ -250,7 +248,7 @@ def test_a_group_that_is_not_there_or_too_small_is_refused(cluster: Any, model: 
     ray.util.remove_placement_group(group)
 
 
-async def test_a_process_that_ends_leaves_its_bundle_to_the_next(cluster: Any) -> None:
+async def test_an_ended_process_frees_its_bundle_for_the_next(cluster: Any) -> None:
     made_group("games", [{"CPU": 1}] * 2)
     resources = tidegate.RayResources(placement_group="games")
     async with tidegate.EnvironmentPool(

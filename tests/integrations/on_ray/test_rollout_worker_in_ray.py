@@ -21,7 +21,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_actors_generate_take_weights_and_end_with_their_engines(
+def test_rollout_worker_actors_generate_update_weights_and_end_with_their_engines(
     cluster: None, tmp_path: Path
 ) -> None:
     model = make_model_directory(tmp_path / "qwen3")

@@ -17,7 +17,7 @@ from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
 pytestmark = pytest.mark.wire
 
-HERE = "tests.environments.unruly"
+MODULE = "tests.environments.unruly"
 
 
 class Actors:
@@ -53,25 +53,25 @@ async def elsewhere() -> AsyncIterator[tuple[EnvironmentPool, Actors]]:
         yield pool, actors
 
 
-async def test_a_walk_is_the_same_there_and_a_crash_is_told_as_if_it_were_here(
+async def test_remote_workers_give_the_same_observations_and_errors_as_local_ones(
     elsewhere: tuple[EnvironmentPool, Actors],
 ) -> None:
     pool, _ = elsewhere
-    walk = pool.environment(f"{HERE}:Unruly")()
+    walk = pool.environment(f"{MODULE}:Unruly")()
     first = await walk.reset(seed=5, task={"name": "x"})
     assert first.text == "5 {'name': 'x'}: "
     assert (await walk.step("a")).text.startswith("a")
     with pytest.raises(EnvironmentCrashed, match="exit status 7"):
         await walk.step("exit")
-    again = pool.environment(f"{HERE}:Unruly")()
+    again = pool.environment(f"{MODULE}:Unruly")()
     assert (await again.reset(seed=5, task={"name": "x"})).text == first.text
 
 
-async def test_an_environment_whose_node_is_lost_is_begun_again_and_nobody_notices(
+async def test_an_environment_on_a_lost_node_is_replayed_elsewhere(
     elsewhere: tuple[EnvironmentPool, Actors],
 ) -> None:
     pool, actors = elsewhere
-    walk = pool.environment(f"{HERE}:Walk")()
+    walk = pool.environment(f"{MODULE}:Walk")()
     await walk.reset(seed=1, task=None)
     before = (await walk.step("a")).text
     actors.entrance.lose(actors.tunnels[0], "its actor or node was lost")
@@ -82,11 +82,11 @@ async def test_an_environment_whose_node_is_lost_is_begun_again_and_nobody_notic
     assert pool.statistics().replayed == 1
 
 
-async def test_a_lost_node_is_not_the_doing_of_the_environment_that_computes() -> None:
+async def test_a_lost_node_does_not_count_as_a_failure_of_the_computing_environment() -> None:
     actors = Actors()
     async with EnvironmentPool(processes=1, call_timeout_s=5.0) as pool:
         pool._workers = actors
-        unruly = pool.environment(f"{HERE}:Unruly")()
+        unruly = pool.environment(f"{MODULE}:Unruly")()
         await unruly.reset(seed=1, task=None)
         step = asyncio.create_task(unruly.step("hang"))
         async with asyncio.timeout(60.0):
@@ -94,23 +94,23 @@ async def test_a_lost_node_is_not_the_doing_of_the_environment_that_computes() -
                 await asyncio.sleep(0.01)
         actors.entrance.lose(actors.tunnels[0], "its node was lost")
         with pytest.raises(
-            EnvironmentHung, match="no answer in 5 s"
+            EnvironmentHung, match="no reply within 5 s"
         ):  # the same in the next process
             await step
         assert pool.statistics().replayed == 1
 
 
-async def test_one_that_hangs_is_killed_there() -> None:
+async def test_a_hanging_environment_is_killed_on_its_node() -> None:
     actors = Actors()
     async with EnvironmentPool(processes=1, call_timeout_s=3.0) as pool:
         pool._workers = actors
-        unruly = pool.environment(f"{HERE}:Unruly")()
+        unruly = pool.environment(f"{MODULE}:Unruly")()
         await unruly.reset(seed=1, task=None)
-        with pytest.raises(EnvironmentHung, match="no answer in 3 s"):
+        with pytest.raises(EnvironmentHung, match="no reply within 3 s"):
             await unruly.step("hang")
 
 
-def test_a_pool_that_was_never_used_leaves_nothing() -> None:
+def test_a_pool_that_was_never_used_closes_its_workers() -> None:
     actors = Actors()
     with EnvironmentPool(processes=1) as pool:
         pool._workers = actors
@@ -118,5 +118,5 @@ def test_a_pool_that_was_never_used_leaves_nothing() -> None:
 
 
 def test_a_pool_on_ray_without_a_number_of_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="processes=…"):
+    with pytest.raises(ConfigError, match="processes must be set"):
         EnvironmentPool(workers=ray_workers(RayResources()))
