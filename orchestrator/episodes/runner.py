@@ -1,7 +1,7 @@
 """Runs users' episodes, one task per rollout, each within its timeout.
 
 The scheduler makes one runner; episodes send their requests through it. An exception in an episode
-discards that episode's rollout only, until too many episodes in a row have failed. When an episode
+discards that episode's rollout only, until too many episodes have failed. When an episode
 ends, the core gets events for its turns' rewards and one for its result; none if its rollout was
 discarded before, the run ends, or the episode never began. All episodes have the same timeout, so
 they are due in the order in which they began: one timer serves all, because one ``asyncio.timeout``
@@ -11,9 +11,7 @@ each would cost as much as a short episode.
 import asyncio
 import contextlib
 import inspect
-import logging
 import math
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.contained_tasks import is_interrupt
 from tidegate.orchestrator.episodes.episode import Episode, refuse_too_large
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
+from tidegate.orchestrator.episodes.failures import EpisodeFailures
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
@@ -181,17 +180,11 @@ def _take_due(waiting: dict[Task, float], now_s: float) -> list[Task]:
 EpisodeFunction = Callable[[Episode, Any], Awaitable[float]]
 """A user's episode: gets an :class:`Episode` and a task, returns the reward."""
 
-EPISODE_FAILURES_MAX = 100
-"""Failed episodes in a row, without one success, that end the run: the code is wrong, not a task. A
-lower limit would let one bad batch of tasks end it."""
-
 EPISODE_IS_OVER = "the episode has returned, so its rollout can't continue"
 
 ENDED_REMEMBERED = 256
 """Number of ended episodes checked for leaks: enough to tell user code that keeps all episodes
 from code that keeps a few."""
-
-log = logging.getLogger("tidegate")
 
 
 @dataclass(slots=True)
@@ -288,7 +281,7 @@ class EpisodeRunner:
         self._context_tokens_max = context_tokens_max
         self.activities = Activities(self.loop.time)
         self._tracer = tracer
-        self._consecutive_failures = 0
+        self._failures = EpisodeFailures()
         self._tasks: dict[int, EpisodeTask] = {}
         """Tasks of running episodes, by rollout id."""
         self._is_ending = False
@@ -399,7 +392,7 @@ class EpisodeRunner:
         if isinstance(reward, float):
             self._deadlines.end(task)
             event = ev.EpisodeReturned(task.rollout.rollout_id, reward)
-            self._consecutive_failures = 0
+            self._failures.succeed()
         elif is_interrupt(reward):
             raise reward
         else:
@@ -416,7 +409,7 @@ class EpisodeRunner:
             reason, late = "episode_timeout", TimeoutError("the episode exceeded its timeout")
             late.__cause__, error = error, late
         if not (rollout.rollout_id in self.leaks.uncancelled or self._is_ending):
-            self._count_failure(rollout, error)
+            self._failures.fail(rollout.rollout_id, rollout.group_id, error)
         return ev.EpisodeFailed(rollout.rollout_id, reason)
 
     def _settle(self, rollout: Rollout, episode: Episode) -> None:
@@ -437,23 +430,14 @@ class EpisodeRunner:
             return  # it was stopped: the core has settled it
         self.leaks.uncancelled.add(rollout.rollout_id)
         try:
-            self._count_failure(
-                rollout,
+            self._failures.fail(
+                rollout.rollout_id,
+                rollout.group_id,
                 TimeoutError("the episode exceeded its timeout and did not end after its cancel"),
             )
         except EpisodeError as error:
             self._failure = error
         self._handle(ev.EpisodeFailed(rollout.rollout_id, "episode_timeout"))
-
-    def _count_failure(self, rollout: Rollout, error: BaseException) -> None:
-        self._consecutive_failures += 1
-        stack = "".join(traceback.format_exception(error))
-        log.warning("rollout=%d discarded, its episode failed:\n%s", rollout.rollout_id, stack)
-        if self._consecutive_failures >= EPISODE_FAILURES_MAX:
-            raise EpisodeError(
-                f"the episode failed {self._consecutive_failures} times in a row without one "
-                f"success; the last time with {type(error).__name__}: {error}"
-            ) from error
 
     # ------------------------------------------------------------ requests of episodes
 

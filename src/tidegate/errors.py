@@ -292,7 +292,7 @@ class PackageMissing(TidegateError, ImportError):
 
 
 class EpisodeError(TidegateError, RuntimeError):
-    """The user's episode failed many times in a row without one success."""
+    """The user's episode failed many times in a row, or by its own code before any success."""
 
 
 class RunBlocked(TidegateError, TimeoutError):

@@ -195,6 +195,40 @@ async def test_an_episode_that_always_fails_ends_the_run_with_its_own_error(mode
             await anext(rollouts.batches(itertools.repeat(0), episode=broken))
 
 
+def not_async(episode: tidegate.Episode, task: int) -> float:
+    return 1.0
+
+
+async def without_a_reward(episode: tidegate.Episode, task: int) -> None:
+    await episode.generate(max_tokens=2)
+
+
+async def without_an_await(episode: tidegate.Episode, task: int) -> float:
+    turn: Any = episode.generate(max_tokens=2)
+    try:
+        return len(turn.text)
+    finally:
+        turn.close()
+
+
+@pytest.mark.parametrize(
+    ("episode", "why"),
+    [
+        (not_async, "define it with `async def not_async"),
+        (without_a_reward, "must return its reward as a finite number.*got None"),
+        (without_an_await, "'coroutine' object has no attribute 'text'"),
+    ],
+)
+async def test_an_episode_that_can_never_work_ends_the_run_after_a_few_failures(
+    model: Path, episode: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        with pytest.raises(EpisodeError, match=f"8 episodes failed in the same place.*{why}"):
+            await anext(rollouts.batches(itertools.repeat(0), episode=episode))
+    tracebacks = [r for r in caplog.records if "Traceback" in r.getMessage()]
+    assert len(tracebacks) == 1
+
+
 @pytest.mark.parametrize("reward", [None, float("nan"), "1.0", 1e39])
 async def test_a_reward_that_is_no_finite_number_is_counted_as_a_failure(
     model: Path, reward: Any
