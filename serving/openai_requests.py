@@ -11,10 +11,11 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from tidegate.orchestrator.episodes.chat_template import ChatRendering
 from tidegate.serving.api_errors import ApiError
 from tidegate.transport.sampling import LogitsProcessor
 
@@ -41,10 +42,8 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "best_of": (1,),
     "length_penalty": (1, 1.0),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "prompt_embeds": (),
-    "truncate_prompt_tokens": (),
     "thinking_token_budget": (-1,),
     "logprob_token_ids": ([],),
     "prompt_logprob_token_ids": ([],),
@@ -69,6 +68,9 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of vLLM's and OpenAI's APIs that change an output and are not honoured, each with the
 values beside null that leave the output as it is."""
+
+HONOURED_IN_CHATS = ("chat_template_kwargs", "continue_final_message")
+"""Fields of ``UNSERVED`` that conversations honour."""
 
 
 def refuse_fields(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
@@ -103,6 +105,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -111,10 +114,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     best_of: Any = None
     length_penalty: Any = None
-    bad_words: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
-    truncate_prompt_tokens: Any = None
     thinking_token_budget: Any = None
     logprob_token_ids: Any = None
     prompt_logprob_token_ids: Any = None
@@ -256,6 +257,8 @@ class Sampling(msgspec.Struct, kw_only=True):
             processors.append(
                 LogitsProcessor("allowed_tokens", {"token_ids": self.allowed_token_ids})
             )
+        if self.bad_words:
+            processors.append(LogitsProcessor("bad_words", {"words": self.bad_words}))
         if self.schema is not None:
             processors.append(LogitsProcessor("json_schema", {"schema": dict(self.schema)}))
         elif self.grammar is not None:
@@ -281,6 +284,26 @@ class OpenAIRequest(Sampling, kw_only=True):
     return_weight_versions: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def truncated(self, token_ids: list[int], context_tokens_max: int) -> list[int]:
+        """Return the last ``truncate_prompt_tokens`` tokens, or the first for the side ``right``.
+
+        -1 means all that leave a token to generate.
+
+        Raises:
+            ApiError: the number is below -1 or above the context's length.
+        """
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return token_ids
+        if not -1 <= kept <= context_tokens_max:
+            why = f"truncate_prompt_tokens must be -1 to {context_tokens_max}, got {kept}"
+            raise ApiError(400, why, param="truncate_prompt_tokens")
+        kept = min(len(token_ids), context_tokens_max - 1 if kept == -1 else kept)
+        is_right = self.truncation_side == "right"
+        return token_ids[:kept] if is_right else token_ids[len(token_ids) - kept :]
 
     @property
     def schema(self) -> Mapping[str, Any] | None:
@@ -386,8 +409,25 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     """An extension of vLLM's, as are all fields below."""
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further names for the chat template, such as ``enable_thinking``."""
     echo: bool | None = None
     return_prompt_text: bool | None = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{k: v for k, v in UNSERVED.items() if k not in HONOURED_IN_CHATS},
+        "echo": (False,),
+    }
+
+    @property
+    def rendering(self) -> ChatRendering:
+        """Options of the chat template.
+
+        Raises:
+            ApiError: the options contradict each other.
+        """
+        return _rendering(self, self.reasoning_effort)
 
     @property
     def tokens_max(self) -> int | None:
@@ -422,3 +462,30 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def rendering(self) -> ChatRendering:
+        """Options of the chat template.
+
+        Raises:
+            ApiError: the options contradict each other.
+        """
+        return _rendering(self)
+
+
+def _rendering(
+    request: ChatRequest | TokenizeRequest, reasoning_effort: str | None = None
+) -> ChatRendering:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        why = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise ApiError(400, why, param="continue_final_message")
+    names = dict(request.chat_template_kwargs or {})
+    if reasoning_effort is not None:  # templates that know neither name ignore them, as in vLLM
+        names = {"enable_thinking": reasoning_effort != "none", **names}
+        names["reasoning_effort"] = reasoning_effort
+    begins = request.add_generation_prompt is not False and not continues
+    return ChatRendering(begins, continues, names)

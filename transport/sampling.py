@@ -95,9 +95,9 @@ class LogitsProcessor(msgspec.Struct, frozen=True):
     """Logits processor that engines know by name, and its arguments.
 
     Built-in processors are ``allowed_tokens`` and ``disallowed_tokens`` (``token_ids``),
-    ``temperature_schedule`` (``initial``, ``final``, ``warmup_tokens``), ``json_schema``
-    (``schema``) and ``grammar`` (``lark``); engines also have those of the modules that they were
-    started with.
+    ``bad_words`` (``words``), ``temperature_schedule`` (``initial``, ``final``,
+    ``warmup_tokens``), ``json_schema`` (``schema``) and ``grammar`` (``lark``); engines also have
+    those of the modules that they were started with.
     """
 
     name: str

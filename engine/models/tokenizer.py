@@ -1,6 +1,6 @@
 """The model's tokenizer, loaded from tokenizer.json on first use.
 
-Used by stop strings and grammars. Most runs never load it, because tokens go in and out.
+Used by stop strings, bad words and grammars. Most runs never load it, because tokens go in and out.
 """
 
 from pathlib import Path
@@ -30,13 +30,13 @@ class ModelTokenizer:
     def _load(self) -> Tokenizer:
         if self._directory is None:
             raise TurnRefused(
-                "this engine has no tokenizer, so stop strings and grammars are not available"
+                "this engine has no tokenizer, which stop strings, bad words and grammars need"
             )
         path = self._directory / "tokenizer.json"
         if not path.exists():
             raise TurnRefused(
-                f"stop strings and grammars need the model's tokenizer, and {path} is missing; "
-                f"save it there in its fast form, or use stop_token_ids"
+                f"stop strings, bad words and grammars need the model's tokenizer, and {path} is "
+                f"missing; save it there in its fast form, or use stop_token_ids"
             )
         try:
             return Tokenizer.from_file(str(path))

@@ -23,6 +23,9 @@ from tidegate.errors import ConfigError, TurnRefused
 from tidegate.transport.limits import cut
 from tidegate.transport.sampling import LogitsProcessor
 
+BAD_SEQUENCES_MAX = 128
+"""Token sequences of one turn's ``bad_words``, as in vLLM: each is compared for every token."""
+
 
 class ProcessorRegistry:
     """All processors that an engine offers, by name."""
@@ -150,6 +153,48 @@ def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnL
     return processor
 
 
+class _Words(msgspec.Struct, forbid_unknown_fields=True):
+    words: list[str]
+
+
+def bad_words(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsProcessor:
+    """Keep the output from containing any of ``words``, as vLLM's ``bad_words`` does.
+
+    A word is a sequence of tokens, as the tokenizer writes it at the beginning of a text, and after
+    a space if that only exchanges its first token. The last token of a sequence is excluded where
+    the output ends with the others.
+    """
+    sequences = [
+        sequence
+        for word in msgspec.convert(arguments, _Words).words
+        for sequence in _sequences_of(word, setup)
+    ]
+    if not 1 <= len(sequences) <= BAD_SEQUENCES_MAX:
+        raise ValueError(
+            f"words must be 1 to {BAD_SEQUENCES_MAX} sequences of tokens, got {len(sequences)}"
+        )
+    longest = max(map(len, sequences))
+
+    def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
+        tail = turn.output[-longest:].tolist()
+        for *before, last in sequences:
+            if not before or tail[-len(before) :] == before:
+                logits[last] = -torch.inf
+
+    return processor
+
+
+def _sequences_of(word: str, setup: ProcessorSetup) -> list[list[int]]:
+    tokenizer, text = setup.tokenizer.get(), word.lstrip()
+    plain, spaced = (
+        tokenizer.encode(prefix + text, add_special_tokens=False).ids for prefix in ("", " ")
+    )
+    if not text or not plain:
+        raise ValueError(f"a word must have at least one token, got {word!r:.100}")
+    is_other = len(spaced) == len(plain) and spaced[0] != plain[0]
+    return [plain, spaced] if is_other else [plain]
+
+
 class TemperatureSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Temperature that changes linearly from ``initial`` to ``final``, then stays.
 
@@ -183,6 +228,7 @@ def temperature_schedule(arguments: dict[str, Any], setup: ProcessorSetup) -> Tu
 
 BUILT_IN: dict[str, MakeProcessor] = {
     "allowed_tokens": allowed_tokens,
+    "bad_words": bad_words,
     "disallowed_tokens": disallowed_tokens,
     "temperature_schedule": temperature_schedule,
 }

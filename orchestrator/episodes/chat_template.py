@@ -8,6 +8,7 @@ sandbox.
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,21 @@ TEMPLATE_NAMES = ("default", "tool_use")
 """Names tried in this order in a directory with several templates."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatRendering:
+    """How a conversation becomes a prompt; by vLLM's names."""
+
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the beginning of the model's message."""
+    continue_final_message: bool = False
+    """Whether the prompt ends within the last message, which the model continues."""
+    names: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as ``enable_thinking``."""
+
+
+PLAIN_RENDERING = ChatRendering()
+
+
 class ChatTemplate:
     """A model's chat template."""
 
@@ -50,6 +66,37 @@ class ChatTemplate:
             self.end_of_turn = self._find_end_of_turn()
         except (jinja2.TemplateError, ChatRefused) as error:
             raise ModelError(f"the model's chat template can't be used: {error}") from error
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        rendering: ChatRendering = PLAIN_RENDERING,
+    ) -> str:
+        """Return the text that the model continues.
+
+        Raises:
+            ChatRefused: the template raised for these messages, or does not show the last one,
+                which is to be continued.
+        """
+        text = self.render(
+            messages,
+            tools,
+            add_generation_prompt=rendering.add_generation_prompt,
+            options=rendering.names,
+        )
+        if not rendering.continue_final_message:
+            return text
+        content = messages[-1].get("content")
+        ending = content.strip() if isinstance(content, str) else ""
+        start = text.rfind(ending) if ending else -1
+        if start < 0:
+            raise ChatRefused(
+                "continue_final_message needs a last message with a text that the template shows"
+            )
+        # Templates may trim a message: keep the spaces after it only if the template does.
+        whole = str(content).lstrip()
+        return text[: start + len(whole if text.startswith(whole, start) else ending)]
 
     def render(
         self,

@@ -22,7 +22,13 @@ import msgspec
 from msgspec.structs import replace
 
 from tidegate.errors import ChatRefused
-from tidegate.orchestrator.episodes.chat_template import PLACEHOLDER, Message, read_chat_template
+from tidegate.orchestrator.episodes.chat_template import (
+    PLACEHOLDER,
+    PLAIN_RENDERING,
+    ChatRendering,
+    Message,
+    read_chat_template,
+)
 from tidegate.orchestrator.episodes.forced_calls import Choice, forced_call, is_free
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.orchestrator.episodes.media_parts import media_of, refuse_if_written_out, text_of
@@ -46,10 +52,21 @@ class RenderCache:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     """Tokens by text."""
     rendered: dict[bytes, str] = field(default_factory=dict)
-    """Rendered prompts by :func:`_digest` of messages and tools."""
+    """Rendered prompts by :func:`_digest` of what the template gets."""
 
 
 EMPTY_CACHE = RenderCache()
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a chat template gets for one turn."""
+
+    messages: list[dict[str, Any]]
+    tools: Tools | None
+    rendering: ChatRendering
+    cache: RenderCache
+
 
 log = logging.getLogger("tidegate")
 
@@ -135,6 +152,7 @@ class Prepared(Generic[Row]):
     messages: list[dict[str, Any]]
     tools: list[str]
     prompt: str
+    continues_final_message: bool
     forced: LogitsProcessor | None = None
     """Logits processor that constrains the turn to a tool call."""
 
@@ -166,7 +184,12 @@ class Conversation(Generic[Row]):
         return await self.generate_from(self.prepare(messages, tools, tool_choice), options)
 
     async def read_ahead(
-        self, messages: object, tools: Tools | None, *, in_thread: InThread = asyncio.to_thread
+        self,
+        messages: object,
+        tools: Tools | None,
+        rendering: ChatRendering = PLAIN_RENDERING,
+        *,
+        in_thread: InThread = asyncio.to_thread,
     ) -> RenderCache:
         """Render and tokenise in a thread what :meth:`prepare` would on the event loop.
 
@@ -176,9 +199,10 @@ class Conversation(Generic[Row]):
         cache = RenderCache()
 
         def work() -> None:
-            plain = plain_messages(messages)
-            prompt = cache.rendered[_digest(plain, tools)] = self._template.render(plain, tools)
-            text = self._continuation_of(plain, prefix_digests(plain), tools, prompt, cache).text
+            request = _Request(plain_messages(messages), tools, rendering, cache)
+            prompt = self._rendered(request, request.messages)
+            digests = prefix_digests(request.messages)
+            text = self._continuation_of(request, digests, prompt).text
             cache.tokens[text] = self._model.encode(text)
 
         await in_thread(work)
@@ -190,6 +214,7 @@ class Conversation(Generic[Row]):
         tools: Tools | None,
         tool_choice: Choice = None,
         *,
+        rendering: ChatRendering = PLAIN_RENDERING,
         cache: RenderCache = EMPTY_CACHE,
     ) -> "Prepared[Row]":
         """Append what these messages add to a row, and reserve the row for the next turn.
@@ -207,11 +232,13 @@ class Conversation(Generic[Row]):
         forced = None
         if not is_free(tool_choice):
             forced = forced_call(tool_choice, tools, self._template.source)
-        prompt = self._rendered(plain, tools, cache)
+        request = _Request(plain, tools, rendering, cache)
+        prompt = self._rendered(request, plain)
         refuse_if_written_out(prompt, plain)
-        row = self._row_for(plain, tools, prompt, cache)
+        row = self._row_for(request, prompt)
         row.reserve()
-        return Prepared(row, plain, names, prompt, forced)
+        continues = rendering.continue_final_message
+        return Prepared(row, plain, names, prompt, continues, forced)
 
     async def generate_from(
         self, prepared: "Prepared[Row]", options: Mapping[str, Any]
@@ -224,7 +251,11 @@ class Conversation(Generic[Row]):
         turn = await row.generate(**options)
         reply = parse_reply(self._content(turn, options), prepared.tools)
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
-        key = prefix_digests([*messages, *plain_messages([turn.message])])[-1]
+        [message] = plain_messages([turn.message])
+        if prepared.continues_final_message:
+            *messages, begun = messages
+            message["content"] = text_of(begun["content"]) + message["content"]
+        key = prefix_digests([*messages, message])[-1]
         has_calls = bool(reply.tool_calls)
         self._generated[key] = _GeneratedMessage(
             row, row.num_tokens, prepared.prompt, reply.content, has_calls
@@ -232,37 +263,40 @@ class Conversation(Generic[Row]):
         return turn
 
     async def prompt_tokens(
-        self, messages: object, tools: Tools | None, *, in_thread: InThread | None = None
+        self,
+        messages: object,
+        tools: Tools | None,
+        rendering: ChatRendering = PLAIN_RENDERING,
+        *,
+        in_thread: InThread | None = None,
     ) -> list[int]:
         """Return these messages' tokens as a new context; ``in_thread`` runs the computation."""
 
         def rendered() -> str:
-            return self._template.render(plain_messages(messages), tools)
+            return self._template.prompt(plain_messages(messages), tools, rendering)
 
         if in_thread is None:
             return await self._model.encoded(rendered())
         ids: list[int] = await in_thread(lambda: self._model.encode(rendered()))
         return ids
 
-    def _rendered(
-        self, messages: list[dict[str, Any]], tools: Tools | None, cache: RenderCache
-    ) -> str:
-        if cache is EMPTY_CACHE:
-            return self._template.render(messages, tools)
-        digest = _digest(messages, tools)
-        if digest not in cache.rendered:
-            cache.rendered[digest] = self._template.render(messages, tools)
-        return cache.rendered[digest]
+    def _rendered(self, request: _Request, messages: list[dict[str, Any]]) -> str:
+        """Return the prompt of these messages, with the tools and options of a request."""
+        rendered = request.cache.rendered
+        if request.cache is EMPTY_CACHE:
+            return self._template.prompt(messages, request.tools, request.rendering)
+        digest = _digest(messages, request.tools, request.rendering)
+        if digest not in rendered:
+            rendered[digest] = self._template.prompt(messages, request.tools, request.rendering)
+        return rendered[digest]
 
     # ------------------------------------------------------------ continue or begin a row
 
-    def _row_for(
-        self, messages: list[dict[str, Any]], tools: Tools | None, prompt: str, cache: RenderCache
-    ) -> Row:
-        digests = prefix_digests(messages)
-        continuation = self._continuation_of(messages, digests, tools, prompt, cache)
+    def _row_for(self, request: _Request, prompt: str) -> Row:
+        digests = prefix_digests(request.messages)
+        continuation = self._continuation_of(request, digests, prompt)
         self._seen.update(digests)
-        ids = cache.tokens.get(continuation.text)
+        ids = request.cache.tokens.get(continuation.text)
         if ids is None:
             ids = self._model.encode(continuation.text)
         if continuation.generated is not None:
@@ -270,19 +304,17 @@ class Conversation(Generic[Row]):
         return self._begin_row(ids, continuation.why, continuation.media)
 
     def _continuation_of(
-        self,
-        messages: list[dict[str, Any]],
-        digests: list[bytes],
-        tools: Tools | None,
-        prompt: str,
-        cache: RenderCache,
+        self, request: _Request, digests: list[bytes], prompt: str
     ) -> _Continuation[Row]:
-        why = self._fork_reason(digests)
+        messages, why = request.messages, self._fork_reason(digests)
+        cut = self._generated.get(digests[-1]) if request.rendering.continue_final_message else None
+        if cut is not None and self._is_open(cut) and prompt == cut.prompt + cut.content:
+            return _Continuation(cut, "", [], "")
         for index in range(len(messages) - 2, -1, -1):
             generated = self._generated.get(digests[index])
             if generated is None:
                 continue
-            appended = self._appended_text(generated, messages, index + 1, tools, prompt, cache)
+            appended = self._appended_text(generated, request, index + 1, prompt)
             if appended is not None:
                 return _Continuation(generated, appended, media_of(messages[index + 1 :]), "")
             why = (
@@ -291,6 +323,10 @@ class Conversation(Generic[Row]):
             )
             break
         return _Continuation(None, prompt, media_of(messages), why)
+
+    def _is_open(self, generated: _GeneratedMessage[Row]) -> bool:
+        """Whether a turn ended without a stop token, so that its message can be continued."""
+        return generated.row.token_ids[generated.tokens - 1] not in self._model.stop_token_ids
 
     def _continue_row(
         self, generated: _GeneratedMessage[Row], appended: list[int], media: list[Media]
@@ -333,11 +369,9 @@ class Conversation(Generic[Row]):
     def _appended_text(
         self,
         generated: _GeneratedMessage[Row],
-        messages: list[dict[str, Any]],
+        request: _Request,
         start: int,
-        tools: Tools | None,
         prompt: str,
-        cache: RenderCache,
     ) -> str | None:
         """Return the text that the template adds after a turn; None if it changed what was before.
 
@@ -351,12 +385,12 @@ class Conversation(Generic[Row]):
         if not end_of_turn:
             is_there = prompt.startswith(generated.content, begin) and not generated.has_tool_calls
             return prompt[begin + len(generated.content) :] if is_there else None
-        first = messages[start]
+        messages, first = request.messages, request.messages[start]
         text = text_of(first["content"])
         other = PLACEHOLDER if text.lstrip()[:1] != PLACEHOLDER[0] else "0"
         try:
             changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
-            common = _common(prompt, self._rendered(changed, tools, cache))
+            common = _common(prompt, self._rendered(request, changed))
         except ChatRefused:
             return None
         end = common.rfind(end_of_turn, begin)
@@ -380,9 +414,9 @@ class Conversation(Generic[Row]):
         return turn.text[: min(ends)] if ends else turn.text
 
 
-def _digest(messages: list[dict[str, Any]], tools: Tools | None) -> bytes:
+def _digest(messages: list[dict[str, Any]], tools: Tools | None, rendering: ChatRendering) -> bytes:
     """Return a digest of everything that a chat template gets; equal digests render alike."""
-    given = msgspec.json.encode((messages, tools), enc_hook=repr)
+    given = msgspec.json.encode((messages, tools, rendering), enc_hook=repr)
     return hashlib.blake2b(given, digest_size=16).digest()
 
 

@@ -79,15 +79,16 @@ class _Handlers:
         session = self._session(http)
         request = decode_json(await _body(http), GatewayChatRequest)
         options, tools = generate_options(request), request.offered_tools
+        rendering = request.rendering
         _refuse_many(request.messages)
         conversation, cache = session.episode.conversation, EMPTY_CACHE
         if is_large(http):
-            ahead = conversation.read_ahead(request.messages, tools, in_thread=off_loop)
+            ahead = conversation.read_ahead(request.messages, tools, rendering, in_thread=off_loop)
             cache = await unless_gone(http, ahead)
 
         def begin_choice() -> GatewayChoice:
             prepared = conversation.prepare(
-                request.messages, tools, request.tool_choice, cache=cache
+                request.messages, tools, request.tool_choice, rendering=rendering, cache=cache
             )
             return choice_of(prepared.row, conversation.generate_from(prepared, options))
 
@@ -125,7 +126,9 @@ class _Handlers:
             _refuse_many(request.messages)
             in_thread = off_loop if is_large(http) else None
             conversation = session.episode.conversation
-            work = conversation.prompt_tokens(request.messages, request.tools, in_thread=in_thread)
+            work = conversation.prompt_tokens(
+                request.messages, request.tools, request.rendering, in_thread=in_thread
+            )
             ids = await unless_gone(http, work)
         else:
             ids = await unless_gone(http, session.episode.encode(request.prompt or ""))

@@ -12,18 +12,19 @@ import msgspec
 from tidegate.orchestrator.episodes.forced_calls import is_free
 from tidegate.serving import openai_requests
 from tidegate.serving.api_errors import ApiError
-from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX, UNSERVED, checked_cache_salt
+from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX, checked_cache_salt
 
 CHOICES_MAX = 64
 """Largest number of choices of one request: ``n`` times the number of prompts."""
 
-_UNSERVED: Mapping[str, tuple[Any, ...]] = {
-    **UNSERVED,
+_ALSO_REFUSED: Mapping[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "add_special_tokens": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "echo": (False,),
 }
 
@@ -32,9 +33,8 @@ class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **_UNSERVED,
-        "reasoning_effort": (),
-        "add_generation_prompt": (True,),
+        **openai_requests.ChatRequest.REFUSED,
+        **_ALSO_REFUSED,
         "return_prompt_text": (False,),
     }
 
@@ -43,7 +43,10 @@ class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
     """Body of ``POST /v1/completions``; a prompt of token ids continues the row whose tokens it
     begins with."""
 
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_UNSERVED, "suffix": ("",)}
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **openai_requests.CompletionRequest.REFUSED,
+        **_ALSO_REFUSED,
+    }
 
 
 GatewayRequest = GatewayChatRequest | GatewayCompletionRequest

@@ -272,7 +272,11 @@ async def tokenize(parts: ServerParts, http: HttpRequest) -> Answer:
     completer, tokenizer = parts.completer, parts.completer.tokenizer
     if request.messages is not None:
         work = completer.chat_prompt(
-            request.messages, request.tools, request.rendering, is_large=is_large(http)
+            request,
+            request.messages,
+            request.tools,
+            prefix=requests.required_prefix(request),
+            is_large=is_large(http),
         )
         ids = (await unless_gone(http, work)).token_ids
     else:

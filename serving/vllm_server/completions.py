@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from tidegate.errors import ModelError
-from tidegate.orchestrator.episodes.chat_template import read_chat_template
+from tidegate.orchestrator.episodes.chat_template import ChatRendering, read_chat_template
 from tidegate.orchestrator.fleet.scores import ScoreQuery, TokenScores
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import ApiError, VllmErrors
@@ -42,11 +42,12 @@ from tidegate.serving.vllm_server.outputs import (
 from tidegate.serving.vllm_server.requests import (
     CHOICES_MAX,
     BatchChatRequest,
-    ChatRendering,
     GenerateRequest,
     Prompt,
     VllmChatRequest,
+    VllmTokenizeRequest,
     generate_options,
+    required_prefix,
 )
 from tidegate.serving.vllm_server.response_bodies import (
     ChatBodies,
@@ -176,14 +177,17 @@ class Completer:
         given = request.prompts
         _refuse_many(len(given), request)
         for text in given:
-            if isinstance(text, str):
+            if isinstance(text, str) and request.truncate_prompt_tokens is None:
                 self._refuse_long(text)
-        prompts = [
-            Prompt(await self.tokenizer.encode(each, adds_special_tokens=adds), each)
-            if isinstance(each, str)
-            else Prompt(each)
-            for each in given
-        ]
+        prompts = self._truncated(
+            request,
+            [
+                Prompt(await self.tokenizer.encode(each, adds_special_tokens=adds), each)
+                if isinstance(each, str)
+                else Prompt(each)
+                for each in given
+            ],
+        )
         name = f"cmpl-{request.request_id or name}"
         salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
@@ -200,7 +204,11 @@ class Completer:
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
         tools = None if request.tool_choice == "none" else request.tools
         prompt = await self.chat_prompt(
-            request.messages, tools, request.rendering, is_large=is_large
+            request,
+            request.messages,
+            tools,
+            prefix=required_prefix(request),
+            is_large=is_large,
         )
         return await self._begin_chat(request, name, [prompt])
 
@@ -211,7 +219,7 @@ class Completer:
         request.refuse_unserved_in_batches()
         _refuse_many(len(request.messages), request)
         prompts = [
-            await self.chat_prompt(messages, None, request.rendering, is_large=is_large)
+            await self.chat_prompt(request, messages, None, is_large=is_large)
             for messages in request.messages
         ]
         return await self._begin_chat(request, name, prompts)
@@ -222,22 +230,33 @@ class Completer:
         name = f"chatcmpl-{request.request_id or name}"
         salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
+        prompts = self._truncated(request, prompts)
         begun = await self._begin(
             CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
         )
         return begun, ChatBodies(begun.facts, request)
 
+    def _truncated(
+        self, request: CompletionRequest | VllmChatRequest, prompts: Sequence[Prompt]
+    ) -> list[Prompt]:
+        most = limits_of(self._scheduler).context_tokens_max
+        kept = [request.truncated(prompt.token_ids, most) for prompt in prompts]
+        pairs = zip(prompts, kept, strict=True)
+        return [p if len(ids) == len(p.token_ids) else Prompt(ids) for p, ids in pairs]
+
     async def chat_prompt(
         self,
+        request: VllmChatRequest | VllmTokenizeRequest,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        rendering: ChatRendering,
         *,
+        prefix: Sequence[int] = (),
         is_large: bool = False,
     ) -> Prompt:
         """Return a conversation's prompt, as the model's chat template renders it.
 
-        A conversation that ``is_large`` is rendered in a thread.
+        The tokens up to the end of its last assistant message are replaced by ``prefix``, if there
+        is one. A conversation that ``is_large`` is rendered in a thread.
         """
         if not messages:
             raise ApiError(400, "messages must be a list of at least one message")
@@ -249,19 +268,42 @@ class Completer:
         except ModelError as error:
             raise ApiError(400, str(error)) from None
         plain = [_plain(message) for message in messages]
-        render = functools.partial(
-            template.render,
-            plain,
-            tools,
-            add_generation_prompt=rendering.add_generation_prompt,
-            options=rendering.names,
+
+        async def encoded(shown: list[dict[str, Any]], rendering: ChatRendering) -> Prompt:
+            render = functools.partial(template.prompt, shown, tools, rendering)
+            text = await off_loop(render) if is_large else render()
+            if getattr(request, "truncate_prompt_tokens", None) is None:
+                self._refuse_long(text)
+            adds = bool(request.add_special_tokens)
+            return Prompt(await self.tokenizer.encode(text, adds_special_tokens=adds), text)
+
+        prompt = await encoded(plain, request.rendering)
+        if not prefix:
+            return prompt
+        said = [i for i, message in enumerate(plain) if message.get("role") == "assistant"]
+        earlier = plain[: said[-1] + 1] if said else plain
+        replaced = await encoded(
+            earlier, dataclasses.replace(request.rendering, add_generation_prompt=False)
         )
-        text = await off_loop(render) if is_large else render()
-        if rendering.continue_final_message:
-            text = _continued(text, plain[-1].get("content"))
-        self._refuse_long(text)
-        adds = rendering.add_special_tokens
-        return Prompt(await self.tokenizer.encode(text, adds_special_tokens=adds), text)
+        return self._continued(prompt.token_ids, len(replaced.token_ids), prefix)
+
+    def _continued(self, rendered: list[int], replaced: int, prefix: Sequence[int]) -> Prompt:
+        """Return ``prefix`` and what is ``rendered`` after the last stop token before ``replaced``.
+
+        As NeMo-RL's vLLM splices ``required_prefix_token_ids``: the template's tokens begin with
+        that stop token, which ``prefix`` lacks if its last turn was cut off.
+        """
+        stops = self._model.stop_token_ids
+        cut = max((i for i, id_ in enumerate(rendered[:replaced]) if id_ in stops), default=None)
+        if len(rendered) <= replaced or cut is None:
+            raise ApiError(
+                400,
+                "required_prefix_token_ids need messages after the last assistant message, or a "
+                "generation prompt, and a template that ends messages with a stop token",
+                param="required_prefix_token_ids",
+            )
+        has_end = prefix[-1] == rendered[cut]
+        return Prompt([*prefix, *rendered[cut + has_end :]])
 
     def _refuse_long(self, text: str) -> None:
         """Refuse a text that no context can hold, before it is tokenised."""
@@ -270,8 +312,9 @@ class Completer:
         if len(text) > most:
             raise ApiError(
                 400,
-                f"The decoder prompt has {len(text)} characters, which is longer than the maximum "
-                f"model length of {limits.context_tokens_max} tokens.",
+                f"This model's maximum context length is {limits.context_tokens_max} tokens. "
+                f"However, your prompt contains {len(text)} characters. Please reduce the length "
+                f"of the input prompt.",
             )
 
     def _with_defaults(self, request: RequestT) -> RequestT:
@@ -417,23 +460,6 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(text for text in texts if text is not None)}
 
 
-def _continued(text: str, content: object) -> str:
-    """Return a rendered conversation up to the end of its last message's ``content``.
-
-    Raises:
-        ApiError: the template does not show the message.
-    """
-    ending = content.strip() if isinstance(content, str) else ""
-    start = text.rfind(ending) if ending else -1
-    if start < 0:
-        why = "continue_final_message needs a last message with a text that the template shows"
-        raise ApiError(400, why, param="continue_final_message")
-    # Templates may trim a message: keep the spaces after it only if the template does.
-    whole = str(content).lstrip()
-    kept = whole if text.startswith(whole, start) else ending
-    return text[: start + len(kept)]
-
-
 def _refuse_many(prompts: int, sampling: Sampling) -> None:
     choices = prompts * sampling.choices_per_prompt
     if choices > CHOICES_MAX:
@@ -447,9 +473,9 @@ def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
     if len(ids) >= limits.context_tokens_max:
         raise ApiError(
             400,
-            f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
-            f"{limits.context_tokens_max}. Make sure that `max_model_len` is no smaller than the "
-            f"number of text tokens.",
+            f"This model's maximum context length is {limits.context_tokens_max} tokens. However, "
+            f"your prompt contains {len(ids)} input tokens, which leaves none to generate. Please "
+            f"reduce the length of the input prompt.",
         )
     strange = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
     if strange is not None:

@@ -24,8 +24,13 @@ class TokenSampling(Sampling, kw_only=True):
 
     logprobs: int | None = None
     prompt_logprob_start: Any = None
+    truncate_prompt_tokens: Any = None
 
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, "prompt_logprob_start": (0,)}
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSERVED,
+        "prompt_logprob_start": (0,),
+        "truncate_prompt_tokens": (),
+    }
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -60,30 +65,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     }
 
 
-HONOURED_IN_CHATS = ("chat_template_kwargs", "continue_final_message")
-"""Fields of ``UNSERVED`` that conversations of this server honour."""
-
-
 class VllmChatRequest(openai_requests.ChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further names for the chat template, such as ``enable_thinking``."""
-    continue_final_message: bool | None = None
-
-    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **{k: v for k, v in UNSERVED.items() if k not in HONOURED_IN_CHATS},
-        "echo": (False,),
-    }
-
-    @property
-    def rendering(self) -> "ChatRendering":
-        """Options of the chat template.
-
-        Raises:
-            ApiError: the options contradict each other.
-        """
-        return _rendering(self, self.reasoning_effort)
+    required_prefix_token_ids: list[int] | None = None
+    """Tokens of the conversation up to its last assistant message, as NeMo-Gym keeps them."""
 
 
 class BatchChatRequest(VllmChatRequest, kw_only=True):
@@ -110,48 +96,8 @@ class VllmTokenizeRequest(openai_requests.TokenizeRequest, kw_only=True):
 
     model: str | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-
-    @property
-    def rendering(self) -> "ChatRendering":
-        """Options of the chat template.
-
-        Raises:
-            ApiError: the options contradict each other.
-        """
-        return _rendering(self)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRendering:
-    """How a conversation becomes a prompt."""
-
-    add_generation_prompt: bool
-    """Whether the prompt ends with the beginning of the model's message."""
-    continue_final_message: bool
-    """Whether the prompt ends within the last message, which the model continues."""
-    add_special_tokens: bool
-    """Whether the tokenizer adds special tokens to those that the template writes."""
-    names: Mapping[str, Any]
-    """Further names for the template."""
-
-
-def _rendering(
-    request: VllmChatRequest | VllmTokenizeRequest, reasoning_effort: str | None = None
-) -> ChatRendering:
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        why = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
-        raise ApiError(400, why, param="continue_final_message")
-    names = dict(request.chat_template_kwargs or {})
-    if reasoning_effort is not None:  # templates that know neither name ignore them, as in vLLM
-        names = {"enable_thinking": reasoning_effort != "none", **names}
-        names["reasoning_effort"] = reasoning_effort
-    begins = request.add_generation_prompt is not False and not continues
-    return ChatRendering(begins, continues, bool(request.add_special_tokens), names)
+    required_prefix_token_ids: list[int] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -222,6 +168,29 @@ class RpcRequest(msgspec.Struct, kw_only=True):
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+
+
+def required_prefix(request: VllmChatRequest | VllmTokenizeRequest) -> list[int]:
+    """Return the tokens with which a conversation's prompt must begin; empty for none.
+
+    NeMo-Gym sends them as ``required_prefix_token_ids``, or as the ``prompt_token_ids`` and
+    ``generation_token_ids`` of the last message that has them.
+
+    Raises:
+        ApiError: a message's fields are not lists of token ids.
+    """
+    if request.required_prefix_token_ids is not None:
+        return request.required_prefix_token_ids
+    for message in reversed(request.messages or ()):
+        if "prompt_token_ids" in message:
+            given = [message["prompt_token_ids"], message.get("generation_token_ids")]
+            try:
+                prompt, generation = msgspec.convert(given, list[list[int]])
+            except msgspec.ValidationError as error:
+                why = f"a message's prompt_token_ids and generation_token_ids are refused: {error}"
+                raise ApiError(400, why, param="messages") from None
+            return [*prompt, *generation]
+    return []
 
 
 def generate_options(sampling: Sampling, model_stops: tuple[int, ...]) -> dict[str, Any]:

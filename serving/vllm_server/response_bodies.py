@@ -163,7 +163,9 @@ def _as_ids(
     ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
 
     def entry_of(token: int, logprob: float) -> dict[str, Any]:
-        return {"token_id": token, "logprob": logprob, "rank": ranks.get(token)}
+        # vLLM 0.32 has the id; verifiers' TrainClient 0.4 reads it from the text.
+        text = f"token_id:{token}"
+        return {"token_id": token, "token": text, "logprob": logprob, "rank": ranks.get(token)}
 
     return {**entry_of(token, logprob), "top_logprobs": [entry_of(*pair) for pair in top.items()]}
 

@@ -59,6 +59,7 @@ ASKED: dict[str, Any] = {
     "bad_words": ["x"],
     "guided_json": {"type": "object"},
     "truncate_prompt_tokens": 4,
+    "truncation_side": "right",
     "thinking_token_budget": 16,
     "top_logprobs": 1,
 }

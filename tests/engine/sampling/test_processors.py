@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from tests.models import EOS_TOKEN_ID, make_model_directory
 from tidegate.engine.execution.runner import ModelRunner
@@ -156,6 +157,31 @@ def test_a_temperature_schedule_is_the_temperature_it_names_at_each_token() -> N
         assert torch.allclose(torch.log_softmax(edited, -1), expected, atol=1e-5)
 
 
+def test_bad_words_are_the_token_sequences_that_vllm_bans(tmp_path: Path) -> None:
+    letters = ["a", "b", " ", " a", "c"]
+    model = models.BPE(vocab={each: n for n, each in enumerate(letters)}, merges=[(" ", "a")])
+    Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    setup = ProcessorSetup(VOCAB, (), ModelTokenizer(tmp_path))
+
+    def banned(words: list[str], *output: int) -> list[int]:
+        spec = LogitsProcessor("bad_words", {"words": words}).to_str()
+        _, processor = ProcessorRegistry().make(spec, setup)
+        logits = torch.zeros(VOCAB)
+        processor(logits, TurnTokens(np.zeros(2, np.int32), np.array(output, np.int32)))
+        found: list[int] = logits.isinf().nonzero().flatten().tolist()
+        return found
+
+    assert banned(["a"]) == [0, 3]  # " a" is one other token
+    assert banned(["b"]) == [1]  # " b" is two
+    assert banned(["ab"]) == []
+    assert banned(["ab"], 4, 0) == banned(["ab"], 4, 3) == [1]
+    assert banned(["ab"], 0, 4) == []
+    assert banned([" acb", "c"], 0, 4) == [1, 4]
+    for words, told in [([], "got 0"), ([""], "got ''"), (["b"] * 129, "1 to 128 .* got 129")]:
+        with pytest.raises(TurnRefused, match=told):
+            banned(words)
+
+
 def test_a_users_own_processor_sees_prompt_and_output_and_edits_its_row_only(
     engine: Engine,
 ) -> None:
@@ -210,7 +236,7 @@ ARGUMENTS = [
     ("temperature_schedule", {"initial": 1, "final": 1, "warmup_tokens": 0}, "at least 1, got 0"),
     ("json_schema", {"schema": {"type": "nonsense"}}, "json_schema"),
     ("grammar", {"lark": "start: :"}, "grammar"),
-    ("raise", {}, "unknown logits processor 'raise'; this engine has allowed_tokens, disallow"),
+    ("raise", {}, "unknown logits processor 'raise'; this engine has allowed_tokens, bad_words"),
 ]
 
 

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.orchestrator.episodes.chat_templates import TEMPLATES
 from tests.orchestrator.episodes.talking import CALL, TOOLS, tool, user
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
+from tidegate.orchestrator.episodes.chat_template import read_chat_template
 from tidegate.serving.gateway import app as app_module
 from tidegate.serving.gateway.gateway import Gateway
 from tidegate.serving.gateway.sessions import REQUESTS_PER_SESSION_MAX
 from tidegate.serving.http_server import JSON_VALUES_MAX
 
 pytestmark = pytest.mark.wire
+
+NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.fixture
@@ -76,6 +80,7 @@ async def test_a_seed_of_minus_one_is_none_and_leaves_choices_apart(
         ),
         ({"structured_outputs": {"regex": "a+"}}, "grammar", {"lark": "start: /a+/"}),
         ({"allowed_token_ids": [1, 2]}, "allowed_tokens", {"token_ids": [1, 2]}),
+        ({"bad_words": ["no"]}, "bad_words", {"words": ["no"]}),
     ],
 )
 async def test_an_output_is_held_to_a_form_that_a_request_names_as_vllms_clients_do(
@@ -99,8 +104,59 @@ async def test_an_output_is_held_to_a_form_that_a_request_names_as_vllms_clients
 
 async def test_a_refusal_names_the_field_at_fault(gateway: Gateway, tmp_path: Path) -> None:
     async with session_of(gateway, tmp_path) as (_, _, client):
-        body = {"messages": [user("q")], "bad_words": ["x"]}
-        assert (await client.post(CHAT, json=body)).json()["error"]["param"] == "bad_words"
+        body = {"messages": [user("q")], "best_of": 2}
+        assert (await client.post(CHAT, json=body)).json()["error"]["param"] == "best_of"
+
+
+async def test_a_conversation_is_rendered_by_the_options_that_a_request_has_for_its_template(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        path = talk.model.path / "chat_template.jinja"
+        header = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+        shown = header + "{{- 'no thought' if enable_thinking is false }}"
+        assert header in TEMPLATES["chatml"]
+        path.write_text(TEMPLATES["chatml"].replace(header, shown))
+        read_chat_template.cache_clear()
+        talk.engine.words += [f"a{END}", f"b{END}", f"c{END}", f"d{END}"]
+        asked = {"messages": [user("q")], "return_token_ids": True}
+
+        async def prompt(**fields: Any) -> str:
+            answer = (await client.post(CHAT, json={**asked, **fields})).json()
+            return talk.episode.decode(answer["prompt_token_ids"])
+
+        told = await client.post("/tokenize", json=asked | NO_THOUGHT)
+        assert talk.episode.decode(told.json()["tokens"]).endswith("no thought")
+        assert (await prompt()).endswith("assistant\n")
+        assert (await prompt(**NO_THOUGHT)).endswith("assistant\nno thought")
+        assert (await prompt(reasoning_effort="none")).endswith("assistant\nno thought")
+        assert (await prompt(add_generation_prompt=False)).endswith("q\n")
+        clash = {**asked, "continue_final_message": True, "add_generation_prompt": True}
+        refused = (await client.post(CHAT, json=clash)).json()["error"]
+        assert refused["param"] == "continue_final_message"
+        talk.check()
+
+
+async def test_a_message_that_was_cut_off_is_continued_in_its_row_and_its_conversation_after_it(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += ["It is", f" 3.{END}", f"Yes.{END}", f" 4.{END}"]
+        messages = [user("1+2?")]
+        first = (await client.post(CHAT, json={"messages": messages})).json()["choices"][0]
+        assert first["finish_reason"] == "length"
+        messages.append(first["message"])
+        body = {"messages": messages, "continue_final_message": True}
+        rest = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"]
+        assert rest == " 3."
+        messages[-1] = {"role": "assistant", "content": f"It is{rest}"}
+        await client.post(CHAT, json={"messages": [*messages, user("Sure?")]})
+        assert [len(row.turns) for row in talk.rollout.rows] == [3]
+        begun = [user("2+2?"), {"role": "assistant", "content": "I say"}]
+        await client.post(CHAT, json={"messages": begun, "continue_final_message": True})
+        *_, row = talk.rollout.rows
+        assert talk.text(row).endswith("assistant\nI say 4.<|im_end|>")
+        talk.check()
 
 
 async def test_a_long_conversation_is_rendered_in_a_thread_and_answered_alike(
@@ -255,7 +311,6 @@ async def test_a_long_prompt_is_tokenised_beside_the_runs_thread_and_to_the_same
         ('{"messages": [{"role": "user", "content": "q"}], "tool_choice": "required"}', "tool_ch"),
         ('{"messages": [{"role": "user", "content": "q"}], "logit_bias": {"x": 1}}', "logit_bias"),
         ('{"messages": [{"role": "user", "content": "q"}], "use_beam_search": true}', "use_beam_s"),
-        ('{"messages": [{"role": "user", "content": "q"}], "bad_words": ["x"]}', "bad_words"),
         ('{"messages": [{"role": "user", "content": "q"}], "best_of": 2}', "best_of"),
         ('{"messages": [{"role": "user", "content": "q"}], "ignore_eos": true}', "ignore_eos"),
         ('{"messages": [{"role": "user", "content": "q"}], "prompt_logprobs": 1}', "prompt_logp"),

@@ -152,7 +152,11 @@ def test_without_max_tokens_the_context_is_filled_and_more_is_cut_off(client: Cl
     [
         ({"token_ids": [], "sampling_params": {}}, 400, "at least 1"),
         ({"token_ids": [99999], "sampling_params": {}}, 400, "99999 is out of vocabulary"),
-        ({"token_ids": [5] * 1100, "sampling_params": {}}, 400, "longer than the maximum model"),
+        (
+            {"token_ids": [5] * 1100, "sampling_params": {}},
+            400,
+            "maximum context length is 1024 tokens",
+        ),
         ({"token_ids": [5], "sampling_params": {}, "model": "x"}, 404, "Valid aliases: tiny"),
         ({"token_ids": [5], "sampling_params": {"n": 2, "temperature": 0}}, 400, "n must be 1"),
         ({"token_ids": [5], "sampling_params": {"top_p": 7}}, 400, "top_p"),

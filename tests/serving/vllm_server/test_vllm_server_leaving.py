@@ -17,7 +17,7 @@ pytestmark = pytest.mark.wire
 ENDLESS = {"ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hi"}]
 REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": [3, 4, 5], "max_tokens": 1000, **ENDLESS},
+    "/v1/completions": {"prompt": [[3, 4, 5], [6]], "n": 2, "max_tokens": 1000, **ENDLESS},
     "/v1/chat/completions": {"messages": MESSAGES, **ENDLESS},
     "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES], **ENDLESS},
     "/inference/v1/generate": {"token_ids": [3, 4, 5], "sampling_params": {"n": 2, **ENDLESS}},

@@ -10,9 +10,8 @@ import pytest
 import tidegate
 from tests.serving.vllm_server.vllm_serving import PROMPT, Client
 from tidegate.errors import ModelError
-from tidegate.serving.openai_requests import UNSERVED
+from tidegate.serving.openai_requests import HONOURED_IN_CHATS, UNSERVED
 from tidegate.serving.vllm_server.model_info import read_sampling_defaults
-from tidegate.serving.vllm_server.requests import HONOURED_IN_CHATS
 
 pytestmark = pytest.mark.wire
 
@@ -65,10 +64,8 @@ ASKED: dict[str, Any] = {
     "use_beam_search": True,
     "best_of": 4,
     "length_penalty": 2.0,
-    "bad_words": ["x"],
     "logits_processors": ["m.P"],
     "prompt_embeds": "AAAA",
-    "truncate_prompt_tokens": 4,
     "thinking_token_budget": 16,
     "chat_template_kwargs": {"a": 1},
     "continue_final_message": True,
@@ -127,7 +124,52 @@ def test_a_message_is_continued_where_it_ends(client: Client) -> None:
     assert "Cannot set both" in refused["message"]
     nothing = [*MESSAGES, {"role": "assistant", "content": ""}]
     refused = client.refusal("/v1/chat/completions", {**prefilled, "messages": nothing})
-    assert refused["param"] == "continue_final_message"
+    assert "continue_final_message needs a last message" in refused["message"]
+
+
+def test_a_bad_word_is_never_completed_but_its_parts_are_written(client: Client) -> None:
+    tokens = client.post("/tokenize", {"prompt": "cdx", "add_special_tokens": False})["tokens"]
+    asked = {"prompt": "go", "max_tokens": 200, "seed": 3, "allowed_token_ids": tokens}
+
+    def written(**fields: Any) -> str:
+        (choice,) = client.post("/v1/completions", {**asked, **fields})["choices"]
+        return str(choice["text"])
+
+    assert "cd" in written()
+    kept = written(bad_words=["cd", "xx"])
+    assert "cd" not in kept
+    assert "xx" not in kept
+    assert {"dc", "cx"} <= {kept[i : i + 2] for i in range(len(kept))}
+    assert "x" not in written(bad_words=["x"])
+    sampling = {"max_tokens": 200, "allowed_token_ids": tokens, "bad_words": ["x", "cc"]}
+    (choice,) = client.generate(token_ids=PROMPT, sampling_params=sampling)["choices"]
+    assert tokens[2] not in choice["token_ids"]
+    refused = client.refusal("/v1/completions", {**asked, "bad_words": [" "]})
+    assert "a word must have at least one token, got ' '" in refused["message"]
+
+
+def test_a_prompt_is_truncated_to_its_last_tokens_or_its_first(client: Client) -> None:
+    ids, limit = list(range(30, 60)), client.get("/v1/models")["data"][0]["max_model_len"]
+
+    def prompt(**fields: Any) -> Any:
+        body = {"prompt": ids, "max_tokens": 1, "return_token_ids": True, **fields}
+        return client.post("/v1/completions", body)["choices"][0]["prompt_token_ids"]
+
+    assert prompt(truncate_prompt_tokens=4) == ids[-4:]
+    assert prompt(truncate_prompt_tokens=4, truncation_side="right") == ids[:4]
+    assert prompt(truncate_prompt_tokens=99) == ids
+    long = [40] * (limit + 5)
+    assert prompt(prompt=long, truncate_prompt_tokens=-1) == long[: limit - 1]
+    chat = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    whole = client.post("/v1/chat/completions", chat)["prompt_token_ids"]
+    short = client.post("/v1/chat/completions", {**chat, "truncate_prompt_tokens": 3})
+    assert short["prompt_token_ids"] == whole[-3:]
+    for wrong in (-2, limit + 1):
+        body = {"prompt": ids, "truncate_prompt_tokens": wrong}
+        refused = client.refusal("/v1/completions", body)
+        assert refused["param"] == "truncate_prompt_tokens"
+    none = client.refusal("/v1/completions", {"prompt": ids, "truncate_prompt_tokens": 0})
+    assert "the prompt has no token" in none["message"]
 
 
 def test_usage_comes_with_each_chunk_of_a_stream_if_asked_for(client: Client) -> None:
