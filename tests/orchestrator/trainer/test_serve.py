@@ -200,6 +200,7 @@ def not_async(episode: tidegate.Episode, task: int) -> float:
 
 
 async def without_a_reward(episode: tidegate.Episode, task: int) -> None:
+    episode.append("1+1=")
     await episode.generate(max_tokens=2)
 
 
