@@ -63,14 +63,14 @@ async def receive(
         return await scheduler.next_batch()
     request = BatchRequest()
     try:
-        while await scheduler.wait_for_batch(request):
+        while await scheduler.batch_requests.wait(request):
             await asyncio.sleep(chance.expovariate(1 / batch_poll_delay_s))
             batch = request.batch
             if batch is not None and request.take(batch):
-                scheduler.acknowledge_batch(request)
+                scheduler.batch_requests.acknowledge(request)
                 return batch
     except BaseException:
-        scheduler.close_batch_request(request)
+        scheduler.batch_requests.close(request)
         raise
     return None
 

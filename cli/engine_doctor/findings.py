@@ -26,12 +26,15 @@ NEWER_SGLANG = "take SGLang 0.5.21 or newer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """A feature that RL needs of an engine, and the routes that provide it; one is enough."""
+    """A feature that RL training needs of an engine server."""
 
     name: str
     any_of: tuple[str, ...]
+    """HTTP routes, any one of which provides the feature."""
     remedy: str
+    """What the user can do about a server without any of the routes."""
     without_it: Verdict = Verdict.FAIL
+    """Verdict about a server without any of the routes."""
 
 
 TOKENS = Capability(

@@ -67,9 +67,11 @@ class HttpEngine:
         """aiohttp sessions, by whether they keep connections alive."""
 
     def _session(self, *, keep_alive: bool) -> Any:
-        """Return the session. Control calls use a new connection each: a server closes idle
-        connections silently, and reusing one would break the call and give up a sound engine.
-        Streams share kept-alive connections."""
+        """Return the ``aiohttp.ClientSession`` for streams (``keep_alive``) or for control calls.
+
+        Streams reuse connections. Each control call opens a new connection: a server may close an
+        idle one at any time, a call on it would fail, and the healthy engine would be removed.
+        """
         if keep_alive not in self._sessions:
             timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
             connector = self._aiohttp.TCPConnector(limit=0, force_close=not keep_alive)

@@ -31,7 +31,7 @@ class PublishTimes:
         self._known: tuple[Array, Array] = (np.array([-np.inf]), np.array([version]))
         """(times, versions): each version was the trainer's from its time on."""
 
-    def note(self, at_s: float, version: int) -> None:
+    def record(self, at_s: float, version: int) -> None:
         """Record that ``version`` is published at ``at_s``."""
         times_s, versions = (column[-PUBLISHES_KEPT:] for column in self._known)
         self._known = (
@@ -60,7 +60,7 @@ class BatchAges:
     straggler_wait_s: float = 0.0
     """Seconds from a group's first ended episode to its last, summed over ``groups``."""
 
-    def note(
+    def record(
         self, rows: Sequence[Rollout], batch: "Batch", published: PublishTimes
     ) -> dict[str, float]:
         """Add a batch's rows to the totals; return the batch's own figures."""

@@ -211,7 +211,7 @@ class Core:
             case ev.StepArrived():
                 return self._on_step(event)
             case ev.TurnRequested():
-                return self.groups.ask_turn(event)
+                return self.groups.begin_turn(event)
             case ev.EpisodeReturned():
                 return self._on_returned(event)
             case ev.TaskArrived():

@@ -95,7 +95,7 @@ class GroupTracker(OutstandingGroupIndex):
     def change_rollout(
         self, event: ev.TurnAbandoned | ev.RolloutCut | ev.RolloutForked | ev.TurnsRewarded
     ) -> list[ev.Command]:
-        """Apply what an episode does to a row of its rollout, unless the rollout is settled."""
+        """Apply an episode's change to a row of its rollout, unless the rollout is settled."""
         if event.rollout_id not in self.running:
             return []
         match event:
@@ -121,20 +121,20 @@ class GroupTracker(OutstandingGroupIndex):
         group.rollouts.append(branch)
         return [ev.StartBranch(branch)]
 
-    def ask_turn(self, event: ev.TurnRequested) -> list[ev.Command]:
+    def begin_turn(self, event: ev.TurnRequested) -> list[ev.Command]:
         """Start a turn that continues a rollout's context."""
         rollout, group = self.running[event.rollout_id]
         turns = rollout.turns
-        given_up: list[ev.Command] = []
+        cancelled: list[ev.Command] = []
         if turns and turns[-1].finish_reason is None:
-            # The episode asks again after an error, e.g. from another event loop. Two running
-            # turns would append their tokens to one context.
-            given_up = self.give_up_turn(event.rollout_id)
+            # The episode requests another turn after an error, e.g. from another event loop. Two
+            # running turns would append their tokens to one context.
+            cancelled = self.give_up_turn(event.rollout_id)
         turn = Turn(rollout, event.sampling, event.media)
         turns.append(turn)
         if group.is_evaluation:
-            return given_up + self._turns.submit(turn, EVALUATION_PRIORITY)
-        return given_up + self._turns.submit(turn, group.priority)
+            return cancelled + self._turns.submit(turn, EVALUATION_PRIORITY)
+        return cancelled + self._turns.submit(turn, group.priority)
 
     def give_up_turn(self, rollout_id: int) -> list[ev.Command]:
         """Cancel the current turn of a rollout; its tokens so far stay in the context."""
@@ -193,7 +193,7 @@ class GroupTracker(OutstandingGroupIndex):
         for branch in [row for row in rollout.rows if row is not rollout]:
             del self.running[branch.rollout_id]
             commands += self._turns.cancel(branch)
-            # No event has reported tokens appended after its last turn, nor was any turn sampled.
+            # No event has reported the tokens appended after the branch's last turn.
             branch.cut(turns=len(branch.turns))
             for turn in branch.turns:
                 del turn.rollout
@@ -232,7 +232,7 @@ class GroupTracker(OutstandingGroupIndex):
         rewards = [*group.sibling_rewards, *own]
         reason = self._prompts.filter.reject(rewards, running=group.running)
         if reason is not None or not group.running:
-            self._prompts.note(group.digest, own)
+            self._prompts.record(group.digest, own)
         return reason
 
     def _end(self, group: Group) -> int:
@@ -253,14 +253,14 @@ class GroupTracker(OutstandingGroupIndex):
         return commands
 
     def discard_group(self, group: Group, reason: str) -> list[ev.Command]:
-        """Settle a group, running or buffered, as discarded, and free its place."""
+        """Settle a group, running or buffered, as discarded, and free its admission slot."""
         commands: list[ev.Command] = []
         for rollout in self.running_of(group):
             commands += [*self.give_up(rollout, group, reason), ev.StopEpisode(rollout)]
         return commands + self.drop(group, reason)
 
     def drop(self, group: Group, reason: str) -> list[ev.Command]:
-        """Settle a buffered group as discarded, and free its place."""
+        """Settle a buffered group as discarded, and free its admission slot."""
         self._remove(group)
         commands: list[ev.Command] = []
         for rollout in group.kept:
@@ -269,7 +269,7 @@ class GroupTracker(OutstandingGroupIndex):
         return commands
 
     def end_evaluations(self) -> list[ev.Command]:
-        """Discard running evaluations: their caller is gone."""
+        """Discard running evaluations, whose caller has gone."""
         evaluations = [
             (r, g) for r, g in self.running.values() if g.is_evaluation and r.branch_of is None
         ]
@@ -333,7 +333,7 @@ class GroupTracker(OutstandingGroupIndex):
         group.split_from, group.group_id = group.group_id, self.next_group_id
         self.next_group_id += 1
         group.sibling_rewards = part.kept_rewards
-        self._prompts.note(part.digest, group.sibling_rewards)
+        self._prompts.record(part.digest, group.sibling_rewards)
         group.rollouts = [r for r in group.rollouts if r.rollout_id in self.running]
         for rollout in group.rollouts:
             rollout.group_id = group.group_id

@@ -18,7 +18,7 @@ class Prompts:
         self.skipped = 0
         """Number of tasks skipped before anything was generated."""
 
-    def note(self, digest: bytes, rewards: Sequence[float]) -> None:
+    def record(self, digest: bytes, rewards: Sequence[float]) -> None:
         """Add the rewards of a task's group that has ended."""
         if digest and self.filter.uses_history:
             self.histories[digest] = self.histories.get(digest, PromptHistory()).after(rewards)

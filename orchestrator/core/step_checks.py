@@ -73,39 +73,38 @@ def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
     )
 
 
-def are_tokens_fine(steps: Sequence[Step], vocab_size: int) -> bool:
+def are_tokens_valid(steps: Sequence[Step], vocab_size: int) -> bool:
     """Whether every id and log-prob in all of these steps is in range.
 
-    False means that the steps must be checked one by one. numpy takes as long for many steps as for
-    one: without this, ``benchmarks.transport tokens`` receives .95 of
-    the tokens per CPU-second at 1,000 steps a second, and .74 as fast as they go (medians of 5
-    pairs).
+    False means that the steps must be checked one by one. One numpy call over many steps takes as
+    long as over one: without it, ``benchmarks.transport tokens`` receives 0.95 of the tokens per
+    CPU-second at 1,000 steps a second, and 0.74 at full speed (medians of 5 pairs).
     """
-    if len(steps) < 2 or not all(_has_whole_columns(step) for step in steps):
+    if len(steps) < 2 or not all(_has_aligned_columns(step) for step in steps):
         return False
     token_ids = b"".join([step.token_ids for step in steps])
     if not token_ids:
         return False
     logprobs = b"".join([step.logprobs for step in steps])
-    return _are_fine(token_ids, logprobs, vocab_size) == (True, True)
+    return _are_valid(token_ids, logprobs, vocab_size) == (True, True)
 
 
-def _has_whole_columns(step: Step) -> bool:
-    """Whether the columns can be joined with those of other steps without shifting their values."""
+def _has_aligned_columns(step: Step) -> bool:
+    """Whether both columns have the same number of whole 4-byte values, so that the columns of
+    several steps can be concatenated and still match value by value."""
     nbytes = len(step.token_ids)
     return nbytes == len(step.logprobs) and not nbytes % 4
 
 
 def check_step(
-    step: StepArrived, *, vocab_size: int, newest_version: int, has_fine_tokens: bool = False
+    step: StepArrived, *, vocab_size: int, newest_version: int, has_valid_tokens: bool = False
 ) -> None:
-    """Refuse numbers out of range, and a turn that appears twice.
+    """Refuse values out of range, and a turn with two rows.
 
-    Tokens are not checked again if ``has_fine_tokens``, which is :func:`are_tokens_fine` of the
-    steps.
+    ``has_valid_tokens``: :func:`are_tokens_valid` has found the step's tokens valid.
 
     Raises:
-        BadFrame: the step can't be true; says which number, and where.
+        BadFrame: names the value and its position.
     """
     if step.version > newest_version:
         raise BadFrame(
@@ -116,7 +115,7 @@ def check_step(
         raise BadFrame(
             f"step {step.seq}: finish codes are 0 to {CANCELLED}, got {max(step.finish)}"
         )
-    if not has_fine_tokens and len(step.token_ids):
+    if not has_valid_tokens and len(step.token_ids):
         _check_tokens(step, vocab_size)
     if not _are_different(step.turns.tobytes()):
         raise BadFrame(f"step {step.seq}: a turn has more than one row")
@@ -136,7 +135,7 @@ def _are_different(turns: bytes) -> bool:
 
 
 def _check_tokens(step: StepArrived, vocab_size: int) -> None:
-    are_ids, are_logprobs = _are_fine(step.token_ids, step.logprobs.cast("B"), vocab_size)
+    are_ids, are_logprobs = _are_valid(step.token_ids, step.logprobs.cast("B"), vocab_size)
     if not are_ids:
         at = next(i for i, token in enumerate(step.token_ids) if not 0 <= token < vocab_size)
         raise BadFrame(
@@ -153,8 +152,8 @@ def _check_tokens(step: StepArrived, vocab_size: int) -> None:
         )
 
 
-def _are_fine(token_ids: Buffer, logprobs: Buffer, vocab_size: int) -> tuple[bool, bool]:
-    """Return whether all ids are in range, and whether all log-probs are; there is at least one."""
+def _are_valid(token_ids: Buffer, logprobs: Buffer, vocab_size: int) -> tuple[bool, bool]:
+    """Return whether all ids, and whether all log-probs, are in range; neither may be empty."""
     # As unsigned, negative ids are the largest, so one maximum finds both.
     are_ids = bool(_highest(np.frombuffer(token_ids, np.uint32)) < vocab_size)
     column = np.frombuffer(logprobs, np.float32)  # NaN fails any comparison
@@ -162,43 +161,42 @@ def _are_fine(token_ids: Buffer, logprobs: Buffer, vocab_size: int) -> tuple[boo
 
 
 def _check_details(step: StepArrived, tokens: dict[int, int], vocab_size: int) -> None:
-    """Refuse details of a row without tokens, twice for one row, of another length, or out of
-    range.
+    """Refuse details of a row without tokens, second details of a row, and wrong lengths or values.
 
-    A likeliest token may have a log-prob of -inf: not all of them could be sampled.
+    A top token's log-prob may be -inf, because sampling options may have excluded it.
     """
-    for told in step.details:
-        count = tokens.pop(told.turn, 0)
+    for detail in step.details:
+        count = tokens.pop(detail.turn, 0)
         if not count:
             raise BadFrame(
-                f"step {step.seq}: details of turn {told.turn}, which has no token in it, or a "
+                f"step {step.seq}: details of turn {detail.turn}, which has no token in it, or a "
                 f"second time"
             )
-        raw, top = len(told.raw_logprobs), len(told.top_ids)
-        if raw not in (0, 4 * count) or top % (4 * count) or top != len(told.top_logprobs):
+        raw, top = len(detail.raw_logprobs), len(detail.top_ids)
+        if raw not in (0, 4 * count) or top % (4 * count) or top != len(detail.top_logprobs):
             raise BadFrame(
-                f"step {step.seq}: details of turn {told.turn}'s {count} tokens have {raw} "
-                f"bytes of raw log-probs, {top} of likeliest tokens and "
-                f"{len(told.top_logprobs)} of theirs"
+                f"step {step.seq}: details of turn {detail.turn}'s {count} tokens have {raw} "
+                f"bytes of raw log-probs, {top} of top tokens and "
+                f"{len(detail.top_logprobs)} of their log-probs"
             )
-        if top and _highest(np.frombuffer(told.top_ids, np.uint32)) >= vocab_size:
+        if top and _highest(np.frombuffer(detail.top_ids, np.uint32)) >= vocab_size:
             raise BadFrame(
-                f"step {step.seq}: a likeliest token of turn {told.turn} is outside of the "
+                f"step {step.seq}: a top token of turn {detail.turn} is outside of the "
                 f"vocabulary [0, {vocab_size})"
             )
-        values = np.frombuffer(told.raw_logprobs, np.float32)
-        likeliest = np.frombuffer(told.top_logprobs, np.float32)
+        values = np.frombuffer(detail.raw_logprobs, np.float32)
+        top_values = np.frombuffer(detail.top_logprobs, np.float32)
         if not (np.all(values >= LOGPROB_MIN) and np.all(values <= LOGPROB_MAX)) or not np.all(
-            likeliest <= LOGPROB_MAX
+            top_values <= LOGPROB_MAX
         ):
             raise BadFrame(
-                f"step {step.seq}: details of turn {told.turn} hold what is no logarithm of a "
-                f"probability; did the model compute NaN?"
+                f"step {step.seq}: details of turn {detail.turn} hold a value that is no logarithm "
+                f"of a probability; did the model compute NaN?"
             )
 
 
 def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_version: int) -> None:
-    """Refuse a prefill that is not in the step of its first token, comes twice, or has gaps."""
+    """Refuse a prefill of a turn without tokens, a second prefill, and spans with gaps."""
     if not tokens:
         raise BadFrame(
             f"step {step.seq}: a prefill of turn {prefill.turn}, which has no token in it, or a "
@@ -216,6 +214,6 @@ def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_vers
         )
     if prefill.cached_tokens >= end:
         raise BadFrame(
-            f"step {step.seq}: turn {prefill.turn} says {prefill.cached_tokens} of its {end} "
-            f"positions were computed before, but the last one never is"
+            f"step {step.seq}: turn {prefill.turn} reports {prefill.cached_tokens} of its {end} "
+            f"positions as cached, but the last position is always computed"
         )

@@ -253,7 +253,7 @@ class EpisodeRunner:
         settings: EpisodeSettings,
         sampling: SamplingSettings,
         model: ModelFiles,
-        waiting: PendingFutures,
+        pending: PendingFutures,
         handle: Callable[[ev.Event], None],
         on_error: Callable[[BaseException], None],
         on_over: Callable[[Rollout], None] = lambda rollout: None,
@@ -273,7 +273,7 @@ class EpisodeRunner:
         self._budget_s = settings.episode_park_after_s
         self._defaults = sampling
         self._model = model
-        self._waiting = waiting
+        self._pending = pending
         self._handle = handle
         self._on_over = on_over
         self._parking = parking
@@ -417,7 +417,7 @@ class EpisodeRunner:
         self.leaks.ended.append(weakref.ref(episode))
         # The rollout has dropped rows without tokens; the episode still has them.
         for row in episode.rows if episode.branches else (rollout,):
-            turn = self._waiting.turns.pop(row.rollout_id, None)
+            turn = self._pending.turns.pop(row.rollout_id, None)
             if turn is not None:
                 fail(turn, RunClosed(EPISODE_IS_OVER))
 
@@ -460,7 +460,7 @@ class EpisodeRunner:
         """Return a future of the turn that this rollout has on an engine, such as after a
         resume."""
         future: asyncio.Future[Turn] = self.loop.create_future()
-        self._waiting.turns[rollout.rollout_id] = future
+        self._pending.turns[rollout.rollout_id] = future
         if self._tracer is not None:
             self._tracer.turn_started(rollout, future)
         return future
@@ -536,7 +536,7 @@ class EpisodeRunner:
 
     def give_up_turn(self, rollout: Rollout) -> None:
         """Cancel this rollout's turn."""
-        self._waiting.turns.pop(rollout.rollout_id, None)
+        self._pending.turns.pop(rollout.rollout_id, None)
         self._handle(ev.TurnAbandoned(rollout.rollout_id))
 
     def cut(self, rollout: Rollout, *, turns: int, tokens: int) -> None:

@@ -100,7 +100,8 @@ def _hermes(text: str) -> ParsedReply | None:
 
 
 def _llama(text: str, tools: Collection[str]) -> ParsedReply | None:
-    """Any JSON may be an answer, so it is a call only if it names an offered tool."""
+    """Parse a turn that is one JSON object, if its ``name`` is an offered tool's: other JSON may be
+    the model's answer."""
     stripped = text.strip().removeprefix(PYTHON_TAG).strip()
     if not stripped.startswith("{"):
         return None
@@ -118,14 +119,15 @@ def _deepseek(text: str) -> ParsedReply | None:
 
 
 def _deepseek_call(before: str, after: str) -> ToolCall | None:
-    """Before V3.1, a type stands before the separator, and the name and a JSON block after it."""
+    """Parse one call: V3.1 has ``NAME`` and JSON around the separator; V3 and R1 have a type before
+    it, and ``NAME`` with a fenced JSON block after it."""
     block = _JSON_BLOCK.fullmatch(after)
     name, arguments = (before, after) if block is None else (block[1], block[2])
     return _call({"name": name, "arguments": _json(arguments)}, "arguments")
 
 
 def _mistral(text: str, tools: Collection[str]) -> ParsedReply | None:
-    """Without the mark, a list is an answer unless it names offered tools only."""
+    """Parse ``[TOOL_CALLS] [...]``, or a bare JSON list if each item calls an offered tool."""
     content, mark, payload = text.rpartition(MISTRAL_MARK)
     values = _json(payload.strip())
     if not isinstance(values, list) or not values:

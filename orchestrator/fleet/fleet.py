@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.core.events import EngineJoined, EngineLeft, Event, TurnRejected
-from tidegate.orchestrator.core.step_checks import are_tokens_fine, check_step, step_arrived
+from tidegate.orchestrator.core.step_checks import are_tokens_valid, check_step, step_arrived
 from tidegate.orchestrator.fleet.engine_record import Engine
 from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, EngineWork
@@ -240,7 +240,7 @@ class Fleet:
         """Smallest vocabulary of any engine so far."""
         self.context_tokens_max = 0
         """Longest context that any engine so far reads; 0 before the first has joined."""
-        self._have_fine_tokens = False
+        self._have_valid_tokens = False
         """Whether all token ids and log-probs of the steps being handled are in range."""
         self._reply_limiter = RateLimiter(replies_max=ANSWERS_PER_S_MAX, interval_s=1.0)
         self._hello_limiter = RateLimiter(replies_max=HELLOS_PER_S_MAX, interval_s=1.0)
@@ -315,7 +315,7 @@ class Fleet:
         received: Received = []
         messages = [_decoded(frame) for _, frame in frames]
         steps = [message for message in messages if type(message) is Step]
-        self._have_fine_tokens = are_tokens_fine(steps, self._vocab_size_min)
+        self._have_valid_tokens = are_tokens_valid(steps, self._vocab_size_min)
         for (peer, _), message in zip(frames, messages, strict=True):
             if isinstance(message, BadFrame):
                 self._complain(peer, message, now_s)
@@ -386,7 +386,7 @@ class Fleet:
                 event,
                 vocab_size=engine.hello.vocab_size,
                 newest_version=self.newest_version,
-                has_fine_tokens=self._have_fine_tokens,
+                has_valid_tokens=self._have_valid_tokens,
             )
         except BadFrame:
             engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
@@ -414,7 +414,7 @@ class Fleet:
             return
         held = _handles(hello)
         if hello.vocab_size < self._vocab_size_min:
-            self._vocab_size_min, self._have_fine_tokens = hello.vocab_size, False
+            self._vocab_size_min, self._have_valid_tokens = hello.vocab_size, False
         self.context_tokens_max = max(self.context_tokens_max, hello.context_tokens_max)
         known = self.engines.get(hello.engine)
         if known is not None and known.hello.epoch != hello.epoch:

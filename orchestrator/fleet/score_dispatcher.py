@@ -48,13 +48,13 @@ class ScoreDispatcher:
         self,
         fleet: FleetView,
         *,
-        waiting: "set[asyncio.Future[Score]]",
+        pending: "set[asyncio.Future[Score]]",
         live_version: Callable[[], int],
         post: Callable[[str, Message], None],
     ) -> None:
         """``live_version``: engines with older weights get no requests."""
         self._fleet = fleet
-        self._waiting = waiting
+        self._pending = pending
         self._live_version = live_version
         self._post = post
         self._queue: deque[PendingScore] = deque()
@@ -65,7 +65,7 @@ class ScoreDispatcher:
     def submit(self, query: ScoreQuery) -> "asyncio.Future[Score]":
         """Send one sequence to an engine; cancelling the future cancels the request."""
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
+        self._pending.add(future)
         future.add_done_callback(self._future_done)
         self._queue.append(PendingScore(query, future))
         self.advance()
@@ -178,7 +178,7 @@ class ScoreDispatcher:
 
     def _future_done(self, future: "asyncio.Future[Score]") -> None:
         """Cancel a request on its engine if its future was cancelled."""
-        self._waiting.discard(future)
+        self._pending.discard(future)
         if not future.cancelled():
             return
         for engine, requests in self._sent.items():

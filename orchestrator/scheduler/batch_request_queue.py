@@ -3,7 +3,7 @@
 The scheduler puts requests in and the core's hand-overs come out. A hand-over is an offer at first:
 the trainer's thread takes it (see :class:`BatchRequest`), and acknowledges it once nothing can
 interrupt its call any more. Until then it can be undone: a batch that the trainer does not take
-returns to the core, which selects the next batch anew at the version current then. One batch is on
+returns to the core, which selects the next batch again at the version current then. One batch is on
 offer at a time, so the one undone is always the newest.
 
 While it is undecided which version the trainer has made, no batch is on offer, because its
@@ -24,13 +24,13 @@ class BatchRequestQueue:
 
     def __init__(
         self,
-        waiting: PendingFutures,
+        pending: PendingFutures,
         handle: Callable[[ev.Event], None],
         when_safe: Callable[[Callable[[], None]], None],
         take_failure: Callable[[], TidegateError | None],
     ) -> None:
         """``take_failure`` returns the error to raise before the trainer gets a batch, if any."""
-        self._requests = waiting.batches
+        self._requests = pending.batches
         """Requests without an offer, oldest first."""
         self._handle = handle
         self._when_safe = when_safe
@@ -38,7 +38,7 @@ class BatchRequestQueue:
         self._offer: tuple[BatchRequest, ev.HandOver] | None = None
         """Batch that the core has handed over and no trainer has acknowledged, with its request."""
         self._is_request_sent = False
-        """Whether the core has been asked for a batch, for the oldest request."""
+        """Whether the core has been sent the oldest request."""
         self._is_held = False
 
     async def wait(self, request: BatchRequest) -> bool:
@@ -89,7 +89,7 @@ class BatchRequestQueue:
         return True
 
     def hold(self, is_held: bool) -> None:
-        """Withdraw the offer and hold all requests; or ask the core for the oldest one again."""
+        """Withdraw the offer and hold all requests; or send the core the oldest request again."""
         if not is_held and self._requests and (failure := self._take_failure()) is not None:
             self._cancel_request(is_held=self._is_held)
             fail(self._requests.popleft().future, failure)
@@ -139,7 +139,8 @@ class BatchRequestQueue:
         self._handle(ev.BatchReturned(batch.number, is_held=self._is_held))
 
     def _deliver(self, offer: tuple[BatchRequest, ev.HandOver]) -> None:
-        """Show an offer to the trainer, unless it was undone; called once no crash can undo it."""
+        """Offer the batch to the trainer, unless the offer was undone; called once the journal has
+        committed the hand-over."""
         if self._offer is offer:
             request, batch = offer
             request.offer(batch)

@@ -1,8 +1,7 @@
-"""The scheduler's part that talks with engines: fleet, outbox, sessions, scoring and weight
-control.
+"""Message exchange with engines: fleet, outbox, sessions, scoring and weight control of one run.
 
-The scheduler makes one. It passes on engines' messages, and tells each part of engines that join
-and leave.
+The scheduler owns one :class:`EngineSide`, which dispatches engines' messages to these parts and
+notifies each of them when an engine joins or leaves.
 """
 
 import asyncio
@@ -60,16 +59,16 @@ class EngineSideCallbacks(Protocol):
 
 
 class EngineSide:
-    """Everything of a run that sends messages to engines or receives theirs."""
+    """Sends a run's messages to engines, and dispatches those that arrive."""
 
     def __init__(
         self,
         settings: RunSettings,
         init_weights: InitWeights,
         send: Callable[[bytes, Message], bool],
-        waiting: PendingFutures,
+        pending: PendingFutures,
         recorder: Recorder | None,
-        shell: EngineSideCallbacks,
+        callbacks: EngineSideCallbacks,
         *,
         weights_dtype: str = "",
     ) -> None:
@@ -77,9 +76,10 @@ class EngineSide:
         self._weights_dtype = weights_dtype
         self._settings = settings
         self._recorder = recorder
-        self._shell = shell
-        self.handle, self.when_safe = shell.handle, shell.when_safe
-        self.hold_batches, self.suspend_deadlines = shell.hold_batches, shell.suspend_deadlines
+        self._callbacks = callbacks
+        self.handle, self.when_safe = callbacks.handle, callbacks.when_safe
+        self.hold_batches = callbacks.hold_batches
+        self.suspend_deadlines = callbacks.suspend_deadlines
         self.fleet = Fleet(
             settings.fleet,
             send,
@@ -91,7 +91,7 @@ class EngineSide:
         self.control = EngineControl(
             settings.weights,
             init_weights,
-            waiting,
+            pending,
             self,
             pause_timeout_s=settings.fleet.engine_timeout_s,
         )
@@ -99,12 +99,12 @@ class EngineSide:
             self.fleet.send,
             supports_submit_turns=self.fleet.supports_submit_turns,
             on_refused=self._refuse_unsendable,
-            on_error=shell.fail,
+            on_error=callbacks.fail,
         )
         self.sessions = OpenSessions(self.outbox.post)
         self.scores = ScoreDispatcher(
             self.fleet,
-            waiting=waiting.scores,
+            pending=pending.scores,
             live_version=lambda: self.core.turns.live_version,
             post=self.outbox.post,
         )
@@ -114,14 +114,14 @@ class EngineSide:
     @property
     def core(self) -> Core:
         """The run's core."""
-        return self._shell.core
+        return self._callbacks.core
 
     def heartbeats(self) -> Heartbeats:
         """Make the task that sends heartbeats and notices silent engines."""
         return Heartbeats(
             self.fleet,
             self.handle,
-            lambda engine: self.on_silent(engine),  # whoever it is by then
+            lambda engine: self.on_silent(engine),  # may be replaced later
             interval_s=self._settings.fleet.heartbeat_interval_s,
             join_timeout_s=self._settings.fleet.engine_start_timeout_s,
         )
@@ -140,24 +140,24 @@ class EngineSide:
         else:
             self.handle([ev.TurnRejected(engine, message.turn, str(error))])
 
-    # ------------------------------------------------------------ what they say
+    # ------------------------------------------------------------ messages received
 
     def on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:
         """Handle the frames that have arrived; an unexpected error ends the run."""
         try:
             for item in self.fleet.receive(frames, asyncio.get_running_loop().time()):
-                self._on_heard(item)
+                self._on_item(item)
             if acks := self.fleet.take_acks():
                 self.when_safe(lambda: self.fleet.acknowledge(acks))  # engines drop these
         except Exception as error:  # noqa: BLE001 - a bug ends the run, not only this callback
-            self._shell.fail(error)
+            self._callbacks.fail(error)
 
-    def _on_heard(self, item: ev.Event | EngineReply) -> None:
+    def _on_item(self, item: ev.Event | EngineReply) -> None:
         if isinstance(item, EngineReply):
             if isinstance(item.message, ScoreResult | ScoreFailed):
                 self.scores.received(item.engine, item.message)
             elif not self.control.heard(item.engine, item.message):
-                log.warning("engine=%s said %s", item.engine, item.message)
+                log.warning("engine=%s sent an unexpected message: %s", item.engine, item.message)
             elif isinstance(item.message, TurnsPaused | TurnsResumed):
                 self._record(item.engine, type(item.message).__name__.lower())
             return
@@ -179,7 +179,7 @@ class EngineSide:
         self._record(engine, "staged", version=version)
 
     def swapped(self, engine: str, message: WeightsLive) -> None:
-        """Note that an engine serves other weights from now on."""
+        """Handle an engine that serves other weights from now on."""
         self._record(
             engine,
             "swap",
@@ -192,16 +192,16 @@ class EngineSide:
 
     def hello_of(self, engine: str) -> Hello | None:
         """Return an engine's hello; None if the engine has left again."""
-        known = self.fleet.engines.get(engine)
-        return known.hello if known is not None else None
+        record = self.fleet.engines.get(engine)
+        return record.hello if record is not None else None
 
-    # ------------------------------------------------------------ who comes and goes
+    # ------------------------------------------------------------ membership
 
-    def note(self, event: ev.EngineJoined | ev.EngineLeft) -> None:
+    def membership_changed(self, event: ev.EngineJoined | ev.EngineLeft) -> None:
         """Tell weight control, scoring and sessions that an engine joined or left."""
         engine = event.engine
         if isinstance(event, ev.EngineJoined):
-            self._note_dtype(engine)
+            self._check_dtype(engine)
             self.control.joined(engine, event.weight_version)
             self.scores.joined(engine)
             self.sessions.joined(engine, self.hello_of(engine))
@@ -212,28 +212,27 @@ class EngineSide:
         self.sessions.left(engine)
         self._record(engine, "lost")
 
-    def _note_dtype(self, engine: str) -> None:
-        """Record the dtype that an engine computes in; warn if it is not the requested one."""
+    def _check_dtype(self, engine: str) -> None:
+        """Record an engine's compute dtype; warn if it is not the expected one."""
         hello = self.hello_of(engine)
         if hello is None:
             return
         if self._recorder is not None:
             self._recorder.engine_dtype(engine, hello.dtype)
-        asked = self._settings.engine.dtype
-        wanted = self._weights_dtype if asked == "auto" else asked
-        if hello.dtype and wanted and hello.dtype != wanted:
+        setting = self._settings.engine.dtype
+        expected = self._weights_dtype if setting == "auto" else setting
+        if hello.dtype and expected and hello.dtype != expected:
             log.warning(
-                "engine=%s dtype=%s weights_dtype=%s: it computes in another precision than the "
-                "model directory's, so its log-probs differ from the trainer's; to have it "
-                "otherwise, start it with --dtype %s",
+                "engine=%s dtype=%s weights_dtype=%s: the engine computes in another precision, so "
+                "its log-probs differ from the trainer's; start it with --dtype %s",
                 engine,
                 hello.dtype,
-                wanted,
-                wanted,
+                expected,
+                expected,
             )
 
     def refuse_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that refuses the weights that others serve, and tell it why."""
+        """Remove an engine that refused weights that other engines serve, and tell it why."""
         self.fleet.send(engine, HelloRejected(message=why))
         self.handle(self.fleet.lose(engine, f"could not take weights: {why}", is_crash=False))
 

@@ -1,8 +1,8 @@
 """Watchdog thread: names code that blocks the run's event loop, and measures the longest block.
 
-A run starts one on its loop. An episode that computes without awaiting stops every other episode,
-and with them the loop's own watchdog. The thread schedules a callback on the loop, and if the
-callback does not run in time, it logs which code is running.
+A run starts one :class:`LoopWatch` on its loop. An episode that computes without awaiting stops
+every other episode, and the loop's own watchdog. The thread schedules a callback on the loop; if
+the callback does not run in time, the thread logs which code is running.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ CHECK_INTERVAL_S = 0.5
 """Time between two checks of the loop."""
 
 LOCATIONS_LOGGED_MAX = 100
-"""Places in code that are logged, each once."""
+"""Number of code locations that are logged, each once."""
 
 log = logging.getLogger("tidegate")
 
@@ -42,7 +42,7 @@ class LoopWatch:
         self._limit_s = max(LIMIT_MIN_S, limit_s)
         self._on_blocked = on_blocked
         self._is_stopped = threading.Event()
-        self._has_answered = False
+        self._has_run = False
         """Whether the last scheduled callback has run."""
         self._is_scheduled = False
         self._scheduled_s = 0.0
@@ -56,7 +56,7 @@ class LoopWatch:
     def start(self) -> None:
         """Watch the running loop; called on its thread."""
         loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
-        # Not joined: it ends by itself, and must not keep a program from ending.
+        # A daemon thread, not joined: it must not keep the program from ending.
         threading.Thread(
             target=self._watch, args=(loop, thread_id), name="tidegate-loop-watch", daemon=True
         ).start()
@@ -78,22 +78,22 @@ class LoopWatch:
         The loop is checked every ``CHECK_INTERVAL_S``, so a block counts from the next check on,
         and shorter ones may be missed.
         """
-        waiting = self._is_scheduled and not self._has_answered and not self._is_stopped.is_set()
+        waiting = self._is_scheduled and not self._has_run and not self._is_stopped.is_set()
         return max(self._longest_block_s, self._waited_s()) if waiting else self._longest_block_s
 
     def _waited_s(self) -> float:
         """Return the time since the callback was scheduled, without pauses of the whole process."""
         return min(time.monotonic() - self._scheduled_s, (self._checks + 1) * CHECK_INTERVAL_S)
 
-    def _answer(self) -> None:
+    def _on_callback(self) -> None:
         self._longest_block_s = max(self._longest_block_s, self._waited_s())
-        self._has_answered = True
+        self._has_run = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> None:
-        blocked_s = 0.0  # counted, not timed: a stopped process is no block
+        blocked_s = 0.0  # counts checks, because a stopped process (SIGSTOP) is not blocked
         while not self._is_stopped.wait(CHECK_INTERVAL_S):
             self._checks += 1
-            is_late = self._is_scheduled and not self._has_answered
+            is_late = self._is_scheduled and not self._has_run
             blocked_s = blocked_s + CHECK_INTERVAL_S if is_late else 0.0
             blocked = (
                 _running_code(loop, thread_id, blocked_s) if blocked_s > REPORT_AFTER_S else None
@@ -107,11 +107,11 @@ class LoopWatch:
                 self._on_blocked(
                     RunBlocked(task_name=blocked.name, where=blocked.where, limit_s=limit_s)
                 )
-            if self._has_answered or not self._is_scheduled:
-                self._has_answered, self._is_scheduled = False, True
+            if self._has_run or not self._is_scheduled:
+                self._has_run, self._is_scheduled = False, True
                 self._scheduled_s, self._checks = time.monotonic(), 0
                 try:
-                    loop.call_soon_threadsafe(self._answer)
+                    loop.call_soon_threadsafe(self._on_callback)
                 except RuntimeError:  # the loop is closed
                     return
 
@@ -120,8 +120,7 @@ class LoopWatch:
             return
         self._logged.add(blocked.where)
         log.warning(
-            "stuck=loop name=%r waited_s=%.0f where=%r; await asyncio.to_thread for what takes "
-            "long",
+            "stuck=loop name=%r waited_s=%.0f where=%r; run blocking code by asyncio.to_thread",
             blocked.name,
             blocked.waited_s,
             blocked.where,
@@ -129,11 +128,11 @@ class LoopWatch:
 
 
 def _running_code(loop: asyncio.AbstractEventLoop, thread_id: int, blocked_s: float) -> Stuck:
-    """Name the running task and its place in the code; a guess, as both may have just changed."""
+    """Return the running task and its code location; both may have just changed."""
     task = asyncio.current_task(loop)
     name = task.get_name() if task is not None else "a callback"
     frame = sys._current_frames().get(thread_id)
-    where = _location(frame) if frame is not None else "an unknown place"
+    where = _location(frame) if frame is not None else "an unknown location"
     return Stuck("loop", name, where, blocked_s)
 
 
@@ -154,5 +153,5 @@ def _location(frame: FrameType) -> str:
         if not found.f_code.co_filename.startswith(_NOT_USER_CODE):
             break
         found = found.f_back
-    shown = found or innermost
-    return f"{shown.f_code.co_qualname} at {shown.f_code.co_filename}:{shown.f_lineno}"
+    frame = found or innermost
+    return f"{frame.f_code.co_qualname} at {frame.f_code.co_filename}:{frame.f_lineno}"

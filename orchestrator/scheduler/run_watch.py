@@ -24,7 +24,7 @@ ROUNDS_PER_STUCK_AFTER = 4
 """Rounds per ``stuck_after_s``, so that anything stuck is reported after 1 to 1.25 times it."""
 
 ROLLOUTS_PER_SLICE = 500
-"""Rollouts checked before the loop serves its sockets again: about half a millisecond."""
+"""Rollouts checked before the loop serves its sockets again, in about half a millisecond."""
 
 LOGGED_AT_ONCE_MAX = 10
 """Findings logged in one round; the others are only counted."""
@@ -32,11 +32,12 @@ LOGGED_AT_ONCE_MAX = 10
 TRAINER_TIME_FACTOR = 5.0
 """Factor of ``stuck_after_s`` for the trainer, because a train step may take minutes."""
 
-KEPT_SHARE = 0.75
-"""Share of ended episodes that may still be referenced: some are until the next collection."""
+REFERENCED_SHARE = 0.75
+"""Share of ended episodes that may still be referenced, because some wait for the next garbage
+collection."""
 
 _SHORT = reprlib.Repr()
-"""Repr of a task for log lines: enough to recognise it."""
+"""Short repr of a task for log lines."""
 _SHORT.maxstring = _SHORT.maxother = 80
 
 log = logging.getLogger("tidegate")
@@ -75,7 +76,7 @@ class RunWatch:
             self._watchdog.begin(loop.time())
             self._check_trainer()
             self._check_weights()
-            self._check_left_behind()
+            self._check_ended_episodes()
             await self._check_rollouts(self._check_engines())
             _log(self._watchdog.end())
 
@@ -130,23 +131,23 @@ class RunWatch:
 
     def _describe_missing_engine(self) -> str:
         turns = self._core.turns
-        there = ", ".join(f"{name} v{e.weight_version}" for name, e in turns.engines.items())
+        engines = ", ".join(f"{name} v{e.weight_version}" for name, e in turns.engines.items())
         return (
-            f"{len(turns.waiting)} turns wait for one that serves v{turns.live_version} or newer; "
-            f"there are {there or 'none'}"
+            f"{len(turns.waiting)} turns wait for an engine that serves v{turns.live_version} or "
+            f"newer; connected: {engines or 'none'}"
         )
 
-    def _check_left_behind(self) -> None:
+    def _check_ended_episodes(self) -> None:
         for rollout_id in self._leaks.uncancelled:
             if self._watchdog.is_stuck("episode", rollout_id, None):
-                why = "it was given up at its timeout, but swallows CancelledError and goes on"
+                why = "it was given up at its timeout, but swallows CancelledError and continues"
                 self._watchdog.report("episode", rollout_id, why)
         ended = self._leaks.ended
         alive = sum(episode() is not None for episode in ended)
-        are_kept = len(ended) == ended.maxlen and alive > KEPT_SHARE * len(ended)
-        who = "episodes that have ended"
-        if are_kept and self._watchdog.is_stuck("memory", who, None):
-            self._watchdog.report("memory", who, _describe_kept(alive, len(ended)))
+        are_kept = len(ended) == ended.maxlen and alive > REFERENCED_SHARE * len(ended)
+        name = "episodes that have ended"
+        if are_kept and self._watchdog.is_stuck("memory", name, None):
+            self._watchdog.report("memory", name, _describe_kept(alive, len(ended)))
 
     # ------------------------------------------------------------ the trainer
 
@@ -154,28 +155,28 @@ class RunWatch:
         core, watchdog = self._core, self._watchdog
         if core.are_tasks_exhausted or core.running_groups:
             return
-        who = "the iterator of tasks"
+        name = "the iterator of tasks"
         is_waiting = bool(core.batch_requests and core.admissible_groups)
-        if is_waiting and watchdog.is_stuck("tasks", who, core.groups.next_group_id):
+        if is_waiting and watchdog.is_stuck("tasks", name, core.groups.next_group_id):
             watchdog.report(
-                "tasks", who, f"{core.admissible_groups} groups may start, but it gives no task"
+                "tasks", name, f"{core.admissible_groups} groups may start, but it gives no task"
             )
         unpublished = core.handed.unpublished_groups
         progress = (core.handed.count, core.trainer_version)
         holds_all = bool(unpublished and not core.admissible_groups)
         if holds_all and watchdog.is_stuck("trainer", "the trainer", progress, TRAINER_TIME_FACTOR):
             where = (
-                f"it holds {unpublished} groups and has published nothing made of them; "
-                f"{core.buffered_groups} are buffered, and no other may start before"
+                f"it holds {unpublished} groups and has published no weights since; "
+                f"{core.buffered_groups} are buffered, and no other may start before it publishes"
             )
             watchdog.report("trainer", "the trainer", where)
 
     def _check_weights(self) -> None:
         weights, watchdog = self._weights, self._watchdog
         for late in weights.lagging_engines:
-            who = f"v{late.version} {late.phase}"
-            if watchdog.is_stuck("publish", who, late.engines):
-                watchdog.report("publish", who, str(late))
+            name = f"v{late.version} {late.phase}"
+            if watchdog.is_stuck("publish", name, late.engines):
+                watchdog.report("publish", name, str(late))
         if weights.is_reserved and weights.is_writable:
             newest = weights.update.version if weights.update is not None else None
             if watchdog.is_stuck("publish", "the next version", newest):
@@ -185,8 +186,8 @@ class RunWatch:
 
 def _describe_engine(engine: Engine, turns: EngineTurns) -> str:
     return (
-        f"no step of its {len(turns.submissions)} turns has come; it says that "
-        f"{engine.running_turns} run and {engine.waiting_turns} wait, and serves "
+        f"no step of its {len(turns.submissions)} turns has arrived; it reports "
+        f"{engine.running_turns} running and {engine.waiting_turns} waiting, and serves "
         f"v{engine.weight_version}"
     )
 
@@ -209,15 +210,15 @@ def _describe_turn(turn: Turn) -> str:
 
 def _describe_episode(rollout: Rollout, group: Group) -> str:
     return (
-        f"after turn {len(rollout.turns)} its episode neither asks for another nor returns; task "
+        f"after turn {len(rollout.turns)} its episode neither requests another nor returns; task "
         f"{_SHORT.repr(group.task)}"
     )
 
 
 def _describe_kept(alive: int, ended: int) -> str:
     return (
-        f"{alive} of the last {ended} are still referenced, and their tokens with them; keep what "
-        f"is needed of an Episode, not the object"
+        f"{alive} of the last {ended} are still referenced, with all their tokens; keep the values "
+        f"that you need, not the Episode"
     )
 
 

@@ -1,15 +1,14 @@
-"""Asyncio shell around the core: feeds it events, and carries out its commands in order.
+"""Asyncio shell around the core: feeds it events and carries out its commands in order.
 
-`trainer/run.py` makes one per run, on an event loop whose thread owns everything here. Engines'
-messages, ends of episodes and the trainer's requests become events. `engine_side.py` has the other
-work for engines.
+`trainer/run.py` makes one :class:`Scheduler` per run and uses it only on the run's event loop.
+Engines' messages, ends of episodes and the trainer's requests become events. `engine_side.py`
+exchanges messages with engines.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from tidegate.errors import JournalError, PublishNeeded, TurnRefused
@@ -17,13 +16,11 @@ from tidegate.orchestrator.batches.ages import PublishTimes
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
-from tidegate.orchestrator.core.outbox import Outbox
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.episodes.runner import EpisodeFunction, EpisodeRunner
-from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.pending_futures import BatchRequest, PendingFutures, fail, resolve
 from tidegate.orchestrator.fleet.wire import Wire
 from tidegate.orchestrator.journal.run_journal import RunJournal
@@ -36,67 +33,9 @@ from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 from tidegate.transport.messages import CancelTurn, InitWeights
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commands:
-    """Carries out the commands of one run's core."""
-
-    outbox: Outbox
-    sessions: OpenSessions
-    waiting: PendingFutures
-    episodes: EpisodeRunner
-    batches: BatchRequestQueue
-    offers: TaskIterators
-    recorder: Recorder | None
-    on_pause: Callable[[bool], None]
-    """Pauses all engines, or resumes them."""
-    outstanding_groups_max: Callable[[], int]
-    """Returns the policy's current limit."""
-
-    def carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
-        """Carry out one command; ``episode`` is the function of an episode that it starts."""
-        match command:
-            case ev.Submit(engine=engine, message=message):
-                self.outbox.post(engine, message)
-                self.sessions.submitted(engine, message.session)
-            case ev.EndTurns(turns=turns):
-                for turn in turns:
-                    resolve(self.waiting.turns.pop(turn.rollout_id, None), turn)
-            case ev.StartEpisode(rollout=rollout, task=task):
-                assert episode is not None
-                self.episodes.begin(rollout, task, episode)
-            case ev.StartBranch(rollout=rollout):
-                self.episodes.forked(rollout)
-            case ev.StopEpisode(rollout=rollout):
-                self.episodes.stop(rollout)
-            case ev.FailTurn(turn=turn, message=why):
-                fail(self.waiting.turns.pop(turn.rollout_id, None), TurnRefused(why))
-            case ev.Cancel(engine=engine, handle=handle):
-                self.outbox.post(engine, CancelTurn(turn=handle))
-            case ev.EndEvaluation(rollout=rollout):
-                resolve(self.waiting.evaluations.pop(rollout.rollout_id, None), rollout)
-            case ev.RequeueTask(task=task, key=key):
-                self.offers.put_back(task, key)
-            case ev.Record(rollout=rollout, task=task):
-                if self.recorder is not None:
-                    self.recorder.rollout(rollout, task=task, advantage=None, consumed_version=None)
-            case ev.HandOver():
-                self.batches.hand_over(command)
-            case ev.EndBatches():
-                self.batches.end()
-            case ev.RefuseBatch(unpublished_groups=groups):
-                limit = self.outstanding_groups_max()
-                self.batches.refuse(
-                    PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
-                )
-            case ev.PauseGeneration(is_paused=is_paused):
-                self.on_pause(is_paused)
-
-
-FREES_NO_PLACE = frozenset((ev.TurnRequested, ev.StepArrived, ev.TaskArrived))
-"""Events that never increase ``admissible_groups`` and for which the shell itself has nothing to
-do; most events are of these types. Admission after ``TaskArrived`` is checked by
-:class:`TaskFeed`."""
+FREQUENT_EVENTS = frozenset((ev.TurnRequested, ev.StepArrived, ev.TaskArrived))
+"""Most events. They never increase ``admissible_groups`` and need no work outside the core; after
+``TaskArrived``, :class:`TaskFeed` checks admission itself."""
 
 log = logging.getLogger("tidegate")
 
@@ -117,8 +56,8 @@ class Scheduler:
         tracer: EpisodeTracer | None = None,
         now_s: Callable[[], float] | None = None,
     ) -> None:
-        """With a ``journal``, whose core is used then, the run survives a crash; ``resume`` says
-        where to continue after one. ``tracer`` logs how episodes spend their time. ``now_s``: a
+        """With a ``journal``, the run uses the journal's core and survives a crash; ``resume``: the
+        point at which it continues. ``tracer`` logs how episodes spend their time. ``now_s``: a
         clock that advances within one iteration of the loop, if the loop's own clock does not."""
         self._settings = settings
         self._router = router
@@ -129,14 +68,14 @@ class Scheduler:
         self._group: asyncio.TaskGroup | None = None
         self._is_ending = False
         self._watch: RunWatch | None = None
-        self._waiting = PendingFutures()
-        self._wants_tasks = asyncio.Event()
+        self._pending = PendingFutures()
+        self._has_capacity = asyncio.Event()
         self.published = PublishTimes(self.core.trainer_version)
         self.engines = EngineSide(
             settings,
             init_weights,
             router.send,
-            self._waiting,
+            self._pending,
             recorder,
             self,
             weights_dtype=model.dtype,
@@ -144,13 +83,13 @@ class Scheduler:
         self.fleet, self.control = self.engines.fleet, self.engines.control
         self.scores = self.engines.scores
         failure = self.control.state.take_failure
-        self._batch_requests = BatchRequestQueue(
-            self._waiting, self.handle_one, self.when_safe, failure
+        self.batch_requests = BatchRequestQueue(
+            self._pending, self.handle_event, self.when_safe, failure
         )
-        self._offers = TaskIterators(
+        self._task_iterators = TaskIterators(
             lambda: self.core,
-            self.handle_one,
-            wants_tasks=self._wants_tasks,
+            self.handle_event,
+            has_capacity=self._has_capacity,
             now_s=now_s or asyncio.get_running_loop().time,
         )
         self._parking = Parking(
@@ -158,15 +97,15 @@ class Scheduler:
             is_starved=lambda: self.core.batch_requests > 0,
         )
         self._episodes = self._new_episodes(model, tracer)
-        self._commands = self._new_commands(recorder)
+        self._recorder = recorder
 
     def _new_episodes(self, model: ModelFiles, tracer: EpisodeTracer | None) -> EpisodeRunner:
         return EpisodeRunner(
             self._settings.episodes,
             self._settings.sampling,
             model,
-            self._waiting,
-            self.handle_one,
+            self._pending,
+            self.handle_event,
             self.fail,
             self.engines.sessions.rollout_ended,
             parking=self._parking,
@@ -175,20 +114,7 @@ class Scheduler:
             tracer=tracer,
         )
 
-    def _new_commands(self, recorder: Recorder | None) -> Commands:
-        return Commands(
-            outbox=self.engines.outbox,
-            sessions=self.engines.sessions,
-            waiting=self._waiting,
-            episodes=self._episodes,
-            batches=self._batch_requests,
-            offers=self._offers,
-            recorder=recorder,
-            on_pause=self._pause_generation,
-            outstanding_groups_max=lambda: self.core.policy.outstanding_groups_max,
-        )
-
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ lifecycle
 
     async def run(self) -> None:
         """Serve until cancelled, or until something fails that ends the run.
@@ -215,7 +141,7 @@ class Scheduler:
                     self._is_ending = True
         finally:
             await self._episodes.end()
-            self._offers.close()
+            self._task_iterators.close()
             self._group = None
             self._router.detach()
 
@@ -246,25 +172,25 @@ class Scheduler:
         return self._watch.stuck if self._watch is not None else ()
 
     def _resume_from_checkpoint(self) -> None:
-        """After a crash: return to the trainer's checkpoint, and expect the engines."""
+        """Return the core to the trainer's checkpoint, and expect the engines known before."""
         self.fleet.newest_version = self.core.trainer_version
         if self._resume is None:
             return
-        self.handle_one(self._resume)
+        self.handle_event(self._resume)
         self.fleet.newest_version = self.core.trainer_version
         now_s = asyncio.get_running_loop().time()
         self.fleet.resume(self.core.turns.streams, list(self.core.turns.engines), now_s)
         if self._settings.records.resume_partial_rollouts:
             return
         for rollout in self.core.running_rollouts:
-            self.handle_one(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
+            self.handle_event(ev.RolloutCut(rollout.rollout_id, 0, 0, "restarted"))
 
     async def _wait_resume_durable(self) -> None:
         """Return once ``RunResumed`` is committed, or the journal has failed.
 
-        Engines are not heard before. ``RunResumed`` advances the turn handles. Without the commit,
-        a crash here would let the next process reuse these handles for other turns, and take old
-        steps for theirs.
+        Messages from engines are received only afterwards. ``RunResumed`` advances the turn
+        handles: after a crash before the commit, the next process would give the same handles to
+        other turns, and apply old steps to them.
         """
         safe = asyncio.ensure_future(self.wait_until_safe())
         try:
@@ -274,11 +200,11 @@ class Scheduler:
 
     async def wait_for_engines(self, count: int) -> None:
         """Return once ``count`` engines have joined."""
-        await self._waiting.until(lambda: len(self.fleet.engines) >= count)
+        await self._pending.until(lambda: len(self.fleet.engines) >= count)
 
     def fail_waiters(self, error: BaseException) -> None:
-        """Raise ``error`` in every call that still waits."""
-        self._waiting.fail_all(error)
+        """Raise ``error`` in every pending call."""
+        self._pending.fail_all(error)
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error."""
@@ -289,14 +215,14 @@ class Scheduler:
         """Write nothing more to the journal, so that the run can be resumed from here."""
         journal, self._journal = self._journal, None
         if journal is not None:
-            with contextlib.suppress(JournalError):  # it has failed, and that has ended the run
+            with contextlib.suppress(JournalError):  # a failed journal has ended the run already
                 journal.log_checksum()
 
     def close(self) -> None:
-        """Discard everything unfinished; the run takes no calls any more."""
+        """Discard everything unfinished; no call may follow."""
         self.stop_journal()
         self.engines.sessions.close()
-        self.handle_one(ev.RunEnded())
+        self.handle_event(ev.RunEnded())
         self.engines.send(())
 
     # ------------------------------------------------------------ events and commands
@@ -304,40 +230,79 @@ class Scheduler:
     def handle(self, events: Iterable[ev.Event], episode: EpisodeFunction | None = None) -> None:
         """Feed events to the core and carry out its commands, in order."""
         for event in events:
-            self.handle_one(event, episode)
+            self.handle_event(event, episode)
 
-    def handle_one(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
+    def handle_event(self, event: ev.Event, episode: EpisodeFunction | None = None) -> None:
         """Feed one event to the core and carry out its commands."""
-        may_free_places = type(event) not in FREES_NO_PLACE
+        may_admit = type(event) not in FREQUENT_EVENTS
         groups, revision = self.core.groups, -1
         if type(event) is ev.EpisodeReturned:
-            revision = groups.revision  # unchanged if others of its group run: no place is free
-        elif may_free_places:
-            self._note(event)
-        journal, carry_out = self._journal, self._commands.carry_out
+            revision = groups.revision  # unchanged while other rollouts of the group run
+        elif may_admit:
+            self._before_event(event)
+        journal, carry_out = self._journal, self._carry_out
         if journal is not None:
             journal.log(event)
         for command in self.core.handle(event):
             carry_out(command, episode)
         if (
-            may_free_places
+            may_admit
             and groups.revision != revision
-            and not self._wants_tasks.is_set()
+            and not self._has_capacity.is_set()
             and self.core.admissible_groups
         ):
-            self._wants_tasks.set()
+            self._has_capacity.set()
         if self._parking.parked:
             self._parking.resume_due()
         if journal is not None:
             journal.compact_if_due()
 
-    def _note(self, event: ev.Event) -> None:
-        """Update the shell's own parts for an event; not called for the most frequent ones."""
+    def _before_event(self, event: ev.Event) -> None:
+        """Update the parts outside the core for an event; not called for the most frequent ones."""
         if type(event) is ev.VersionPublished:
             self.fleet.newest_version = event.version
-            self.published.note(asyncio.get_running_loop().time(), event.version)
+            self.published.record(asyncio.get_running_loop().time(), event.version)
         elif type(event) is ev.EngineJoined or type(event) is ev.EngineLeft:
-            self.engines.note(event)
+            self.engines.membership_changed(event)
+
+    def _carry_out(self, command: ev.Command, episode: EpisodeFunction | None) -> None:
+        """Carry out one command; ``episode`` is the function of an episode that it starts."""
+        match command:
+            case ev.Submit(engine=engine, message=message):
+                self.engines.outbox.post(engine, message)
+                self.engines.sessions.submitted(engine, message.session)
+            case ev.EndTurns(turns=turns):
+                for turn in turns:
+                    resolve(self._pending.turns.pop(turn.rollout_id, None), turn)
+            case ev.StartEpisode(rollout=rollout, task=task):
+                assert episode is not None
+                self._episodes.begin(rollout, task, episode)
+            case ev.StartBranch(rollout=rollout):
+                self._episodes.forked(rollout)
+            case ev.StopEpisode(rollout=rollout):
+                self._episodes.stop(rollout)
+            case ev.FailTurn(turn=turn, message=why):
+                fail(self._pending.turns.pop(turn.rollout_id, None), TurnRefused(why))
+            case ev.Cancel(engine=engine, handle=handle):
+                self.engines.outbox.post(engine, CancelTurn(turn=handle))
+            case ev.EndEvaluation(rollout=rollout):
+                resolve(self._pending.evaluations.pop(rollout.rollout_id, None), rollout)
+            case ev.RequeueTask(task=task, key=key):
+                self._task_iterators.put_back(task, key)
+            case ev.Record(rollout=rollout, task=task):
+                if (recorder := self._recorder) is not None:
+                    recorder.rollout(rollout, task=task, advantage=None, consumed_version=None)
+            case ev.HandOver():
+                self.batch_requests.hand_over(command)
+            case ev.EndBatches():
+                self.batch_requests.end()
+            case ev.RefuseBatch(unpublished_groups=groups):
+                limit = self.core.policy.outstanding_groups_max
+                self.batch_requests.refuse(
+                    PublishNeeded(unpublished_groups=groups, outstanding_groups_max=limit)
+                )
+            case ev.PauseGeneration(is_paused=is_paused):
+                self._pause_generation(is_paused)
 
     def when_safe(self, action: Callable[[], None]) -> None:
         """Call ``action`` once no crash can undo the events handled so far."""
@@ -350,11 +315,11 @@ class Scheduler:
         if self._group is not None and not self._is_ending:  # engines end with the run
             self._group.create_task(self.control.halt_engines(is_paused))
 
-    # ------------------------------------------------------------ what the trainer asks for
+    # ------------------------------------------------------------ the trainer's requests
 
     async def mark_checkpointed(self, batches: int, offer: int) -> None:
-        """Note that the trainer's checkpoint holds the result of the first ``batches`` batches."""
-        self.handle_one(ev.BatchesCheckpointed(batches, offer))
+        """Record that the trainer's checkpoint holds the result of ``batches`` batches."""
+        self.handle_event(ev.BatchesCheckpointed(batches, offer))
         await self.wait_until_safe()
 
     async def wait_until_safe(self) -> None:
@@ -366,37 +331,25 @@ class Scheduler:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         assert self._group is not None
         is_journalled = self._journal is not None
-        self._offers.begin(tasks, episode, self._group, is_journalled=is_journalled)
+        self._task_iterators.begin(tasks, episode, self._group, is_journalled=is_journalled)
 
     async def next_batch(self) -> ev.HandOver | None:
         """Return the next batch, or None when the tasks are used up; for callers on this loop."""
         request = BatchRequest()
-        while await self._batch_requests.wait(request):
+        while await self.batch_requests.wait(request):
             batch = request.batch
             if batch is not None and request.take(batch):
-                self._batch_requests.acknowledge(request)
+                self.batch_requests.acknowledge(request)
                 return batch
         return None
 
-    async def wait_for_batch(self, request: BatchRequest) -> bool:
-        """As :meth:`BatchRequestQueue.wait`; for callers on another event loop, or without one."""
-        return await self._batch_requests.wait(request)
-
-    def acknowledge_batch(self, request: BatchRequest) -> None:
-        """As :meth:`BatchRequestQueue.acknowledge`."""
-        self._batch_requests.acknowledge(request)
-
-    def close_batch_request(self, request: BatchRequest) -> None:
-        """As :meth:`BatchRequestQueue.close`."""
-        self._batch_requests.close(request)
-
     def return_batch(self, number: int) -> bool:
         """As :meth:`BatchRequestQueue.return_batch`."""
-        return self._batch_requests.return_batch(number, newest=self.core.handed.count)
+        return self.batch_requests.return_batch(number, newest=self.core.handed.count)
 
     def hold_batches(self, is_held: bool) -> None:
         """As :meth:`BatchRequestQueue.hold`."""
-        self._batch_requests.hold(is_held)
+        self.batch_requests.hold(is_held)
 
     def suspend_deadlines(self, is_halted: bool) -> None:
         """As :meth:`EpisodeRunner.suspend_deadlines`."""
@@ -410,6 +363,6 @@ class Scheduler:
             future: asyncio.Future[Rollout] = loop.create_future()
             futures.append(future)
             rollout_id = self.core.groups.next_rollout_id
-            self._waiting.evaluations[rollout_id] = future
-            self.handle_one(ev.EvaluationRequested(task, index), episode)
+            self._pending.evaluations[rollout_id] = future
+            self.handle_event(ev.EvaluationRequested(task, index), episode)
         return [await future for future in futures]

@@ -1,8 +1,9 @@
-"""Feeds tasks of the user's iterators to the core, in order, as admission has room for groups.
+"""Feeds tasks of the user's iterators to the core, in order, as admission permits.
 
-The scheduler owns an :class:`TaskIterators`, which reads one iterator at a time. A task that is
-taken again keeps the episode function that it was given with. After a resume, tasks that were taken
-before are skipped."""
+The scheduler owns a :class:`TaskIterators`, which reads one iterator at a time. A task that is
+started again keeps its iterator's episode function. After a resume, tasks that were taken before
+are skipped.
+"""
 
 import asyncio
 import logging
@@ -21,26 +22,26 @@ log = logging.getLogger("tidegate")
 
 
 class TaskIterators:
-    """The user's iterators; starts a :class:`TaskFeed` for the newest."""
+    """The user's iterators of tasks; runs a :class:`TaskFeed` for the newest."""
 
     def __init__(
         self,
         core: Callable[[], Core],
         handle: Callable[[ev.Event, EpisodeFunction | None], None],
         *,
-        wants_tasks: asyncio.Event,
+        has_capacity: asyncio.Event,
         now_s: Callable[[], float],
     ) -> None:
-        """``handle`` feeds the core; ``wants_tasks`` is set when there is capacity."""
+        """``handle`` feeds the core; ``has_capacity`` is set when the core may have capacity."""
         self._core = core
         self._handle = handle
-        self._wants_tasks = wants_tasks
+        self._has_capacity = has_capacity
         self._now_s = now_s
         self._logged_dropped = 0
         self._source: TaskSource | None = None
         self._feeding: asyncio.Task[None] | None = None
         self._episodes: dict[int, EpisodeFunction] = {}
-        """Episode functions by iterator, as long as a task of it may still begin."""
+        """Episode functions by iterator number, while a task of the iterator may still begin."""
 
     def begin(
         self,
@@ -53,7 +54,7 @@ class TaskIterators:
         """Take tasks from this iterator from now on, each run by ``episode``."""
         core = self._core()
         if self._feeding is not None:
-            self._feeding.cancel()  # it may wait for the replaced iterator
+            self._feeding.cancel()  # the task may wait for the replaced iterator
         if self._source is None or not self._source.reads_from(tasks):
             before, self._source = self._source, TaskSource(tasks)
             if before is not None:
@@ -63,7 +64,7 @@ class TaskIterators:
             self._source,
             self._handle,
             self.episode_of,
-            wants_tasks=self._wants_tasks,
+            has_capacity=self._has_capacity,
             is_journalled=is_journalled,
             now_s=self._now_s,
         )
@@ -71,15 +72,15 @@ class TaskIterators:
         self._handle(ev.TasksOffered(_name_of(episode)), episode)
         if core.tasks.dropped > self._logged_dropped:
             log.warning(
-                "tasks=gone count=%d: they were unfinished, and from an iterator before the one in "
-                "use at the checkpoint. A resume takes such tasks up if they are plain data and "
-                "the iterator in use has the same episode function",
+                "tasks=gone count=%d: unfinished tasks of earlier iterators than the checkpoint's. "
+                "A resume continues them if they are plain data and the current iterator has the "
+                "same episode function",
                 core.tasks.dropped,
             )
             self._logged_dropped = core.tasks.dropped
         used = {g.key.offer for g in core.groups.in_order if g.key is not None}
         used |= {key.offer for key in core.tasks.requeued} | self._source.offers
-        self._episodes = {o: each for o, each in self._episodes.items() if o in used}
+        self._episodes = {offer: e for offer, e in self._episodes.items() if offer in used}
         self._episodes[core.tasks.offer] = episode
 
     def episode_of(self, key: TaskKey | None) -> EpisodeFunction | None:
@@ -88,7 +89,7 @@ class TaskIterators:
         return newest if key is None else self._episodes.get(key.offer, newest)
 
     def put_back(self, task: object, key: TaskKey) -> None:
-        """Have a task taken again."""
+        """Start a task again before new ones."""
         assert self._source is not None
         self._source.put_back(task, key)
 
@@ -107,11 +108,11 @@ def _name_of(episode: object) -> str:
 
 
 EPISODES_PER_SLICE = 256
-"""Episodes that begin before the loop serves its sockets again. Episodes that begin together ask
-for their turns together, so fewer would make more messages, and steps with fewer rows."""
+"""Episodes that begin before the loop serves its sockets again. Episodes that begin together
+request their turns together; with fewer, messages and steps would have fewer turns."""
 
 SLICE_S = 0.01
-"""Time after which the loop serves its sockets too, because the user's iterator may be slow."""
+"""Time after which the loop serves its sockets in any case: the user's iterator may be slow."""
 
 
 class TaskFeed:
@@ -124,24 +125,24 @@ class TaskFeed:
         handle: Callable[[ev.Event, EpisodeFunction | None], None],
         episode_of: Callable[[TaskKey | None], EpisodeFunction | None],
         *,
-        wants_tasks: asyncio.Event,
+        has_capacity: asyncio.Event,
         is_journalled: bool,
         now_s: Callable[[], float],
     ) -> None:
-        """``handle`` feeds the core, and starts a task's episode; ``wants_tasks`` is set whenever
+        """``handle`` feeds the core, and starts a task's episode; ``has_capacity`` is set whenever
         the core may have capacity again; ``now_s`` is a clock."""
         self._core = core
         self.source = source
         self._handle = handle
         self._episode_of = episode_of
-        self._wants_tasks = wants_tasks
+        self._has_capacity = has_capacity
         self._is_journalled = is_journalled
-        self._wants_digests = is_journalled or core.prompts.filter.uses_history
+        self._needs_digests = is_journalled or core.prompts.filter.uses_history
         self._now_s = now_s
         self._begun = 0
-        """Episodes begun in this iteration of the loop."""
+        """Episodes begun in this slice."""
         self._until_s = 0.0
-        """When this iteration has lasted long enough."""
+        """Time at which the slice ends."""
 
     async def run(self) -> None:
         """Take tasks until cancelled.
@@ -151,22 +152,20 @@ class TaskFeed:
         """
         await self._skip_taken_tasks()
         while True:
-            self._wants_tasks.clear()  # first, because events during _take may put a task back
+            self._has_capacity.clear()  # first, because events during _take may put a task back
             await self._take()
-            await self._wants_tasks.wait()
+            await self._has_capacity.wait()
 
     async def _take(self) -> None:
         self._begin_slice()
-        places = 0
+        slots = 0
         core, source = self._core, self.source
         is_async, newest = source.is_async, self._episode_of(None)
-        while places or (places := core.admissible_groups):
+        while slots or (slots := core.admissible_groups):
             prefers_returned = core.policy.prefers_returned(core.groups)
             if is_async:
                 task = await source.next(prefers_returned=prefers_returned)
-                if (
-                    task is not None and not core.admissible_groups
-                ):  # it was used up during the wait
+                if task is not None and not core.admissible_groups:  # used up during the wait
                     source.return_unused(task)
                     return
             else:
@@ -174,16 +173,16 @@ class TaskFeed:
             if task is None:
                 self._handle(ev.TasksExhausted(), None)
                 return
-            places = 0 if is_async else places - 1  # after a wait, compute it again
-            digest = task_digest(task.task) if self._wants_digests else b""
+            slots = 0 if is_async else slots - 1  # after a wait, compute it again
+            digest = task_digest(task.task) if self._needs_digests else b""
             body = task_body(task.task) if self._is_journalled else b""
             arrived = ev.TaskArrived(task.task, task.key, digest, body)
             self._handle(arrived, newest if task.key is None else self._episode_of(task.key))
             if source.has_ended():
-                places = 0
+                slots = 0
                 self._handle(ev.TasksExhausted(), None)
-            elif self._has_begun_enough():
-                places = 0
+            elif self._has_used_slice():
+                slots = 0
                 await asyncio.sleep(0)
                 self._begin_slice()
 
@@ -196,14 +195,14 @@ class TaskFeed:
             key = TaskKey(self._core.tasks.offer, index)
             self._check(task, key, count)
             self._handle(ev.TaskFoundAgain(task, key), self._episode_of(key))
-            if self._has_begun_enough():
+            if self._has_used_slice():
                 await asyncio.sleep(0)
                 self._begin_slice()
 
     def _begin_slice(self) -> None:
         self._begun, self._until_s = 0, self._now_s() + SLICE_S
 
-    def _has_begun_enough(self) -> bool:
+    def _has_used_slice(self) -> bool:
         """Whether the loop should serve its sockets, after one more task."""
         self._begun += self._core.groups.group_size
         return self._begun >= EPISODES_PER_SLICE or self._now_s() >= self._until_s
@@ -214,9 +213,9 @@ class TaskFeed:
                 f"{count} tasks had been taken from this iterator before the run was resumed, but "
                 f"now it ends after {key.index}; give the same tasks in the same order"
             )
-        waiting = self._core.pending_after_resume.get(key)
-        if waiting and waiting[0].digest != task_digest(task):
+        pending = self._core.pending_after_resume.get(key)
+        if pending and pending[0].digest != task_digest(task):
             raise ResumeMismatch(
-                f"task {key.index} is {task!r:.200}, which is another one than before the run was "
+                f"task {key.index} is {task!r:.200}, and was another one before the run was "
                 f"resumed; give the same tasks in the same order"
             )

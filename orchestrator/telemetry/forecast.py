@@ -1,8 +1,8 @@
 """Forecast of a run's staleness, bottleneck and gain from another bound, from its measurements.
 
-The trainer's handle notes batches, and :class:`RunStatistics` shows the forecast. It applies the
-closed forms of ``policies/predictions.py`` to the lengths of groups, kept in bounded memory. Time
-is engines' time: minutes that an episode spends in tools are not in it. A resumed run starts anew.
+The trainer's handle adds each batch, and :class:`RunStatistics` shows the forecast, which applies
+the closed forms of ``policies/predictions.py`` to the lengths of groups. Time is engines' time, so
+minutes that an episode spends in tools do not count. A resumed run starts again without data.
 """
 
 import bisect
@@ -28,7 +28,7 @@ BUCKETS_PER_DOUBLING = 4
 
 
 class GroupLengths:
-    """Lengths of groups: of each one's longest rollout, in tokens."""
+    """Histogram of the groups' longest rollouts, in tokens."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
@@ -39,10 +39,10 @@ class GroupLengths:
         """Sum of the tokens of each group's longest rollout."""
         self._most_tokens = 0
 
-    def note(self, tokens: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]) -> None:
-        """Add ended groups: the sampled tokens of each rollout, those of a group together.
+    def add(self, tokens: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]) -> None:
+        """Add the sampled tokens and the group of ended rollouts; those of a group are adjacent.
 
-        Both [R]; in numpy, because there are thousands a second.
+        Both [R]; in numpy, because thousands of rollouts end per second.
         """
         begins = np.flatnonzero(np.diff(group_ids, prepend=-1))
         longest = np.maximum.reduceat(tokens, begins)
@@ -119,7 +119,7 @@ class BatchTimes:
 
 
 class Forecaster:
-    """Notes each batch as the trainer gets it, and computes the forecast."""
+    """Collects each batch that the trainer gets, and computes the forecast."""
 
     def __init__(self) -> None:
         self._lengths = GroupLengths()
@@ -135,7 +135,7 @@ class Forecaster:
         self._engines: tuple[EngineStatistics, ...] = ()
         """Engines at the last batch, because they are gone when a run has ended."""
 
-    def note_batch(
+    def add_batch(
         self,
         tokens: npt.NDArray[np.int64],
         group_ids: npt.NDArray[np.int64],
@@ -146,10 +146,10 @@ class Forecaster:
         usage: Usage,
         engines: Sequence[EngineStatistics],
     ) -> None:
-        """Note a batch that the trainer has; ``engines`` as they are now.
+        """Add a batch that the trainer has; ``engines`` as they are now.
 
-        For each row, those of a group together: its sampled tokens, group, staleness and rollout,
-        all [R].
+        ``tokens`` (sampled ones), ``group_ids``, ``staleness`` and ``rollout_ids``: [R], one value
+        per row; rows of a group are adjacent.
         """
         rows = RowsOfRollouts(rollout_ids)
         tokens, staleness = rows.added(tokens), rows.highest(staleness)
@@ -159,7 +159,7 @@ class Forecaster:
         self._last, self._versions = usage, (self._versions[0], trainer_version)
         self._engines = tuple(engines)
         self._batches += 1
-        self._lengths.note(tokens, group_ids)
+        self._lengths.add(tokens, group_ids)
         self._trained += len(staleness)
         self._staleness += int(staleness.sum())
 
@@ -206,7 +206,7 @@ class Forecaster:
         return self._lengths.groups / (last - first + 1)
 
     def _times(self, ledger: LedgerSnapshot) -> BatchTimes | None:
-        """Measure from the first batch to the last, which leaves out filling up at the start."""
+        """Measure from the first batch to the last, without the time before the first."""
         intervals = self._batches - 1
         tokens_per_s = sum(_peak_tokens_per_s(engine) for engine in self._engines)
         if intervals < 1 or not tokens_per_s or not self._lengths.tokens:
@@ -245,17 +245,17 @@ class Forecaster:
 
 
 def advise(times: BatchTimes, *, allowed: float | None, saturating: int) -> str:
-    """Return one sentence for whoever sets ``max_staleness``; ``allowed`` is its present effect, or
-    None.
+    """Return one sentence of advice on ``max_staleness``, which now allows a staleness of
+    ``allowed`` versions (None: any).
 
     While admission is the bottleneck, a group stays equally long whatever the bound, so a batch
     takes ``D / (η + 1)``; the gain follows from that.
     """
     between_s, attainable_s = times.between_s, times.attainable_s
     if 1 - times.trainer_s / between_s <= BUSY_TRAINER_IDLE_MAX:
-        said = "trainer-bound: a larger max_staleness only ages samples"
+        advice = "trainer-bound: a larger max_staleness only ages samples"
         is_more = allowed is None or allowed > saturating
-        return f"{said}; {saturating} would be enough" if is_more else said
+        return f"{advice}; {saturating} would be enough" if is_more else advice
     if allowed is None:
         return "rollout-bound: only faster or more engines would gain anything"
     needed = math.ceil(between_s * (allowed + 1) / attainable_s - 1e-6) - 1
@@ -278,8 +278,8 @@ def window_groups(policy: StalenessPolicy) -> int | None:
 def _made_per_kept(ledger: LedgerSnapshot) -> float:
     """Return the tokens sampled per token not discarded, without those the run's end cut off."""
     cut_off = ledger.discarded.get("run_ended", 0)
-    thrown_away = ledger.discarded_total - cut_off
-    return 1 + thrown_away / max(1, ledger.generated - cut_off - thrown_away)
+    discarded = ledger.discarded_total - cut_off
+    return 1 + discarded / max(1, ledger.generated - cut_off - discarded)
 
 
 def _peak_tokens_per_s(engine: EngineStatistics) -> float:

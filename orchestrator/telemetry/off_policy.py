@@ -1,7 +1,7 @@
 """Off-policyness of the last batch as the trainer's loss measured it: ESS and mismatch divergences.
 
-``Rollouts.report_off_policyness`` makes it of the trainer's values; metrics, dashboard and
-recordings show it.
+``Rollouts.report_off_policyness`` makes an :class:`OffPolicy` from the trainer's values; metrics,
+dashboard and recordings show it.
 """
 
 import math
@@ -30,23 +30,23 @@ class OffPolicy:
 
     def figures(self) -> dict[str, float]:
         """Return the values by their names in batch metrics."""
-        said = {
+        values = {
             "effective_sample_size": self.effective_sample_size,
             "mismatch_kl": self.mismatch_kl,
             "mismatch_k3": self.k3,
             "mismatch_chi2": self.chi2,
         }
-        told = {name: value for name, value in said.items() if value is not None}
-        for lag, values in self.by_lag.items():
-            told |= {f"mismatch_{name}_lag_{lag}": value for name, value in values.items()}
-        return told
+        figures = {name: value for name, value in values.items() if value is not None}
+        for lag, of_lag in self.by_lag.items():
+            figures |= {f"mismatch_{name}_lag_{lag}": value for name, value in of_lag.items()}
+        return figures
 
 
 def off_policy(
     ess: float | None, kl: float | None, by_lag: "Sequence[LagBucket]" = ()
 ) -> OffPolicy:
-    """Return an :class:`OffPolicy` of the arguments of ``report_off_policyness``."""
-    told = {
+    """Make an :class:`OffPolicy` from the arguments of ``report_off_policyness``."""
+    figures = {
         bucket.lag_min: {
             name: value
             for name, field_name in BY_LAG.items()
@@ -54,11 +54,11 @@ def off_policy(
         }
         for bucket in by_lag
     }
-    return OffPolicy(ess, kl, _mean(by_lag, "k3"), _mean(by_lag, "chi2_token"), told)
+    return OffPolicy(ess, kl, _mean(by_lag, "k3"), _mean(by_lag, "chi2_token"), figures)
 
 
 def off_policy_of(figures: Mapping[str, float]) -> OffPolicy:
-    """Return an :class:`OffPolicy` of batch metrics, the inverse of :meth:`OffPolicy.figures`."""
+    """Make an :class:`OffPolicy` from batch metrics; the inverse of :meth:`OffPolicy.figures`."""
     by_lag: dict[int, dict[str, float]] = {}
     for key, value in figures.items():
         name, is_by_lag, lag = key.removeprefix("mismatch_").partition("_lag_")

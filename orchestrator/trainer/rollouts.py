@@ -438,7 +438,7 @@ class Rollouts(Scorer, TrainerHandle):
         self._mark("train")
         request = BatchRequest()
         try:
-            while await self._requests.do(lambda scheduler: scheduler.wait_for_batch(request)):
+            while await self._requests.do(lambda scheduler: scheduler.batch_requests.wait(request)):
                 if (batch := self._take(request)) is not None:
                     return batch
         except BaseException:
@@ -703,14 +703,14 @@ class Rollouts(Scorer, TrainerHandle):
         self._batches = handover.number
         self._forecast_from(batch)
         self._record_batch(handover, batch, rows)
-        self._post(lambda scheduler: scheduler.acknowledge_batch(request))
+        self._post(lambda scheduler: scheduler.batch_requests.acknowledge(request))
         return batch
 
     def _close_request(self, request: BatchRequest) -> None:
         """End a request without a batch; give back a batch that was offered or taken."""
         if (handover := request.batch) is not None:
             self._batches = min(self._batches, handover.number - 1)
-        self._post(lambda scheduler: scheduler.close_batch_request(request))
+        self._post(lambda scheduler: scheduler.batch_requests.close(request))
 
     def _post(self, action: Callable[[Scheduler], object]) -> None:
         """Schedule ``action`` on the run's loop, after all work submitted before."""
@@ -727,7 +727,7 @@ class Rollouts(Scorer, TrainerHandle):
         scheduler = self._running.scheduler
         ages: dict[str, float] = {}
         if scheduler is not None:
-            ages = self._ages.note([row for row, _ in rows], batch, scheduler.published)
+            ages = self._ages.record([row for row, _ in rows], batch, scheduler.published)
         recorder = self._running.recorder
         if recorder is None and self._on_batch is None:
             return
@@ -758,7 +758,7 @@ class Rollouts(Scorer, TrainerHandle):
 
     def _forecast_from(self, batch: "Batch") -> None:
         scheduler = self._running.scheduler
-        self._forecaster.note_batch(
+        self._forecaster.add_batch(
             np.count_nonzero(batch.weight_versions.numpy() >= 0, axis=1),
             batch.group_ids.numpy(),
             batch.staleness.numpy(),

@@ -33,7 +33,7 @@ from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import read_model_files
 from tidegate.orchestrator.fleet.launcher import EngineLauncher, Engines
 from tidegate.orchestrator.journal.resuming import Resume, open_run_journal
-from tidegate.orchestrator.scheduler.gc_tuning import RARE_LOOKS, young_objects_max
+from tidegate.orchestrator.scheduler.gc_tuning import GC_TUNING, young_objects_max
 from tidegate.orchestrator.scheduler.loop_watch import LoopWatch
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
@@ -247,7 +247,7 @@ class Run:
         try:
             staleness = self.settings.staleness
             groups = staleness.make_policy().outstanding_groups_ceiling
-            with RARE_LOOKS.during(young_objects_max(groups * staleness.group_size)):
+            with GC_TUNING.during(young_objects_max(groups * staleness.group_size)):
                 uvloop.run(self._serve())
         except asyncio.CancelledError:
             pass

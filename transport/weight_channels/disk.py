@@ -145,15 +145,21 @@ class DiskReceiver:
                 f"an update lies at {update.location!r}, outside of the directory agreed on at "
                 f"init, {str(self._directory)!r}"
             )
-        os.close(_opened(path, update))  # so that errors are raised now, not at the first tensor
+        os.close(
+            _open_checked(path, update)
+        )  # so that errors are raised now, not at the first tensor
         return _read(path, update)
 
     def close(self) -> None:
         """No-op: a file is closed once its tensors were read."""
 
 
-def _opened(path: Path, update: UpdateWeights) -> int:
-    """Open a file, checked to be large enough for the tensors of an update."""
+def _open_checked(path: Path, update: UpdateWeights) -> int:
+    """Open a weight file and return its descriptor, which the caller closes.
+
+    Raises:
+        WeightsRefused: the file can't be opened, or is too small for the update's tensors.
+    """
     try:
         fd = open_regular(path)
     except OSError as error:
@@ -169,7 +175,7 @@ def _opened(path: Path, update: UpdateWeights) -> int:
 
 
 def _read(path: Path, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memoryview]]:
-    fd = _opened(path, update)
+    fd = _open_checked(path, update)
     try:
         for spec in update.tensors:
             data = memoryview(bytearray(spec.nbytes))

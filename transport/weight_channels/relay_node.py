@@ -273,10 +273,10 @@ class RelayNode:
                     f"{STALL_TIMEOUT_S:g} s; is the orchestrator alive, and does a firewall let "
                     f"this host reach that port?",
                 )
-            elif now_s - max(slot.requested_s, slot.heard_s) > PARENT_TIMEOUT_S:
+            elif now_s - max(slot.requested_s, slot.parent_message_s) > PARENT_TIMEOUT_S:
                 self._request_parent(slot, silent_parent=slot.parent)
             elif are_keep_alives_due:
-                for peer in slot.waiting:
+                for peer in slot.requesting_peers:
                     self._router.send_multipart([peer, encode_chunk(keep_alive(slot.location))])
 
     # ------------------------------------------------------------ upstream: the parent
@@ -318,7 +318,7 @@ class RelayNode:
         if slot.is_complete:  # from its seed
             self._on_progress(slot)
             return
-        slot.parent, slot.heard_s = parent.address, time.monotonic()
+        slot.parent, slot.parent_message_s = parent.address, time.monotonic()
         slot.source = self._sockets.to_parent(parent.address)
         self._register(slot.source, lambda: self._fetch(slot))
         assert slot.transfer is not None
@@ -369,7 +369,7 @@ class RelayNode:
         """Receive chunks from the parent, and forward them."""
         if slot.source is None or slot.transfer is None:
             return
-        slot.heard_s = time.monotonic()
+        slot.parent_message_s = time.monotonic()
         for _ in range(CHUNKS_PER_TURN):
             if not is_readable(slot.source):
                 break
@@ -379,7 +379,7 @@ class RelayNode:
                 self._on_refusal(slot, str(error))
                 return
             if start is not None:
-                slot.moved_s = slot.heard_s
+                slot.moved_s = slot.parent_message_s
                 self._forward(slot, start)
         self._request(slot, slot.transfer.next_requests())
         self._on_progress(slot)
@@ -396,7 +396,7 @@ class RelayNode:
         del self._slots[slot.location]
         self._stop_fetching(slot)
         self._clients.refuse(slot.location, cut(reason))
-        for peer in slot.waiting:
+        for peer in slot.requesting_peers:
             refusal = ChunkHeader(slot.location, 0, cut(reason))
             self._router.send_multipart([peer, encode_chunk(refusal)])
         slot.close()

@@ -1,4 +1,4 @@
-"""State of one location in a relay: received chunks, the parent, and the peers that wait.
+"""State of one location in a relay: received chunks, the parent, and peers with open requests.
 
 :class:`RelayNode` drives it; it sends nothing itself.
 """
@@ -31,7 +31,7 @@ class Slot:
     """Monotonic time of the last parent request to the sender."""
     moved_s: float
     """Monotonic time of the last received chunk."""
-    heard_s: float = 0.0
+    parent_message_s: float = 0.0
     """Monotonic time of the last message from the parent."""
     bootstrap: RelayBootstrap | None = None
     memory: HostMemory | None = None
@@ -43,7 +43,7 @@ class Slot:
     source: Socket | None = None
     """Socket to the parent; None while nothing is being fetched."""
     waiting_peers: dict[int, list[bytes]] = field(default_factory=dict)
-    """Relays waiting for a chunk that has not arrived, by the chunk's start."""
+    """Relays that requested a chunk that has not arrived, by the chunk's start."""
 
     @property
     def complete_bytes(self) -> int:
@@ -67,15 +67,15 @@ class Slot:
         return self.memory.view(self.nbytes)[start : start + CHUNK_BYTES]
 
     def add_waiting(self, peer: bytes, starts: Iterator[int] | range) -> None:
-        """Register a peer that waits for these chunks."""
+        """Register a relay that requested these chunks before they arrived."""
         for start in starts:
             waiting = self.waiting_peers.setdefault(start, [])
             if peer not in waiting:
                 waiting.append(peer)
 
     @property
-    def waiting(self) -> set[bytes]:
-        """Peers that wait for any chunk."""
+    def requesting_peers(self) -> set[bytes]:
+        """ZeroMQ identities of the relays that requested a chunk that has not arrived."""
         return {peer for peers in self.waiting_peers.values() for peer in peers}
 
     def stop_fetching(self) -> None:
@@ -85,7 +85,7 @@ class Slot:
             self.source = None
 
     def close(self) -> None:
-        """Release the memory and the seed."""
+        """Release the memory and the bootstrap descriptor."""
         memory, self.memory = self.memory, None
         bootstrap, self.bootstrap = self.bootstrap, None
         if memory is not None:

@@ -186,20 +186,20 @@ class _Listener:
         Raises:
             TrainerLost: no rank was heard for too long.
         """
-        heard_s = self._loop.time()
+        last_message_s = self._loop.time()
         while not self._ranks.has_left_done:
             await asyncio.sleep(CHECK_INTERVAL_S)
             now_s = self._loop.time()
             self._rollouts.raise_if_ended()
             self._log_silent_ranks(now_s)
-            if self._ranks.is_any_heard(now_s, self._timeouts.rank_s):
-                heard_s = now_s
-            elif now_s - heard_s > self._timeouts.trainer_s:
+            if self._ranks.has_message_within(now_s, self._timeouts.rank_s):
+                last_message_s = now_s
+            elif now_s - last_message_s > self._timeouts.trainer_s:
                 raise TrainerLost(
                     ranks=list(range(max(1, self._ranks.world_size))),
                     world_size=max(1, self._ranks.world_size),
                     doing=f"waiting for a trainer at {self._router.address}",
-                    why=f"was not heard for {now_s - heard_s:.0f} s",
+                    why=f"sent nothing for {now_s - last_message_s:.0f} s",
                 )
 
     def _log_silent_ranks(self, now_s: float) -> None:
@@ -240,7 +240,7 @@ class _Listener:
 
     def _receive(self, peer: bytes, frames: list[bytes]) -> None:
         message = wire.decode_from_trainer(frames[0])
-        process = self._ranks.heard(peer, self._loop.time())
+        process = self._ranks.message_received(peer, self._loop.time())
         self._silent.discard(peer)
         client = self._clients.get(peer)
         if isinstance(message, wire.RequestEnvelope) and isinstance(message.request, wire.JoinRun):

@@ -1,7 +1,7 @@
-"""Ranks of a remote trainer: which process holds which rank, and waits of ranks for each other.
+"""Registry of a remote trainer's ranks, and a barrier at which their requests wait for each other.
 
-The listener reports every message and every leave with its time. `service.py` lets requests of
-ranks wait at the :class:`Barrier`, whose error names the lost ranks.
+The listener reports each rank's messages and departure to :class:`RankRegistry`. `service.py` has
+requests wait at :class:`Barrier`, as in ``torch.distributed``; its error names the lost ranks.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ class RankProcess:
 
     peer: bytes
     rank: int
-    heard_s: float
-    """Time of its last message, on the event loop's clock."""
+    last_message_s: float
+    """Event-loop time of the process's last message."""
 
 
 class RankRegistry:
-    """Registry of one trainer's ranks. Its world size may change once all of them are gone."""
+    """Processes that hold a trainer's ranks. The world size may change once all are gone."""
 
     def __init__(self) -> None:
         self.world_size = 0
@@ -43,7 +43,7 @@ class RankRegistry:
         """Whether each rank that has left was done."""
 
     def join(self, peer: bytes, rank: int, world_size: int, now_s: float) -> bool:
-        """Give ``rank`` to this process; return whether a new trainer begins with it.
+        """Assign ``rank`` to this process; return whether a new trainer begins with it.
 
         Raises:
             ConfigError: the rank is outside of the world size.
@@ -63,8 +63,8 @@ class RankRegistry:
         held = next((process for process in living if process.rank == rank), None)
         if held is not None and world_size == self.world_size:
             raise RankTaken(
-                f"rank {rank} of {world_size} is held by a process that was heard "
-                f"{now_s - held.heard_s:.1f} s ago; end that process, or use another rank"
+                f"rank {rank} of {world_size} is held by a process that sent a message "
+                f"{now_s - held.last_message_s:.1f} s ago; end that process, or use another rank"
             )
         is_new = self.world_size != world_size or (not living and self.has_left_done)
         if is_new:
@@ -73,11 +73,11 @@ class RankRegistry:
         self._ranks[rank] = RankProcess(peer, rank, now_s)
         return is_new
 
-    def heard(self, peer: bytes, now_s: float) -> RankProcess | None:
-        """Note a message of a process; return its entry, or None if it holds no rank."""
+    def message_received(self, peer: bytes, now_s: float) -> RankProcess | None:
+        """Record the time of a process's message; return its entry, or None if it holds no rank."""
         for process in self._ranks.values():
             if process.peer == peer:
-                process.heard_s = now_s
+                process.last_message_s = now_s
                 return process
         return None
 
@@ -111,24 +111,24 @@ class RankRegistry:
     def silent_s(self, rank: int, now_s: float) -> float | None:
         """Return the seconds since the rank's last message; None if no process holds it."""
         process = self._ranks.get(rank)
-        return None if process is None else now_s - process.heard_s
+        return None if process is None else now_s - process.last_message_s
 
-    def is_any_heard(self, now_s: float, within_s: float) -> bool:
-        """Whether any rank was heard within the last ``within_s`` seconds."""
-        return any(now_s - process.heard_s < within_s for process in self._ranks.values())
+    def has_message_within(self, now_s: float, within_s: float) -> bool:
+        """Whether any rank sent a message in the last ``within_s`` seconds."""
+        return any(now_s - process.last_message_s < within_s for process in self._ranks.values())
 
 
 def _is_alive(process: RankProcess, now_s: float) -> bool:
-    return now_s - process.heard_s < TAKEOVER_SILENCE_S
+    return now_s - process.last_message_s < TAKEOVER_SILENCE_S
 
 
 # ---------------------------------------------------------------- waits
 
 CHECK_INTERVAL_S = 0.5
-"""Time between two checks for lost ranks, by a waiting request."""
+"""Time between two checks of a waiting request for lost ranks."""
 
 BARRIER_TIMEOUT_S = 1800.0
-"""Longest wait for a live rank that does not arrive; torch.distributed's default for Gloo."""
+"""Longest wait for a live rank that does not arrive: the default of torch.distributed's Gloo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class TrainerTimeouts:
 
 
 class Barrier:
-    """Lets requests of ranks wait for requests of other ranks."""
+    """Where requests of ranks wait for requests of other ranks."""
 
     def __init__(self, ranks: RankRegistry, timeouts: TrainerTimeouts) -> None:
         self._ranks = ranks
@@ -150,14 +150,17 @@ class Barrier:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Have every wait check its condition again."""
+        """Have every waiting request check its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(
+    async def wait_until(
         self, is_ready: Callable[[], bool], missing: Callable[[], list[int]], *, doing: str
     ) -> None:
-        """Wait until ``is_ready()``; ``missing()`` returns the ranks that are waited for.
+        """Wait until ``is_ready()`` is true, checked after each :meth:`notify`.
+
+        Every ``CHECK_INTERVAL_S``, the ranks that ``missing()`` returns are checked for being lost.
+        ``doing`` names the waiting request in the error.
 
         Raises:
             TrainerLost: a missing rank has left, is silent, or takes longer than its timeout.
@@ -189,8 +192,10 @@ class Barrier:
         if silent_s is None:
             is_late = waited_s > self._timeouts.trainer_s
             return f"has not connected for {waited_s:.0f} s" if is_late else None
-        if min(silent_s, waited_s) > self._timeouts.rank_s:  # waited_s: it may be reconnecting
-            return f"was not heard for {silent_s:.0f} s"
+        if (
+            min(silent_s, waited_s) > self._timeouts.rank_s
+        ):  # waited_s: the rank may be reconnecting
+            return f"has sent nothing for {silent_s:.0f} s"
         if waited_s > BARRIER_TIMEOUT_S:
             return f"is alive, but has not arrived for {waited_s:.0f} s"
         return None

@@ -310,10 +310,10 @@ class RemoteRollouts(TrainerHandle):
             feeder.raise_failure()
 
     async def offer(self, tasks: Iterable[Any], episode: str | None) -> "TaskFeeder":
-        """Offer this trainer's tasks to the run, for the episode of that name; return the feeder.
+        """Open a stream of this trainer's tasks, which the run's ``episode`` function will run.
 
-        The feeder's thread sends a task whenever the run accepts one. :meth:`next_batch` returns
-        the batches made from the tasks; :meth:`batches` does both.
+        Returns a :class:`TaskFeeder`, whose thread sends tasks as the run requests them. Afterwards
+        :meth:`next_batch` returns their batches. :meth:`batches` calls both.
         """
         feeder = TaskFeeder(self._link, tasks, episode)
         await result_of(feeder.offered)

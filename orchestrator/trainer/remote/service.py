@@ -149,7 +149,7 @@ class TrainerService:
                 return wire.NoMoreBatches(), ()
             next_number = progress.newest + 1
             if self._fetching is None:
-                await self._barrier.until(
+                await self._barrier.wait_until(
                     lambda n=next_number: (
                         progress.newest >= n  # type: ignore[misc]
                         or self._fetching is not None
@@ -254,7 +254,7 @@ class TrainerService:
         version.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             doing = f"waiting for all ranks to be done with batch {number}, to publish"
-            await self._barrier.until(lambda: not behind(), behind, doing=doing)
+            await self._barrier.wait_until(lambda: not behind(), behind, doing=doing)
             async with self._publishing:
                 await self._give_back_orphans(number)
                 version.set_result(await self._publish_received(weights, ask))
@@ -294,7 +294,7 @@ class TrainerService:
         def was_skipped() -> bool:
             return self.progress.wanted.get(0, 0) > key[0] or self._ranks.is_done(0)
 
-        await self._barrier.until(
+        await self._barrier.wait_until(
             lambda: has_ended() or was_skipped(),
             lambda: [0],
             doing=f"waiting for rank 0 to publish after batch {key[0]}",

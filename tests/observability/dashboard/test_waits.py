@@ -184,8 +184,8 @@ def ended(group_id: int, versions: list[int], ended_s: float) -> Rollout:
 
 def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
     times, ages = PublishTimes(3), BatchAges()
-    times.note(10.0, 4)
-    times.note(20.0, 5)
+    times.record(10.0, 4)
+    times.record(20.0, 5)
     groups = [
         Group(0, "t", rollouts=[ended(0, [3, 4], 12.0), ended(0, [4], 11.0)]),
         Group(1, "t", rollouts=[ended(1, [4], math.nan), ended(1, [4], 15.0)]),
@@ -193,25 +193,25 @@ def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
     ]
     batch = build_batch(groups, trainer_version=5)
     rows = [row for group in groups for row in group.rollouts]
-    figures = ages.note(rows, batch, times)
+    figures = ages.record(rows, batch, times)
     assert (ages.groups, ages.straggler_wait_s) == (2, 1.5)
     assert ages.from_queue == {1: 2, 2: 1}
     assert ages.from_generation == {1: 1, 0: 2}
     assert figures["straggler_wait_s_max"] == 1.0
-    assert BatchAges().note([], build_batch([], 5), times) == {}
+    assert BatchAges().record([], build_batch([], 5), times) == {}
 
 
 def test_a_version_is_told_by_time_from_the_beginning_on() -> None:
     times = PublishTimes(7)
-    times.note(1.0, 8)
-    times.note(2.0, 9)
+    times.record(1.0, 8)
+    times.record(2.0, 9)
     assert times.version_at(np.array([-5.0, 0.9, 1.0, 1.5, 3.0])).tolist() == [7, 7, 8, 8, 9]
 
 
 def test_before_the_oldest_publish_that_is_kept_its_version_is_told() -> None:
     times = PublishTimes(0)
     for version in range(1, 4 * PUBLISHES_KEPT + 1):
-        times.note(float(version), version)
+        times.record(float(version), version)
     oldest = 3 * PUBLISHES_KEPT
     asked = np.array([1.0, oldest + 0.5, oldest + 1.5, 4 * PUBLISHES_KEPT + 9.0])
     told = times.version_at(asked).tolist()

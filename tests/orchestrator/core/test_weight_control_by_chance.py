@@ -27,7 +27,13 @@ from hypothesis.stateful import (
 from tests.orchestrator.core.control_driver import ControlDriver
 from tidegate.errors import TidegateError
 from tidegate.orchestrator.core import weight_control as wc
-from tidegate.orchestrator.core.weight_control import Outgoing, Reserved, WeightControl, _Engine
+from tidegate.orchestrator.core.weight_control import (
+    Outgoing,
+    Reserved,
+    WeightControl,
+    _CallQueue,
+    _Engine,
+)
 from tidegate.transport.messages import (
     Asleep,
     Awake,
@@ -502,7 +508,7 @@ def engines_sleep_while_weights_are_on_their_way(patch: pytest.MonkeyPatch) -> N
 
 
 def a_pause_that_ends_lets_nobody_else_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightControl, "_let_pause", lambda self, call: None)
+    patch.setattr(_CallQueue, "leave", lambda self, call_id: [])
 
 
 def a_resume_that_is_not_answered_is_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class Run:
     def __post_init__(self) -> None:
         self.dispatcher = ScoreDispatcher(
             self,
-            waiting=self.waiting,
+            pending=self.waiting,
             live_version=lambda: self.live_version,
             post=lambda engine, message: self.sent.append((engine, message)),
         )

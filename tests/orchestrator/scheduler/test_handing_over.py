@@ -442,7 +442,7 @@ def test_a_batch_that_ctrl_c_comes_in_between_with_is_given_once_more(
         first = next(batches)
         rollouts.publish({}, partial=True)
         with monkeypatch.context() as patch:  # between the batch's arrival and its acknowledgement
-            patch.setattr(rollouts._handle._forecaster, "note_batch", interrupt)
+            patch.setattr(rollouts._handle._forecaster, "add_batch", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 next(batches)
         assert rollouts.batches_received == 1

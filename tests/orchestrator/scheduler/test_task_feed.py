@@ -56,7 +56,7 @@ def feed_of(
         source,
         handle,
         lambda key: None,
-        wants_tasks=wants_tasks,
+        has_capacity=wants_tasks,
         is_journalled=False,
         now_s=lambda: clock.now_s if clock is not None else 0.0,
     )

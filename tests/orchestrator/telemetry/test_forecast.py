@@ -112,7 +112,7 @@ def forecast_of(
     for number in range(batches):
         usage = Usage(wall_s=batch_s * (number + 1), trainer_idle_share=idle)
         staleness = np.full(2, min(number, 2))
-        forecaster.note_batch(
+        forecaster.add_batch(
             np.full(2, 40),
             np.full(2, number),
             staleness,
@@ -129,7 +129,7 @@ def forecast_of(
 def test_rows_of_one_rollout_are_one_rollout() -> None:
     forecaster = Forecaster()
     for number in range(3):
-        forecaster.note_batch(
+        forecaster.add_batch(
             np.array([30, 40, 10]),
             np.full(3, number),
             np.array([0, 1, 2]),

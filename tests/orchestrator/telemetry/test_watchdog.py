@@ -171,7 +171,7 @@ def test_an_engine_that_makes_no_step_is_named_and_not_each_of_its_turns() -> No
     run = watched(story)
     (stuck,) = run.watch.stuck
     assert (stuck.kind, stuck.name) == ("engine", "engine-0")
-    assert stuck.where.startswith("no step of its 2 turns has come")
+    assert stuck.where.startswith("no step of its 2 turns has arrived")
     assert STUCK_AFTER_S <= stuck.waited_s <= 1.3 * STUCK_AFTER_S
 
 
@@ -218,7 +218,7 @@ def test_turns_for_which_there_is_no_engine_are_one_thing_that_is_stuck() -> Non
     run = watched(story)
     (stuck,) = run.watch.stuck
     assert str(stuck).startswith("no engine (engine): no progress for 6")
-    assert "2 turns wait for one that serves v0 or newer; there are none" in stuck.where
+    assert "2 turns wait for an engine that serves v0 or newer; connected: none" in stuck.where
 
 
 def test_an_episode_in_its_own_code_is_named_with_its_turn_and_the_beginning_of_its_task() -> None:
@@ -233,7 +233,7 @@ def test_an_episode_in_its_own_code_is_named_with_its_turn_and_the_beginning_of_
     run = watched(story)
     (stuck,) = run.watch.stuck
     assert (stuck.kind, stuck.name) == ("episode", "rollout 0")
-    assert stuck.where.startswith("after turn 1 its episode neither asks for another nor returns")
+    assert stuck.where.startswith("after turn 1 its episode neither requests another nor returns")
     assert "task 'a question of many" in stuck.where
     assert len(stuck.where) < 200
 
@@ -268,7 +268,7 @@ def test_a_trainer_that_holds_its_batches_while_all_else_is_done_is_named_after_
     run = watched(story)
     (stuck,) = run.watch.stuck
     assert stuck.kind == "trainer"
-    assert "holds 1 groups and has published nothing made of them; 1 are buffered" in stuck.where
+    assert "holds 1 groups and has published no weights since; 1 are buffered" in stuck.where
 
 
 def test_an_iterator_that_gives_no_task_while_the_trainer_waits_is_named() -> None:

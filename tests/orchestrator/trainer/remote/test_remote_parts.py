@@ -122,9 +122,9 @@ def test_a_rank_is_its_process_own_until_that_is_silent_or_leaves() -> None:
         ranks.join(b"c", 0, 2, now_s=2.0)
     with pytest.raises(RankTaken, match=r"is still connected.*world_size=1"):
         ranks.join(b"c", 0, 1, now_s=2.0)
-    assert ranks.heard(b"b", TAKEOVER_SILENCE_S) is not None
+    assert ranks.message_received(b"b", TAKEOVER_SILENCE_S) is not None
     assert not ranks.join(b"c", 0, 2, now_s=1.0 + TAKEOVER_SILENCE_S)
-    assert ranks.heard(b"a", 9.0) is None
+    assert ranks.message_received(b"a", 9.0) is None
     assert ranks.leave(b"b", is_done=False) == 1
     assert not ranks.join(b"d", 1, 2, now_s=7.0)
 
@@ -220,11 +220,11 @@ async def test_a_rank_is_waited_for_as_long_as_it_may_come_and_named_then() -> N
         ranks.join(bytes([65 + rank]), rank, 3, now_s)
     barrier = Barrier(ranks, TrainerTimeouts(trainer_s=0.02, rank_s=0.01))
     with pytest.raises(TrainerLost, match="rank 2 of 3 has not connected") as lost:
-        await barrier.until(lambda: False, lambda: [2], doing="waiting")
+        await barrier.wait_until(lambda: False, lambda: [2], doing="waiting")
     assert lost.value.ranks == [2]
-    with pytest.raises(TrainerLost, match="rank 0, rank 1 of 3 was not heard"):
-        await barrier.until(lambda: False, lambda: [0, 1], doing="waiting")
+    with pytest.raises(TrainerLost, match="rank 0, rank 1 of 3 has sent nothing"):
+        await barrier.wait_until(lambda: False, lambda: [0, 1], doing="waiting")
     ranks.leave(b"B", is_done=True)
     with pytest.raises(TrainerLost, match="rank 1 of 3 was done and has left"):
-        await barrier.until(lambda: False, lambda: [1], doing="waiting")
-    await barrier.until(lambda: True, lambda: [0], doing="waiting")
+        await barrier.wait_until(lambda: False, lambda: [1], doing="waiting")
+    await barrier.wait_until(lambda: True, lambda: [0], doing="waiting")

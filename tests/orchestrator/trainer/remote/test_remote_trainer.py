@@ -219,7 +219,7 @@ async def test_what_only_a_dead_trainer_had_is_aged_by_the_weights_that_the_next
 
 
 async def test_a_run_that_no_trainer_comes_to_says_so(run: tidegate.Rollouts, address: str) -> None:
-    with pytest.raises(TrainerLost, match=r"waiting for a trainer at ipc://.* was not heard for"):
+    with pytest.raises(TrainerLost, match=r"waiting for a trainer at ipc://.* sent nothing for"):
         await tidegate.listen(
             run, address, episode=one_turn, rank_timeout_s=3.0, trainer_timeout_s=3.0
         )
@@ -254,7 +254,7 @@ async def test_strangers_second_processes_and_impossible_ranks_are_refused_by_na
     run: tidegate.Rollouts, address: str
 ) -> None:
     refusals: list[tuple[dict[str, int], type[Exception], str]] = [
-        ({}, RunLost, "rank 0 of 1 is held by a process that was heard"),
+        ({}, RunLost, "rank 0 of 1 is held by a process that sent a message"),
         ({"world_size": 2}, RunLost, "rank 0 of 1 is still connected"),
         ({"rank": 3, "world_size": 2}, ConfigError, "got rank=3, world_size=2"),
     ]
