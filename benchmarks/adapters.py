@@ -206,13 +206,13 @@ def rows(
         speeds = [tokens / each[way].took_s for each in rounds]
         spread = (max(speeds) - min(speeds)) / statistics.median(speeds)
         yield Row(f"  spread of {way}: (max - min) / median", spread, "")
-    for told, unit in (("server_cpu_s", "CPU s of the server"), ("steps", "steps of the engine")):
-        ours, *theirs = (
-            statistics.median(getattr(each[way], told) for each in rounds) for way in WAYS
+    for name, unit in (("server_cpu_s", "CPU s of the server"), ("steps", "steps of the engine")):
+        through, *direct = (
+            statistics.median(getattr(each[way], name) for each in rounds) for way in WAYS
         )
-        for way, value in zip(WAYS[1:], theirs, strict=True):
+        for way, value in zip(WAYS[1:], direct, strict=True):
             if value:
-                yield compared(f"  {unit}, through tidegate / {way} directly", unit, ours, value)
+                yield compared(f"  {unit}, through tidegate / {way} directly", unit, through, value)
 
 
 def one_round(

@@ -113,7 +113,7 @@ def subject(kind: str, watched: str) -> dict[str, Any]:
     return result
 
 
-def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dict[str, float]:
+def measured(rollouts: tidegate.SyncRollouts, warm_up: int, batches: int) -> dict[str, Any]:
     """Return the rollouts, CPU and wall time of the batches after a warm-up."""
     started_s = cpu_started_s = 0.0
     counted = 0

@@ -12,8 +12,9 @@ from pathlib import Path
 from benchmarks.small_model import BLOCK_TOKENS, BLOCKS, compared_rates, load, show_table
 from benchmarks.table import Row, compared
 from tidegate.engine.execution.runner import ModelRunner
-from tidegate.engine.execution.served_model import DtypeChoice, Quantization, open_model
+from tidegate.engine.execution.served_model import DtypeChoice, open_model
 from tidegate.engine.memory.host_memory import regions_of
+from tidegate.engine.models.model_weights import Quantization
 
 DTYPES: tuple[DtypeChoice, ...] = ("float32", "bfloat16")
 

@@ -54,11 +54,12 @@ def load(path: Path, *, kept: float = 1.0, changed: float = 0.0, layers: int = L
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            tensor += changed * tensor.std() * torch.randn(tensor.shape, generator=noise)
+            tensor.add_(changed * tensor.std() * torch.randn(tensor.shape, generator=noise))
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                tensor *= kept
+                tensor.mul_(kept)
     del model.model.layers[layers:]
     model.config.num_hidden_layers = layers
+    assert model.config.layer_types is not None
     model.config.layer_types = model.config.layer_types[:layers]
     model.save_pretrained(path)
     return load_directory(path, ModelConfig.from_directory(path), torch.float32)

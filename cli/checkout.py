@@ -29,12 +29,13 @@ def bench(context: typer.Context) -> None:
     arguments = context.args
     if not arguments or arguments[0] in ("--help", "-h"):
         echo("Usage: tidegate bench NAME [OPTIONS], where NAME is one of:")
-        for name, question in names.items():
-            echo(f"  {name:<14} {question}")
+        width = max(map(len, names))
+        for name, summary in names.items():
+            echo(f"  {name:<{width}}  {summary}")
         return
     name = arguments[0].replace("-", "_")
     if name not in names:
-        raise ConfigError(f"there is no benchmark {name!r}; there are {', '.join(names)}")
+        raise ConfigError(f"there is no benchmark {name!r}; the benchmarks are {', '.join(names)}")
     _exec_module(f"benchmarks.{name}", arguments[1:])
 
 
@@ -56,8 +57,8 @@ def _root() -> Path:
     if (root / "examples" / "async_grpo.py").exists():
         return root
     raise ConfigError(
-        "the demo and the benchmarks are in Tidegate's repository, which this installation isn't "
-        "of; clone it and `make demo` there, or `pip install -e .`"
+        "the demo and the benchmarks are not in the installed package; clone the repository, "
+        "and run `make demo` there, or `pip install -e .`"
     )
 
 

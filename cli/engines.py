@@ -27,17 +27,17 @@ def keys(
         typer.Option(help="Name of the engines' key, e.g. a host's name if each host has its own."),
     ] = "engine",
 ) -> None:
-    """Make CURVE keys for engines on other hosts; without keys, only this host can connect."""
+    """Create CURVE keys for engines on other hosts; without keys, only this host can connect."""
     from tidegate.transport.security import make_keys
 
     own = make_keys(directory, engine)
     echo(
-        f"The orchestrator keeps {directory} to itself. In the run: "
-        f"curve_key_directory={str(directory)!r} and, say, listen_address='tcp://0.0.0.0:5555'.\n"
-        f"Copy {own} to each host of such engines, by a way that nobody can read:\n"
+        f"Keep {directory} on the orchestrator's host. Start the run with "
+        f"curve_key_directory={str(directory)!r} and listen_address='tcp://0.0.0.0:5555'.\n"
+        f"Copy {own} to each engine host over a private channel, and start engines there:\n"
         f"    scp -pr {own} HOST:\n"
         f"    tidegate engine --curve-key-directory {own.name} "
         f"--connect tcp://THIS_HOST:5555 --engine NAME …\n"
-        f"To shut them out, remove {directory / 'engines' / own.name}.key; they can't connect "
-        f"again then."
+        f"To revoke the key, delete {directory / 'engines' / own.name}.key; engines with it can "
+        f"then not connect any more."
     )

@@ -24,7 +24,10 @@ EXAMPLES = (
 
 
 def plan(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Same as --from.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="A finished run's directory; same as --from."),
+    ] = None,
     from_run: Annotated[
         Path | None, typer.Option("--from", help="Take speeds and lengths from a finished run.")
     ] = None,
@@ -36,12 +39,14 @@ def plan(
     ] = "",
     engine_trainer_split: Annotated[
         str,
-        typer.Option(help="Splits of the machines to compare, ENGINES:TRAINERS, e.g. 12:4,8:8."),
+        typer.Option(help="Numbers of engines and trainers to compare, e.g. 12:4,8:8."),
     ] = "",
     batch_sizes: Annotated[
         str, typer.Option(help="Batch sizes to compare, in groups, e.g. 32,64.")
     ] = "",
-    engines: Annotated[int | None, typer.Option(min=1, help="Number of engines.")] = None,
+    engines: Annotated[
+        int | None, typer.Option(min=1, help="Number of engines; needed without a run.")
+    ] = None,
     max_running_turns: Annotated[
         int, typer.Option(min=1, help="Turns that an engine decodes at once.")
     ] = 64,
@@ -54,18 +59,22 @@ def plan(
         float, typer.Option(min=0, help="Stall of an engine per weight update.")
     ] = 0.1,
     mean_tokens: Annotated[
-        float | None, typer.Option(min=1, help="Mean length of a rollout.")
+        float | None, typer.Option(min=1, help="Mean length of a rollout, in tokens.")
     ] = None,
-    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of log length.")] = 0.8,
-    tokens_max: Annotated[int, typer.Option(min=2, help="Longest rollout.")] = 32_768,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of a prompt.")] = 512,
+    sigma: Annotated[
+        float,
+        typer.Option(min=0, help="Standard deviation of the logarithm of a rollout's length."),
+    ] = 0.8,
+    tokens_max: Annotated[int, typer.Option(min=2, help="Longest rollout, in tokens.")] = 32_768,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of a prompt, in tokens.")] = 512,
     group_size: Annotated[int, typer.Option(min=1, help="Rollouts per group.")] = 8,
     groups_per_batch: Annotated[
         int | None, typer.Option(min=1, help="Groups per batch; default: the run's, or 64.")
     ] = None,
     trainers: Annotated[int, typer.Option(min=1, help="Number of trainers.")] = 1,
     train_tokens_per_s: Annotated[
-        float | None, typer.Option(min=0, help="Speed of all trainers together.")
+        float | None,
+        typer.Option(min=0, help="Trained tokens per second, of all trainers together."),
     ] = None,
     simulated: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Also simulate each choice; slower.")
@@ -74,7 +83,7 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Draw the plan into this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Predict throughput and staleness by staleness bound, pause mode, split and batch size.
+    """Predict throughput and staleness for several settings, and recommend a staleness bound.
 
     Two predictions: closed forms, and the orchestrator itself over simulated engines in virtual
     time.

@@ -17,10 +17,14 @@ def audit(
     run: RunDirectory,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0, help="Largest log-prob difference; default depends on the dtype."),
+        typer.Option(
+            min=0,
+            help="Largest difference of log-probs that agree; default: by the engines' dtype.",
+        ),
     ] = None,
     rollouts_max: Annotated[
-        int | None, typer.Option(min=1, help="Audit this many, evenly spaced; default all.")
+        int | None,
+        typer.Option(min=1, help="Audit this many rollouts, evenly spaced; default: all."),
     ] = None,
 ) -> None:
     """Replay a run's tokens through the weights they are tagged with; status 1 if any differ."""
@@ -48,8 +52,8 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="MODULE:CLASS",
-            help="A policy class of yours that the run was started with; repeatable. "
-            "Its module is imported, and nothing else that the journal names.",
+            help="Policy class of your own that the run used; repeatable. Of the modules that "
+            "the journal names, only these are imported.",
         ),
     ] = None,
 ) -> None:

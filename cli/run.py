@@ -37,10 +37,10 @@ def run(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", help="ray: place engines on the nodes of a Ray cluster."),
+        typer.Option("--cluster", help="'ray' starts the engines on a Ray cluster."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Check the file, print the [run] settings, run nothing.")
+        bool, typer.Option("--check", help="Only check the file and print the [run] settings.")
     ] = False,
 ) -> None:
     """Run the tasks, episode and trainer that a TOML file names, and write a report.

@@ -122,81 +122,86 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tidegate.engine.worker",
-        description="One inference engine of a run. The orchestrator starts it; people rarely do.",
+        prog="tidegate engine",
+        description="Run one inference engine. The orchestrator starts local engines itself; start "
+        "engines on other hosts with this command.",
     )
     parser.add_argument("--connect", required=True, help="the orchestrator's address")
     parser.add_argument("--model", required=True, type=Path, help="Hugging Face model directory")
-    parser.add_argument("--engine", required=True, help="name, unique within the run")
+    parser.add_argument("--engine", required=True, help="the engine's name, unique within the run")
     parser.add_argument(
         "--curve-key-directory",
         type=Path,
-        help="directory that `tidegate keys` made for engines, copied here",
+        help="key directory that `tidegate keys` created for engines, copied to this host",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="what to compute in; auto: as the model directory says, float16 in float32",
+        help="compute dtype; auto: the model's, with float16 computed in float32",
     )
     parser.add_argument(
         "--device",
         default=CPU,
-        help="what to compute on: cpu, cuda or cuda:N (which takes Triton); default: cpu",
+        help="cpu, cuda or cuda:N (needs Triton); default: cpu",
     )
-    parser.add_argument("--num-kv-blocks", type=int, help="KV blocks; default: 256 MiB of them")
+    parser.add_argument("--num-kv-blocks", type=int, help="number of KV blocks; default: 256 MiB")
     parser.add_argument(
         "--block-tokens",
         type=int,
         default=16,
-        help="tokens per KV block; the bits of --deterministic depend on it; default: 16",
+        help="tokens per KV block; affects the bits of --deterministic; default: 16",
     )
-    parser.add_argument("--max-running-turns", type=int, default=64)
-    parser.add_argument("--max-step-tokens", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, per step")
+    parser.add_argument(
+        "--max-running-turns", type=int, default=64, help="turns decoded at once; default: 64"
+    )
+    parser.add_argument(
+        "--max-step-tokens", type=int, default=1024, help="tokens computed per step; default: 1024"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: 1")
     parser.add_argument(
         "--step-time-min",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="let no step take less, so that this engine is as slow as a larger model's",
+        help="minimum time of a step, to imitate a larger model",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="RANKS",
-        help="share the model out among so many processes, each of which computes a part",
+        help="number of processes that share the model",
     )
     parser.add_argument(
         "--quantization",
         choices=("int8", "fp8"),
-        help="round the layers' weights, of each version as it comes, to a byte each",
+        help="round the layers' weights of each version to one byte",
     )
     parser.add_argument(
         "--logits-processors",
         action="append",
         default=[],
         metavar="MODULE",
-        help="import this module, and know the logits processors of its PROCESSORS",
+        help="import this module, and offer the logits processors in its PROCESSORS; repeatable",
     )
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="give each turn the same bits in every batch, however it is chunked or moved",
+        help="batch-invariant: a turn's bits do not depend on batch, chunking or engine",
     )
     parser.add_argument(
         "--speculative-method",
         metavar="SOURCE",
-        help="guess tokens and verify several in a step, with the same outcome: 'lookup' guesses "
-        "from a turn's own context, 'rollouts' from earlier samples of its prompt too, and "
-        "'draft:DIRECTORY' by a smaller model with the same vocabulary",
+        help="speculative decoding; draft tokens come from the turn's own context ('lookup'), "
+        "also from earlier samples of its prompt ('rollouts'), or from a smaller model with the "
+        "same vocabulary ('draft:DIRECTORY')",
     )
     parser.add_argument(
         "--die-with-parent",
         type=int,
         metavar="PID",
-        help="end when the thread that started this process does; of which process it is",
+        help="exit when the parent process with this PID ends",
     )
     return parser.parse_args(argv)
 

@@ -62,32 +62,37 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train with asynchronous rollouts, and report.")
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face directory; left out, a small one is made")
-    add("--mode", choices=MODES, help="left out, all are run one after the other and compared")
-    add("--task", choices=TASKS, default="long-tail", help="how many terms sums have")
-    add("--step-time-s", type=float, default=STEP_TIME_S, help="shortest step of engines; 0: none")
-    add("--pause-mode", choices=("abort", "keep", "wait"), default="keep", help="at weight updates")
-    add("--kv-policy", choices=("keep", "recompute"), default="recompute")
-    add("--max-staleness", type=int, help="in versions, of mode async if none is given")
-    add("--engines", type=int, default=2)
+    add("--model", type=Path, help="Hugging Face directory; default: create a small model")
+    add("--mode", choices=MODES, help="default: run all, one after the other, and compare")
+    add("--task", choices=TASKS, default="long-tail", help="number of terms of the sums")
+    add("--step-time-s", type=float, default=STEP_TIME_S, help="minimum time of an engine's step")
+    add(
+        "--pause-mode",
+        choices=("abort", "keep", "wait"),
+        default="keep",
+        help="what a weight update does to running turns",
+    )
+    add("--kv-policy", choices=("keep", "recompute"), default="recompute", help="of kept turns")
+    add("--max-staleness", type=int, help="in versions; implies --mode async")
+    add("--engines", type=int, default=2, help="number of engine processes")
     add("--colocated", action="store_true", help="engines sleep while the trainer trains")
-    add("--num-kv-blocks", type=int, help="of each engine's KV cache; left out, 256 MiB of them")
+    add("--num-kv-blocks", type=int, help="KV blocks per engine; default: 256 MiB")
     add(
         "--quantization",
         choices=("int8", "fp8"),
-        help="what engines round each version's weights to",
+        help="format to which engines round the weights",
     )
     add("--max-running-turns", type=int, default=32, help="turns that an engine decodes at once")
-    add("--versions", type=int, default=24, help="weight versions to make")
+    add("--versions", type=int, default=24, help="number of weight versions to train")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
     add("--group-size", type=int, default=GROUP_SIZE)
-    add("--held-out", type=int, default=256, help="tasks that measure, before and after")
+    add("--held-out", type=int, default=256, help="tasks of the evaluations before and after")
     add("--learning-rate", type=float, default=3e-4)
     add("--correction", choices=("importance", "none"), default="importance")
     add("--seed", type=int, default=0)
-    add("--runs", type=Path, default=Path("runs"), help="where runs and the model are kept")
-    add("--dashboard", help="show the run under this HOST:PORT; port 0 takes a free one")
-    add("--name", help="of this run; left out, made from the mode and the time")
+    add("--runs", type=Path, default=Path("runs"), help="directory of the runs and the model")
+    add("--dashboard", help="HOST:PORT of the dashboard; port 0: any free one")
+    add("--name", help="the run's name; default: from the mode and the time")
     options = parser.parse_args(arguments)
     if options.mode is None and options.max_staleness is not None:
         options.mode = "async"

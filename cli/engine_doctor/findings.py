@@ -40,8 +40,8 @@ class Capability:
 TOKENS = Capability(
     name="token ids in and out",
     any_of=("/inference/v1/generate",),
-    remedy="start it with --enable-scale-out, or engine_urls can't have it; /v1/completions gives "
-    "tokens, but no spans",
+    remedy="start it with --enable-scale-out, because engine_urls needs the route; /v1/completions "
+    "returns tokens, but no weight spans",
     without_it=Verdict.WARN,
 )
 
@@ -57,24 +57,26 @@ NEEDED: dict[EngineKind, tuple[Capability, ...]] = {
         Capability(
             name="weight labels",
             any_of=("/weight_info",),
-            remedy="take vLLM 0.27 or newer; " + DEV_MODE,
+            remedy="use vLLM 0.27 or newer; " + DEV_MODE,
             without_it=Verdict.WARN,
         ),
         Capability(
             name="sleep and wake",
             any_of=("/sleep",),
-            remedy=f"only where the trainer shares its GPU: --enable-sleep-mode; {DEV_MODE}",
+            remedy=f"needed only if the trainer shares its GPU: --enable-sleep-mode; {DEV_MODE}",
             without_it=Verdict.NOTE,
         ),
     ),
     "sglang": (
         Capability(
-            name="token ids in and out", any_of=("/generate",), remedy="that is no SGLang server"
+            name="token ids in and out",
+            any_of=("/generate",),
+            remedy="give the address of an SGLang server",
         ),
         Capability(
             name="pause and resume",
             any_of=("/pause_generation",),
-            remedy="take SGLang 0.5.6 or newer, which also pauses in place and by retraction",
+            remedy="use SGLang 0.5.6 or newer, which can pause in place and by retraction",
         ),
         Capability(
             name="weight updates", any_of=("/update_weights_from_disk",), remedy=NEWER_SGLANG
@@ -88,7 +90,7 @@ NEEDED: dict[EngineKind, tuple[Capability, ...]] = {
         Capability(
             name="sleep and wake",
             any_of=("/release_memory_occupation",),
-            remedy="only where the trainer shares its GPU: --enable-memory-saver",
+            remedy="needed only if the trainer shares its GPU: --enable-memory-saver",
             without_it=Verdict.NOTE,
         ),
     ),
@@ -96,7 +98,7 @@ NEEDED: dict[EngineKind, tuple[Capability, ...]] = {
         Capability(
             name="pause and resume",
             any_of=("/pause",),
-            remedy="take the run's own server, not an agent's gateway",
+            remedy="give the address of the run's own server, not of an agent gateway",
             without_it=Verdict.NOTE,
         ),
     ),
@@ -121,7 +123,7 @@ def capability_findings(identity: Identity, *, weight_spans: bool) -> list[Findi
             Finding(
                 check="weight spans",
                 verdict=Verdict.WARN,
-                says="answers don't say which weights sampled which tokens",
+                says="responses don't say which weights sampled which tokens",
                 remedy="take vLLM 0.32 with --enable-scale-out or SGLang 0.5.19, or newer: a turn "
                 "that an update crosses is labelled only as well as Tidegate saw it",
             )
@@ -142,25 +144,26 @@ SAME_SHARE_MAX = 0.25
 KV of other weights was measured at half of it and more, another head at a seventh."""
 
 UPDATE_REMEDIES: dict[EngineKind, str] = {
-    "vllm": "it must see the model's directory by the same path; start it with "
+    "vllm": "mount the model's directory at the same path there, start it with "
     "VLLM_SERVER_DEV_MODE=1, and see its log",
-    "sglang": "it must see the model's directory by the same path; see its log",
-    "tidegate": "its server must see the model's directory by the same path; see its log",
+    "sglang": "mount the model's directory at the same path there, and see its log",
+    "tidegate": "mount the model's directory at the same path there, and see its log",
 }
 
 NEITHER_REMEDIES: dict[EngineKind, str] = {
-    "vllm": "part of the old weights, or of their KV, is in use. On a CPU vLLM leaves a tied head "
-    "as it was: untie it (tie_word_embeddings=false, with an lm_head.weight); else switch its "
-    "prefix cache off, and quantise nothing",
-    "sglang": "part of the old weights, or of their KV, is in use: try --disable-radix-cache, and "
-    "quantise nothing",
-    "tidegate": "report it: part of the old weights, or of their KV, is in use",
+    "vllm": "part of the old weights or their KV is still in use. On a CPU vLLM does not update a "
+    "tied head: untie it (tie_word_embeddings=false, with an lm_head.weight); otherwise switch "
+    "prefix caching and quantization off",
+    "sglang": "part of the old weights or their KV is still in use: try --disable-radix-cache, "
+    "without quantization",
+    "tidegate": "report this: part of the old weights or their KV is still in use",
 }
 
 KEPT_REMEDIES: dict[EngineKind, str] = {
-    "vllm": "engine_urls sends a salt for each version; of your own requests: clear_cache=true",
-    "sglang": "engine_urls sends an extra_key for each version; of your own: flush_cache=true",
-    "tidegate": "report it: a swap should forget the prefix cache",
+    "vllm": "engine_urls sends a salt for each version; for your own requests, clear_cache=true",
+    "sglang": "engine_urls sends an extra_key for each version; for your own requests, "
+    "flush_cache=true",
+    "tidegate": "report this: a swap should discard the prefix cache",
 }
 
 
@@ -172,14 +175,16 @@ def update_findings(
         return [
             _finding(
                 Verdict.FAIL,
-                "left out: it doesn't serve --model's weights, which it would have at the end",
+                "skipped: the engine's weights are not --model's, so they could not be restored",
                 "pass --model the directory of the weights it serves now",
             )
         ]
     if update.refused is not None:
         return [
             _finding(
-                Verdict.FAIL, f"it refuses new weights: {update.refused}", UPDATE_REMEDIES[kind]
+                Verdict.FAIL,
+                f"the engine refuses new weights: {update.refused}",
+                UPDATE_REMEDIES[kind],
             )
         ]
     assert update.cleared is not None
@@ -196,17 +201,17 @@ def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
     if _matches_new(distance, allowed):
         return _finding(
             Verdict.OK,
-            f"new weights, and their KV, at once: log-probs {distance.from_new:.2g} nats from "
-            f"theirs, {distance.from_old:.2g} from the old ones'",
+            f"it computes with the new weights at once: log-probs are {distance.from_new:.2g} nats "
+            f"from theirs, and {distance.from_old:.2g} from the old weights'",
         )
     measured = (
-        f"log-probs {distance.from_new:.2g} nats from the new weights', {distance.from_old:.2g} "
-        f"from the old ones', which are {distance.between:.2g} apart"
+        f"log-probs are {distance.from_new:.2g} nats from the new weights', and "
+        f"{distance.from_old:.2g} from the old ones', which are {distance.between:.2g} apart"
     )
     if distance.from_old <= SAME_SHARE_MAX * distance.between:
-        says = f"it takes new weights, and goes on with the old ones: {measured}"
+        says = f"it accepts new weights, but computes with the old ones: {measured}"
         return _finding(Verdict.FAIL, says, UPDATE_REMEDIES[kind])
-    says = f"after an update that clears its cache it answers by neither weights: {measured}"
+    says = f"after an update that clears the cache, it matches neither weights: {measured}"
     return _finding(Verdict.FAIL, says, NEITHER_REMEDIES[kind])
 
 
@@ -214,23 +219,23 @@ def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) ->
     if _matches_new(kept, allowed):
         return _finding(
             Verdict.OK,
-            "forgets its cache by itself at an update that doesn't ask for it",
+            "an update clears the cache even if it does not ask for that",
             check="cache over an update",
         )
     says = (
-        f"an update that doesn't clear it leaves KV of the old weights in use: log-probs "
-        f"{kept.from_new:.2g} nats from the new weights'"
+        f"an update that does not clear the cache leaves KV of the old weights in use: log-probs "
+        f"are {kept.from_new:.2g} nats from the new weights'"
     )
     if _matches_new(salted, allowed):
         return _finding(
             Verdict.WARN if kind == "tidegate" else Verdict.OK,
-            f"{says}; with a salt of its own a prompt finds none of it",
+            f"{says}; a prompt with another salt does not find the KV",
             KEPT_REMEDIES[kind],
             check="cache over an update",
         )
     return _finding(
         Verdict.FAIL,
-        f"{says}, and a prompt with another salt finds it, too",
+        f"{says}, and a prompt with another salt finds the KV too",
         CLEAR_REMEDY,
         check="cache over an update",
     )
@@ -263,20 +268,20 @@ tokenizer or other positions differ by a nat and more."""
 PROCESSED_REMEDIES: dict[EngineKind, str] = {
     "vllm": "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 only",
     "sglang": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1 only",
-    "tidegate": "report it: Tidegate's engines tell the log-probs they sampled from",
+    "tidegate": "report this: Tidegate's engines should return the log-probs sampled from",
 }
 
 HEAD_REMEDIES: dict[EngineKind, str] = {
     "vllm": """start it with --hf-overrides '{"head_dtype": "float32"}' (newer versions), and """
-    "train with the same precision of the head",
-    "sglang": "start it with --enable-fp32-lm-head, and train with the same precision of the head",
-    "tidegate": "its LM head is float32 already: compare the dtype of weights and activations",
+    "train with a head of the same precision",
+    "sglang": "start it with --enable-fp32-lm-head, and train with a head of the same precision",
+    "tidegate": "its LM head is already float32: compare the dtypes of weights and activations",
 }
 
 INVARIANT_REMEDIES: dict[EngineKind, str] = {
-    "vllm": "VLLM_BATCH_INVARIANT=1 where the GPU allows it; else expect that much noise in ratios",
-    "sglang": "--enable-deterministic-inference; else expect that much noise in ratios",
-    "tidegate": "serve(deterministic=True); else expect that much noise in ratios",
+    "vllm": "set VLLM_BATCH_INVARIANT=1 if the GPU supports it; else expect this noise in ratios",
+    "sglang": "start it with --enable-deterministic-inference; else expect this noise in ratios",
+    "tidegate": "use serve(deterministic=True); else expect this noise in ratios",
 }
 
 CLEAR_REMEDY = "clear the cache at every update: clear_cache=true, flush_cache=true"
@@ -285,7 +290,7 @@ SALT_REMEDIES: dict[EngineKind, str] = {
     "vllm": "send a cache_salt that names the weight version, or pause with clear_cache=true",
     "sglang": "update with flush_cache=true after pausing by retract or abort, or send an "
     "extra_key that names the weight version",
-    "tidegate": "none needed: a swap forgets the prefix cache",
+    "tidegate": "none needed: a swap discards the prefix cache",
 }
 
 
@@ -316,8 +321,8 @@ def _samples_ahead(identity: Identity) -> list[Finding]:
         Finding(
             check="kept KV",
             verdict=Verdict.WARN,
-            says='kv_policy="keep" will be refused: its overlap scheduler has a step under way '
-            "when weights change, and labels that token, of the old weights, as of the new",
+            says='kv_policy="keep" will be refused: its overlap scheduler computes a step while '
+            "weights change, and labels that step's tokens with the new version",
             remedy="start it with --disable-overlap-schedule, or let the run recompute "
             '(kv_policy="recompute")',
         )
@@ -330,9 +335,9 @@ def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
             Finding(
                 check="log-probs",
                 verdict=Verdict.NOTE,
-                says="it tells no second token's log-prob, so whether temperature is in them is "
-                "unknown",
-                remedy="sample at temperature 1, or pass --model to compare with",
+                says="it returns no second token's log-prob, so it is unknown whether log-probs "
+                "include temperature",
+                remedy="sample at temperature 1, or pass --model for a comparison",
             )
         ]
     if abs(mode.gap_ratio - 1) <= GAP_RATIO_TOLERANCE:
@@ -340,8 +345,8 @@ def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
             Finding(
                 check="log-probs",
                 verdict=Verdict.FAIL,
-                says=f"they are raw: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those "
-                f"at 1, so other temperatures' tokens come with log-probs they were not sampled by",
+                says=f"raw: at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1, so "
+                f"log-probs at temperatures other than 1 are not those sampled from",
                 remedy=PROCESSED_REMEDIES[kind],
             )
         ]
@@ -352,7 +357,7 @@ def _logprob_mode(kind: EngineKind, mode: LogprobMode) -> list[Finding]:
                 verdict=Verdict.FAIL,
                 says=f"at temperature 0.5 gaps are {mode.gap_ratio:.2f} times those at 1: neither "
                 f"raw (1) nor processed (2)",
-                remedy="find out what else changes its logits: penalties, biases, processors",
+                remedy="check what else changes its logits: penalties, biases, processors",
             )
         ]
     return _processed(mode)
@@ -365,9 +370,9 @@ def _processed(mode: LogprobMode) -> list[Finding]:
             Finding(
                 check="log-probs",
                 verdict=Verdict.FAIL,
-                says=f"two tokens have {mode.truncated_mass:.3g} of the probability: they are "
-                f"logits",
-                remedy="have it tell log-probs (vLLM: --logprobs-mode processed_logprobs)",
+                says=f"two tokens' probabilities sum to {mode.truncated_mass:.3g}: the values are "
+                f"logits, not log-probs",
+                remedy="make it return log-probs (vLLM: --logprobs-mode processed_logprobs)",
             )
         ]
     return [
@@ -384,14 +389,14 @@ def _truncation(mass: float | None) -> list[Finding]:
     if mass is None:
         return []
     if mass > 1 - MASS_LOST_MAX:
-        says = "what top_k leaves has probability 1: truncation is in the log-probs"
+        says = "the tokens that top_k keeps have probability 1: log-probs include truncation"
         return [Finding(check="truncation", verdict=Verdict.OK, says=says)]
     return [
         Finding(
             check="truncation",
             verdict=Verdict.WARN,
-            says=f"with top_k=2 both tokens have {mass:.3f} of the probability: log-probs are "
-            f"those from before truncation",
+            says=f"with top_k=2 both tokens together have probability {mass:.3f}: log-probs do not "
+            f"include truncation",
             remedy="sample with top_p=1, min_p=0 and no top_k, or correct for it in the loss",
         )
     ]
@@ -403,7 +408,7 @@ def _mismatch(kind: EngineKind, mismatch: LogprobMismatch | None) -> Finding:
             check="mismatch",
             verdict=Verdict.NOTE,
             says="not compared with the model's own log-probs",
-            remedy="pass --model DIRECTORY, that of the weights it serves now",
+            remedy="pass --model DIRECTORY, the weights that it serves now",
         )
     measured = (
         f"log-probs of {mismatch.tokens} tokens differ from transformers' in float32 by "
@@ -415,15 +420,15 @@ def _mismatch(kind: EngineKind, mismatch: LogprobMismatch | None) -> Finding:
         return Finding(
             check="mismatch",
             verdict=Verdict.WARN,
-            says=f"{measured}: rounding, of which the LM head's is most",
+            says=f"{measured}: rounding, mostly of the LM head",
             remedy=f"{HEAD_REMEDIES[kind]}; correct the rest (truncated importance sampling)",
         )
     return Finding(
         check="mismatch",
         verdict=Verdict.FAIL,
-        says=f"{measured}: more than rounding does",
-        remedy="see that --model holds the weights it serves now, that its log-probs are "
-        "processed, and that it quantises nothing",
+        says=f"{measured}: more than rounding explains",
+        remedy="check that --model has the weights that it serves now, that its log-probs are "
+        "processed, and that it does not quantize",
     )
 
 
@@ -433,15 +438,15 @@ def _tokenizer(check: TokenizerCheck | None) -> Finding:
             check="tokenizer",
             verdict=Verdict.NOTE,
             says="not compared",
-            remedy="pass --model DIRECTORY; it needs the engine's /tokenize, too",
+            remedy="pass --model DIRECTORY; the engine also needs the route /tokenize",
         )
     if not check.different:
-        says = f"{check.texts} texts become the same tokens as by the directory's tokenizer"
+        says = f"{check.texts} texts have the same tokens as by the directory's tokenizer"
         return Finding(check="tokenizer", verdict=Verdict.OK, says=says)
     return Finding(
         check="tokenizer",
         verdict=Verdict.FAIL,
-        says=f"{len(check.different)} of {check.texts} texts become other tokens, "
+        says=f"{len(check.different)} of {check.texts} texts have other tokens, "
         f"{check.different[0]!r} first",
         remedy="give both the same tokenizer.json, and send token ids rather than text",
     )
@@ -454,9 +459,8 @@ def _repeats(kind: EngineKind, repeats: Repeats) -> list[Finding]:
             Finding(
                 check="seeds",
                 verdict=Verdict.WARN,
-                says="one seed sampled two different answers",
-                remedy="don't count on replaying rollouts by their seeds; "
-                + INVARIANT_REMEDIES[kind],
+                says="the same seed sampled two different outputs",
+                remedy="don't rely on seeds to reproduce rollouts; " + INVARIANT_REMEDIES[kind],
             )
         )
     return parts
@@ -466,8 +470,8 @@ def _unsteady(kind: EngineKind, repeats: Repeats) -> Finding:
     return Finding(
         check="determinism",
         verdict=Verdict.WARN,
-        says=f"a greedy answer, asked for again while nothing else ran, had other tokens "
-        f"(log-probs {repeats.alone_difference:.2g} nats apart before)",
+        says=f"a repeated greedy request, with nothing else running, returned other tokens "
+        f"(log-probs up to {repeats.alone_difference:.2g} nats apart before them)",
         remedy=INVARIANT_REMEDIES[kind],
     )
 
@@ -475,58 +479,60 @@ def _unsteady(kind: EngineKind, repeats: Repeats) -> Finding:
 def _batch(kind: EngineKind, repeats: Repeats) -> Finding:
     worst = max(repeats.alone_difference, repeats.batch_difference)
     if repeats.batch_same_tokens and not worst:
-        says = "the same bits again, alone and beside others"
+        says = "a repeated request returned the same bits, alone and beside others"
         return Finding(check="determinism", verdict=Verdict.OK, says=says)
     if repeats.batch_same_tokens and worst <= MEAN_SAME_NATS:
-        says = f"the same tokens again, alone and beside others; log-probs within {worst:.2g} nats"
+        says = f"a repeated request returned the same tokens; log-probs within {worst:.2g} nats"
         return Finding(check="determinism", verdict=Verdict.OK, says=says)
     tokens = "the same" if repeats.batch_same_tokens else "other"
     return Finding(
         check="determinism",
         verdict=Verdict.WARN,
-        says=f"a greedy answer had {tokens} tokens beside others, and log-probs up to "
-        f"{worst:.2g} nats apart: results depend on the batch",
+        says=f"beside other requests, a greedy request returned {tokens} tokens, and log-probs "
+        f"up to {worst:.2g} nats apart: results depend on the batch",
         remedy=INVARIANT_REMEDIES[kind],
     )
 
 
 def _prefix_cache(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> list[Finding]:
     if cache.again_tokens is None:
-        says = "it doesn't tell how many tokens of a prompt were cached"
+        says = "it does not report how many tokens of a prompt were cached"
         return [
             Finding(
                 check="prefix cache",
                 verdict=Verdict.NOTE,
                 says=says,
-                remedy="take it to be on: " + SALT_REMEDIES[kind],
+                remedy="assume that it is on: " + SALT_REMEDIES[kind],
             )
         ]
     if not cache.again_tokens:
-        says = "off, or forgets a prompt at once: every turn is prefilled from its beginning"
+        says = "off, or cleared at once: every turn is prefilled from its beginning"
         return [Finding(check="prefix cache", verdict=Verdict.NOTE, says=says)]
     is_on = _cache_is_on(kind, cache, is_updated=is_updated)
     return [is_on, *_salt(kind, cache)]
 
 
 def _cache_is_on(kind: EngineKind, cache: PrefixCache, *, is_updated: bool) -> Finding:
-    cached = f"on: {cache.again_tokens} tokens of a prompt sent again were there"
+    cached = f"on: {cache.again_tokens} tokens of a repeated prompt were cached"
     if cache.difference <= MEAN_ROUNDED_NATS:
-        says = f"{cached}, and log-probs within {cache.difference:.2g} nats of the first time's"
+        says = (
+            f"{cached}, with log-probs within {cache.difference:.2g} nats of the first response's"
+        )
         if is_updated or kind == "tidegate":
             return Finding(check="prefix cache", verdict=Verdict.OK, says=says)
         return Finding(
             check="prefix cache",
             verdict=Verdict.OK,
-            says=f"{says}. Engines of its kind keep old weights' KV over an update, unless told "
-            f"otherwise: --update finds out",
+            says=f"{says}. By default such engines keep the old weights' KV at an update; --update "
+            f"tests it",
             remedy=SALT_REMEDIES[kind],
         )
     return Finding(
         check="prefix cache",
         verdict=Verdict.FAIL,
-        says=f"{cached}, but log-probs {cache.difference:.2g} nats from the first time's: it may "
-        f"hold what other weights computed",
-        remedy="reset it (/reset_prefix_cache, /flush_cache), examine again; then: "
+        says=f"{cached}, but log-probs are {cache.difference:.2g} nats from the first response's: "
+        f"the cache may hold KV of other weights",
+        remedy="reset it (/reset_prefix_cache, /flush_cache) and run the doctor again; then: "
         + SALT_REMEDIES[kind],
     )
 
@@ -535,14 +541,13 @@ def _salt(kind: EngineKind, cache: PrefixCache) -> list[Finding]:
     if cache.salted_tokens is None or cache.again_tokens is None or kind == "tidegate":
         return []
     if cache.salted_tokens < cache.again_tokens:
-        says = "a prompt with another salt finds nothing there: a salt per version keeps them apart"
+        says = "a prompt with another salt finds nothing: a salt per version separates the versions"
         return [Finding(check="cache salt", verdict=Verdict.OK, says=says)]
     return [
         Finding(
             check="cache salt",
             verdict=Verdict.WARN,
-            says=f"a prompt with another salt found {cache.salted_tokens} tokens there all the "
-            f"same",
+            says=f"a prompt with another salt still found {cache.salted_tokens} cached tokens",
             remedy=CLEAR_REMEDY,
         )
     ]

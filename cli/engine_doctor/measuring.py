@@ -89,7 +89,9 @@ def measure(
         ConfigError: updates are requested without ``model``, or without disk space beside it.
     """
     if updates and model is None:
-        raise ConfigError("--update needs --model: the weights that it is to serve again at last")
+        raise ConfigError(
+            "--update needs --model, the weights that the engine gets back at the end"
+        )
     reference = None
     if model is not None:
         progress("loading the model to compare with")

@@ -99,7 +99,7 @@ def test_engine_hands_all_its_arguments_to_the_worker() -> None:
         check=False,
     )
     assert ended.returncode == 2
-    assert "tidegate.engine.worker" in ended.stderr
+    assert "usage: tidegate engine" in ended.stderr
 
 
 def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:

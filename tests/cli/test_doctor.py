@@ -113,7 +113,7 @@ def test_raw_log_probs_are_found_without_the_model_and_fail(
     with sglang(model, is_raw=True) as url:
         assert status_of(["doctor", url], monkeypatch) == 1
     said = capsys.readouterr().out
-    assert "fail  log-probs: they are raw" in said
+    assert "fail  log-probs: raw" in said
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in said
 
 
@@ -225,7 +225,7 @@ def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> No
         ({"logprobs": odd}, "log-probs", Verdict.FAIL, "penalties"),
         ({"logprobs": logits}, "log-probs", Verdict.FAIL, "processed_logprobs"),
         ({"repeats": unsteady}, "determinism", Verdict.WARN, "VLLM_BATCH_INVARIANT"),
-        ({"repeats": unseeded}, "seeds", Verdict.WARN, "replaying"),
+        ({"repeats": unseeded}, "seeds", Verdict.WARN, "reproduce rollouts"),
         ({"cache": blind}, "prefix cache", Verdict.NOTE, "cache_salt"),
         ({"cache": unsalted}, "cache salt", Verdict.WARN, "clear_cache=true"),
         ({"mismatch": rounded}, "mismatch", Verdict.WARN, "head_dtype"),

@@ -293,7 +293,7 @@ async def test_one_engine_is_for_one_run(
         engine.crash()
     async with tidegate_serve(engines=[engine]):
         pass
-    with pytest.raises(ConfigError, match="of another run already"):
+    with pytest.raises(ConfigError, match="already belongs to another run"):
         async with tidegate_serve(engines=[engine]):
             pass
 
