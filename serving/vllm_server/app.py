@@ -24,6 +24,7 @@ from tidegate.serving.api_app import (
     ApiRoute,
     Body,
     decode_json,
+    encoded_response,
     is_large,
     key_of,
     read_json_bytes,
@@ -204,6 +205,12 @@ async def read(http: HttpRequest, kind: type[Body]) -> Body:
     return await api_app.read_json(http, kind, bytes_max=BODY_BYTES_MAX)
 
 
+async def read_optional(http: HttpRequest, kind: type[Body]) -> Body:
+    """Read the body as a request of this kind whose fields are all optional; it may be empty."""
+    body = await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
+    return decode_json(body if body.strip() else b"{}", kind)
+
+
 # ---------------------------------------------------------------- completions
 
 
@@ -243,6 +250,16 @@ async def chat_batch(parts: ServerParts, http: HttpRequest) -> Answer:
 async def generate(parts: ServerParts, http: HttpRequest) -> Answer:
     """Continue tokens; answer with tokens."""
     return await answer_completion(parts, http, requests.GenerateRequest, parts.completer.generate)
+
+
+@on("POST", "/v1/chat/completions/render")
+async def render_chat(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Render and tokenise a conversation, as a body of ``/inference/v1/generate``."""
+    request = await read(http, requests.VllmChatRequest)
+    await parts.weights.adapter_of(request.model)
+    rendering = parts.completer.render(request, request_name(http), is_large=is_large(http))
+    body = await unless_gone(http, rendering)
+    return await encoded_response(lambda: msgspec.json.encode(body), tokens=len(body["token_ids"]))
 
 
 @on("POST", "/abort_requests", is_control=True)
@@ -472,8 +489,9 @@ async def release_kv_cache_memory(parts: ServerParts, http: HttpRequest) -> Answ
 
 @on("POST", "/reset_prefix_cache", is_control=True)
 async def reset_prefix_cache(parts: ServerParts, http: HttpRequest) -> Answer:
-    """Drop the prefix caches."""
-    recomputes = flag(http, "reset_running_requests", default=False)
+    """Drop the prefix caches; ``reset_running_requests`` is in the query, or in SkyRL's body."""
+    request = await read_optional(http, requests.ResetRequest)
+    recomputes = flag(http, "reset_running_requests", default=request.reset_running_requests)
     done = await parts.pauses.reset_prefix_cache(recomputes_running=recomputes)
     return {"success": done}
 
@@ -537,10 +555,7 @@ async def update_weights(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/finish_weight_update", is_control=True)
 async def finish_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
     """Publish the update to all engines."""
-    body = await read_json_bytes(http, bytes_max=BODY_BYTES_MAX)
-    request = requests.FinishRequest()
-    if body.strip():
-        request = decode_json(body, requests.FinishRequest)
+    request = await read_optional(http, requests.FinishRequest)
     await parts.weights.finish(request.weight_version)
     return {"message": "Weight update finished"}
 
@@ -568,15 +583,34 @@ async def weight_checker(parts: ServerParts, http: HttpRequest) -> Answer:
 
 @on("POST", "/collective_rpc", is_control=True)
 async def collective_rpc(parts: ServerParts, http: HttpRequest) -> Answer:
-    """Reload weights from files: ``reload_weights`` is the only method."""
+    """Reload weights from files, or take a phase of SkyRL's weight update."""
     request = await read(http, requests.RpcRequest)
-    if request.method != "reload_weights":
-        why = f"collective_rpc does reload_weights alone, got {request.method}"
-        raise ApiError(501, why, param="method")
-    path = request.kwargs.get("weights_path")
-    if not isinstance(path, str | None):
-        raise ApiError(400, f"weights_path must be a directory, got {path!r}", param="kwargs")
-    await parts.weights.reload(path)
+    match request.method:
+        case "reload_weights":
+            path = request.kwargs.get("weights_path")
+            if not isinstance(path, str | None):
+                why = f"weights_path must be a directory, got {path!r}"
+                raise ApiError(400, why, param="kwargs")
+            await parts.weights.reload(path)
+        case "skyrl_start_weight_update":
+            if not request.kwargs.get("is_checkpoint_format", True):
+                why = "tensors are named as in the checkpoint: is_checkpoint_format must be true"
+                raise ApiError(501, why, param="kwargs")
+            await parts.weights.start()
+        case "update_weights_nccl" | "update_weights_ipc":
+            info = request.kwargs.get("update_info")
+            if not isinstance(info, dict):
+                raise ApiError(400, f"update_info must be an object, got {info!r}", param="kwargs")
+            await parts.weights.update(info)
+        case "skyrl_finish_weight_update":
+            await parts.weights.finish(None)
+        case other:
+            why = (
+                "collective_rpc does reload_weights, skyrl_start_weight_update, "
+                "update_weights_nccl, update_weights_ipc and skyrl_finish_weight_update, "
+                f"got {other}"
+            )
+            raise ApiError(501, why, param="method")
     return {"results": [None]}
 
 
@@ -590,14 +624,32 @@ async def load_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
     return Response(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
 
-# prime-rl's orchestrator calls these three paths beside vLLM's own.
+# prime-rl's orchestrator and SkyRL's trainer call these paths beside vLLM's own.
 
 
+@on("POST", "/skyrl/v1/load_lora_adapter", is_control=True)
 @on("POST", "/load_lora_adapter", is_control=True)
 async def load_lora_adapter_again(parts: ServerParts, http: HttpRequest) -> Answer:
     """Load a LoRA adapter on all engines; one of the same name is replaced."""
     request = await read(http, requests.LoadAdapterRequest)
     await parts.weights.load_adapter(request.lora_name, request.lora_path, is_in_place=True)
+    return {"status": "ok"}
+
+
+@on("POST", "/skyrl/v1/generate")
+async def generate_with_experts(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Refuse SkyRL's generation with routed experts."""
+    raise ApiError(
+        501,
+        "experts that tokens were routed to are not reported: set SkyRL's "
+        "generator.inference_engine.enable_return_routed_experts to false, by which it asks "
+        "/inference/v1/generate",
+    )
+
+
+@on("POST", "/finish_session")
+async def finish_session(parts: ServerParts, http: HttpRequest) -> Answer:
+    """Do nothing: no session of SkyRL's router holds a place on an engine here."""
     return {"status": "ok"}
 
 

@@ -200,17 +200,39 @@ class Completer:
         self, request: VllmChatRequest, name: str, *, is_large: bool
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/chat/completions``."""
+        return await self._begin_chat(request, name, [await self._prompt_of(request, is_large)])
+
+    async def render(
+        self, request: VllmChatRequest, name: str, *, is_large: bool
+    ) -> dict[str, Any]:
+        """Return the body of ``/inference/v1/generate`` that samples as this chat request."""
+        request = self._with_defaults(request)
+        generate_options(request, self._model.stop_token_ids)  # refuses what can't be honoured
+        salt = checked_cache_salt(request.cache_salt)
+        (prompt,) = self._truncated(request, [await self._prompt_of(request, is_large)])
+        _refuse_prompt(prompt, limits_of(self._scheduler))
+        return {
+            "request_id": f"chatcmpl-{request.request_id or name}",
+            "token_ids": prompt.token_ids,
+            "features": None,
+            "sampling_params": request.token_sampling,
+            "model": request.model or self._info.name,
+            "stream": bool(request.stream),
+            "stream_options": request.stream_options if request.stream else None,
+            "cache_salt": salt or None,
+            "priority": 0,
+        }
+
+    async def _prompt_of(self, request: VllmChatRequest, is_large: bool) -> Prompt:
         if request.tool_choice not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced")
-        tools = None if request.tool_choice == "none" else request.tools
-        prompt = await self.chat_prompt(
+        return await self.chat_prompt(
             request,
             request.messages,
-            tools,
+            request.offered_tools,
             prefix=required_prefix(request),
             is_large=is_large,
         )
-        return await self._begin_chat(request, name, [prompt])
 
     async def chat_batch(
         self, request: BatchChatRequest, name: str, *, is_large: bool

@@ -1,6 +1,6 @@
 """Receiver of weights from a trainer on the same GPU: opens CUDA IPC handles of its memory.
 
-vLLM's trainers send the handles pickled, and vLLM unpickles any class if so configured.
+vLLM's and SkyRL's trainers send the handles pickled, and vLLM unpickles any class if so configured.
 :mod:`safe_unpickler` reads them instead, and each is checked before memory is opened. Independent
 of engines and versions.
 """
@@ -81,6 +81,8 @@ class IpcUpdateReceiver:
         announced = announced_tensors(info)
         handles = read_handles(info.get("ipc_handles_pickled"))
         uuid = _device_uuid()
+        if "sizes" in info:
+            return _skyrls_tensors(info["sizes"], announced, handles, uuid)
         if not self._is_packed:
             if not isinstance(handles, list) or len(handles) != len(announced):
                 raise UpdateError(f"ipc_handles must be a list of {len(announced)}, one per tensor")
@@ -118,6 +120,23 @@ class IpcUpdateReceiver:
         return _rebuilt(handle)
 
 
+def _skyrls_tensors(
+    sizes: object, announced: "list[AnnouncedTensor]", handles: object, uuid: str
+) -> "dict[str, torch.Tensor]":
+    """Copy the tensors of one of SkyRL's chunks: a buffer of one dtype, with sizes in elements.
+
+    The buffer is closed here: SkyRL's trainer frees it after this chunk.
+    """
+    if sizes != [tensor.num_elements for tensor in announced] or not isinstance(handles, dict):
+        raise UpdateError("SkyRL's chunks come with one handle, and sizes that fit their tensors")
+    handle, total = _own(handles, uuid), sum(tensor.num_elements for tensor in announced)
+    if any(tensor.dtype != handle.dtype for tensor in announced):
+        raise UpdateError(f"the packed buffer is of {handle.dtype}, and not all of its tensors")
+    if handle.size[1:] or handle.stride != (1,) or handle.size[0] < total:
+        raise UpdateError(f"the packed buffer is no {total} elements in a row: {handle.size}")
+    return unpacked(_rebuilt(handle).view(_bytes_dtype()), announced)
+
+
 def read_handles(pickled: object) -> "list[dict[str, Handle]] | dict[str, Handle]":
     """Read handles from base64 of a pickle: of each tensor by its GPU's UUID, or of one buffer.
 
@@ -146,6 +165,9 @@ def _handles(found: object) -> dict[str, Handle]:
 
 
 def _handle(fields: object) -> Handle:
+    match fields:
+        case (function, arguments) if function is _REBUILD:  # SkyRL's trainer pickles both
+            fields = arguments
     if not isinstance(fields, tuple) or len(fields) != len(_KINDS):
         raise UnsafePickle(f"a handle has {len(_KINDS)} fields")
     for field, kind, name in zip(fields, _KINDS, Handle._fields, strict=True):
@@ -175,8 +197,8 @@ def _check_extent(handle: Handle) -> None:
         raise UnsafePickle(flaw)
 
 
-_TENSOR, _STORAGE = object(), object()
-"""Stand-ins for torch's classes, which nothing here may call."""
+_TENSOR, _STORAGE, _REBUILD = object(), object(), object()
+"""Stand-ins for torch's classes, and its function that opens a handle, which no pickle may call."""
 
 
 def _size(dimensions: object) -> tuple[object, ...]:
@@ -193,6 +215,8 @@ def _named(module: str, name: str) -> Any:
         return _TENSOR
     if module in ("torch", "torch.storage") and name in ("TypedStorage", "UntypedStorage"):
         return _STORAGE
+    if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+        return _REBUILD
     if (module, name) == ("torch", "Size"):
         return _size
     found = getattr(torch, name, None) if module == "torch" else None

@@ -54,9 +54,14 @@ class AnnouncedTensor:
     shape: tuple[int, ...]
 
     @property
+    def num_elements(self) -> int:
+        """Number of the tensor's values."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Size of the tensor's values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
 
 def announced_tensors(info: Mapping[str, Any]) -> list[AnnouncedTensor]:
@@ -235,7 +240,8 @@ _OF_NCCL = ("master_address", "nccl_unique_id_b64", "packed", "ipc_handles_pickl
 _NO_NCCL = (
     "the trainer sends weights by vLLM's nccl or ipc, and this server receives them otherwise, as "
     "weight_transfer_config of /server_info says: start it with --weight-transfer nccl or ipc, "
-    "on a machine with CUDA"
+    'on a machine with CUDA; without CUDA a trainer sends {"path": DIRECTORY} to a server of '
+    "disk, broadcasts over TCP to one of gloo, or has an adapter loaded"
 )
 
 
@@ -249,9 +255,9 @@ def _refuse_packed(info: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(info: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    if any(name in _OF_NCCL and name not in known for name in info):
+        raise ApiError(400, _NO_NCCL, param=what)
     for name in info:
-        if name in _OF_NCCL and name not in known:
-            raise ApiError(400, _NO_NCCL, param=what)
         if name not in known:
             names = ", ".join(known) or "nothing"
             raise UpdateError(f"Invalid {what}: unknown {name!r}; it may have {names}")

@@ -71,6 +71,16 @@ class VllmChatRequest(openai_requests.ChatRequest, kw_only=True):
     required_prefix_token_ids: list[int] | None = None
     """Tokens of the conversation up to its last assistant message, as NeMo-Gym keeps them."""
 
+    @property
+    def token_sampling(self) -> dict[str, Any]:
+        """Sampling parameters that were given, by the names of ``/inference/v1/generate``."""
+        names = [name for name in Sampling.__struct_fields__ if name not in UNSERVED]
+        named = {name: getattr(self, name) for name in names}
+        named |= {"max_tokens": self.tokens_max, "logprobs": self.num_top_logprobs}
+        if self.schema is not None:
+            named["structured_outputs"] = {"json": self.schema}
+        return {name: value for name, value in named.items() if value is not None}
+
 
 class BatchChatRequest(VllmChatRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions/batch``: several conversations, a choice for each."""
@@ -147,6 +157,12 @@ class FinishRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /finish_weight_update``; its body may be empty."""
 
     weight_version: str | None = None
+
+
+class ResetRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /reset_prefix_cache``, as SkyRL sends it; vLLM has the field in the query."""
+
+    reset_running_requests: bool = False
 
 
 class VersionRequest(msgspec.Struct, kw_only=True):

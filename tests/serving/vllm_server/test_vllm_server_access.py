@@ -45,7 +45,8 @@ def test_every_path_that_changes_what_is_served_wants_the_control_token(
 ) -> None:
     posts = {one.path for one in PATHS if one.method == "POST"}
     data = {path for path in posts if "completions" in path or "tokenize" in path}
-    assert set(CONTROL) == posts - data - {"/inference/v1/generate"}
+    data |= {"/inference/v1/generate", "/skyrl/v1/generate", "/finish_session"}
+    assert set(CONTROL) == posts - data
     for path in CONTROL:
         for token in ("", "x" * 32, server.control_token[:-1] if server.control_token else ""):
             headers = {"Authorization": f"Bearer {token}"} if token else {}

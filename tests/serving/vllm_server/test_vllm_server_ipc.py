@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from tidegate.serving.api_errors import ApiError
+from tidegate.serving.api_errors import ApiError, UpdateError
+from tidegate.serving.vllm_server import ipc_receiver
 from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver, read_handles
 
 UUID = "5f0c7d3a-0000-4000-8000-000000000001"
@@ -52,6 +54,8 @@ def test_handles_that_torch_makes_are_read() -> None:
     packed = read_handles(sent({UUID: handle(tensor_kind=torch.nn.Parameter)}))
     assert isinstance(packed, dict)
     assert list(packed) == [UUID]
+    # SkyRL's sender pickles the function, too, which is not called.
+    assert read_handles(sent({UUID: (rebuild_cuda_tensor, handle())})) == {UUID: one}
 
 
 class Ran:
@@ -154,6 +158,27 @@ def test_without_cuda_a_trainer_is_told_so_as_it_comes() -> None:
     with pytest.raises(ApiError, match="--weight-transfer gloo or disk") as told:
         receiver.connect({"packed": True})
     assert told.value.status == 400
+
+
+def test_skyrls_chunks_are_cut_by_their_sizes_in_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = torch.arange(8).bfloat16()
+    monkeypatch.setattr(ipc_receiver, "_device_uuid", lambda: UUID)
+    monkeypatch.setattr(ipc_receiver, "_rebuilt", lambda _: buffer)
+    one = handle(size=torch.Size([8]), stride=(1,), offset=0, storage_bytes=16)
+    info = {"names": ["a", "b"], "dtype_names": ["bfloat16"] * 2, "shapes": [[2, 3], [2]]}
+    info |= {"ipc_handles_pickled": sent({UUID: (rebuild_cuda_tensor, one)})}
+    came = IpcUpdateReceiver().receive({**info, "sizes": [6, 2]})
+    assert torch.equal(came["a"], buffer[:6].view(2, 3))
+    assert torch.equal(came["b"], buffer[6:])
+    mixed = {"sizes": [6, 2], "dtype_names": ["bfloat16", "float32"]}
+    long = {"sizes": [6, 4], "shapes": [[2, 3], [4]]}
+    for wrong, why in (
+        ({"sizes": [6, 3]}, "sizes that fit"),
+        (mixed, "not all of its tensors"),
+        (long, "no 10 elements in a row"),
+    ):
+        with pytest.raises(UpdateError, match=why):
+            IpcUpdateReceiver().receive({**info, **wrong})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -137,6 +137,23 @@ def test_the_chat_example_goes_on_with_a_conversation_of_several_turns(
     assert answer.usage.prompt_tokens == told["count"]
 
 
+def test_a_rendered_conversation_is_a_request_that_gives_the_chats_tokens(client: Client) -> None:
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "and then?"}]}
+    chat |= {"max_completion_tokens": 6, "temperature": 1.0, "top_p": 0.9, "seed": 5}
+    chat |= {"logprobs": True, "cache_salt": "s", "response_format": {"type": "json_object"}}
+    rendered = client.post("/v1/chat/completions/render", chat)
+    asked = {"max_tokens": 6, "temperature": 1.0, "top_p": 0.9, "seed": 5, "logprobs": 0}
+    assert rendered["sampling_params"] == asked | {
+        "structured_outputs": {"json": {"type": "object"}}
+    }
+    (expected,) = client.post("/v1/chat/completions", chat | {"return_token_ids": True})["choices"]
+    (choice,) = client.post("/inference/v1/generate", rendered)["choices"]
+    assert choice["token_ids"] == expected["token_ids"]
+    for field, value, code in (("model", "no", 404), ("best_of", 2, 400), ("n", 0, 400)):
+        refused = client.refusal("/v1/chat/completions/render", chat | {field: value})
+        assert (refused["code"], refused["param"]) == (code, field)
+
+
 def test_a_batch_of_conversations_gets_a_choice_for_each_as_if_each_were_asked_alone(
     client: Client,
 ) -> None:

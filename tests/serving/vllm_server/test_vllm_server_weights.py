@@ -104,14 +104,16 @@ def test_the_four_phases_bring_new_weights_to_every_engine(
     assert answer["choices"][0]["weight_versions"] == [{"version": "v8", "start": 0, "end": 2}]
 
 
-@pytest.mark.parametrize("clears", ["true", "false"])
+@pytest.mark.parametrize("clears", ["true", "false", "later"])
 def test_a_request_that_is_kept_goes_on_under_the_new_weights(
     client: Client, server: tidegate.VLLMServer, models: list[Path], clears: str
 ) -> None:
     with turns_go_on_until(server, paused):
         request = client.begin(server, "/inference/v1/generate", LONG | {"token_ids": PROMPT})
-        client.post("/pause", mode="keep", clear_cache=clears)
+        client.post("/pause", mode="keep", clear_cache=str(clears == "true").lower())
     send(client, {"path": str(models[1])}, "new")
+    if clears == "later":  # as SkyRL's trainer does, by a field of the body
+        client.post("/reset_prefix_cache", {"reset_running_requests": True})
     client.post("/resume")
     (choice,) = request.answer["choices"]
     old, new = choice["weight_versions"]
@@ -121,7 +123,26 @@ def test_a_request_that_is_kept_goes_on_under_the_new_weights(
     assert differs(said[: old["end"]], models[0]) < 1e-3
     # With the cache cleared the new weights have read all of it; else they go on from old KV.
     is_recomputed = differs(said, models[1], start=new["start"]) < 1e-3
-    assert is_recomputed == (clears == "true")
+    assert is_recomputed == (clears != "false")
+
+
+def test_skyrls_phases_bring_new_weights_by_collective_rpc(
+    client: Client, models: list[Path]
+) -> None:
+    def call(method: str, **kwargs: Any) -> None:
+        body = {"method": method, "kwargs": kwargs}
+        assert client.post("/collective_rpc", body) == {"results": [None]}
+
+    call("skyrl_start_weight_update", is_checkpoint_format=True)
+    call("update_weights_nccl", update_info={"path": str(models[1])})
+    call("skyrl_finish_weight_update")
+    expect(client, models[1])
+    for method, kwargs, code in (
+        ("skyrl_start_weight_update", {"is_checkpoint_format": False}, 501),
+        ("update_weights_ipc", {}, 400),
+    ):
+        body = {"method": method, "kwargs": kwargs}
+        assert client.refusal("/collective_rpc", body)["code"] == code
 
 
 def test_a_trainer_of_nccl_or_ipc_is_told_that_this_server_takes_weights_by_another_way(
