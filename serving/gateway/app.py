@@ -5,7 +5,7 @@ Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers req
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -24,13 +24,21 @@ from tidegate.serving.api_app import (
     read_json_bytes,
 )
 from tidegate.serving.api_errors import ApiError, OpenAIErrors
-from tidegate.serving.gateway.completions import GatewayChoice, answer, begin, choice_of
+from tidegate.serving.gateway.completions import (
+    ActiveCompletion,
+    GatewayChoice,
+    answer,
+    begin,
+    choice_of,
+)
 from tidegate.serving.gateway.requests import (
     GatewayChatRequest,
     GatewayCompletionRequest,
     RewardRequest,
+    completion_of,
     generate_options,
 )
+from tidegate.serving.gateway.response_bodies import generated_tokens
 from tidegate.serving.http_server import (
     MESSAGES_MAX,
     AccessPolicy,
@@ -39,6 +47,7 @@ from tidegate.serving.http_server import (
     unless_gone,
 )
 from tidegate.serving.openai_requests import TokenizeRequest
+from tidegate.serving.vllm_server.requests import GenerateRequest
 
 if TYPE_CHECKING:
     from tidegate.serving.gateway.sessions import GatewaySessions, Session
@@ -53,6 +62,7 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     routes = [
         ApiRoute("POST", "/v1/chat/completions", handlers.chat),
         ApiRoute("POST", "/v1/completions", handlers.complete),
+        ApiRoute("POST", "/inference/v1/generate", handlers.generate),
         ApiRoute("POST", "/tokenize", handlers.tokenize),
         ApiRoute("POST", "/v1/tokenize", handlers.tokenize),
         ApiRoute("POST", "/sessions", handlers.open_session),
@@ -100,6 +110,27 @@ class _Handlers:
         session = self._session(http)
         request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
+        return await answer(http, await self._begin(http, session, request, options))
+
+    async def generate(self, http: HttpRequest) -> Response:
+        """Answer ``POST /inference/v1/generate``, vLLM's path with tokens in and tokens out."""
+        session = self._session(http)
+        asked = decode_json(await _body(http), GenerateRequest)
+        request = completion_of(asked)
+        options = generate_options(request)
+        if asked.sampling_params.max_tokens is None:
+            del options["max_tokens"]
+        return await answer(
+            http, await self._begin(http, session, request, options), body_of=generated_tokens
+        )
+
+    async def _begin(
+        self,
+        http: HttpRequest,
+        session: "Session",
+        request: GatewayCompletionRequest,
+        options: dict[str, Any],
+    ) -> ActiveCompletion:
         prompts = [
             await unless_gone(http, session.episode.encode(each)) if isinstance(each, str) else each
             for each in request.prompts
@@ -116,7 +147,7 @@ class _Handlers:
             for prompt in prompts
             for _ in range(request.choices_per_prompt)
         ]
-        return await answer(http, begin(session, request, beginnings))
+        return begin(session, request, beginnings)
 
     async def tokenize(self, http: HttpRequest) -> Answer:
         """Answer ``POST /tokenize``."""

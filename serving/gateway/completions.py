@@ -148,8 +148,15 @@ def begin(
 # ---------------------------------------------------------------- answers
 
 
-async def answer(http: HttpRequest, active: ActiveCompletion) -> Response:
+async def answer(
+    http: HttpRequest,
+    active: ActiveCompletion,
+    *,
+    body_of: Callable[..., dict[str, Any]] = completion,
+) -> Response:
     """Answer a request, whole or as a stream; a client that leaves cancels it.
+
+    ``body_of`` writes the whole answer.
 
     Raises:
         ClientDisconnect: the client is gone.
@@ -163,7 +170,7 @@ async def answer(http: HttpRequest, active: ActiveCompletion) -> Response:
     choices = active.finished
 
     def encode() -> bytes:
-        body = completion(
+        body = body_of(
             active.request,
             choices,
             name=active.name,

@@ -12,7 +12,13 @@ import msgspec
 from tidegate.orchestrator.episodes.forced_calls import is_free
 from tidegate.serving import openai_requests
 from tidegate.serving.api_errors import ApiError
-from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX, checked_cache_salt
+from tidegate.serving.openai_requests import (
+    TOP_LOGPROBS_MAX,
+    Sampling,
+    checked_cache_salt,
+    refuse_fields,
+)
+from tidegate.serving.vllm_server.requests import GenerateRequest
 
 CHOICES_MAX = 64
 """Largest number of choices of one request: ``n`` times the number of prompts."""
@@ -47,6 +53,29 @@ class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
         **openai_requests.CompletionRequest.REFUSED,
         **_ALSO_REFUSED,
     }
+
+
+def completion_of(request: GenerateRequest) -> GatewayCompletionRequest:
+    """Return the completion whose tokens answer a request of ``/inference/v1/generate``.
+
+    Fields that only change a text are left out.
+
+    Raises:
+        ApiError: a field can't be honoured.
+    """
+    sampling = request.sampling_params
+    refuse_fields(request, {**request.REFUSED, "stream": (False,), "output_mode": ("tokens",)})
+    refuse_fields(sampling, sampling.REFUSED)
+    names = set(Sampling.__struct_fields__) - {"skip_special_tokens", "include_stop_str_in_output"}
+    return GatewayCompletionRequest(
+        prompt=request.token_ids,
+        model=request.model,
+        request_id=request.request_id,
+        return_token_ids=request.return_token_ids,
+        cache_salt=request.cache_salt,
+        logprobs=sampling.logprobs,
+        **{name: getattr(sampling, name) for name in names},
+    )
 
 
 GatewayRequest = GatewayChatRequest | GatewayCompletionRequest

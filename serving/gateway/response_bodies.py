@@ -9,6 +9,7 @@ from typing import Any
 
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
+from tidegate.serving.vllm_server.response_bodies import as_ids
 
 TokenText = Callable[[int], str]
 """Returns the text of a single token."""
@@ -46,6 +47,39 @@ def completion(
     for choice, answer in zip(choices, answers, strict=True):
         choice["prompt_token_ids"] = answer.prompt_token_ids
     return body
+
+
+def generated_tokens(
+    request: GatewayRequest,
+    answers: Sequence[FinishedChoice],
+    *,
+    name: str,
+    created_s: int,
+    text_of: TokenText,
+) -> dict[str, Any]:
+    """Return the body that answers ``/inference/v1/generate``, as vLLM writes it."""
+    return {
+        "request_id": name,
+        "model": request.model or "policy",
+        "created": created_s,
+        "usage": usage(request, answers),
+        "prompt_token_ids": answers[0].prompt_token_ids,
+        "output_mode": "tokens",
+        "choices": [_generated_choice(request, n, each.turn) for n, each in enumerate(answers)],
+    }
+
+
+def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) -> dict[str, Any]:
+    tops = turn.top_logprobs or [{}] * len(turn.token_ids)
+    rows = zip(turn.token_ids, turn.logprobs, tops, strict=True)
+    content = [as_ids(i, p, {i: p, **top}, likeliest=top) for i, p, top in rows]
+    return {
+        "index": index,
+        "finish_reason": turn.finish_reason,
+        "token_ids": turn.token_ids,
+        "logprobs": None if request.num_top_logprobs is None else {"content": content},
+        "weight_versions": _weight_versions(turn),
+    }
 
 
 def usage(request: GatewayRequest, answers: Sequence[FinishedChoice]) -> dict[str, int]:
@@ -96,11 +130,14 @@ def _tokens(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any]:
     if request.return_token_ids:
         fields["token_ids"] = turn.token_ids
     if request.return_token_ids or request.return_weight_versions:
-        fields["weight_versions"] = [
-            {"version": str(span.version), "start": span.start, "end": span.end}
-            for span in turn.spans
-        ]
+        fields["weight_versions"] = _weight_versions(turn)
     return fields
+
+
+def _weight_versions(turn: GeneratedTurn) -> list[dict[str, Any]]:
+    return [
+        {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
+    ]
 
 
 def _chat_logprobs(

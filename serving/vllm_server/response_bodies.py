@@ -148,7 +148,7 @@ class GenerateBodies(ResponseBodies):
             tokenizer = self.facts.tokenizer
             return {"content": [_as_text(tokenizer, *one) for one in _rows(output)]}
         rows = zip(_rows(output), output.tops, strict=True)
-        return {"content": [_as_ids(*row, likeliest) for row, likeliest in rows]}
+        return {"content": [as_ids(*row, likeliest) for row, likeliest in rows]}
 
 
 def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
@@ -157,9 +157,13 @@ def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
     return [(token, logprob, {token: logprob, **top}) for token, logprob, top in rows]
 
 
-def _as_ids(
+def as_ids(
     token: int, logprob: float, top: dict[int, float], likeliest: Collection[int]
 ) -> dict[str, Any]:
+    """Return the log-prob entry of a token as ``/inference/v1/generate`` has it.
+
+    ``top`` begins with the token itself; ``likeliest`` are the likeliest tokens in their order.
+    """
     ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
 
     def entry_of(token: int, logprob: float) -> dict[str, Any]:
