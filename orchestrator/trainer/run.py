@@ -356,6 +356,7 @@ class Run:
             finally:
                 for engine in scheduler.fleet.engines:
                     scheduler.fleet.send(engine, Shutdown())
+                self.loop_watch.stop()  # nothing else runs on the loop: it may wait for processes
                 engines.stop()
 
     async def _engines_joined(self, scheduler: Scheduler) -> None:

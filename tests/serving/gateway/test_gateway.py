@@ -252,6 +252,42 @@ async def test_a_completion_goes_on_in_the_row_whose_tokens_it_begins_with(
         talk.check()
 
 
+async def test_tokens_go_in_and_out_as_on_vllms_path_and_stay_in_one_row(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"a b{END}", f"c{END}"]
+        path, ids = "/inference/v1/generate", talk.model.tokenizer.encode("go").ids
+        sampling = {"logprobs": 1, "skip_special_tokens": False, "stop_token_ids": [7]}
+        body = {"model": "policy", "token_ids": ids, "sampling_params": sampling}
+        answer = (await client.post(path, json={**body, "return_token_ids": True})).json()
+        (choice,) = answer["choices"]
+        assert (answer["prompt_token_ids"], choice["finish_reason"]) == (ids, "stop")
+        entries = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == [
+            f"token_id:{i}" for i in choice["token_ids"]
+        ]
+        assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+        assert {entry["logprob"] for entry in entries} == {-1.0}
+        assert choice["weight_versions"] == [
+            {"version": "0", "start": 0, "end": len(choice["token_ids"])}
+        ]
+        grown = [*ids, *choice["token_ids"], 30, 31]
+        more = (await client.post(path, json={**body, "token_ids": grown})).json()
+        assert more["prompt_token_ids"] is None
+        [row] = talk.rollout.rows
+        turns = [turn.sampling for turn in row.turns]
+        assert [(t.stop_token_ids, t.max_tokens) for t in turns] == [([7], 400)] * 2
+        talk.check()
+        for wrong, name in (
+            ({"stream": True}, "stream"),
+            ({"output_mode": "text"}, "output_mode"),
+            ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ):
+            refused = (await client.post(path, json={**body, **wrong})).json()["error"]
+            assert refused["param"] == name
+
+
 async def test_a_session_over_its_budget_is_answered_once_it_goes_on(
     gateway: Gateway, tmp_path: Path
 ) -> None:
