@@ -144,7 +144,27 @@ def fuzz_wire(frames: int, seed: int) -> Outcome:
 
 def fuzz_http(bodies: int, seed: int) -> Outcome:
     """Fuzz the gateway, over HTTP."""
-    outcome = Outcome("http", frames=bodies)
+    with tempfile.TemporaryDirectory() as directory:
+        fuzzed = FuzzedGateway(seed, Path(directory))
+        return _fuzz_requests(
+            "http", bodies, fuzzed, lambda each: uvloop.run(fuzzed.feed(bodies, each))
+        )
+
+
+def fuzz_server(bodies: int, seed: int) -> Outcome:
+    """Fuzz the vLLM-compatible server with an engine, over HTTP."""
+    with tempfile.TemporaryDirectory() as directory:
+        server = FuzzedServer(seed, Path(directory))
+        return _fuzz_requests(
+            "server", bodies, server.fuzzed, lambda each: server.feed(bodies, each)
+        )
+
+
+def _fuzz_requests(
+    place: str, bodies: int, fuzzed: FuzzedGateway, feed: Callable[[Callable[[int], None]], object]
+) -> Outcome:
+    """Send requests with ``feed``, which calls its argument with the number of each."""
+    outcome = Outcome(place, frames=bodies)
     warm_up, before_mib = int(bodies * WARM_UP_SHARE), 0.0
 
     def each(number: int) -> None:
@@ -154,40 +174,14 @@ def fuzz_http(bodies: int, seed: int) -> Outcome:
 
     # it warns of requests that are not HTTP
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as directory:
-        fuzzed = FuzzedGateway(seed, Path(directory))
-        try:
-            uvloop.run(fuzzed.feed(bodies, each))
-        except Exception:  # noqa: BLE001 - as above
-            outcome.fail(traceback.format_exc())
+    try:
+        feed(each)
+    except Exception:  # noqa: BLE001 - as above
+        outcome.fail(traceback.format_exc())
     outcome.growth_mib = rss_mib() - before_mib
     for failure in fuzzed.failures:
         outcome.fail(failure)
     outcome.malformed, outcome.healthy = fuzzed.refused, fuzzed.healthy
-    return outcome
-
-
-def fuzz_server(bodies: int, seed: int) -> Outcome:
-    """Fuzz the vLLM-compatible server with an engine, over HTTP."""
-    outcome = Outcome("server", frames=bodies)
-    warm_up, before_mib = int(bodies * WARM_UP_SHARE), 0.0
-
-    def each(number: int) -> None:
-        nonlocal before_mib
-        if number == warm_up:
-            before_mib = rss_mib()
-
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as directory:
-        server = FuzzedServer(seed, Path(directory))
-        try:
-            server.feed(bodies, each)
-        except Exception:  # noqa: BLE001 - as above
-            outcome.fail(traceback.format_exc())
-    outcome.growth_mib = rss_mib() - before_mib
-    for failure in server.fuzzed.failures:
-        outcome.fail(failure)
-    outcome.malformed, outcome.healthy = server.fuzzed.refused, server.fuzzed.healthy
     return outcome
 
 

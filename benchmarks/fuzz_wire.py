@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 from tokenizers import Tokenizer, models
@@ -65,12 +64,7 @@ class FuzzedRun:
         self._run.ready.result(PATIENCE_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._flood is not None and self._flood.poll() is None:
             self._flood.kill()
         if self._flood is not None:

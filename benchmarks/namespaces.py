@@ -6,7 +6,6 @@ Needs root. The weight benchmark and the tests of broken links use it.
 import os
 import shutil
 import subprocess
-from types import TracebackType
 
 
 def are_allowed() -> bool:
@@ -52,12 +51,7 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def command(self, host: int, *command: str) -> list[str]:

@@ -11,15 +11,15 @@ with 128 decoding turns; the median of several alternating runs.
 """
 
 import argparse
-import json
 import statistics
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import process_time
 
 import numpy as np
 
+from benchmarks.table import Row, compared, show
 from tidegate.engine.execution.runner import Row as EngineRow
 from tidegate.engine.execution.runner import StepOutput
 from tidegate.engine.scheduling.scheduler import EngineScheduler
@@ -31,17 +31,6 @@ GROUP_SIZE = 8
 DECODING_TURNS = 128
 DECODED_TOKENS = 400
 RUNS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    value: float
-    unit: str
-    peer: float
-    ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,25 +207,20 @@ def measure() -> Iterator[Row]:
     for name, work in WORKLOADS.items():
         peer = prefilled_per_sampled(work, shares_prefixes=False)
         value = prefilled_per_sampled(work, shares_prefixes=True)
-        yield Row(f"{name}_prefilled_per_sampled", value, "tokens", peer, value / peer)
+        yield compared(f"{name}_prefilled_per_sampled", "tokens", value, peer)
     samples = [
         (us_per_token(shares_prefixes=False), us_per_token(shares_prefixes=True))
         for _ in range(RUNS)
     ]
     peer, value = (statistics.median(column) for column in zip(*samples, strict=True))
-    yield Row("us_per_token", value, "us", peer, value / peer)
+    yield compared("us_per_token", "us", value, peer)
 
 
 def main() -> None:
     """Measure all, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object a line")
-    as_json = parser.parse_args().json
-    for row in measure():
-        if as_json:
-            print(json.dumps(asdict(row)))
-        else:
-            print(f"{row.name:28} {row.value:8.3f} {row.unit:8} {row.peer:8.3f} {row.ratio:6.2f}")
+    show(measure(), as_json=parser.parse_args().json)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ is the kernel alone, called with prepared columns.
 
 import argparse
 import gc
-import json
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.table import Row, compared, show
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.sampling import RowSampling, sample_rows
 from tidegate.kernels.sampling import sample
@@ -48,17 +47,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ]
     },
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    value: float
-    unit: str
-    peer: float
-    ratio: float
 
 
 class Batch:
@@ -102,21 +90,19 @@ def _us(work: Callable[[], object]) -> float:
     return (process_time() - began_s) / ROWS * 1e6
 
 
-def rows_of(vocab_size: int) -> list[Row]:
+def rows_of(vocab_size: int) -> Iterator[Row]:
     """Measure all options at one vocabulary size."""
     plain = Batch(vocab_size, {})
     batches = {name: Batch(vocab_size, asked) for name, asked in OPTIONS.items()}
     batches["penalties_of_1_row"] = Batch(vocab_size, OPTIONS["penalties"], askers=1)
-    found = []
     for name, batch in {"plain": plain, **batches}.items():
         repeats = range(RUNS * (10 if vocab_size < 50_000 else 1))
         pairs = [(plain.us_per_row(), batch.us_per_row()) for _ in repeats]
         peer, value = (statistics.median(column) for column in zip(*pairs, strict=True))
-        found.append(Row(f"{name}_{vocab_size}", value, "us/row", peer, value / peer))
+        yield compared(f"{name}_{vocab_size}", "us/row", value, peer)
     pairs = [(plain.kernel_us_per_row(), plain.us_per_row()) for _ in range(RUNS)]
     peer, value = (statistics.median(column) for column in zip(*pairs, strict=True))
-    found.append(Row(f"plain_beside_kernel_{vocab_size}", value, "us/row", peer, value / peer))
-    return found
+    yield compared(f"plain_beside_kernel_{vocab_size}", "us/row", value, peer)
 
 
 def main() -> None:
@@ -128,12 +114,7 @@ def main() -> None:
     gc.disable()
     with torch.inference_mode():
         for vocab_size in VOCABULARIES:
-            for row in rows_of(vocab_size):
-                if as_json:
-                    print(json.dumps(asdict(row)))
-                else:
-                    print(f"{row.name:32} {row.value:9.1f} {row.unit}", end=" ")
-                    print(f"{row.peer:9.1f} {row.ratio:6.2f}")
+            show(rows_of(vocab_size), as_json=as_json)
 
 
 if __name__ == "__main__":

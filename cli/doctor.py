@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tidegate.cli.conventions import STATUS_FOUND, echo
-from tidegate.cli.engine_doctor.finding import Finding, Verdict
+from tidegate.cli.engine_doctor.findings import Finding, Verdict
 from tidegate.cli.engine_doctor.measurements import Identity, Measurements
 
 

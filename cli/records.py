@@ -107,7 +107,7 @@ def compare(
 
 def trace(run: RunDirectory) -> None:
     """Summarise a run's timeline (trace.json): engines, trainer, weight versions."""
-    from tidegate.observability.trace_lines import trace_lines
+    from tidegate.observability.trace import trace_lines
 
     for line in trace_lines(run):
         echo(line)

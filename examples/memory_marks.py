@@ -8,7 +8,6 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 SAMPLING_INTERVAL_S = 0.02
@@ -39,12 +38,7 @@ class MemoryMarks:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._is_over.set()
         self._thread.join()
 

@@ -96,8 +96,3 @@ class Fp8Matrix:
         parts = [F.linear(wide, part.float()) for part in torch.split(weights, self._rows_at_once)]
         product = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(self._steps)
         return product if bias is None else product.add_(bias)
-
-
-def make_fp8_matrix(outputs: int, inputs: int, dtype: torch.dtype) -> Fp8Matrix:
-    """Allocate an e4m3 matrix for activations of ``dtype``."""
-    return Fp8Matrix(outputs, inputs, dtype)

@@ -289,6 +289,19 @@ def read_metrics(directory: Path, *, stops_at_damage: bool = False) -> list[dict
     return rows
 
 
+def read_batches(directory: Path, *, batches: int | None = None) -> list[dict[str, float]]:
+    """Return the numeric figures of a run's first ``batches``, or of all recorded ones if None.
+
+    The dashboard's curves show them; users may have added fields of other types.
+    """
+    lines = read_metrics(directory, stops_at_damage=True)  # show what is readable
+    return [
+        {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for line in lines
+        if "version" in line
+    ][:batches]
+
+
 def _before_resume(
     rows: list[dict[str, Any]], part: Path, next_rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:

@@ -250,7 +250,7 @@ class Observers:
     def _live_recorder(self, resumed: RunResumed | None) -> "LiveRecorder":
         """Create the dashboard's memory; a resumed run's curves continue from its records."""
         from tidegate.observability.dashboard.live import LiveRecorder
-        from tidegate.observability.dashboard.recorded_batches import read_batches
+        from tidegate.observability.facts import read_batches
 
         recorder = LiveRecorder()
         if resumed is not None and self._settings.records.run_directory is not None:

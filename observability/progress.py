@@ -6,7 +6,6 @@ thread, so sync and async code can use it.
 
 import sys
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -68,25 +67,15 @@ class RunProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.__exit__(kind, error, traceback)
+    async def __aexit__(self, *exception: object) -> None:
+        self.__exit__()
 
     def _step(self) -> str:
         total = f"/{self._batches_total}" if self._batches_total else ""

@@ -5,7 +5,6 @@ Pass it to the run: ``serve(on_batch=TensorBoard("runs/tb"))``.
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tidegate.errors import ConfigError
@@ -46,10 +45,5 @@ class TensorBoard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

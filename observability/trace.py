@@ -7,19 +7,14 @@ weight version, and lanes of episodes. All times are microseconds of one process
 
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tidegate.observability.episode_tracks import (
-    EPISODES_PID,
-    episode_events,
-    episode_interval,
-    is_of_episodes,
-)
+from tidegate.errors import AuditError
 from tidegate.observability.run_directories import process_directories
 from tidegate.orchestrator.telemetry.recorder import EngineStep, EpisodeInterval, TrainerActivity
 from tidegate.transport.private_directory import make_private_file
@@ -39,6 +34,14 @@ def trace_path(directory: Path) -> Path:
 
 TRAINER_TRACK = "trainer"
 ENGINES_PID = 1
+
+EPISODES_PID = 1000
+"""Process id of the episodes' tracks, one thread per lane: a process of its own can be folded in
+Perfetto. Must differ from every lane number, because Perfetto takes a thread whose id equals its
+process id for the main thread."""
+
+_EPISODES_PIDS = (EPISODES_PID, 2)
+"""Includes 2, the id that older traces have."""
 
 MERGE_GAP_US = 1000
 """Steps of one version with a shorter gap become one interval. No zoom that shows a batch tells
@@ -149,11 +152,11 @@ class Trace:
         order += sorted({i.track for i in self.instants} - set(order))
         thread_ids = {name: number for number, name in enumerate(order, start=1)}
         events = [_process(ENGINES_PID, "engines and trainer"), _process(EPISODES_PID, "episodes")]
-        events += [_named(name, thread_id) for name, thread_id in thread_ids.items()]
+        events += [_named(ENGINES_PID, number, name) for name, number in thread_ids.items()]
         for name, track in self.tracks.items():
             events += [_complete(interval, thread_ids[name]) for interval in track]
         events += [_mark(instant, thread_ids[instant.track]) for instant in self.instants]
-        events += [*self._version_counter(), *episode_events(self.episodes)]
+        events += [*self._version_counter(), *_episode_events(self.episodes)]
         body = {
             "displayTimeUnit": "ms",
             "traceEvents": events,
@@ -211,11 +214,11 @@ def _process(process_id: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": "process_name", "pid": process_id, "args": {"name": name}}
 
 
-def _named(name: str, thread_id: int) -> dict[str, Any]:
+def _named(process_id: int, thread_id: int, name: str) -> dict[str, Any]:
     return {
         "ph": "M",
         "name": "thread_name",
-        "pid": ENGINES_PID,
+        "pid": process_id,
         "tid": thread_id,
         "args": {"name": name},
     }
@@ -239,6 +242,28 @@ def _complete(interval: Interval, thread_id: int) -> dict[str, Any]:
     }
 
 
+def _episode_events(intervals: Iterable[EpisodeInterval]) -> list[dict[str, Any]]:
+    """Return events by lane and start, of two that start together the longer one first, because
+    viewers nest events in file order; intervals of a lane are nested or disjoint."""
+    ordered = sorted(intervals, key=lambda i: (i.lane, i.started_us, -i.ended_us))
+    lanes = sorted({interval.lane for interval in ordered})
+    return [
+        *(_named(EPISODES_PID, lane, f"lane {lane}") for lane in lanes),
+        *(
+            {
+                "ph": "X",
+                "name": interval.name,
+                "pid": EPISODES_PID,
+                "tid": interval.lane,
+                "ts": interval.started_us,
+                "dur": interval.ended_us - interval.started_us,
+                "args": dict(interval.args),
+            }
+            for interval in ordered
+        ),
+    ]
+
+
 def _mark(instant: Instant, thread_id: int) -> dict[str, Any]:
     return {
         "ph": "i",
@@ -255,9 +280,12 @@ def read_trace(path: Path) -> Trace:
     """Read a file that :meth:`Trace.write` wrote."""
     events = msgspec.json.decode(read_regular(path))["traceEvents"]
     trace = Trace()
-    of_episodes = (e for e in events if is_of_episodes(e) and e["ph"] == "X")
-    trace.episodes += [episode_interval(e) for e in of_episodes]
-    events = [e for e in events if not is_of_episodes(e)]
+    trace.episodes += [
+        EpisodeInterval(e["tid"], e["name"], e["ts"], e["ts"] + e["dur"], e["args"])
+        for e in events
+        if e["pid"] in _EPISODES_PIDS and e["ph"] == "X"
+    ]
+    events = [e for e in events if e["pid"] not in _EPISODES_PIDS]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for event in events:
         if event["ph"] == "X":
@@ -279,3 +307,61 @@ def read_trace(path: Path) -> Trace:
                 Instant(names[event["tid"]], event["name"], event["ts"], event["args"])
             )
     return trace
+
+
+def trace_lines(directory: Path) -> list[str]:
+    """Return a line per track of the run's ``trace.json``, and how to open the file in Perfetto.
+
+    Raises:
+        AuditError: the run left no trace, or it can't be read.
+    """
+    path = trace_path(Path(directory))
+    try:
+        trace = read_trace(path)
+    except FileNotFoundError:
+        raise AuditError(
+            f"{path} is missing: is this the directory of a recorded run that has ended? A process "
+            f"that is killed leaves no timeline"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AuditError(f"{path} can't be read as a trace: {error}") from None
+    ends_us = [interval.ended_us for track in trace.tracks.values() for interval in track]
+    starts_us = [interval.started_us for track in trace.tracks.values() for interval in track]
+    length_us = max(ends_us, default=0) - min(starts_us, default=0)
+    return [
+        f"{path}: {length_us / 1e6:.1f} s, {len(trace.instants)} marks",
+        *(_track_line(name, track, length_us) for name, track in sorted(trace.tracks.items())),
+        *_episode_lines(trace.episodes),
+        "To look at it: open https://ui.perfetto.dev and drop the file there (it stays in the "
+        "browser).",
+    ]
+
+
+def _track_line(name: str, track: list[Interval], length_us: int) -> str:
+    """Summarise a track; intervals are named after versions (engine) or activities (trainer)."""
+    if all(interval.name == f"v{interval.version}" for interval in track):
+        busy_us = sum(interval.busy_us for interval in track)
+        versions = {interval.version for interval in track}
+        tokens = sum(interval.rows for interval in track)
+        return (
+            f"  {name}: {tokens} tokens, weights v{min(versions)} to v{max(versions)}, "
+            f"in steps {busy_us / max(1, length_us):.0%} of the time"
+        )
+    shares: dict[str, int] = {}
+    for interval in track:
+        shares[interval.name] = shares.get(interval.name, 0) + interval.ended_us
+        shares[interval.name] -= interval.started_us
+    parts = [f"{activity} {us / max(1, length_us):.0%}" for activity, us in sorted(shares.items())]
+    return f"  {name}: {', '.join(parts)}"
+
+
+def _episode_lines(intervals: Collection[EpisodeInterval]) -> list[str]:
+    """Return each activity's share of the episodes' total time."""
+    spent_us: dict[str, int] = {}
+    for interval in intervals:
+        kind = interval.name.split()[0]
+        spent_us[kind] = spent_us.get(kind, 0) + interval.ended_us - interval.started_us
+    episodes = sum(1 for interval in intervals if interval.name.startswith("rollout "))
+    total_us = spent_us.pop("rollout", 0)
+    parts = [f"{activity} {us / max(1, total_us):.0%}" for activity, us in sorted(spent_us.items())]
+    return [f"  episodes ({episodes}): {', '.join(parts)}"] if episodes else []

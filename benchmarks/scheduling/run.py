@@ -26,10 +26,14 @@ from benchmarks.scheduling.workloads import (
 from tidegate.orchestrator.core.events import HandOver
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
-from tidegate.orchestrator.settings.config import RunSettings, run_settings
+from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.simulation.coarse_engine import CoarseSimulatedEngine
 from tidegate.simulation.coverage_marks import CoverageMarks
-from tidegate.simulation.planning.simulated import NEVER_S, WIRE_S, NullFrameLog
+from tidegate.simulation.planning.simulated import (
+    WIRE_S,
+    NullFrameLog,
+    settings_without_timeouts,
+)
 from tidegate.simulation.simulation import empty_model_files
 from tidegate.simulation.virtual_time import VirtualTime
 from tidegate.simulation.wire import SimulatedRouter
@@ -200,30 +204,19 @@ def run_once(
     """Run one policy on one workload; ``trajectories`` limits the rollouts at once."""
     limit_s = SLOWEST_STEPS * workload.versions * workload.batch_tokens
     virtual_time = VirtualTime(limit_s=limit_s / workload.bound_tokens_per_s)
-    settings = _settings(workload, variant, mode, seed)
+    settings = settings_without_timeouts(
+        seed=seed,
+        group_size=workload.group_size,
+        pause_mode=mode,
+        kv_policy="keep",
+        staleness_policy=variant.staleness_policy(workload.groups_per_batch),
+    )
     try:
         episode = play if trajectories is None else of_so_many(trajectories)
         tallies = virtual_time.run(_main(workload, variant, settings, virtual_time, episode))
     finally:
         virtual_time.close()
     return _outcome(workload, settings, tallies, seed)
-
-
-def _settings(workload: Workload, variant: Variant, mode: str, seed: int) -> RunSettings:
-    return run_settings(
-        model="simulated",
-        seed=seed,
-        group_size=workload.group_size,
-        pause_mode=mode,
-        kv_policy="keep",
-        episode_timeout_s=NEVER_S,
-        engine_timeout_s=NEVER_S,
-        orchestrator_timeout_s=NEVER_S,
-        stuck_after_s=NEVER_S,
-        weight_update_timeout_s=NEVER_S,
-        heartbeat_interval_s=NEVER_S / 4,
-        staleness_policy=variant.staleness_policy(workload.groups_per_batch),
-    )
 
 
 async def _main(

@@ -5,8 +5,8 @@ Pure functions from :class:`Measurements` to findings: tokens, log-probs and see
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from tidegate.cli.engine_doctor.finding import Finding, Verdict
 from tidegate.cli.engine_doctor.measurements import (
     Distance,
     EngineKind,
@@ -20,8 +20,34 @@ from tidegate.cli.engine_doctor.measurements import (
     UpdateProbe,
 )
 
+
+class Verdict(StrEnum):
+    """Severity of a finding. Only ``FAIL`` sets the command's exit status to 1."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Not measurable, or a matter of preference."""
+    WARN = "warn"
+    """Training works, but worse or with fewer features."""
+    FAIL = "fail"
+    """Tokens would be trained on with wrong log-probs or wrong weights, or can't be obtained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    """Name of the check; the same in every report."""
+    verdict: Verdict
+    says: str
+    """What was found."""
+    remedy: str = ""
+    """What to do; empty if nothing is necessary."""
+
+
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let nobody else reach it"
-NEWER_SGLANG = "take SGLang 0.5.21 or newer"
+NEWER_SGLANG = "use SGLang 0.5.21 or newer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,17 @@ import torch
 
 from tidegate.engine.external.adapter import (
     Capabilities,
+    Ended,
     ExternalScores,
     GeneratedChunk,
     GenerationRequest,
     ScoreRequest,
+    TopLogprobs,
+    VersionLabel,
 )
 from tidegate.engine.external.host_weights import read_sizes
 from tidegate.engine.external.http import HttpEngine, HttpStatusError
 from tidegate.engine.external.sglang_loras import START_HINT, SglangLoras
-from tidegate.engine.external.sglang_messages import read_chunk, read_top
 from tidegate.engine.external.sglang_server import (
     has_processed_logprobs,
     labels_tokens,
@@ -174,7 +176,7 @@ class SglangAdapter:
                 retractions = now
                 has_ended = message["meta_info"].get("finish_reason") is not None
                 start = 0 if self._is_incremental else known_tokens
-                chunk = read_chunk(
+                chunk = _read_chunk(
                     message, start, stops, with_top=request.sampling.top_logprobs > 0
                 )
                 known_tokens += len(chunk.token_ids)
@@ -393,7 +395,7 @@ class SglangAdapter:
         positions = meta["input_token_logprobs"][request.start :]
         top = None
         if request.top_logprobs:
-            top = read_top(meta["input_top_logprobs"][request.start :])
+            top = _read_top(meta["input_top_logprobs"][request.start :])
         return ExternalScores(logprobs=[entry[0] for entry in positions], top=top)
 
     def _check_scored_token_ids(self, token_ids: Sequence[int]) -> None:
@@ -401,3 +403,55 @@ class SglangAdapter:
             self._check_token_ids(token_ids)
         except TurnRefused as error:
             raise ScoreRefused(str(error)) from None
+
+
+def _read_chunk(
+    message: dict[str, Any], known_tokens: int, stop_ids: frozenset[int], *, with_top: int
+) -> GeneratedChunk:
+    """Return the new tokens of a stream message, up to a stop token.
+
+    Messages are cumulative: each has all tokens so far, of which ``known_tokens`` are known.
+    """
+    meta = message["meta_info"]
+    entries = meta["output_token_logprobs"][known_tokens:]
+    ended = _ended_of(meta.get("finish_reason"))
+    labels = None
+    if ended is not None and meta.get("weight_versions") is not None:
+        labels = _labels(meta["weight_versions"])
+    for index, (_, token_id, *_) in enumerate(entries):
+        if token_id in stop_ids:
+            if labels is not None and index + 1 < len(entries):
+                labels = None  # they cover tokens that are cut off
+            entries, ended = entries[: index + 1], "stop"
+            break
+    top = None
+    if with_top and entries:
+        top = _read_top(meta["output_top_logprobs"][known_tokens : known_tokens + len(entries)])
+    return GeneratedChunk(
+        token_ids=[entry[1] for entry in entries],
+        logprobs=[entry[0] for entry in entries],
+        ended=ended,
+        labels=labels,
+        top=top,
+    )
+
+
+def _labels(spans: Sequence[dict[str, Any]]) -> list[VersionLabel]:
+    """Drop the empty span that SGLang reports for a request aborted before its first token."""
+    labels = (VersionLabel(span["version"], span["start"], span["end"]) for span in spans)
+    return [label for label in labels if label.end > label.start]
+
+
+def _ended_of(reason: dict[str, Any] | None) -> Ended | None:
+    if reason is None:
+        return None
+    match reason["type"]:
+        case "length" | "stop" | "abort" as ended:
+            return ended  # type: ignore[no-any-return]
+    raise EngineGone(f"SGLang ended a request with an unknown finish reason: {reason}")
+
+
+def _read_top(positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:
+    """Return the top log-probs of some positions."""
+    entries = [entry for position in positions for entry in position]
+    return TopLogprobs([entry[1] for entry in entries], [entry[0] for entry in entries])

@@ -27,7 +27,7 @@ from tidegate.engine.weights.lora import Adapter, MatrixLayout, make_adapter
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
 from tidegate.kernels.exact_matrix import ExactMatrix, make_exact_matrix
-from tidegate.kernels.fp8_matrix import make_fp8_matrix
+from tidegate.kernels.fp8_matrix import Fp8Matrix
 from tidegate.kernels.int8_matrix import make_int8_matrix
 from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
 
@@ -43,7 +43,7 @@ def make_rounded_matrix(
     outputs: int, inputs: int, *, dtype: torch.dtype, quantization: Quantization
 ) -> Matrix:
     """Allocate a quantized matrix for activations of ``dtype``."""
-    make = make_fp8_matrix if quantization == "fp8" else make_int8_matrix
+    make = Fp8Matrix if quantization == "fp8" else make_int8_matrix
     return make(outputs, inputs, dtype)
 
 

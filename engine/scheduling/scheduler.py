@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tidegate.engine.execution.runner import Row, RowSampling, StepOutput
-from tidegate.engine.memory.step_budget import StepBudget
+from tidegate.engine.memory.out_of_memory import StepBudget
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.scoring import ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource, Speculation

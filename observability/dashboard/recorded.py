@@ -19,11 +19,10 @@ from tokenizers import Tokenizer
 
 from tidegate.errors import AuditError, ModelError
 from tidegate.observability.dashboard.live import CollectedData
-from tidegate.observability.dashboard.recorded_batches import read_batches
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine, shorten
 from tidegate.observability.dashboard.source import LISTED_MAX, RolloutQuery
 from tidegate.observability.dashboard.timeline import timeline_of
-from tidegate.observability.facts import read_record
+from tidegate.observability.facts import read_batches, read_record
 from tidegate.observability.run_directories import RUN_FILE
 from tidegate.observability.trace import TRAINER_TRACK, read_trace, trace_path
 from tidegate.observability.trajectories import (

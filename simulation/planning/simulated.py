@@ -9,6 +9,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -92,7 +93,15 @@ class _Simulation:
         self._loop = virtual_time.loop
         self._seed = seed
         self._totals = _BatchTotals()
-        settings = _settings(workload, candidate, seed)
+        settings = settings_without_timeouts(
+            seed=seed,
+            group_size=round(workload.group_size),
+            pause_mode=candidate.pause_mode,
+            kv_policy=candidate.kv_policy,
+            staleness_policy=BoundedStaleness(
+                max_staleness=candidate.max_staleness, groups_per_batch=candidate.groups_per_batch
+            ),
+        )
         self._router = SimulatedRouter(self._loop, NullFrameLog(), CoverageMarks())
         init = InitWeights(channel="shm")
         self._scheduler = Scheduler(
@@ -181,20 +190,15 @@ def _prediction(start_s: float, totals: _BatchTotals, versions: int) -> Predicti
     )
 
 
-def _settings(workload: PlanWorkload, candidate: PlanCandidate, seed: int) -> RunSettings:
+def settings_without_timeouts(**settings: Any) -> RunSettings:
+    """Return the settings of a simulated run without faults, in which no timeout may pass."""
     return run_settings(
         model="simulated",
-        seed=seed,
-        group_size=round(workload.group_size),
-        pause_mode=candidate.pause_mode,
-        kv_policy=candidate.kv_policy,
         episode_timeout_s=NEVER_S,
         engine_timeout_s=NEVER_S,
         orchestrator_timeout_s=NEVER_S,
         stuck_after_s=NEVER_S,
         weight_update_timeout_s=NEVER_S,
         heartbeat_interval_s=NEVER_S / 4,
-        staleness_policy=BoundedStaleness(
-            max_staleness=candidate.max_staleness, groups_per_batch=candidate.groups_per_batch
-        ),
+        **settings,
     )

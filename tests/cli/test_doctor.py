@@ -15,8 +15,7 @@ from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.models import make_model_directory
 from tests.served_app import served
 from tidegate.cli import main
-from tidegate.cli.engine_doctor.finding import Verdict
-from tidegate.cli.engine_doctor.findings import findings
+from tidegate.cli.engine_doctor.findings import Verdict, findings
 from tidegate.cli.engine_doctor.measurements import (
     Identity,
     LogprobMismatch,

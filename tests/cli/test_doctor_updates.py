@@ -20,8 +20,7 @@ from tests.served_app import served
 from tidegate.cli import main
 from tidegate.cli.engine_doctor import sglang as doctor_sglang
 from tidegate.cli.engine_doctor.altered import altered
-from tidegate.cli.engine_doctor.finding import Finding, Verdict
-from tidegate.cli.engine_doctor.findings import findings
+from tidegate.cli.engine_doctor.findings import Finding, Verdict, findings
 from tidegate.cli.engine_doctor.measurements import Measurements
 from tidegate.cli.engine_doctor.measuring import examined, measure
 from tidegate.errors import ConfigError, EngineLost

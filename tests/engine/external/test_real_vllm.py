@@ -23,8 +23,7 @@ from tests.engine.external.adapter_runs import train
 from tests.models import make_model_directory
 from tests.orchestrator.trainer.test_adapters_served import random_adapter, solve_by_adapters
 from tests.orchestrator.trainer.test_external_loras import train as train_adapters
-from tidegate.cli.engine_doctor.finding import Verdict
-from tidegate.cli.engine_doctor.findings import findings
+from tidegate.cli.engine_doctor.findings import Verdict, findings
 from tidegate.cli.engine_doctor.measuring import examined, measure
 from tidegate.engine.external.adapter import ScoreRequest
 from tidegate.engine.external.loras import PEFT_PREFIX, HostAdapter

@@ -8,7 +8,7 @@ from tests.engine.external.fake_engine import FakeEngine, uninterrupted
 from tests.engine.memory.tight_worker import TOKENS_MAX
 from tests.engine.orchestra import PROMPT, Models, Orchestra
 from tests.engine.replaying import assert_replays
-from tidegate.engine.memory.step_budget import RECOVERY_STEPS, StepBudget
+from tidegate.engine.memory.out_of_memory import RECOVERY_STEPS, StepBudget
 from tidegate.transport.messages import LENGTH, MessageRejected, SamplingParams, Step
 
 pytestmark = pytest.mark.wire

@@ -16,7 +16,7 @@ import pytest
 import tidegate
 from tidegate.errors import ConfigError
 from tidegate.observability.dashboard.live import LiveRecorder
-from tidegate.observability.dashboard.recorded_batches import read_batches
+from tidegate.observability.facts import read_batches
 from tidegate.orchestrator.batches.ages import PUBLISHES_KEPT, BatchAges, PublishTimes
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core.group import Group
