@@ -65,7 +65,7 @@ def resume(core: "Core", event: ev.RunResumed) -> list[ev.Command]:
         core.turns.recall(core.trainer_version)
         core.handed.release(core.turns.live_version)
     for group in list(core.groups.in_order):
-        if group in core.groups:  # else it was discarded with the group that it was split from
+        if group in core.groups:  # else discarded with the group that it was split from
             commands += _resume_group(core, group, event.offer, first_lost)
     while core.outstanding_groups > core.policy.outstanding_groups_ceiling:
         commands += _roll_back(core, core.groups.newest)
@@ -83,7 +83,7 @@ def _resume_group(
     """Discard a group that cannot continue after a resume, or must not be trained any more."""
     assert group.key is not None
     if group.key.offer > offer:
-        return core.groups.discard_group(group, "rolled_back")  # it will be given again
+        return core.groups.discard_group(group, "rolled_back")  # the iterator gives the task again
     if group.key.offer < offer and group.running and not group.body:
         core.tasks.dropped += 1
         return core.groups.discard_group(group, "task_gone")
@@ -130,12 +130,11 @@ class Core:
         publish was undecided."""
         self.are_tasks_exhausted = False
         self.pending_after_resume: dict[TaskKey, list[Group]] = {}
-        """After a resume: unfinished groups by task key, until the user's iterator gives it."""
+        """After a resume: unfinished groups by task key, until their task is given again."""
         self.oldest_versions_as_of = 0
         """Live version for which the groups' oldest possible versions were computed last."""
         self._failed_selection: object = None
-        """Arguments of the last ``select`` that found no batch; with the same ones it is not called
-        again."""
+        """Arguments of the last ``select`` that found no batch, which is not repeated with them."""
         self.is_paused = False
         """Whether the policy has paused generation until the next version is live."""
         self.is_restoring = False
@@ -279,7 +278,7 @@ class Core:
     # ------------------------------------------------------------ admission
 
     def _on_offered(self, episode: str) -> list[ev.Command]:
-        """Take tasks from another iterator, whose episode function is called ``episode``.
+        """Take tasks from another iterator, whose episode function has the name ``episode``.
 
         The first iterator after a resume continues the one in use at the checkpoint. Earlier
         iterators are not given again, so their unfinished tasks are taken from the journal. The
@@ -386,8 +385,8 @@ class Core:
     def _undone_batch(self) -> list[Group] | None:
         """Return the groups of the oldest batch that a resume has undone, as they were handed over.
 
-        None once one of them was given up (by a rollback, or for its age): from that batch on the
-        policy selects anew.
+        None once one of the groups was discarded (by a rollback, or for its age): from that batch
+        on, the policy selects.
         """
         groups = [self.groups.ended_group(group_id) for group_id in self.handed.undone[0]]
         whole = [group for group in groups if group is not None]
@@ -403,7 +402,7 @@ class Core:
         return (self.are_tasks_exhausted or can_fill) and not is_paused
 
     def _discard_stale(self, batch: list[Group]) -> list[ev.Command]:
-        """Second staleness check, for policies that don't mask; admission ensures it for most."""
+        """Discard groups that are too old, unless the policy masks; admission prevents most."""
         if self.policy.masks_old_tokens:
             return []
         commands: list[ev.Command] = []
@@ -474,7 +473,7 @@ class Core:
         return max(groups, min(self.policy.groups_per_batch, left))
 
     def _undo_hand_over(self, event: ev.BatchReturned) -> list[ev.Command]:
-        """Undo the newest hand-over; its groups are selected anew at the version current then."""
+        """Undo the newest hand-over; its groups may be selected again at a later version."""
         assert event.number == self.handed.count, f"{event} of {self.handed.count} batches"
         self.has_unmet_request |= event.is_held
         self.trained.batches -= 1
@@ -484,8 +483,8 @@ class Core:
     def _pause_generation(self) -> list[ev.Command]:
         """Pause generation until the version made from a batch is live, if the policy wants that.
 
-        Not during an evaluation: a batch asked for ahead may be handed over while the trainer waits
-        for the evaluation, and the pause would then never end.
+        Not during an evaluation: a batch requested ahead may be handed over while the trainer waits
+        for the evaluation, and that pause would never end.
         """
         if not self.policy.pauses_generation or not self.groups.running_groups:
             return []

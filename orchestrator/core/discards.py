@@ -1,9 +1,9 @@
 """Counters of discarded rollouts by reason, length and task, and of the length bias that they
 cause.
 
-:class:`GroupTracker` calls them; :class:`RunStatistics` shows them. They only count: nothing is
-decided here and no policy is known. Memory is bounded, all numbers are integers, and the same calls
-give the same state, so it is saved with the core.
+:class:`GroupTracker` calls them, and :class:`RunStatistics` shows them. Memory is bounded, all
+numbers are integers, and equal calls give equal states, because the counters are saved with the
+core.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ LENGTH_BUCKETS = 32
 TASKS_COUNTED = 32
 """Tasks counted one by one for each reason: 3 KB, and exact for up to this many tasks."""
 
-TASKS_SHOWN = 3
+TASKS_REPORTED_MAX = 3
 """Tasks that a snapshot names for each reason."""
 
 WINDOW_ROLLOUTS = 1024
@@ -30,7 +30,7 @@ WINDOW_ROLLOUTS = 1024
 to about 0.02 at the usual spread of lengths, and yet recent."""
 
 UNBIASED_REASONS = frozenset({"run_ended"})
-"""Reasons that are not a bias of a policy: the end of a run discards whatever runs then."""
+"""Reasons that show no bias of a policy: the end of a run discards all running rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class DiscardStatistics:
     share_of_generated: float
     """``tokens`` as a share of all tokens sampled for training."""
     lengths: Mapping[int, int]
-    """Rollouts by length: key n counts those of n to 2n - 1 tokens, key 0 those without a token."""
+    """Rollouts by length: key n counts those of n to 2n - 1 tokens, key 0 those without tokens."""
     tasks: tuple[TaskDiscards, ...] = ()
     """The tasks with the most discards, most first."""
 
@@ -110,7 +110,7 @@ class SavedDiscards(msgspec.Struct, array_like=True):
 
 
 def length_bucket(tokens: int) -> int:
-    """Return the bucket of a rollout of so many tokens."""
+    """Return the histogram bucket of a rollout's length."""
     return min(tokens.bit_length(), LENGTH_BUCKETS - 1)
 
 
@@ -159,7 +159,7 @@ class _ReasonCounters:
             del self.tasks[task]
 
     def snapshot(self, generated_tokens: int) -> DiscardStatistics:
-        most = sorted(self.tasks.items(), key=lambda item: -item[1][0])[:TASKS_SHOWN]
+        most = sorted(self.tasks.items(), key=lambda item: -item[1][0])[:TASKS_REPORTED_MAX]
         return DiscardStatistics(
             rollouts=self.rollouts,
             tokens=self.tokens,

@@ -1,8 +1,8 @@
 """Codec of the journal's records: events to bytes, and bytes to events that a core handles again.
 
-A core is its events: fed the same ones, it is in the same state. A task is written down as far as
-it is plain data; others come again from the user's iterator. What an episode appended to its
-context since its last turn travels with the event that reports it.
+The journal writes the records; a resume and a replay feed them to a new core, which then has the
+same state. A task is written if it is plain data; other tasks come from the user's iterator again.
+An event's record includes the tokens that the episode appended since its last turn.
 """
 
 from typing import Any
@@ -45,13 +45,13 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.BatchReturned,
     ev.PublishFailed,
 )
-"""An event's number in a record is its place here: add at the end, remove none."""
+"""An event's number in a record is its index in this tuple: add at the end, remove none."""
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIELDS = {kind: [name for name in kind.__struct_fields__ if name != "task"] for kind in KINDS}
 """Fields of each kind that are written, in order. Of a task, only ``body`` is written."""
 
-GIVES = (ev.TurnRequested, ev.EpisodeReturned, ev.EpisodeFailed)
+APPENDING_EVENTS = (ev.TurnRequested, ev.EpisodeReturned, ev.EpisodeFailed)
 """Events whose record ends with the tokens that the episode appended since its last turn."""
 
 
@@ -78,10 +78,10 @@ TUPLE_CODE = 1
 
 
 def task_body(task: object) -> bytes:
-    """Return a task as bytes that :func:`task_of` makes an equal task of; empty if there are none.
+    """Return a task as bytes for :func:`task_of`; empty if the task is not plain data.
 
-    That takes plain data: None, bools, numbers, strings, bytes, and lists, tuples and dicts of
-    them. An object of any other class could only be made again by importing its class.
+    Plain data are None, bools, numbers, strings, bytes, and lists, tuples and dicts of plain data.
+    An object of any other class could only be restored by importing its class.
     """
     try:
         body = msgspec.msgpack.encode(_plain(task, 0), order="deterministic")
@@ -91,10 +91,10 @@ def task_body(task: object) -> bytes:
 
 
 def task_of(body: bytes) -> object:
-    """Return the task that :func:`task_body` wrote; :data:`TASK_ELSEWHERE` of an empty body.
+    """Return the task that :func:`task_body` encoded; :data:`TASK_ELSEWHERE` for an empty body.
 
     Raises:
-        ValueError: the bytes are none of its.
+        ValueError: the bytes are not an encoded task.
     """
     if not body:
         return TASK_ELSEWHERE
@@ -109,17 +109,17 @@ def _plain(value: object, depth: int) -> object:
         if kind is dict:
             return {_key(k): _plain(v, depth + 1) for k, v in value.items()}  # type: ignore[attr-defined]
         if kind is list:
-            return [_plain(each, depth + 1) for each in value]  # type: ignore[attr-defined]
+            return [_plain(item, depth + 1) for item in value]  # type: ignore[attr-defined]
         if kind is tuple:
-            parts = [_plain(each, depth + 1) for each in value]  # type: ignore[attr-defined]
+            parts = [_plain(item, depth + 1) for item in value]  # type: ignore[attr-defined]
             data = msgspec.msgpack.encode(parts, order="deterministic")
             return msgspec.msgpack.Ext(TUPLE_CODE, data)
-    raise TypeError(f"{kind.__name__} is no plain data")
+    raise TypeError(f"{kind.__name__} is not plain data")
 
 
 def _key(key: object) -> object:
     if type(key) is not str:
-        raise TypeError(f"a key of type {type(key).__name__} may come back as another one")
+        raise TypeError(f"a key of type {type(key).__name__} may be restored as another type")
     return key
 
 
@@ -135,14 +135,14 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
     if isinstance(event, ev.StepArrived):
         return _encoder.encode(_step_record(event))
     values = [getattr(event, name) for name in FIELDS[kind]]
-    if isinstance(event, GIVES):
+    if isinstance(event, APPENDING_EVENTS):
         rollout = core.rollout(event.rollout_id)
         values.append(rollout.token_ids[rollout.sampled_end :].tobytes() if rollout else b"")
     return _encoder.encode([NUMBERS[kind], *values])
 
 
 def _step_record(event: ev.StepArrived) -> list[Any]:
-    """Leave out ``started_us``, which only traces use."""
+    """Return a step's record, without ``started_us``, which only traces use."""
     details = [event.details] if event.details else []
     return [
         0,
@@ -174,14 +174,18 @@ def replay(record: bytes, core: Core) -> tuple[ev.Event, list[ev.Command]]:
         event = _step(values) if number == 0 else _event(kind, values)
     except (msgspec.MsgspecError, IndexError, TypeError) as error:
         raise ValueError(f"a record of {len(record)} bytes can't be read: {error}") from error
-    if isinstance(event, GIVES) and (rollout := core.rollout(event.rollout_id)) is not None:
+    if (
+        isinstance(event, APPENDING_EVENTS)
+        and (rollout := core.rollout(event.rollout_id)) is not None
+    ):
         rollout.extend(memoryview(values[-1]).cast("i").tolist())
     return event, core.handle(event)
 
 
 def _event(kind: type[Any], values: list[Any]) -> Any:
-    told = values[:-1] if kind in GIVES else values  # the last is the appended tokens
-    fields = dict(zip(FIELDS[kind], told, strict=False))
+    # The last value of an appending event is the appended tokens.
+    given = values[:-1] if kind in APPENDING_EVENTS else values
+    fields = dict(zip(FIELDS[kind], given, strict=False))
     if kind is ev.TaskArrived:
         fields["task"] = task_of(fields.get("body", b""))
     elif kind in (ev.TaskFoundAgain, ev.EvaluationRequested):

@@ -14,15 +14,15 @@ from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, TokenDetails
 
-# ---------------------------------------------------------------- events: what happened
+# ---------------------------------------------------------------- events
 
 
 class TaskArrived(Struct, frozen=True, gc=False):
-    """The user's iterator gave a task, for which there was capacity."""
+    """The user's iterator gave a task, and admission has capacity for its group."""
 
     task: object
     key: TaskKey | None = None
-    """Place of a task that is taken again; None for the next task of the iterator in use."""
+    """Key of a task that is started again; None for the next task of the iterator in use."""
     digest: bytes = b""
     """Digest that identifies the task after a crash; empty for a task that is not plain data."""
     body: bytes = b""
@@ -52,11 +52,11 @@ class EvaluationRequested(Struct, frozen=True, gc=False):
 
     task: object
     index: int
-    """Place in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
+    """Index in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
 
 
 class TurnRequested(Struct, frozen=True, gc=False):
-    """An episode asks the model to continue its rollout's context."""
+    """An episode requests a turn that continues its rollout's context."""
 
     rollout_id: int
     sampling: SamplingParams
@@ -293,7 +293,7 @@ Event = (
     | RunEnded
 )
 
-# ---------------------------------------------------------------- commands: what to do about it
+# ---------------------------------------------------------------- commands
 
 
 class StartEpisode(Struct, frozen=True, gc=False):

@@ -116,7 +116,7 @@ class Group:
 
     def untie(self) -> None:
         """Break the reference cycles between rollouts and branches, so that they are freed without
-        the garbage collector. Call it when the tokens are needed no more."""
+        the garbage collector. Call it once the tokens are no longer needed."""
         for rollout in self.rollouts:
             # Each branch of a discarded rollout may still have a session to close.
             if rollout.branches and rollout.state is not RolloutState.DISCARDED:
@@ -124,7 +124,7 @@ class Group:
 
 
 def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
-    """Return the rows of a batch of these groups, those of one group side by side."""
+    """Return the rows of a batch of these groups; rows of a group are adjacent."""
     return [
         (row, group)
         for group in groups

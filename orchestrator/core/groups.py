@@ -1,7 +1,7 @@
 """Lifecycle of groups and their rollouts: starts, ends, discards and counts them.
 
-:class:`Core` calls it, and decides when a group may start or is trained. Every method that settles
-a rollout moves its tokens between the ledger's accounts.
+:class:`Core` calls :class:`GroupTracker`, and decides when a group may start or is trained. Each
+method that settles a rollout moves the rollout's tokens between the ledger's accounts.
 """
 
 from collections import Counter
@@ -22,7 +22,8 @@ from tidegate.orchestrator.core.turns import TurnTracker
 from tidegate.policies.filters import GroupFilter
 
 KEPT_ROLLOUTS_MIN = 2
-"""Rewards that a group needs for a comparison; with fewer it is dropped, unless group_size is 1."""
+"""Rewards that a group needs for a comparison; a group with fewer is dropped, unless group_size is
+1."""
 
 TOO_OLD = "too_old"
 """Ledger account of tokens that a policy masks."""
@@ -321,8 +322,7 @@ class GroupTracker(OutstandingGroupIndex):
         return rows
 
     def split(self, group: Group) -> Group:
-        """Separate a group's ended rollouts, which are returned, from the remainder: the running
-        ones, as a new group."""
+        """Split off and return a group's ended rollouts; the running ones become a new group."""
         self._remove(group)
         done = [rollout for rollout in group.rollouts if rollout.rollout_id not in self.running]
         part = Group(group.group_id, group.task, group.key, group.digest, group.body, done)

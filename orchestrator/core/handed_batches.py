@@ -32,7 +32,7 @@ class HandedBatch:
     number: int
     """Number of the batch in its run, from 1."""
     num_groups: int
-    """Number of outstanding groups that the batch counts as in admission; at least its own."""
+    """Number of outstanding groups that the batch counts as; at least its number of groups."""
     trainer_version: int
     """Trainer version at which the batch is trained; see :attr:`HandedBatches.untrained`."""
     version: int | None = None
@@ -274,8 +274,8 @@ class HandedBatches:
     def undo_newest(self) -> HandedBatch:
         """Undo the newest batch, which never reached the trainer, and return it.
 
-        Its groups are selected anew, unless a resume had undone the batch before: then it is handed
-        over again unchanged.
+        Its groups may be selected again. If a resume had undone the batch before, the batch is
+        handed over again unchanged.
         """
         (batch,) = self.undo_after(self.count - 1)
         if not batch.was_undone:

@@ -1,9 +1,8 @@
 """Outgoing messages to engines, collected until the event loop's next iteration.
 
-The scheduler's side for engines owns one; it has nothing to do with the journal and keeps nothing
-over a crash. Each single send wakes ZeroMQ's I/O thread, which costs more than all else about it,
-so turns for one engine are sent as one ``SubmitTurns`` where the engine accepts that. A turn that
-can't be sent fails alone: the owner is told through ``on_refused``.
+:class:`EngineSide` owns the outbox; its content is not journalled. Most of a send's cost is waking
+ZeroMQ's I/O thread, so turns for one engine are sent as one ``SubmitTurns`` if the engine
+supports it. A turn that can't be sent fails alone, through ``on_refused``.
 """
 
 import asyncio
@@ -97,7 +96,7 @@ class Outbox:
     def _send_posted(self) -> None:
         try:
             self.send(())
-        except Exception as error:  # noqa: BLE001 - unreported, it would leave turns waiting for ever
+        except Exception as error:  # noqa: BLE001 - unreported, the error would leave turns waiting for ever
             self._on_error(error)
 
 

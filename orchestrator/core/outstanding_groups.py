@@ -1,8 +1,7 @@
-"""Ordered collection of the groups that run or wait to be trained; the base of
-:class:`GroupTracker`.
+"""Index of the groups that run or wait to be trained; the base class of :class:`GroupTracker`.
 
-Staleness policies read it, to admit, select and expire groups. All figures that they need are kept
-up to date with each change, because there may be a hundred thousand groups.
+Staleness policies read it to admit, select and expire groups. It updates all counts with each
+change, because there may be a hundred thousand groups.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -12,7 +11,7 @@ from tidegate.orchestrator.core.group import Group
 
 
 class OutstandingGroupIndex:
-    """Groups from their admission until they are trained or given up."""
+    """Groups from their admission until they are trained or discarded."""
 
     def __init__(self) -> None:
         self._outstanding: dict[int, Group] = {}

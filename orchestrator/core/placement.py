@@ -25,7 +25,7 @@ class PlacementRules:
     speeds: EngineSpeeds | None = None
     """Weights of engines' slots; None takes all engines for equally fast."""
     migration_policy: MigrationPolicy | None = None
-    """Policy that moves running turns; None leaves every turn where it is."""
+    """Policy that moves running turns to other engines; None moves none."""
 
 
 @dataclass(slots=True)
@@ -61,16 +61,16 @@ class Placement:
         self._is_by_load = type(rules.routing_policy) is LeastLoaded
         """Whether routing is by load alone, so that nothing about the turn must be computed."""
         self._open: EngineLoads | None = None
-        """Loads of engines that may get any turn; None if they must be computed anew."""
+        """Loads of engines that may get any turn; None if they must be recomputed."""
         self._reserved: frozenset[str] = frozenset()
         """Names of engines reserved for stragglers."""
         self._open_reserved = EngineLoads()
         """Loads of reserved engines that may get turns."""
 
-    # ------------------------------------------------------------ what has changed
+    # ------------------------------------------------------------ changes
 
     def forget(self) -> None:
-        """Compute all loads anew at the next choice: engines came or left, or several changed."""
+        """Recompute all loads at the next choice, as engines joined, left or changed."""
         self._open = None
 
     def rank(self, name: str, live_version: int) -> None:
@@ -151,8 +151,8 @@ class Placement:
         return {each.kind for each in turn.rollout.media} <= {*self._engines[name].media}
 
     def _loads_for_media(self, turn: Turn, live_version: int) -> EngineLoads:
-        """Return the loads of engines that read a turn's media; of reserved ones too, because few
-        may. Computed for each such turn, which costs far more than that."""
+        """Return the loads of engines that read a turn's media, reserved engines included, because
+        few engines may read them. Computed per turn: a turn with media costs far more."""
         loads = EngineLoads()
         for name, engine in self._engines.items():
             if self.is_open(name, live_version) and self.takes_media(name, turn):

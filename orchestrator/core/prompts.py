@@ -1,6 +1,6 @@
 """Reward history of each task, by its digest, for group filters that use it.
 
-:class:`GroupTracker` notes rewards; :class:`Core` asks whether to skip a task at its admission.
+:class:`GroupTracker` records rewards; :class:`Core` calls :meth:`Prompts.skip` at admission.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from tidegate.transport.messages import SamplingParams
 class DeferredTokens(Protocol):
     """Sampled tokens that are counted, but not in their turns' contexts before :meth:`settle`."""
 
-    tokens_each: int
+    tokens_per_row: int
     """Collected tokens of each turn that refers to this."""
 
     def settle(self) -> None:
@@ -60,8 +60,8 @@ class Turn:
         self, rollout: "Rollout", sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> None:
         self.rollout = rollout
-        """Rollout of the turn. Deleted once the turn has ended, because the cycle would keep both
-        until the garbage collector runs, and rollouts are most of what it would collect."""
+        """Rollout of the turn. Deleted once the turn has ended, so that both are freed without
+        the garbage collector."""
         self.rollout_id = rollout.rollout_id
         self.number = len(rollout.turns)
         """Number of the turn in its rollout, from 0."""
@@ -98,9 +98,9 @@ class Turn:
         """Number of engines lost in a row, without a token of this turn between two losses."""
         self.reward: float | None = None
         """Reward of this turn alone, beside the rollout's; None if the episode gave none."""
-        wants_details = sampling.top_logprobs or sampling.raw_logprobs
-        self.details = TurnDetails(sampling) if wants_details else None
-        """Raw log-probs and likeliest tokens; None if the turn asked for neither."""
+        has_details = sampling.top_logprobs or sampling.raw_logprobs
+        self.details = TurnDetails(sampling) if has_details else None
+        """Raw log-probs and top tokens; None if the turn requests neither."""
 
     @classmethod
     def restored(
@@ -125,7 +125,9 @@ class Turn:
     def length(self) -> int:
         """Number of output tokens so far."""
         deferred_tokens = self.deferred_tokens
-        return self.filed if deferred_tokens is None else self.filed + deferred_tokens.tokens_each
+        return (
+            self.filed if deferred_tokens is None else self.filed + deferred_tokens.tokens_per_row
+        )
 
     def settle(self) -> None:
         """Append the turn's collected tokens to the context."""
@@ -183,13 +185,13 @@ class RolloutState(StrEnum):
     RUNNING = "running"
     """Its episode runs."""
     FINISHED = "finished"
-    """It has a reward and waits for its group, or for the trainer."""
+    """The rollout has a reward and waits for its group, or for the trainer."""
     EVALUATED = "evaluated"
-    """It has a reward and was for measuring only."""
+    """The rollout has a reward and was an evaluation."""
     TRAINED = "trained"
-    """It was handed to the trainer. If the trainer discarded it, ``discard_reason`` says why."""
+    """The rollout was handed to the trainer; ``discard_reason`` is set if it was discarded."""
     DISCARDED = "discarded"
-    """It will never be trained; ``discard_reason`` says why."""
+    """The rollout will never be trained; ``discard_reason`` is the reason."""
 
 
 class Rollout:
@@ -223,7 +225,7 @@ class Rollout:
         """The array of :attr:`token_ids`, for callers that know that no tokens are deferred."""
         self.filed_logprobs: array[float] = array("f")
         self.may_have_media = False
-        """Whether a turn ever had media: hardly one has, and every submission checks."""
+        """Whether any turn had media. Read at every submission, and rarely true."""
         self.reward: float | None = None
         self.state = RolloutState.RUNNING
         self.discard_reason: str | None = None
@@ -233,7 +235,7 @@ class Rollout:
         self.oldest_trainable = 0
         """Tokens of older versions are masked. Set when the rollout is handed over."""
         self.branch_of: Rollout | None = None
-        """For a branch: the row that it was forked from, which gave it its first context."""
+        """For a branch: the row that it was forked from, whose context it began with."""
         self.fork_reason = ""
         """For a branch: why it was forked."""
         self.branches: tuple[Rollout, ...] = ()
@@ -255,7 +257,7 @@ class Rollout:
             yield from branch.rows
 
     def remove_from_tree(self) -> None:
-        """Remove a branch from the tree: its own branches become branches of its parent."""
+        """Remove a branch from the tree; its branches become branches of its parent."""
         forked = self.branch_of
         assert forked is not None, "only a branch can be removed from its tree"
         for branch in self.branches:

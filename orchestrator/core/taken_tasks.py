@@ -1,8 +1,8 @@
-"""Places in the user's task iterators: which tasks were taken, and which are to be taken again.
+"""Position in the user's task iterators: which tasks were taken, and which will start again.
 
-:class:`Core` keeps one. A task is known by its place: the user gives the same iterators again after
-a crash, and the run continues where it was. Tasks of iterators before the one in use at the
-checkpoint are not given again; those that the journal holds as plain data are taken from there.
+:class:`Core` owns one :class:`TakenTasks`. A task is identified by its iterator and index. After a
+crash the user gives the iterator in use at the checkpoint again, from its beginning. Tasks of
+earlier iterators can only be restored from the journal, if they are plain data.
 """
 
 from collections import Counter

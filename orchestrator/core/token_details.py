@@ -1,6 +1,6 @@
-"""Per-token attachments of one turn: raw log-probs and the likeliest tokens.
+"""Per-token attachments of one turn: raw log-probs and top tokens.
 
-:class:`TurnTracker` appends them as steps arrive. Only turns that asked for either have them.
+:class:`TurnTracker` appends them as steps arrive, for turns whose sampling options request them.
 """
 
 from array import array
@@ -17,12 +17,12 @@ class TurnDetails:
     If an engine omits values, they cannot be matched with tokens, and none are returned.
     """
 
-    __slots__ = ("raw_each", "raw_logprobs", "top_each", "top_ids", "top_logprobs")
+    __slots__ = ("raw_logprobs", "raw_per_token", "top_ids", "top_logprobs", "top_per_token")
 
     def __init__(self, sampling: SamplingParams) -> None:
-        self.raw_each = int(sampling.raw_logprobs)
+        self.raw_per_token = int(sampling.raw_logprobs)
         self.raw_logprobs: array[float] = array("f")
-        self.top_each = sampling.top_logprobs
+        self.top_per_token = sampling.top_logprobs
         """Number of likeliest tokens for each token."""
         self.top_ids: array[int] = array("i")
         self.top_logprobs: array[float] = array("f")
@@ -50,7 +50,7 @@ class TurnDetails:
         return len(self.raw_logprobs), len(self.top_ids), len(self.top_logprobs)
 
     def _requested_counts(self, tokens: int) -> tuple[int, int, int]:
-        return self.raw_each * tokens, self.top_each * tokens, self.top_each * tokens
+        return self.raw_per_token * tokens, self.top_per_token * tokens, self.top_per_token * tokens
 
     def raw_of(self, tokens: int) -> list[float] | None:
         """Return one raw log-prob per token, if they are known for all ``tokens`` tokens."""
@@ -62,7 +62,7 @@ class TurnDetails:
 
         Likeliest first; tokens that could not be sampled (-inf) are omitted.
         """
-        each = self.top_each
+        each = self.top_per_token
         if not each or len(self.top_ids) != each * tokens:
             return None
         ids = self.top_ids[start * each :].tolist()

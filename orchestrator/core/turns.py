@@ -1,8 +1,9 @@
-"""Registry of running turns: sends them to engines, and files the tokens that come back.
+"""Registry of running turns: assigns them to engines, and appends the tokens that engines sample.
 
-:class:`GroupTracker` submits and cancels turns; :class:`Core` passes on engines' events. No I/O and
-no clock. A turn outlives its submissions: after an abort, or the loss of an engine, the next
-submission continues from the tokens sampled so far."""
+:class:`GroupTracker` submits and cancels turns; :class:`Core` passes on engines' events. A turn may
+have several submissions: after an abort, or the loss of an engine, the next submission continues
+from the tokens sampled so far.
+"""
 
 from collections.abc import Callable
 
@@ -58,7 +59,7 @@ class TurnTracker:
         self.streams: dict[str, tuple[int, int]] = {}
         """Engine -> (epoch, seq of the first step that has not been filed)."""
         self.media_taken: set[MediaKind] = set()
-        """Kinds of media that any engine so far can read; lost ones may return, so they count."""
+        """Kinds of media that any engine so far reads; lost engines count, as they may return."""
         self.on_tokens_removed: Callable[[Rollout, int], None] = lambda rollout, tokens: None
         """Called when a refused turn's tokens are removed: with the rollout, which continues, and
         the number of tokens."""
@@ -66,7 +67,7 @@ class TurnTracker:
         """Turn last submitted among those suspected of crashing engines; None once it is cleared or
         has left its engine."""
         self._oldest: set[str] = set()
-        """Engines that serve ``live_version`` or older; empty if they must be computed anew."""
+        """Engines that serve ``live_version`` or older; empty if they must be recomputed."""
 
     # ------------------------------------------------------------ engines
 
@@ -74,7 +75,7 @@ class TurnTracker:
         """Add an engine, or continue with one that has reconnected.
 
         Some of the submitted turns that the engine does not hold ended in steps that it replays
-        now. The other ones were lost in transit, and are submitted again after the replay.
+        now. The others were lost in transit, and are submitted again after the replay.
         """
         name = event.engine
         commands: list[Command] = []
@@ -121,7 +122,7 @@ class TurnTracker:
             engine.is_away = True
 
     def recall(self, live_version: int) -> None:
-        """Take every turn back from its engine; they continue under ``live_version`` or newer."""
+        """Take all turns back from their engines; they continue under ``live_version`` or newer."""
         for engine in self.engines.values():
             for turn in sorted(engine.submissions.values(), key=lambda turn: turn.priority):
                 turn.place = None
@@ -155,9 +156,9 @@ class TurnTracker:
 
     def swap(self, engine: str, version: int) -> list[Command]:
         """Record that an engine serves ``version`` from now on, and submit waiting turns."""
-        held = self.engines.get(engine)
-        if held is not None:
-            held.weight_version = version
+        turns = self.engines.get(engine)
+        if turns is not None:
+            turns.weight_version = version
             self.placement.rank(engine, self.live_version)
             if version > self.live_version:
                 self._oldest.discard(engine)
@@ -170,7 +171,7 @@ class TurnTracker:
         live = self.live_version = max(self.live_version, min(versions, default=0))
         self._oldest = {name for name, e in self.engines.items() if e.weight_version <= live}
 
-    # ------------------------------------------------------------ turns out
+    # ------------------------------------------------------------ submission
 
     def submit(self, turn: Turn, priority: int) -> list[Command]:
         """Send a turn, with its tokens so far, to the engine that routing chooses.
@@ -339,7 +340,7 @@ class TurnTracker:
         outcome = filing.file(submissions, event)
         if event.finish:
             outcome.commands += self._end_turns(event, engine)
-        outcome.commands += self._stop_one_overrun(event)
+        outcome.commands += self._stop_overrun(event)
         self.streams[event.engine] = (event.epoch, event.seq + 1)
         if engine is not None and engine.missing:
             outcome.commands += self._send_missing(event.engine, engine)
@@ -379,7 +380,7 @@ class TurnTracker:
             at = turn.sampled_before + prefill.output_tokens
             turn.prefills = (*turn.prefills, TurnPrefill(at, tuple(prefill.spans)))
 
-    def _stop_one_overrun(self, event: StepArrived) -> list[Command]:
+    def _stop_overrun(self, event: StepArrived) -> list[Command]:
         """Check one of a step's turns, a different one at each step, for excess tokens."""
         if not event.turns:
             return []

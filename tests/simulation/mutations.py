@@ -369,12 +369,12 @@ def kv_computed_again_is_taken_for_the_old(patch: pytest.MonkeyPatch) -> None:
 
 @mutation(seed=0)
 def the_rows_of_a_step_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
-    right = filing._file_each
+    right = filing._file_uniform
 
-    def file_each(rows: list[Turn], event: ev.StepArrived, tokens_each: int) -> StepOutcome:
-        return right(rows[::-1], event, tokens_each)
+    def file_each(rows: list[Turn], event: ev.StepArrived, tokens_per_row: int) -> StepOutcome:
+        return right(rows[::-1], event, tokens_per_row)
 
-    patch.setattr(filing, "_file_each", file_each)
+    patch.setattr(filing, "_file_uniform", file_each)
 
 
 @mutation(seed=225)
@@ -384,11 +384,11 @@ def steps_of_two_versions_are_taken_for_steps_of_one(patch: pytest.MonkeyPatch) 
     def accepts(
         self: StepCoalescer,
         step: ev.StepArrived,
-        tokens_each: int,
+        tokens_per_row: int,
         submissions: dict[int, Turn],
     ) -> bool:
         self._version = step.version
-        return right(self, step, tokens_each, submissions)
+        return right(self, step, tokens_per_row, submissions)
 
     patch.setattr(StepCoalescer, "accepts", accepts)
 

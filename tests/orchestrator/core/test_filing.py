@@ -86,10 +86,10 @@ class AnySteps(RuleBasedStateMachine):
         self.on_engine.append(self.next_handle)
         self.next_handle += 1
 
-    @rule(times=st.integers(1, STEPS_MAX + 3), tokens_each=st.sampled_from([1, 1, 2, 16]))
-    def steps_of_all_turns(self, times: int, tokens_each: int) -> None:
+    @rule(times=st.integers(1, STEPS_MAX + 3), tokens_per_row=st.sampled_from([1, 1, 2, 16]))
+    def steps_of_all_turns(self, times: int, tokens_per_row: int) -> None:
         for _ in range(times):
-            self._send(dict.fromkeys(self.on_engine, tokens_each))
+            self._send(dict.fromkeys(self.on_engine, tokens_per_row))
 
     @rule()
     def the_engine_hears_what_is_over(self) -> None:
