@@ -26,6 +26,7 @@ from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
     Ack,
     FromEngine,
@@ -40,7 +41,6 @@ from tidegate.transport.messages import (
     decode_from_engine,
     encode,
 )
-from tidegate.transport.sockets import DealerSocket
 
 PATIENCE_S = 60.0
 """Timeout after which an engine that has not read its frames counts as hung."""

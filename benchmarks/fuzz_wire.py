@@ -20,6 +20,7 @@ from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.settings.config import run_settings
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.runs import run_parts
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
     EngineHeartbeat,
     Message,
@@ -27,7 +28,6 @@ from tidegate.transport.messages import (
     Step,
     SubmitTurn,
 )
-from tidegate.transport.sockets import DealerSocket
 
 PATIENCE_S = 120.0
 

@@ -27,7 +27,7 @@ from benchmarks.table import Row, compared, show
 from tidegate.transport.messages import encode
 from tidegate.transport.security import ephemeral_keys
 from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
-from tidegate.transport.weight_channels.relay_sender import RelaySender
+from tidegate.transport.weight_channels.relay import RelaySender
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES
 
 TENSORS = 16

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tidegate.errors import BadFrame, NotUnderstood
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
     Ack,
     FromOrchestrator,
@@ -31,7 +32,6 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.sleep_messages import MemoryTag
-from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
 
 WELCOME_TIMEOUT_S = 60.0

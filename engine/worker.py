@@ -37,12 +37,12 @@ from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import remove_abandoned
 from tidegate.transport.regular_files import check_all_regular
 from tidegate.transport.security import EngineKeys, read_engine_keys
-from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.weight_channels import WeightReceiverConfig, cuda_ipc
 from tidegate.transport.weight_channels.cuda_memory import CudaGpu
 

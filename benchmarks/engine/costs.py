@@ -37,7 +37,7 @@ from tidegate.transport.messages import (
     Step,
     SubmitTurn,
 )
-from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.router import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
 
 SHAPE = SHAPES["small"]

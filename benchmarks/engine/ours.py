@@ -41,7 +41,7 @@ from tidegate.transport.messages import (
     Welcome,
     decode_from_engine,
 )
-from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.router import RouterSocket
 from tidegate.transport.weight_channels import WeightSender, sender
 
 CREDIT_STEPS = 256

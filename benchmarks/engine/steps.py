@@ -32,7 +32,7 @@ from benchmarks.engine.ours import FULL_TOKENS, Driver, command, until
 from benchmarks.engine.shapes import Request, load
 from benchmarks.engine.watched_worker import Mark
 from tidegate.transport.messages import Shutdown
-from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.router import RouterSocket
 
 ROUNDS_MAX = 24
 """Maximum number of rounds; half of them have an update."""

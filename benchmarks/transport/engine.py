@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
     LENGTH,
     PROTOCOL,
@@ -20,7 +21,6 @@ from tidegate.transport.messages import (
     Welcome,
     encode,
 )
-from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.streams import SendWindow
 
 NAME = "engine"

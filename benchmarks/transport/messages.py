@@ -14,8 +14,8 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.transport.rows import Row, by_turns, row
+from tidegate.transport.router import RouterSocket
 from tidegate.transport.security import ENGINE_DEFAULT, make_keys, read_orchestrator_keys
-from tidegate.transport.sockets import RouterSocket
 
 SMALL_BYTES = 200
 SMALL_MESSAGES = 400_000

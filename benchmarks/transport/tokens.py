@@ -30,7 +30,7 @@ from tidegate.orchestrator.fleet.fleet import Fleet
 from tidegate.orchestrator.settings.config import FleetSettings
 from tidegate.policies.asynchrony import BoundedStaleness
 from tidegate.transport.messages import Message, SamplingParams, encode
-from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.router import RouterSocket
 
 TURNS = 128
 TURN_TOKENS = 1024

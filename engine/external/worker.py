@@ -31,12 +31,12 @@ from tidegate.engine.scheduling.sequences import EngineLimits
 from tidegate.engine.weights.staging import Staging
 from tidegate.engine.worker import DEFECT, ENDED, PR_SET_PDEATHSIG, REFUSED, UNUSABLE
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import PROTOCOL, Hello
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.private_directory import PrivateDirectory, remove_abandoned
 from tidegate.transport.security import read_engine_keys
 from tidegate.transport.server_keys import refuse_secrets
-from tidegate.transport.sockets import DealerSocket
 from tidegate.transport.weight_channels import CHANNELS, WeightReceiverConfig
 
 KINDS = {

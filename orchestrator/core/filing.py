@@ -9,8 +9,8 @@ are read.
 Relative tokens per CPU-second without each part (``benchmarks.transport tokens``, medians of 5
 pairs), for 16 tokens per row, for 1 token per row at full speed, and for 1 token per row at 1,000
 steps per second: without :class:`StepCoalescer` 0.64, 0.42 and 0.55; also without
-:func:`_file_uniform` 0.39, 0.18 and 0.34. With slices in place of :func:`splitter`: 0.92 for 1 token per row at full
-speed.
+:func:`_file_uniform` 0.39, 0.18 and 0.34. With slices in place of :func:`splitter`: 0.92 for 1
+token per row at full speed.
 """
 
 import struct

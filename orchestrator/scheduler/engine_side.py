@@ -14,8 +14,7 @@ from tidegate.errors import BadFrame
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.outbox import Outbox
-from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet
-from tidegate.orchestrator.fleet.heartbeats import Heartbeats
+from tidegate.orchestrator.fleet.fleet import EngineReply, Fleet, Heartbeats
 from tidegate.orchestrator.fleet.open_sessions import OpenSessions
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher

@@ -44,7 +44,7 @@ from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
 from tidegate.transport.addresses import connectable_address
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
-from tidegate.transport.sockets import RouterSocket
+from tidegate.transport.router import RouterSocket
 
 Result = TypeVar("Result")
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.orchestrator.fleet.test_fleet import hello
 from tidegate.engine.link import OrchestratorLink
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
     FromOrchestrator,
     Message,
@@ -15,7 +16,6 @@ from tidegate.transport.messages import (
     Welcome,
     encode,
 )
-from tidegate.transport.sockets import DealerSocket
 
 pytestmark = pytest.mark.wire
 

@@ -38,7 +38,7 @@ from tidegate.transport.messages import (
     WeightsLive,
     WeightsStaged,
 )
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.weight_channels.zmq import ZmqSender
 
 pytestmark = pytest.mark.wire
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from tidegate.transport.sockets import FRAMES_PER_DRAIN, RouterSocket
+from tidegate.transport.router import FRAMES_PER_DRAIN, RouterSocket
 
 WAIT_S = 30.0
 """Timeout far longer than anything here takes: reaching it is a failure."""

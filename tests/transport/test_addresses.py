@@ -13,7 +13,8 @@ from tidegate.transport.addresses import (
     connectable_address,
     is_on_this_host,
 )
-from tidegate.transport.sockets import DealerSocket, RouterSocket
+from tidegate.transport.dealer import DealerSocket
+from tidegate.transport.router import RouterSocket
 
 pytestmark = pytest.mark.wire
 

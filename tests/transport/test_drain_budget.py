@@ -3,8 +3,9 @@
 import pytest
 
 from tests.transport.conftest import Inbox
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import Goodbye
-from tidegate.transport.sockets import FRAMES_PER_DRAIN, DealerSocket, RouterSocket
+from tidegate.transport.router import FRAMES_PER_DRAIN, RouterSocket
 
 pytestmark = pytest.mark.wire
 

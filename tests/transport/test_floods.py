@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from tests.transport.conftest import WAIT_S, Inbox, stranger_socket
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
     Ack,
     Goodbye,
@@ -18,8 +19,7 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
-from tidegate.transport.router import BYTES_PER_DRAIN
-from tidegate.transport.sockets import DealerSocket, RouterSocket
+from tidegate.transport.router import BYTES_PER_DRAIN, RouterSocket
 from tidegate.transport.zeromq import QUEUED_MESSAGES_MAX, REJECTIONS_PER_S_MAX
 
 pytestmark = pytest.mark.wire

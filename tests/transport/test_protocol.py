@@ -64,8 +64,8 @@ from tidegate.transport.messages import (
     decode_from_orchestrator,
     encode,
 )
+from tidegate.transport.router import RouterSocket
 from tidegate.transport.scoring import CancelScore, ScoreFailed, ScoreResult, ScoreTokens
-from tidegate.transport.sockets import RouterSocket
 
 pytestmark = pytest.mark.wire
 

@@ -25,11 +25,12 @@ from tidegate.transport.weight_channels import (
 )
 from tidegate.transport.weight_channels.relay import (
     ParentRequest,
+    RelaySender,
+    RelayTree,
     decode_parent_assignment,
     decode_parent_request,
 )
 from tidegate.transport.weight_channels.relay import encode as encode_relay
-from tidegate.transport.weight_channels.relay_sender import RelaySender, RelayTree
 from tidegate.transport.weight_channels.zmq import (
     CHUNK_BYTES,
     ChunkHeader,

@@ -20,7 +20,9 @@ from tests.transport.conftest import WAIT_S, Inbox
 from tidegate.cli import app
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.settings.config import run_settings
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import Ack, TurnsPaused, TurnsResumed, encode
+from tidegate.transport.router import RouterSocket
 from tidegate.transport.security import (
     EngineKeys,
     make_keys,
@@ -29,7 +31,6 @@ from tidegate.transport.security import (
     read_orchestrator_keys,
     secure_listener,
 )
-from tidegate.transport.sockets import DealerSocket, RouterSocket
 
 pytestmark = pytest.mark.wire
 

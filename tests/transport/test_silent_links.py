@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import zmq
 
-from tidegate.transport.sockets import DealerSocket, RouterSocket
+from tidegate.transport.dealer import DealerSocket
+from tidegate.transport.router import RouterSocket
 from tidegate.transport.trainer_sockets import TrainerDealer, TrainerRouter
 from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import TunnelEntrance
 from tidegate.transport.weight_channels import relay_sockets
 from tidegate.transport.weight_channels.base import WeightReceiverConfig
 from tidegate.transport.weight_channels.relay_sockets import RelaySockets, Upstream
-from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.weight_channels.zmq import ZmqReceiver, ZmqSender
 from tidegate.transport.zeromq import KEEPALIVE_INTERVAL_S
 
 pytestmark = pytest.mark.wire

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.transport.conftest import WAIT_S, Inbox, stranger_socket
 from tidegate.errors import BadFrame, ConfigError
+from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.limits import SMALL_FRAME_BYTES_MAX
 from tidegate.transport.messages import (
     Ack,
@@ -32,7 +33,8 @@ from tidegate.transport.messages import (
     decode_from_engine,
     encode,
 )
-from tidegate.transport.sockets import DealerSocket, RouterSocket, SocketStatistics
+from tidegate.transport.router import RouterSocket
+from tidegate.transport.zeromq import SocketStatistics
 
 pytestmark = pytest.mark.wire
 
@@ -202,7 +204,7 @@ async def test_sending_to_a_stranger_or_to_a_killed_peer_says_so(router: RouterS
     assert not router.send(b"nobody", Shutdown())
     inbox = Inbox(router)
     program = (
-        "import sys; from tidegate.transport.sockets import DealerSocket;"
+        "import sys; from tidegate.transport.dealer import DealerSocket;"
         "from tidegate.transport.messages import TurnsResumed;"
         "dealer = DealerSocket(sys.argv[1], b'engine-0'); dealer.send(TurnsResumed());"
         "dealer.receive(1000)"
@@ -222,7 +224,7 @@ async def test_the_last_words_of_a_process_arrive_though_it_ends_at_once(
 ) -> None:
     inbox = Inbox(router)
     program = (
-        "import sys; from tidegate.transport.sockets import DealerSocket;"
+        "import sys; from tidegate.transport.dealer import DealerSocket;"
         "from tidegate.transport.messages import Goodbye, Step;"
         "dealer = DealerSocket(sys.argv[1], b'engine-0');"
         "[dealer.send(Goodbye(reason=str(i))) for i in range(5000)];"

@@ -23,10 +23,14 @@ from tidegate.transport.weight_channels import (
     NamedBuffer,
     WeightReceiverConfig,
     receiver,
-    zmq_receiver,
 )
-from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
-from tidegate.transport.weight_channels.zmq_sender import SendableMemory, ZmqSender
+from tidegate.transport.weight_channels import zmq as zmq_channel
+from tidegate.transport.weight_channels.zmq import (
+    CHUNK_BYTES,
+    CHUNKS_AHEAD,
+    SendableMemory,
+    ZmqSender,
+)
 
 pytestmark = pytest.mark.wire
 
@@ -124,7 +128,7 @@ MAPPED_FOR_CHUNKS = """
 import ctypes, sys
 from tidegate.transport.messages import InitWeights
 from tidegate.transport.weight_channels import WeightReceiverConfig, receiver
-from tidegate.transport.weight_channels.zmq_sender import SendableMemory
+from tidegate.transport.weight_channels.zmq import SendableMemory
 from tidegate.transport.weight_channels.zmq import CHUNK_BYTES, CHUNKS_AHEAD
 
 class Statistics(ctypes.Structure):
@@ -221,7 +225,7 @@ SENDER = """
 import sys
 from tidegate.transport.messages import encode
 from tidegate.transport.weight_channels import NamedBuffer
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.weight_channels.zmq import ZmqSender
 
 sender = ZmqSender("tcp://127.0.0.1:5555")
 size = int(sys.argv[1])
@@ -235,7 +239,7 @@ sys.stdin.read()
 def test_a_sender_that_dies_in_the_midst_is_an_error_after_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 1.0)
     process = subprocess.Popen(
         [sys.executable, "-c", SENDER, str(16 * CHUNK_BYTES)],
         stdin=subprocess.PIPE,
@@ -257,7 +261,7 @@ def test_a_sender_that_dies_in_the_midst_is_an_error_after_a_time(
 
 
 def test_where_nobody_answers_it_is_an_error_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 0.3)
     end = receiver(
         InitWeights(channel="zmq", info={"address": "ipc:///tmp/nobody"}), WeightReceiverConfig()
     )
@@ -381,7 +385,7 @@ def test_a_sender_that_makes_no_sense_is_refused(answer: list[bytes]) -> None:
 def test_with_keys_only_who_has_them_gets_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 1.0)
     engine, stranger = make_keys(tmp_path / "ours"), make_keys(tmp_path / "theirs")
     own_keys = read_orchestrator_keys(tmp_path / "ours")
     weights = ZmqSender("tcp://0.0.0.0:5555", keys=own_keys)

@@ -56,11 +56,11 @@ def sender(
 
             return ShmSender()
         case "zmq":
-            from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+            from tidegate.transport.weight_channels.zmq import ZmqSender
 
             return ZmqSender(address, keys=keys)
         case "relay":
-            from tidegate.transport.weight_channels.relay_sender import RelaySender
+            from tidegate.transport.weight_channels.relay import RelaySender
 
             return RelaySender(address, keys=keys)
         case "collective":
@@ -86,7 +86,7 @@ def receiver(init: InitWeights, config: WeightReceiverConfig = LOCAL_CONFIG) -> 
 
             return ShmReceiver(init)
         case "zmq":
-            from tidegate.transport.weight_channels.zmq_receiver import ZmqReceiver
+            from tidegate.transport.weight_channels.zmq import ZmqReceiver
 
             return ZmqReceiver(init, config)
         case "relay":

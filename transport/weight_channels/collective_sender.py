@@ -27,7 +27,7 @@ from tidegate.transport.weight_channels.collective import (
     open_store,
     own_gpu,
 )
-from tidegate.transport.weight_channels.zmq_sender import StoredVersion, ZmqSender
+from tidegate.transport.weight_channels.zmq import StoredVersion, ZmqSender
 
 TICK_MS = 50
 """Polling interval for due rounds while requests are waiting."""

@@ -1,23 +1,27 @@
-"""Messages of the ``relay`` weight channel: hosts forward weights in a chain, once per host.
+"""Messages and sender of the ``relay`` weight channel: hosts forward weights in a chain.
 
-It extends the ``zmq`` channel with one fetcher per host: the first engine that asks becomes its
-host's relay (:mod:`relay_node`), which fetches into memory that the host's other engines map, and
-forwards chunks to the next host as they arrive. The orchestrator sends each version once. The
-sender assigns parents anew for each version, in the order in which relays ask: so no relay is sent
-to a dead host, and a late one is sent to a relay that has everything.
+One engine per host becomes the host's relay (:mod:`relay_node`): it fetches into memory that the
+host's other engines map, and forwards chunks to the next host as they arrive. :class:`RelaySender`
+assigns each relay its parent, per version, in the order of requests, so that no relay fetches from
+a dead host, and a late relay fetches from one that has everything. It serves chunks as
+:class:`ZmqSender` does, to the first relay of a version and to relays that no other can serve.
 
 Why a chain and not a tree: with S bytes, chunks of c, a link of B bytes/s and n hosts, a chain
 takes S/B + (n - 1)·c/B, and a tree with fan-out f takes f·S/B. For 125 hosts and 2 MiB chunks the
 second term equals the time of 0.25 GB: a tree is faster for models smaller than that.
 """
 
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 import msgspec
+import zmq
 
 from tidegate.errors import BadFrame
 from tidegate.transport.limits import Count
-from tidegate.transport.weight_channels.zmq import ChunkHeader
+from tidegate.transport.messages import InitWeights
+from tidegate.transport.security import OrchestratorKeys, ephemeral_keys
+from tidegate.transport.weight_channels.zmq import ChunkHeader, ZmqSender
 
 NAME = "relay"
 
@@ -130,3 +134,80 @@ def _read(decoder: "msgspec.msgpack.Decoder[RelayMessage]", frame: bytes) -> "Re
         return decoder.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadFrame(f"unreadable word between relays of weights: {error}") from error
+
+
+@dataclass(slots=True)
+class RelayTree:
+    """The relays that have asked for one location, in that order. A relay fetches only from earlier
+    ones, so there are no cycles."""
+
+    relays: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
+    """Relays that a child has reported as silent."""
+
+    def parent(self, request: ParentRequest, *, fan_out: int = 1) -> str:
+        """Return the address of the asker's parent; empty for the sender.
+
+        The sender is node 0 and the asker node n + 1 of a tree in which each serves ``fan_out``.
+        """
+        if request.silent_parent:
+            self.silent.add(request.silent_parent)
+        self.silent.discard(request.relay_address)  # it has just sent a message
+        if request.relay_address not in self.relays:
+            self.relays.append(request.relay_address)
+        before = self.relays[: self.relays.index(request.relay_address)]
+        candidates = [relay for relay in before if relay not in self.silent]
+        index = len(candidates) // fan_out
+        return candidates[index - 1] if index else ""
+
+
+class RelaySender(ZmqSender):
+    """A ZmqSender that delegates most of the sending to relays."""
+
+    def __init__(
+        self, address: str | None = None, *, keys: OrchestratorKeys | None = None, fan_out: int = 1
+    ) -> None:
+        """Listen as :class:`ZmqSender` does; ``fan_out`` is how many hosts each host serves.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self._trees: dict[str, RelayTree] = {}
+        """One line per requested location; accessed by the serving thread only."""
+        self._fan_out = fan_out
+        self._relay_keys = None if keys is None else ephemeral_keys()[1]
+        """Keys shared by all relays. Engines get them with the first message, which is encrypted.
+        Any process that has them can serve and fetch the run's weights."""
+        super().__init__(address, keys=keys)
+
+    @property
+    def silent_relays(self) -> int:
+        """Number of relays reported silent for the most recently requested version."""
+        return sum(len(tree.silent) for tree in list(self._trees.values())[-1:])
+
+    def init(self) -> InitWeights:
+        """Return the phase-1 message: the address to ask, and the relays' shared keys."""
+        info = {"address": self.address, "sender": self._id}
+        if self._relay_keys is not None:
+            info["public"] = self._relay_keys.public.decode()
+            info["secret"] = self._relay_keys.secret.decode()
+        return InitWeights(channel=NAME, info=info)
+
+    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
+        request = decode_parent_request(frames[0]) if len(frames) == 1 else None
+        if request is None:
+            super()._reply(peer, frames)
+        else:
+            self._socket.send_multipart([peer, encode(self._parent(request))], zmq.NOBLOCK)
+
+    def _parent(self, request: ParentRequest) -> ParentAssignment:
+        with self._lock:
+            sizes = {stored.location: stored.nbytes for stored in self._stored}
+        self._trees = {at: tree for at, tree in self._trees.items() if at in sizes}
+        nbytes = sizes.get(request.location)
+        if nbytes is None:
+            reason = f"{request.location!r} is not served, or no longer"
+            return ParentAssignment(request.location, kept_locations=list(sizes), refusal=reason)
+        tree = self._trees.setdefault(request.location, RelayTree())
+        address = tree.parent(request, fan_out=self._fan_out)
+        return ParentAssignment(request.location, address, nbytes, list(sizes))

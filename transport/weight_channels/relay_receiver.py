@@ -29,8 +29,7 @@ from tidegate.transport.weight_channels.relay import (
     decode_location_progress,
     encode,
 )
-from tidegate.transport.weight_channels.relay_node import RelayNode
-from tidegate.transport.weight_channels.relay_slot import RelayBootstrap
+from tidegate.transport.weight_channels.relay_node import RelayBootstrap, RelayNode
 from tidegate.transport.weight_channels.relay_sockets import Upstream
 
 POLL_S = 0.1

@@ -16,8 +16,11 @@ from tidegate.transport.security import (
     secure_connector,
     secure_listener,
 )
-from tidegate.transport.weight_channels.zmq import SEND_BUFFER_BYTES
-from tidegate.transport.weight_channels.zmq_sender import QUEUED_CHUNKS_MAX, REQUEST_BYTES_MAX
+from tidegate.transport.weight_channels.zmq import (
+    QUEUED_CHUNKS_MAX,
+    REQUEST_BYTES_MAX,
+    SEND_BUFFER_BYTES,
+)
 from tidegate.transport.zap_authenticator import ZapAuthenticator
 from tidegate.transport.zeromq import Context, Socket, enable_heartbeats, enable_keepalive
 

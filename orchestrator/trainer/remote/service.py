@@ -1,13 +1,15 @@
 """Handler of a remote trainer's requests: the run's single trainer, on behalf of all ranks.
 
-The listener calls it for each request. It requests batches and publishes once for all ranks, and
-lets ranks wait for each other; `ranks.py` records which process holds a rank.
+The listener calls :class:`TrainerService` for each request. It requests batches and publishes once
+for all ranks, and has ranks wait for each other; `ranks.py` records which process holds a rank.
+:class:`TaskPipe` brings the trainer's tasks to the run.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -17,13 +19,65 @@ from tidegate.orchestrator.fleet.scores import Score, ScoreQuery, TokenScores
 from tidegate.orchestrator.trainer.remote.columns import to_frames
 from tidegate.orchestrator.trainer.remote.progress import PublishKey, TrainerProgress
 from tidegate.orchestrator.trainer.remote.ranks import Barrier, RankRegistry
-from tidegate.orchestrator.trainer.remote.task_pipe import TaskPipe
 from tidegate.orchestrator.trainer.remote.weight_transfer import ReceivedWeights
 from tidegate.orchestrator.trainer.rollouts import Rollouts
 from tidegate.transport import trainer_messages as wire
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
+
+
+TASKS_WAITING_MAX = 4
+"""Tasks prefetched to hide the network's latency: few, because the trainer's iterator may choose
+tasks by what was trained so far."""
+
+
+class TaskPipe:
+    """Bounded async queue of tasks, across two event loops; the consumer iterates over it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tasks: deque[object] = deque()
+        self._changed = asyncio.Condition()
+        self._is_over = False
+
+    async def put(self, tasks: list[object], *, is_end: bool) -> bool:
+        """Add tasks and wait until the queue accepts more; return False once it is closed."""
+        async with self._changed:
+            if self._is_over:
+                return False
+            self._tasks += tasks
+            self._is_over = is_end
+            self._changed.notify_all()
+            await self._changed.wait_for(
+                lambda: self._is_over or len(self._tasks) < TASKS_WAITING_MAX
+            )
+            return not self._is_over
+
+    async def close(self) -> None:
+        """Refuse further tasks; queued tasks can still be taken."""
+        async with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> object:
+        """Return the next task. May be called on any event loop."""
+        future = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
+        tasks = await asyncio.wrap_future(future)
+        if not tasks:
+            raise StopAsyncIteration
+        return tasks[0]
+
+    async def _take(self) -> list[object]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._tasks or self._is_over)
+            taken = [self._tasks.popleft()] if self._tasks else []
+            self._changed.notify_all()
+            return taken
+
 
 AnswerAndFrames = tuple[wire.AnyTrainerReply, Sequence[bytes]]
 

@@ -26,7 +26,8 @@ from tidegate.transport.messages import (
     WeightsFailed,
     WeightsStaged,
 )
-from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender, zmq_receiver
+from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
+from tidegate.transport.weight_channels import zmq as zmq_channel
 
 pytestmark = pytest.mark.wire
 
@@ -350,7 +351,7 @@ def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
     directories: list[Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 0.5)
     gate.opened.set()
     gone, there = sender("zmq"), sender("zmq")
     staging.init(gone.init())
@@ -372,7 +373,7 @@ def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
 def test_nobody_waits_for_weights_that_do_not_come_once_others_are_to(
     staging: Staging, gate: Gate, directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_receiver, "STALL_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 3600.0)
     gate.opened.set()
     gone, there = sender("zmq"), sender("zmq")
     staging.init(gone.init())

@@ -10,7 +10,7 @@ import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import WeightsRefused
 from tidegate.observability.audit.audit import audit_run
-from tidegate.transport.weight_channels.zmq_sender import ZmqSender
+from tidegate.transport.weight_channels.zmq import ZmqSender
 
 pytestmark = pytest.mark.wire
 
