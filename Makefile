@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
+.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -28,6 +28,7 @@ help:
 	@echo "Tests against other packages, each in a Python environment of its own:"
 	@echo "make test-environments verifiers and OpenEnv (800 MB, 5 min)"
 	@echo "make test-trl          TRL trains with Tidegate in place of vLLM (1.3 GB, 10 min)"
+	@echo "make test-skyrl        SkyRL's Tinker server samples from Tidegate; its trainer's client (2.5 GB, 10 min)"
 	@echo "make test-hf           GRPO with transformers, accelerate and FSDP2 (the same packages, 5 min)"
 	@echo "make test-agents       litellm and OpenAI's Agents SDK (300 MB, 3 min)"
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
@@ -119,6 +120,21 @@ test-device: venv
 
 test-trl: venv .venv-trl/.ready
 	TIDEGATE_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/integrations/test_trl.py
+
+# SkyRL's trainer imports what follows tinker. Its server wants Python 3.12, before which pydantic
+# refuses typing.TypedDict; tinker 0.25 reads no more of its answers.
+.venv-skyrl/.ready:
+	$(PYTHON) -m venv .venv-skyrl
+	.venv-skyrl/bin/python $(PIP_INSTALL) "torch==2.13.0"
+	.venv-skyrl/bin/python $(PIP_INSTALL) "skyrl[tinker,jax]==0.3.0" "tinker==0.24.1" "ray==2.56.0" \
+	  "skyrl-gym==0.4.0" "hydra-core==1.3.2" aiohttp jaxtyping loguru tensordict
+	echo "import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict" > \
+	  $$(.venv-skyrl/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/typed_dict.pth
+	touch $@
+
+test-skyrl: venv .venv-skyrl/.ready
+	TIDEGATE_SKYRL_PYTHON=$(CURDIR)/.venv-skyrl/bin/python $(BIN)/python -m pytest \
+	  tests/serving/vllm_server/test_skyrl_client.py tests/examples/test_skyrl_tinker_server.py
 
 # accelerate comes with TRL.
 test-hf: venv .venv-trl/.ready
@@ -213,4 +229,4 @@ site: venv
 	$(BIN)/python -m pytest -q tests/test_docs_reference.py tests/test_docs_site.py
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-trl .venv-agents .venv-vllm .venv-sglang .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

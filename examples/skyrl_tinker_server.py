@@ -31,6 +31,7 @@ from tinker import types
 from tokenizers import Tokenizer
 
 START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 30.0
 KEY = "tml-none"
 """The SDK requires a key of this form; SkyRL's server reads none."""
 
@@ -61,17 +62,31 @@ def tinker_server(model: Path, engine_url: str, loras: Path) -> Iterator[str]:
         command += ["--database-url", f"sqlite:///{folder}/tinker.db"]
         # SkyRL renames the unpacked adapter from TMPDIR, which must be of the same file system.
         environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": folder}
+        # Of a small model's time compilation is the most.
+        environment.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         free.close()
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        # Its log is no part of this program's report.
+        process = subprocess.Popen(
+            command, env=environment, stdout=sys.stderr, start_new_session=True
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until_healthy(process, f"{url}/api/v1/healthz")
             yield url
         finally:
-            # The server, its engine and the stand-in.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait(30)
+            end_group(process)
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End the server, its engine and both stand-ins, and wait for them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> None:
