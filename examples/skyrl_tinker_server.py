@@ -7,7 +7,7 @@
 
 Starts SkyRL's API server with `--external-inference-url`, and trains over the tinker SDK. At each
 step SkyRL saves the adapter, unpacks it below `--loras` when it is first sampled from, and names
-its directory as the model of `/v1/completions`. The reward is the share of the letter `e`. The
+its directory as the model of `/v1/completions`. The reward is the share of small letters. The
 base model's weights do not change: both processes read the same directory.
 """
 
@@ -142,7 +142,7 @@ def train(url: str, options: argparse.Namespace) -> dict[str, Any]:
         path = trainer.save_weights_for_sampler(name).result().path
         samples = samples_of(trainer.create_sampling_client(path), prompt, options)
         texts = [tokenizer.decode(sample.tokens) for sample in samples]
-        rewards = [text.count("e") / max(len(text), 1) for text in texts]
+        rewards = [sum(map(str.islower, text)) / max(len(text), 1) for text in texts]
         mean = sum(rewards) / len(rewards)
         data = [datum(prompt, s, r - mean) for s, r in zip(samples, rewards, strict=True)]
         done = trainer.forward_backward(data, "importance_sampling").result()
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=5e-2)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that SkyRL's server ends, too
     with tinker_server(options.model, options.engine, options.loras) as url:
         report = train(url, options)
     print(json.dumps(report))
