@@ -129,6 +129,11 @@ class ActiveRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def adapters(self) -> set[str]:
+        """Return the adapters of the requests being answered."""
+        choices = (choice for request in self._requests for choice in request.choices)
+        return {choice.options["adapter"] for choice in choices if "adapter" in choice.options}
+
     def begin(
         self, request_id: str, choices: Sequence[tuple[Prompt, Mapping[str, Any]]]
     ) -> ActiveRequest:

@@ -80,8 +80,9 @@ class VLLMServer(SyncRollouts):
         ``needs_control_token=False`` leaves them open to trainers that send none.
         Requests may name weights and adapters below the model's directory and
         ``weight_directories`` only. ``lora_directory``: an unknown model name that is a directory
-        in it is loaded as an adapter. ``allowed_hosts``: names beside its address that requests
-        without a key may call the server by. ``max_logprobs``: most log-probs beside each token.
+        in it is loaded as an adapter; the 32 that were named last stay loaded. ``allowed_hosts``:
+        names beside its address that requests without a key may call the server by.
+        ``max_logprobs``: most log-probs beside each token.
         ``generation_config``: whether sampling fields that a request leaves out are those of the
         model's generation_config.json (``auto``), or vLLM's own (``vllm``).
 
@@ -207,6 +208,7 @@ class VLLMServer(SyncRollouts):
             info,
             self._receiver,
             self._rollouts._published,
+            adapters_in_use=requests.adapters,
             directories=directories,
             lora_directory=self._lora_directory,
         )

@@ -10,7 +10,7 @@ import concurrent.futures
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 RANK_NAME = "dp0:pp0:pcp0:tp0:"
 """What vLLM puts before a tensor's name: the server is one rank."""
+
+LORA_DIRECTORY_ADAPTERS_MAX = 32
+"""Adapters of the LoRA directory that stay loaded, as many as SkyRL's jax engine trains unless told
+otherwise. Of rank 32, one for a model of 8 billion parameters takes about 175 MB in each engine."""
 
 _ONLY_BELOW = (
     "files are read below the model's directory, and below those that the server was started with "
@@ -59,15 +63,20 @@ class WeightUpdates:
         receiver: UpdateReceiver,
         published: Callable[[WeightPublish], None],
         *,
+        adapters_in_use: Callable[[], Collection[str]],
         directories: Sequence[Path] = (),
         lora_directory: Path | None = None,
     ) -> None:
         """``published`` is called with every publish, for the run's records. ``directories``: files
         are read only below them. ``lora_directory``: adapters there are loaded when a request
-        first names them."""
+        names them, and those that were not named for longest are unloaded, unless they are in
+        ``adapters_in_use``."""
         permitted = [*directories, *([] if lora_directory is None else [lora_directory])]
         self._directories = [Path(os.path.realpath(each)) for each in permitted]
         self._lora_directory = lora_directory
+        self._adapters_in_use = adapters_in_use
+        self._on_demand: dict[str, None] = {}
+        """Loaded adapters of the LoRA directory; those that were named last are last."""
         self._run = run
         self._scheduler = scheduler
         self._info = info
@@ -239,7 +248,20 @@ class WeightUpdates:
             async with self._one_at_a_time:
                 if not self._info.knows(model) and (real := self._adapter_at(path)) is not None:
                     await self._load_adapter(model, real, path)
+                    self._on_demand[model] = None
+                    await self._unload_surplus(model)
+        if model in self._on_demand:
+            self._on_demand[model] = self._on_demand.pop(model)
         return self._info.adapter_of(model)
+
+    async def _unload_surplus(self, newest: str) -> None:
+        """Unload adapters of the LoRA directory above its limit that no request uses."""
+        while len(self._on_demand) > LORA_DIRECTORY_ADAPTERS_MAX:
+            kept = {newest, *self._adapters_in_use()}
+            idle = next((name for name in self._on_demand if name not in kept), None)
+            if idle is None:
+                return
+            await self._unload(idle)
 
     def _lora_path(self, model: str | None) -> str | None:
         """Return the adapter directory of this name; None if the name cannot be one."""
@@ -254,15 +276,19 @@ class WeightUpdates:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter from every engine; requests may no longer name it."""
-        if name not in self._info.adapters:
-            raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         async with self._one_at_a_time:
-            path = self._info.adapters.pop(name)
-            try:
-                await self._publish(AdapterRemoval(self._run, name, "live"), None)
-            except BaseException:
-                self._info.adapters[name] = path
-                raise
+            if name not in self._info.adapters:
+                raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+            await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        path = self._info.adapters.pop(name)
+        self._on_demand.pop(name, None)
+        try:
+            await self._publish(AdapterRemoval(self._run, name, "live"), None)
+        except BaseException:
+            self._info.adapters[name] = path
+            raise
 
     # ------------------------------------------------------------ publishing
 

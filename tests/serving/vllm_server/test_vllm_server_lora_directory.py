@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 import tidegate
+from tests.held_credit import turns_go_on_until
 from tests.models import make_model
-from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT, Client
+from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, LONG, PROMPT, Client
 from tidegate.errors import ConfigError
+from tidegate.serving.vllm_server import weight_updates
+from tidegate.transport.messages import FinishWeightUpdate
 
 pytestmark = [
     pytest.mark.wire,
@@ -64,6 +67,28 @@ def test_an_unknown_model_name_is_loaded_from_the_directory_once_while_others_wa
     assert logprobs(client, "tiny") != told[0]
     cards = {card["id"]: card["parent"] for card in client.get("/v1/models")["data"]}
     assert cards == {"tiny": None, ADAPTERS[0]: "tiny", ADAPTERS[1]: "tiny"}
+
+
+def test_the_adapter_that_was_not_named_for_longest_is_unloaded_unless_it_is_in_use(
+    client: Client, server: tidegate.VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed() -> list[str]:
+        return [card["id"] for card in client.get("/v1/models")["data"][1:]]
+
+    for name in listed():
+        client.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+    monkeypatch.setattr(weight_updates, "LORA_DIRECTORY_ADAPTERS_MAX", 1)
+    first, second = ADAPTERS
+    before = logprobs(client, first)
+    logprobs(client, second)
+    assert listed() == [second]
+    assert logprobs(client, first) == before
+    assert listed() == [first]
+    with turns_go_on_until(server, lambda message: isinstance(message, FinishWeightUpdate)):
+        running = client.begin(server, "/inference/v1/generate", LONG | {"model": first})
+        logprobs(client, second)
+    assert listed() == [first, second]
+    assert running.answer["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("name", ["no", "empty", ".", "..", "../model", f"x/../{ADAPTERS[0]}"])
