@@ -27,7 +27,7 @@ def marks(*lengths: tuple[int, int, int]) -> list[Mark]:
     return found
 
 
-def test_what_other_processes_take_is_a_stall_by_wall_time_only() -> None:
+def test_cpu_time_of_other_processes_counts_as_stall_in_wall_time_only() -> None:
     usual, preempted, slow = (100, 0, 80), (900, 800, 80), (250, 0, 80)
     one = Round(0, 10_000, is_updated=True)
     other = one._replace(is_updated=False)

@@ -23,7 +23,7 @@ TINY = Sizes(
 )
 
 
-def test_ours_and_torchs_way_of_each_case_come_to_the_same() -> None:
+def test_each_kernel_case_equals_torchs_result() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = []
     for case in cases(TINY, device):

@@ -32,14 +32,14 @@ def subject(*options: str) -> dict[str, Any]:
     ],
     ids=["over the wire", "in process"],
 )
-def test_its_engines_end_every_turn_of_a_run(how: list[str]) -> None:
+def test_the_benchmarks_engines_finish_every_turn_of_a_run(how: list[str]) -> None:
     told = subject("throughput", *FEW, *how)
     assert told["rollouts"] == 3 * 4 * 2
     assert told["cpu_s"] > 0
     assert told["wall_s"] > 0
 
 
-def test_what_answers_the_peers_speaks_http_as_sglang_and_vllm_do() -> None:
+def test_the_peers_stand_in_servers_speak_sglangs_and_vllms_http() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/peers/http_engine.py"), "--tokens", "3"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

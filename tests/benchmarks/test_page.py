@@ -3,7 +3,7 @@
 from benchmarks.page import PAGE, RESULTS, SOURCES, text
 
 
-def test_the_page_is_the_one_that_the_recorded_rows_give() -> None:
+def test_the_benchmark_page_matches_the_recorded_rows() -> None:
     assert PAGE.read_text() == text(), "run `python -m benchmarks.page`"
 
 

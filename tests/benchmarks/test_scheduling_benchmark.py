@@ -45,7 +45,7 @@ def test_a_run_has_every_row_of_the_table() -> None:
     }
 
 
-def test_the_same_seed_tells_the_same_and_another_another() -> None:
+def test_a_benchmark_run_depends_on_its_seed_only() -> None:
     first, again, other = (
         told(run_once(TINY, variant("admission", 2), mode="keep", seed=seed)) for seed in (1, 1, 2)
     )
@@ -64,13 +64,13 @@ def check(name: str, workload: Workload, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_trains_on_what_is_older_than_it_guarantees(name: str) -> None:
+def test_no_policy_trains_on_tokens_older_than_its_bound(name: str) -> None:
     check(name, TINY, "keep")
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 @pytest.mark.parametrize("name", ["admission", "mask"])
-def test_nor_does_one_for_agents_however_weights_are_changed(name: str, mode: str) -> None:
+def test_agent_workloads_keep_the_bound_for_every_pause_mode(name: str, mode: str) -> None:
     check(name, AGENT, mode)
 
 

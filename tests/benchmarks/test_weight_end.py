@@ -11,7 +11,7 @@ from benchmarks.transport.weight_end import plain
 pytestmark = pytest.mark.wire
 
 
-def test_a_receiving_end_whose_peer_has_gone_ends_and_does_not_wait_on(
+def test_a_weight_receiver_exits_when_its_peer_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = socket.socketpair()

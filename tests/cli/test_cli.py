@@ -36,7 +36,7 @@ def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sampled_runs.record_run(directory, models, [sampled_runs.kept(models, 0)])
 
 
-def test_an_audit_that_agrees_has_status_0_and_leaves_its_result(
+def test_an_audit_that_agrees_exits_0_and_writes_its_result(
     honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["audit", str(honest_run)], monkeypatch) == 0
@@ -48,7 +48,7 @@ def test_an_audit_that_agrees_has_status_0_and_leaves_its_result(
     assert audit["lines"] == said
 
 
-def test_an_audit_that_disagrees_has_status_1_and_says_where(
+def test_an_audit_that_disagrees_exits_1_and_names_the_token(
     honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["audit", str(honest_run), "--tolerance", "0"], monkeypatch) == 1
@@ -58,7 +58,7 @@ def test_an_audit_that_disagrees_has_status_1_and_says_where(
 
 
 @pytest.mark.parametrize("name", ["audit", "report", "replay", "trace"])
-def test_a_directory_that_is_no_run_is_one_line_on_stderr_and_status_2(
+def test_a_directory_without_a_run_gives_one_line_on_stderr_and_status_2(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_the_command_with_status_130(monkeypatch: pytest.MonkeyPatch
     assert status_of([], monkeypatch) == 130
 
 
-def test_engine_hands_all_its_arguments_to_the_worker() -> None:
+def test_the_engine_command_passes_all_arguments_to_the_worker() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tidegate.cli", "engine", "--no-such-option", "x"],
         capture_output=True,
@@ -115,7 +115,7 @@ def test_the_command_imports_nothing_that_its_help_does_not_need() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_the_version_of_the_command_is_that_of_the_package(
+def test_the_command_prints_the_package_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["--version"], monkeypatch) == 0
@@ -135,7 +135,7 @@ def test_help_lists_every_command_under_a_heading_with_its_first_line(
     assert "\x1b[" not in said, "coloured though nobody looks at it"
 
 
-def test_every_command_has_help_of_its_own_and_each_example_in_it_names_it(
+def test_every_command_has_help_whose_examples_name_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for each in command.app.registered_commands:
@@ -149,14 +149,14 @@ def test_every_command_has_help_of_its_own_and_each_example_in_it_names_it(
             assert all(line.strip() in capsys.readouterr().out for line in examples[:1])
 
 
-def test_a_command_that_does_not_exist_is_met_with_the_nearest_that_does(
+def test_an_unknown_command_suggests_the_nearest_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["simulat"], monkeypatch) == 2
     assert "Did you mean 'simulate'?" in capsys.readouterr().err
 
 
-def test_a_file_that_may_not_be_written_is_one_line_and_no_traceback(
+def test_an_unwritable_file_gives_one_line_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_the_way = tmp_path / "file"
@@ -171,7 +171,7 @@ def name_of(registered: CommandInfo) -> str:
     return registered.name or registered.callback.__name__
 
 
-def test_trace_tells_what_is_on_each_track_and_how_to_look_at_it(
+def test_trace_summarises_each_track_and_says_how_to_open_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = Trace()
@@ -190,7 +190,7 @@ def test_trace_tells_what_is_on_each_track_and_how_to_look_at_it(
     assert "ui.perfetto.dev" in said[3]
 
 
-def test_bench_lists_what_there_is_and_refuses_what_there_is_not(
+def test_bench_lists_the_benchmarks_and_refuses_unknown_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["bench"], monkeypatch) == 0

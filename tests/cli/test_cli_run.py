@@ -87,7 +87,7 @@ def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return ended.value.code
 
 
-def test_a_run_is_what_the_file_says_with_what_flags_override_and_leaves_a_report(
+def test_run_uses_the_files_values_with_overrides_and_writes_a_report(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_model_directory(config.parent / "model")
@@ -111,7 +111,7 @@ def test_check_runs_nothing_and_shows_every_setting(
     assert not (config.parent / "run").exists()
 
 
-def test_the_example_is_well() -> None:
+def test_the_example_file_is_valid() -> None:
     program = read_program(ROOT / "examples" / "run.toml", ["run.max_staleness=4"])
     assert program.is_async
     assert program.settings.staleness.max_staleness == 4
@@ -150,7 +150,7 @@ def test_the_example_is_well() -> None:
         ),
     ],
 )
-def test_a_slip_is_refused_with_where_it_is_and_what_there_is(
+def test_a_misspelt_key_is_refused_with_its_place_and_a_suggestion(
     config: Path, override: str, said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -158,7 +158,7 @@ def test_a_slip_is_refused_with_where_it_is_and_what_there_is(
     assert said in str(refused.value)
 
 
-def test_what_is_left_out_is_named(config: Path) -> None:
+def test_a_missing_value_is_named(config: Path) -> None:
     config.write_text(config.read_text().replace("batches = 2", ""))
     with pytest.raises(ConfigError, match=r"trainer\.batches is missing"):
         read_program(config)
@@ -167,7 +167,7 @@ def test_what_is_left_out_is_named(config: Path) -> None:
         read_program(config)
 
 
-def test_a_table_with_a_class_becomes_an_object_and_a_list_can_be_the_tasks(config: Path) -> None:
+def test_a_table_with_a_class_becomes_an_object_and_tasks_may_be_a_list(config: Path) -> None:
     text = config.read_text().replace("first = 3", "").replace(":questions", ":EVENS")
     config.write_text(text.replace(":train", ":train_async").replace("batches = 2", ""))
     routing = "run.routing_policy={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
@@ -177,7 +177,7 @@ def test_a_table_with_a_class_becomes_an_object_and_a_list_can_be_the_tasks(conf
     assert program.is_async
 
 
-def test_settings_can_stand_in_tables_of_their_records(config: Path) -> None:
+def test_settings_may_be_grouped_in_tables_of_their_records(config: Path) -> None:
     text = config.read_text().replace('run_directory = "', 'records.run_directory = "')
     tables = """
 [run.weights]
@@ -204,6 +204,6 @@ def test_flags_are_the_same_as_assignments(flags: list[str], found: list[str]) -
 
 
 @pytest.mark.parametrize("flags", [["more"], ["--engines", "4"], ["--run.engines"]])
-def test_what_is_no_flag_of_a_section_is_refused(flags: list[str]) -> None:
+def test_a_flag_without_a_section_is_refused(flags: list[str]) -> None:
     with pytest.raises(ConfigError):
         overrides(flags)

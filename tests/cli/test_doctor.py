@@ -67,7 +67,7 @@ def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return 0
 
 
-def test_an_engine_that_wants_a_key_is_examined_with_the_one_of_the_environment(
+def test_an_engine_that_requires_a_key_gets_the_environments_key(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sglang(model, api_key="sesame") as url:
@@ -77,7 +77,7 @@ def test_an_engine_that_wants_a_key_is_examined_with_the_one_of_the_environment(
         assert examined(url.removeprefix("http://")).identity.kind == "sglang"
 
 
-def test_a_sound_engine_is_fit_and_status_0(
+def test_a_correct_engine_is_fit_with_status_0(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sglang(model) as url:
@@ -99,14 +99,14 @@ def test_a_sound_engine_is_fit_and_status_0(
     assert report["measurements"]["cache"]["first_tokens"] < 6
 
 
-def test_no_two_prompts_of_an_examination_begin_alike(model: Path) -> None:
+def test_the_doctors_prompts_do_not_share_a_prefix(model: Path) -> None:
     with sglang(model) as url:
         engine = examined(url)
         prompts = {drawn_prompt(engine, None, 24)[:8] for _ in range(500)}
     assert len(prompts) == 500
 
 
-def test_raw_log_probs_are_found_without_the_model_and_fail(
+def test_raw_log_probs_fail_even_without_the_model(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sglang(model, is_raw=True) as url:
@@ -117,12 +117,12 @@ def test_raw_log_probs_are_found_without_the_model_and_fail(
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:99999", "ftp://host", "http://"])
-def test_what_is_no_address_is_refused_in_a_line(url: str) -> None:
+def test_an_invalid_engine_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="write it as http://HOST:PORT"):
         examined(url)
 
 
-def test_an_engine_may_be_named_as_a_run_names_it(model: Path) -> None:
+def test_an_engine_url_may_have_the_form_of_engine_urls(model: Path) -> None:
     with sglang(model) as url:
         assert examined(f"sglang+{url}").identity.kind == "sglang"
 
@@ -131,7 +131,7 @@ def test_an_engine_may_be_named_as_a_run_names_it(model: Path) -> None:
     ("settings", "verdict"),
     [({"disable_overlap_schedule": False}, Verdict.WARN), ({}, None)],
 )
-def test_a_scheduler_that_labels_old_tokens_as_new_is_told_of_with_what_helps(
+def test_sglangs_overlap_scheduler_gives_a_warning_with_the_remedy(
     model: Path, settings: dict[str, Any], verdict: Verdict | None
 ) -> None:
     with sglang(model, settings=settings) as url:
@@ -141,14 +141,14 @@ def test_a_scheduler_that_labels_old_tokens_as_new_is_told_of_with_what_helps(
     assert all("--disable-overlap-schedule" in one.remedy for one in told)
 
 
-def test_other_weights_than_the_directorys_are_more_than_rounding(
+def test_weights_other_than_the_directorys_fail_the_mismatch_check(
     model: Path, other_model: Path
 ) -> None:
     with sglang(model) as url:
         assert verdicts(url, other_model)["mismatch"] == Verdict.FAIL
 
 
-def test_another_tokenizer_fails(model: Path, tmp_path: Path) -> None:
+def test_a_different_tokenizer_fails_the_tokenizer_check(model: Path, tmp_path: Path) -> None:
     damaged = make_model_directory(tmp_path / "damaged")
     tokenizer = json.loads((damaged / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -160,7 +160,9 @@ def test_another_tokenizer_fails(model: Path, tmp_path: Path) -> None:
     assert found["mismatch"] == Verdict.OK  # token ids in and out: the tokenizer does not matter
 
 
-def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_model: Path) -> None:
+def test_kv_of_other_weights_in_the_prefix_cache_is_detected(
+    model: Path, other_model: Path
+) -> None:
     """As if the weights had been updated without a flush between the two requests."""
     double = SglangDouble(model)
     stale = SglangDouble(other_model)
@@ -178,7 +180,7 @@ def test_kv_of_other_weights_in_the_prefix_cache_is_found(model: Path, other_mod
         assert verdicts(url, None)["prefix cache"] == Verdict.FAIL
 
 
-def test_nobody_there_is_one_line_and_status_2(
+def test_an_unreachable_engine_gives_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["doctor", "http://127.0.0.1:9"], monkeypatch) == 2
@@ -187,7 +189,7 @@ def test_nobody_there_is_one_line_and_status_2(
     assert "http://127.0.0.1:9 doesn't answer" in said[0]
 
 
-def test_a_server_that_is_no_engine_is_named_as_such(model: Path) -> None:
+def test_a_server_that_is_not_an_engine_is_refused(model: Path) -> None:
     from starlette.applications import Starlette
 
     with served(lambda: (Starlette(), None)) as url, pytest.raises(ConfigError, match="neither"):
@@ -205,7 +207,7 @@ def test_an_engine_that_dies_during_the_examination_is_an_error_not_a_finding(
             measure(engine)
 
 
-def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> None:
+def test_each_measurement_gives_the_right_finding_and_remedy() -> None:
     def worst(**changes: Any) -> list[tuple[str, Verdict, str]]:
         found = findings(dataclasses.replace(SOUND, **changes))
         return [(f.check, f.verdict, f.remedy) for f in found if f.verdict != Verdict.OK]
@@ -235,7 +237,7 @@ def test_each_measurement_has_the_finding_and_the_remedy_that_go_with_it() -> No
         assert remedy in told_remedy
 
 
-def test_a_vllm_without_its_development_routes_is_told_how_to_be_started() -> None:
+def test_a_vllm_without_development_routes_gets_the_start_command_as_remedy() -> None:
     bare = dataclasses.replace(SOUND.identity, paths=frozenset({"/v1/completions"}))
     found = [one for one in findings(dataclasses.replace(SOUND, identity=bare)) if one.remedy]
     assert {one.verdict for one in found if "VLLM_SERVER_DEV_MODE=1" in one.remedy} >= {

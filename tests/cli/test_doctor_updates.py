@@ -47,7 +47,7 @@ def update_findings(measured: Measurements) -> dict[str, Finding]:
     return {found.check: found for found in findings(measured) if found.check in CHECKS}
 
 
-def test_new_weights_are_served_at_once_and_the_own_ones_again_at_the_end(
+def test_an_update_test_serves_new_weights_and_then_the_original_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_model_directory(tmp_path / "models" / "served")
@@ -71,7 +71,7 @@ def test_new_weights_are_served_at_once_and_the_own_ones_again_at_the_end(
     assert list(model.parent.iterdir()) == [model]
 
 
-def test_tidegates_own_server_forgets_its_cache_by_itself(
+def test_tidegates_own_server_clears_its_cache_at_every_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model_directory(tmp_path / "served", max_position_embeddings=512)
@@ -84,7 +84,7 @@ def test_tidegates_own_server_forgets_its_cache_by_itself(
     assert "even if it does not ask" in found["cache over an update"].says
 
 
-def test_a_cache_that_a_clearing_update_leaves_is_found(model: Path) -> None:
+def test_a_cache_that_a_clearing_update_keeps_is_detected(model: Path) -> None:
     with sglang(model) as (double, url):
         update = double.posts["/update_weights_from_disk"]
 
@@ -111,7 +111,7 @@ def finding_of_an_update(model: Path, changed: Callable[[Any, Update], Update]) 
     return finding
 
 
-def test_an_update_that_leaves_one_matrix_as_it_was_is_found(model: Path) -> None:
+def test_an_update_that_skips_one_matrix_is_detected(model: Path) -> None:
     def but_one(double: Any, update: Update) -> Update:
         left = double.model.state_dict()["model.layers.0.mlp.down_proj.weight"]
 
@@ -129,7 +129,7 @@ def test_an_update_that_leaves_one_matrix_as_it_was_is_found(model: Path) -> Non
     assert "matches neither weights" in found.says
 
 
-def test_an_update_that_changes_nothing_is_found(model: Path) -> None:
+def test_an_update_that_changes_nothing_is_detected(model: Path) -> None:
     def to_its_own(double: Any, update: Update) -> Update:
         return lambda body: update(body | {"model_path": str(model)})
 
@@ -138,7 +138,7 @@ def test_an_update_that_changes_nothing_is_found(model: Path) -> None:
     assert "computes with the old ones" in found.says
 
 
-def test_a_salt_that_finds_old_weights_kv_is_found(model: Path) -> None:
+def test_a_salt_that_finds_old_weights_kv_is_detected(model: Path) -> None:
     with sglang(model) as (double, url):
         generate = double.posts["/generate"]
 
@@ -152,7 +152,7 @@ def test_a_salt_that_finds_old_weights_kv_is_found(model: Path) -> None:
     assert "another salt finds the KV too" in found["cache over an update"].says
 
 
-def test_an_engine_that_can_not_read_the_directory_is_left_as_it_is(
+def test_an_engine_that_can_not_read_the_directory_stays_unchanged(
     model: Path, tmp_path: Path
 ) -> None:
     elsewhere = make_model_directory(tmp_path / "elsewhere")
@@ -176,7 +176,7 @@ class Refusing:
         return await self._update(body | {"model_path": "/nowhere"})
 
 
-def test_an_engine_that_will_not_have_its_own_weights_again_is_an_error(model: Path) -> None:
+def test_an_engine_that_refuses_its_original_weights_raises(model: Path) -> None:
     with sglang(model) as (double, url):
         update, loads = double.posts["/update_weights_from_disk"], []
 
@@ -191,7 +191,7 @@ def test_an_engine_that_will_not_have_its_own_weights_again_is_an_error(model: P
     assert list(model.parent.iterdir()) == [model]
 
 
-def test_an_engine_that_falls_silent_over_its_own_weights_is_to_be_started_anew(
+def test_an_engine_that_times_out_on_its_original_weights_raises(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sglang(model) as (double, url):
@@ -211,7 +211,7 @@ def test_an_engine_that_falls_silent_over_its_own_weights_is_to_be_started_anew(
     assert list(model.parent.iterdir()) == [model]
 
 
-def test_a_matrix_of_one_number_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_matrix_of_one_number_is_not_altered(tmp_path: Path) -> None:
     save_file({"scale": torch.ones(1, 1)}, tmp_path / "model.safetensors")
     with altered(tmp_path) as directory:
         assert torch.equal(load_file(directory / "model.safetensors")["scale"], torch.ones(1, 1))
@@ -232,7 +232,7 @@ def test_altered_weights_have_the_models_files_names_and_types(tmp_path: Path) -
     assert not directory.exists()
 
 
-def test_an_engine_that_serves_other_weights_than_the_models_keeps_them(
+def test_an_engine_with_other_weights_than_the_models_is_not_updated(
     model: Path, tmp_path: Path
 ) -> None:
     trained = make_model_directory(tmp_path / "trained", seed=1)
@@ -245,6 +245,6 @@ def test_an_engine_that_serves_other_weights_than_the_models_keeps_them(
     assert found["weight update"].says.startswith("skipped")
 
 
-def test_there_is_no_update_without_the_weights_to_go_back_to(model: Path) -> None:
+def test_an_update_test_without_a_model_is_refused(model: Path) -> None:
     with sglang(model) as (_, url), pytest.raises(ConfigError, match="--update needs --model"):
         measure(examined(url), updates=True)

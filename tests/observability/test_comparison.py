@@ -33,7 +33,7 @@ def status_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return ended.value.code
 
 
-def test_each_run_is_a_column_with_what_its_report_says(
+def test_a_comparison_has_a_column_per_run_with_its_reports_values(
     runs: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,7 +51,7 @@ def test_each_run_is_a_column_with_what_its_report_says(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_has_a_run_a_line(
+def test_comparison_json_has_one_run_per_line(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["compare", *map(str, runs), "--json"], monkeypatch) == 0
@@ -59,7 +59,7 @@ def test_json_has_a_run_a_line(
     assert [(each["run"], each["staleness_bound"]) for each in said] == [("eta-0", 0), ("eta-1", 1)]
 
 
-def test_one_run_is_no_comparison_and_a_missing_one_is_named(
+def test_a_comparison_needs_two_runs_and_names_a_missing_one(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["compare", str(runs[0])], monkeypatch) == 2

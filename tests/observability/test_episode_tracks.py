@@ -41,7 +41,7 @@ class Watch:
         return [(i.lane, i.name, i.started_us, i.ended_us) for i in self.told]
 
 
-async def test_an_episodes_turns_tools_and_parking_lie_within_it() -> None:
+async def test_an_episodes_turns_tools_and_parking_are_inside_its_interval() -> None:
     watch, rollout = Watch(), Rollout(7, 3, 0)
     watch.tracer.began(rollout)
     watch.now_us = 500  # too short to be recorded
@@ -69,7 +69,7 @@ async def test_an_episodes_turns_tools_and_parking_lie_within_it() -> None:
     assert watch.told[-1].args == {"group": 3, "turns": 2, "tokens": 4, "ended": "returned"}
 
 
-async def test_a_branch_has_a_lane_of_its_own_for_it_generates_beside_its_trunk() -> None:
+async def test_a_branch_has_its_own_lane() -> None:
     watch, trunk, branch = Watch(), Rollout(1, 0, 0), Rollout(2, 0, 0)
     branch.branch_of, trunk.branches = trunk, (branch,)
     watch.tracer.began(trunk)
@@ -88,9 +88,7 @@ async def test_a_branch_has_a_lane_of_its_own_for_it_generates_beside_its_trunk(
     ]
 
 
-async def test_a_lane_is_free_again_after_its_episode_and_those_without_one_are_not_told_of() -> (
-    None
-):
+async def test_a_lane_is_reused_after_its_episode_and_episodes_without_a_lane_are_skipped() -> None:
     watch = Watch()
     rollouts = [Rollout(number, 0, 0) for number in range(LANES_MAX + 1)]
     for rollout in rollouts:
@@ -104,7 +102,7 @@ async def test_a_lane_is_free_again_after_its_episode_and_those_without_one_are_
     assert [(i.lane, i.name) for i in watch.told] == [(5, "rollout 4"), (5, "rollout 99")]
 
 
-async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_over() -> None:
+async def test_an_abandoned_turn_ends_when_its_episode_continues_or_ends() -> None:
     watch, rollout = Watch(), Rollout(7, 3, 0)
     watch.tracer.began(rollout)
     watch.ask(rollout)
@@ -121,7 +119,7 @@ async def test_a_turn_that_was_given_up_ends_when_its_episode_asks_again_or_is_o
     ]
 
 
-def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: Path) -> None:
+def test_episodes_read_back_from_a_valid_chrome_trace(tmp_path: Path) -> None:
     trace, path = Trace(), tmp_path / "trace.json"
     trace.engine_step(EngineStep("engine-0", started_us=0, busy_us=500, version=0, rows=7))
     trace.trainer_interval("wait", 0, 600, 0)
@@ -140,7 +138,7 @@ def test_episodes_are_read_back_from_a_trace_that_holds_to_the_format(tmp_path: 
     assert "  episodes (1): tools 30%, turn 60%" in trace_lines(tmp_path)
 
 
-def test_of_very_many_episodes_the_latest_are_kept() -> None:
+def test_the_trace_keeps_the_latest_episodes() -> None:
     trace = Trace()
     for number in range(EPISODE_INTERVALS_MAX + 5):
         trace.episodes.append(EpisodeInterval(1, "tools", number, number + 1, {}))

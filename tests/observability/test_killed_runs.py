@@ -121,7 +121,7 @@ def test_a_killed_run_has_the_rollouts_statistics_and_curve_of_each_acknowledged
     assert audit_run(killed).agrees
 
 
-def test_each_command_tells_of_a_killed_run(killed: Path, finished: Path) -> None:
+def test_each_command_reads_a_killed_run(killed: Path, finished: Path) -> None:
     runner = CliRunner()
     for arguments, says in (
         (["report", str(killed)], "report.md"),
@@ -163,7 +163,7 @@ def test_a_run_that_was_killed_twice_and_finished_reads_as_one_run(finished: Pat
 # ---------------------------------------------------------------- the stream alone
 
 
-def test_every_prefix_of_a_stream_of_rollouts_reads_back_its_whole_batches(tmp_path: Path) -> None:
+def test_every_prefix_of_a_rollout_stream_reads_back_its_complete_batches(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model_directory(model)
     recorder = RunRecorder(tmp_path / "run", settings={}, model=model)
@@ -186,7 +186,7 @@ def test_every_prefix_of_a_stream_of_rollouts_reads_back_its_whole_batches(tmp_p
     assert find_trajectory(tmp_path / "run", 2) is not None
 
 
-def test_a_rollout_that_was_recorded_again_counts_as_recorded_last(tmp_path: Path) -> None:
+def test_a_rollout_recorded_twice_is_read_as_recorded_last(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model_directory(model)
     run = tmp_path / "run"
@@ -241,7 +241,7 @@ except tidegate.errors.TidegateError as error:
     ("journal", "fills"),
     [("none", "trajectories.arrows"), ("none", "metrics"), ("journal", "trajectories.arrows")],
 )
-def test_a_disk_that_takes_no_more_ends_the_run_by_name_and_what_is_there_reads_back(
+def test_a_full_disk_ends_the_run_and_the_written_part_is_readable(
     model: Path, tmp_path: Path, journal: str, fills: str
 ) -> None:
     directory = tmp_path / "run"
@@ -261,7 +261,7 @@ def test_a_disk_that_takes_no_more_ends_the_run_by_name_and_what_is_there_reads_
     assert not list(directory.glob("*.draft"))
 
 
-def test_a_recorder_that_fails_does_not_hide_why_the_run_ended(model: Path, tmp_path: Path) -> None:
+def test_a_failing_recorder_does_not_hide_the_runs_error(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
 
     def train_and_fail() -> None:
@@ -275,7 +275,7 @@ def test_a_recorder_that_fails_does_not_hide_why_the_run_ended(model: Path, tmp_
         train_and_fail()
 
 
-def test_acknowledging_raises_what_could_not_be_recorded(tmp_path: Path) -> None:
+def test_acknowledging_raises_the_recorders_failure(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model_directory(model)
     failures: list[RecordingFailed] = []

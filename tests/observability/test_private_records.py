@@ -44,7 +44,7 @@ def test_a_run_directory_and_every_file_in_it_are_private(tmp_path: Path) -> Non
     assert mode(tmp_path / "runs" / "a") == 0o700
 
 
-def test_a_directory_that_somebody_made_keeps_its_mode_and_its_new_files_are_private(
+def test_an_existing_directory_keeps_its_mode_and_its_new_files_are_private(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "shared"

@@ -98,7 +98,7 @@ def test_a_rollout_reads_back_with_each_tokens_provenance(tmp_path: Path, model:
     assert second.prefills == (TurnPrefill(0, (KvSpan(3, 0, 4),)),)
 
 
-def test_what_a_turn_asked_for_and_was_told_reads_back(tmp_path: Path, model: Path) -> None:
+def test_a_turns_parameters_and_details_read_back(tmp_path: Path, model: Path) -> None:
     sampling = SamplingParams(max_tokens=4, min_p=0.5, raw_logprobs=True, top_logprobs=2)
     rollout = Rollout(1, group_id=0, index=0)
     rollout.extend([5, 6])
@@ -146,7 +146,7 @@ def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(
     assert (second.state, second.staleness) == ("evaluated", None)
 
 
-def test_what_a_rollout_does_after_it_was_recorded_is_not_recorded(
+def test_changes_of_a_rollout_after_its_recording_are_not_recorded(
     tmp_path: Path, model: Path
 ) -> None:
     rollout = a_rollout()
@@ -194,7 +194,7 @@ def test_the_parquet_columns_are_plain_lists_and_structs(tmp_path: Path, model: 
     }
 
 
-def test_archived_weights_are_those_of_the_call_even_if_training_goes_on(
+def test_archived_weights_are_those_at_the_call_even_if_training_continues(
     tmp_path: Path, model: Path
 ) -> None:
     weight = torch.ones(2, 2)
@@ -213,7 +213,7 @@ def test_archived_weights_are_those_of_the_call_even_if_training_goes_on(
     assert torch.equal(original["weight"], torch.zeros(2, 2))
 
 
-def test_run_json_tells_settings_packages_and_how_it_ended(tmp_path: Path, model: Path) -> None:
+def test_run_json_has_settings_packages_and_the_end(tmp_path: Path, model: Path) -> None:
     settings = {"max_staleness": 2, "model": model}
     with RunRecorder(tmp_path / "run", settings=settings, model=model) as recorder:
         recorder.finish(some_statistics(), reward_before=0.25)
@@ -240,7 +240,7 @@ def test_metrics_are_one_json_line_per_batch(tmp_path: Path, model: Path) -> Non
     ]
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path, model: Path) -> None:
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path, model: Path) -> None:
     RunRecorder(tmp_path / "run", settings={}, model=model).close()
     with pytest.raises(ConfigError, match="already holds"):
         RunRecorder(tmp_path / "run", settings={}, model=model)
@@ -263,7 +263,7 @@ def test_recording_after_the_end_is_refused_and_closing_twice_is_harmless(
         recorder.batch({})
 
 
-def test_a_disk_that_refuses_is_told_at_the_end_and_the_rest_is_written(
+def test_a_failed_write_is_raised_at_the_end_and_the_rest_is_written(
     tmp_path: Path, model: Path
 ) -> None:
     recorder = RunRecorder(tmp_path / "run", settings={}, model=model)
@@ -276,7 +276,7 @@ def test_a_disk_that_refuses_is_told_at_the_end_and_the_rest_is_written(
     assert len(list(read_trajectories(tmp_path / "run"))) == 1
 
 
-def test_trajectories_that_are_missing_or_cut_short_say_so(tmp_path: Path, model: Path) -> None:
+def test_missing_or_truncated_trajectories_raise(tmp_path: Path, model: Path) -> None:
     with pytest.raises(AuditError, match="missing"):
         list(read_trajectories(tmp_path))
     (tmp_path / "trajectories.parquet").write_bytes(b"PAR1 and then the power went")

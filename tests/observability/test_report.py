@@ -102,7 +102,7 @@ def test_report_json_has_the_numbers_of_the_run(tmp_path: Path, model: Path) -> 
     )
 
 
-def test_the_page_tells_warm_up_from_what_rl_added(tmp_path: Path, model: Path) -> None:
+def test_the_report_separates_the_warm_up_from_the_gain_of_rl(tmp_path: Path, model: Path) -> None:
     run = a_run(
         tmp_path / "runs" / "one",
         model,
@@ -116,7 +116,7 @@ def test_the_page_tells_warm_up_from_what_rl_added(tmp_path: Path, model: Path) 
     assert "| discarded: episode_error | 2 |" in page
 
 
-def test_the_page_says_how_much_context_was_found_in_caches(tmp_path: Path, model: Path) -> None:
+def test_the_report_shows_the_share_of_cached_context(tmp_path: Path, model: Path) -> None:
     plain = some_statistics()
     assert "| prefilled tokens found in cache | - |" in page_of(tmp_path / "one", model, plain)
 
@@ -129,7 +129,7 @@ def test_the_page_says_how_much_context_was_found_in_caches(tmp_path: Path, mode
     assert "Not audited yet" in page
 
 
-def test_a_broken_bound_and_lost_tokens_are_not_glossed_over(tmp_path: Path, model: Path) -> None:
+def test_the_report_shows_a_broken_bound_and_lost_tokens(tmp_path: Path, model: Path) -> None:
     broken = dataclasses.replace(
         some_statistics(), max_staleness_seen=3, ledger=LedgerSnapshot(generated=9, trained=5)
     )
@@ -138,9 +138,7 @@ def test_a_broken_bound_and_lost_tokens_are_not_glossed_over(tmp_path: Path, mod
     assert "| unaccounted for | 4 |" in page
 
 
-def test_runs_from_the_same_weights_stand_beside_each_other_and_others_do_not(
-    tmp_path: Path, model: Path
-) -> None:
+def test_the_report_compares_runs_of_the_same_model_only(tmp_path: Path, model: Path) -> None:
     other_model = tmp_path / "other-model"
     other_model.mkdir()
     (other_model / "config.json").write_text("{}")
@@ -157,9 +155,7 @@ def test_runs_from_the_same_weights_stand_beside_each_other_and_others_do_not(
     assert "unfinished" not in page
 
 
-def test_the_picture_is_an_image_even_of_a_run_that_recorded_no_timeline(
-    tmp_path: Path, model: Path
-) -> None:
+def test_a_run_without_a_timeline_still_has_a_picture(tmp_path: Path, model: Path) -> None:
     run = a_run(tmp_path / "runs" / "one", model)
     write_report(run)
     height, width, _ = imread(run / "report.png").shape
@@ -173,7 +169,7 @@ def test_the_picture_is_an_image_even_of_a_run_that_recorded_no_timeline(
     assert (empty / "report.png").stat().st_size > 10_000
 
 
-def test_a_run_that_has_not_ended_or_is_none_says_so(tmp_path: Path, model: Path) -> None:
+def test_a_report_of_a_missing_or_unfinished_run_raises(tmp_path: Path, model: Path) -> None:
     RunRecorder(tmp_path / "run", settings={}, model=model).close()
     with pytest.raises(AuditError, match="has not ended"):
         write_report(tmp_path / "run")
@@ -184,7 +180,7 @@ def test_a_run_that_has_not_ended_or_is_none_says_so(tmp_path: Path, model: Path
         write_report(tmp_path / "run")
 
 
-def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, model: Path) -> None:
+def test_the_report_shows_the_forecast_and_the_discards(tmp_path: Path, model: Path) -> None:
     forecast = RunForecast(
         throughput_ratio=0.85,
         tail_factor=2.5,
@@ -216,7 +212,7 @@ def test_the_page_says_what_was_predicted_and_what_was_dropped(tmp_path: Path, m
     assert report["discards"]["stale"]["lengths"] == {"64": 9}
 
 
-def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
+def test_a_run_too_short_for_a_forecast_has_a_report_without_it(
     tmp_path: Path, model: Path
 ) -> None:
     page = write_report(a_run(tmp_path / "runs" / "one", model)).read_text()
@@ -224,9 +220,7 @@ def test_a_run_too_short_to_predict_anything_has_a_page_without_it(
     assert "Length bias" not in page
 
 
-def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
-    tmp_path: Path, model: Path
-) -> None:
+def test_seconds_per_publish_average_this_processes_publishes(tmp_path: Path, model: Path) -> None:
     """A resumed run's versions continue, and its time starts at 0."""
     now_us = iter(range(0, 10_000_000, 500_000))
     keeper = Timekeeper(None, now_us=lambda: next(now_us))
@@ -251,7 +245,7 @@ def test_seconds_per_publish_are_of_this_process_publishes_not_of_all_versions(
         ({}, "of another, or damaged: KeyError 'statistics'"),
     ],
 )
-def test_a_run_of_another_version_or_without_an_end_is_named(
+def test_a_report_of_another_versions_run_raises(
     tmp_path: Path, body: dict[str, Any], says: str
 ) -> None:
     (tmp_path / "run.json").write_text(json.dumps(body))

@@ -33,7 +33,7 @@ WORKLOAD = PlanWorkload(groups=GROUPS, costs=COSTS, trainer_tokens_per_s=BALANCE
 CANDIDATE = PlanCandidate(max_staleness=2, groups_per_batch=16, engines=4)
 
 
-def test_drawn_lengths_have_the_mean_that_was_asked_for_after_the_cut() -> None:
+def test_drawn_lengths_have_the_requested_mean_after_the_cut() -> None:
     assert WORKLOAD.mean_tokens == pytest.approx(200, rel=0.01)
     assert max(map(max, GROUPS)) == 1600
     assert WORKLOAD.group_size == 8
@@ -48,7 +48,7 @@ def test_the_closed_forms_come_within_a_quarter_of_the_simulator(max_staleness: 
     assert prediction.trainer_idle_share == pytest.approx(simulated.trainer_idle_share, abs=0.15)
 
 
-def test_a_trainer_that_limits_is_reported_and_more_staleness_gains_nothing() -> None:
+def test_a_trainer_bound_run_is_reported_and_gains_nothing_from_more_staleness() -> None:
     slow = replace(WORKLOAD, trainer_tokens_per_s=BALANCED / 4)
     rows = staleness_rows(slow, CANDIDATE, [2, 4, 8])
     simulated = simulate(slow, CANDIDATE, versions=4)
@@ -59,7 +59,7 @@ def test_a_trainer_that_limits_is_reported_and_more_staleness_gains_nothing() ->
     assert "the trainer is the bottleneck" in advice(rows)
 
 
-def test_pauses_are_ranked_as_the_simulator_ranks_them() -> None:
+def test_closed_forms_rank_pause_modes_as_the_simulator_does() -> None:
     choices = [
         replace(CANDIDATE, pause_mode="keep", kv_policy="keep"),
         replace(CANDIDATE, pause_mode="abort"),
@@ -72,7 +72,7 @@ def test_pauses_are_ranked_as_the_simulator_ranks_them() -> None:
     assert predicted_s[1] == pytest.approx(simulated_s[1], rel=0.2)
 
 
-def test_twice_the_engines_help_where_engines_limit_and_other_rows_change_one_thing_each() -> None:
+def test_more_engines_help_an_engine_bound_run_and_each_row_changes_one_setting() -> None:
     base = replace(CANDIDATE, max_staleness=16)
     quick = replace(WORKLOAD, trainer_tokens_per_s=100 * BALANCED)
     split, batch = other_rows(quick, base, device_splits=[(8, 1)], batches=[32])
@@ -87,7 +87,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record_run(tmp_path_factory.mktemp("runs") / "short")
 
 
-def test_what_a_run_recorded_is_read_as_speeds_and_lengths(recorded_run: Path) -> None:
+def test_speeds_and_lengths_are_read_from_a_recorded_run(recorded_run: Path) -> None:
     run = measured_run(recorded_run)
     assert run.candidate.max_staleness == 1
     assert run.candidate.groups_per_batch == 2
@@ -118,7 +118,7 @@ def with_figures(run: Path, copy: Path, *, waited_s: list[float], ended_s: list[
     return copy
 
 
-def test_a_run_whose_trainer_waited_for_its_first_batch_only_is_limited_by_the_trainer(
+def test_a_run_whose_trainer_waited_only_for_its_first_batch_is_trainer_bound(
     recorded_run: Path, tmp_path: Path
 ) -> None:
     ended_s = [20.0, 40.0, 60.0, 80.0]
@@ -162,7 +162,7 @@ def test_the_command_prints_a_row_per_choice_and_one_recommendation_and_draws_it
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_has_a_row_a_line(
+def test_plan_json_has_one_row_per_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -187,7 +187,7 @@ def test_json_has_a_row_a_line(
         (["runs/one", "--from", "runs/other"], "are two runs to plan from; give one"),
     ],
 )
-def test_what_can_not_be_planned_is_one_line(
+def test_an_impossible_plan_gives_a_one_line_error(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,

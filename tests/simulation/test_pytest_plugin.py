@@ -32,7 +32,7 @@ async def one_turn(episode: tidegate.Episode, task: Any) -> float:
 # ---------------------------------------------------------------- what engines say
 
 
-async def test_engines_give_the_token_ids_they_were_told_to_and_a_stop_token(
+async def test_scripted_engines_return_the_given_token_ids_and_a_stop_token(
     tidegate_serve: ServeInTests,
 ) -> None:
     turns: list[tidegate.GeneratedTurn] = []
@@ -51,7 +51,7 @@ async def test_engines_give_the_token_ids_they_were_told_to_and_a_stop_token(
     assert turns[1].token_ids == [50, 51]
 
 
-async def test_text_goes_there_and_back_without_a_model(tidegate_serve: ServeInTests) -> None:
+async def test_text_round_trips_without_a_model(tidegate_serve: ServeInTests) -> None:
     async def solve(episode: tidegate.Episode, task: str) -> float:
         episode.append(task)
         return float((await episode.generate()).text == "Grüße, 42!")
@@ -60,7 +60,7 @@ async def test_text_goes_there_and_back_without_a_model(tidegate_serve: ServeInT
         assert (await rollouts.evaluate(["«é»"], episode=solve)).rewards == [1.0]
 
 
-async def test_what_is_said_may_depend_on_the_context_and_on_the_weights(
+async def test_a_script_may_depend_on_the_context_and_the_weight_version(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine()
@@ -74,13 +74,13 @@ async def test_what_is_said_may_depend_on_the_context_and_on_the_weights(
     assert [(request.text, request.version) for request in engine.requests] == [("a", 1), ("b", 1)]
 
 
-async def test_a_script_that_is_used_up_says_so(tidegate_serve: ServeInTests) -> None:
+async def test_an_exhausted_script_raises(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve(says=["once"]) as rollouts:
         with pytest.raises(ConfigError, match="the script has only 1 answers"):
             await rollouts.evaluate(["a", "b"], episode=one_turn)
 
 
-async def test_what_a_script_raises_ends_the_run(tidegate_serve: ServeInTests) -> None:
+async def test_an_exception_in_a_script_ends_the_run(tidegate_serve: ServeInTests) -> None:
     def says(request: TurnRequest) -> str:
         raise ZeroDivisionError("a bug in the script")
 
@@ -92,7 +92,7 @@ async def test_what_a_script_raises_ends_the_run(tidegate_serve: ServeInTests) -
 # ---------------------------------------------------------------- what goes wrong with them
 
 
-async def test_a_turn_goes_on_elsewhere_when_its_engine_crashes_at_a_token(
+async def test_a_turn_continues_on_another_engine_after_a_crash(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     dying, other = tidegate_engine(crashes_at_token=3), tidegate_engine(joins_at_s=0.01)
@@ -113,7 +113,7 @@ async def test_a_turn_goes_on_elsewhere_when_its_engine_crashes_at_a_token(
     assert [(request.text, request.said) for request in other.requests] == [("?", "abc")]
 
 
-async def test_an_abort_at_a_token_is_continued_too(
+async def test_a_turn_continues_after_an_abort(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(aborts_at_token=2)
@@ -122,7 +122,7 @@ async def test_an_abort_at_a_token_is_continued_too(
     assert [request.said for request in engine.requests] == ["", "ab"]
 
 
-async def test_engines_hang_slow_down_leave_and_are_cut_off_and_the_run_goes_on(
+async def test_a_run_continues_while_engines_hang_slow_down_leave_or_are_cut_off(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine()
@@ -144,7 +144,7 @@ async def test_engines_hang_slow_down_leave_and_are_cut_off_and_the_run_goes_on(
     assert engine.tokens >= 5 * 4
 
 
-async def test_refused_weights_are_the_trainers_to_deal_with(
+async def test_refused_weights_raise_in_the_trainer(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     async with tidegate_serve(engines=[tidegate_engine(refuses_publishes=1)]) as rollouts:
@@ -153,7 +153,7 @@ async def test_refused_weights_are_the_trainers_to_deal_with(
         assert await rollouts.publish({}) == 1
 
 
-async def test_an_engine_that_crashes_for_good_ends_the_run_with_the_real_error(
+async def test_an_engine_that_never_restarts_ends_the_run_with_the_real_error(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine(restart_s=float("inf"))
@@ -168,7 +168,7 @@ async def test_an_engine_that_crashes_for_good_ends_the_run_with_the_real_error(
 # ---------------------------------------------------------------- what the trainer sees
 
 
-async def test_the_run_is_one_of_serves_with_real_batches_bounds_and_errors(
+async def test_a_simulated_run_has_the_batches_bounds_and_errors_of_serve(
     tidegate_serve: ServeInTests,
 ) -> None:
     async with tidegate_serve(says="xy", **SMALL) as rollouts:
@@ -186,7 +186,7 @@ async def test_the_run_is_one_of_serves_with_real_batches_bounds_and_errors(
         await rollouts.publish({})
 
 
-async def test_idle_shares_are_of_virtual_time(tidegate_serve: ServeInTests) -> None:
+async def test_idle_shares_are_measured_in_virtual_time(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve(says="xy", **SMALL) as rollouts:
         async for _ in rollouts.batches(range(8), episode=one_turn):
             await asyncio.sleep(100.0)
@@ -206,7 +206,7 @@ async def test_an_episode_that_always_fails_ends_the_run(tidegate_serve: ServeIn
             await anext(rollouts.batches(range(200), episode=broken))
 
 
-async def test_an_episode_can_not_wait_for_its_own_run(tidegate_serve: ServeInTests) -> None:
+async def test_an_episode_that_calls_its_own_run_is_refused(tidegate_serve: ServeInTests) -> None:
     async with tidegate_serve() as rollouts:
 
         async def curious(episode: tidegate.Episode, task: int) -> float:
@@ -217,7 +217,7 @@ async def test_an_episode_can_not_wait_for_its_own_run(tidegate_serve: ServeInTe
         assert (await rollouts.evaluate([0], episode=curious)).rewards == [1.0]
 
 
-def test_a_sync_trainer_lets_time_pass_only_while_it_waits(
+def test_virtual_time_passes_only_while_a_sync_trainer_waits(
     tidegate_serve_sync: Callable[..., tidegate.SyncRollouts], tidegate_virtual_time: VirtualTime
 ) -> None:
     with tidegate_serve_sync(says="xy", **SMALL) as rollouts:
@@ -230,7 +230,7 @@ def test_a_sync_trainer_lets_time_pass_only_while_it_waits(
     assert (rows, rollouts.version) == (6, 3)
 
 
-def test_a_sync_run_that_failed_tells_what_of(
+def test_a_failed_sync_run_raises_its_error(
     tidegate_serve_sync: Callable[..., tidegate.SyncRollouts],
     tidegate_engine: type[ScriptedEngine],
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_sync_run_that_failed_tells_what_of(
         rollouts.evaluate(["?"], episode=one_turn)
 
 
-def test_a_coroutine_can_be_run_from_a_test_that_is_not_async(
+def test_a_sync_test_can_run_a_coroutine(
     tidegate_serve: ServeInTests, tidegate_virtual_time: VirtualTime
 ) -> None:
     async def main() -> int:
@@ -249,7 +249,7 @@ def test_a_coroutine_can_be_run_from_a_test_that_is_not_async(
     assert tidegate_virtual_time.run(main()) == 1
 
 
-async def test_the_same_test_goes_the_same_way_each_time(tidegate_serve: ServeInTests) -> None:
+async def test_a_simulated_test_is_deterministic(tidegate_serve: ServeInTests) -> None:
     runs = []
     for _ in range(2):
         said: list[str] = []
@@ -278,14 +278,14 @@ async def test_the_same_test_goes_the_same_way_each_time(tidegate_serve: ServeIn
         ({"engines": []}, "engines=0"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(
+def test_settings_unavailable_in_simulated_runs_are_refused(
     settings: dict[str, Any], why: str, tidegate_serve: ServeInTests
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         tidegate_serve(**settings)
 
 
-async def test_one_engine_is_for_one_run(
+async def test_a_scripted_engine_is_refused_by_a_second_run(
     tidegate_serve: ServeInTests, tidegate_engine: type[ScriptedEngine]
 ) -> None:
     engine = tidegate_engine()

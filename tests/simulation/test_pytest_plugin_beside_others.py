@@ -57,7 +57,7 @@ FIXTURE_LOOPS = ["-o", "asyncio_default_fixture_loop_scope=function"]
 """pytest-asyncio warns where this is left out."""
 
 REAL_TIME_TEST = """
-async def test_others_are_left_alone():
+async def test_tests_without_the_fixtures_are_unchanged():
     before_s = time.monotonic()
     await asyncio.sleep(0.01)
     assert time.monotonic() - before_s > 0.009
@@ -85,7 +85,7 @@ def test_async_tests_run_in_virtual_time_whatever_pytest_asyncio_does(
     result.assert_outcomes(passed=4 - ("asyncio" in mark) + bool(others))
 
 
-def test_what_the_page_says_runs_as_it_stands(pytester: pytest.Pytester) -> None:
+def test_the_documented_example_runs_unchanged(pytester: pytest.Pytester) -> None:
     page = Path(__file__).parents[2] / "docs" / "testing.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     pytester.makepyfile("\n".join(blocks))
@@ -93,7 +93,7 @@ def test_what_the_page_says_runs_as_it_stands(pytester: pytest.Pytester) -> None
     result.assert_outcomes(passed=4)
 
 
-def test_a_failed_test_tells_what_its_engines_did_last(pytester: pytest.Pytester) -> None:
+def test_a_failed_test_reports_the_last_messages_of_its_engines(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         async def test_that_fails(tidegate_serve):
@@ -113,7 +113,7 @@ def test_a_failed_test_tells_what_its_engines_did_last(pytester: pytest.Pytester
     )
 
 
-def test_who_does_not_use_the_fixtures_loads_nothing(pytester: pytest.Pytester) -> None:
+def test_a_session_without_the_fixtures_imports_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
         import sys

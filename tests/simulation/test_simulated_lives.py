@@ -219,7 +219,7 @@ def engines_are_restored_in_the_order_of_their_names(patch: pytest.MonkeyPatch) 
     patch.setattr(state, "_turns", turns_in_order)
 
 
-def test_a_run_goes_on_whenever_its_process_dies() -> None:
+def test_a_run_continues_whenever_its_process_dies() -> None:
     reports = [simulate_crash_restarts(seed) for seed in range(SEEDS)]
     assert [(r.seed, r.failure) for r in reports if r.failure] == []
     assert sum(report.processes for report in reports) > 2 * SEEDS
@@ -229,13 +229,13 @@ def test_a_run_goes_on_whenever_its_process_dies() -> None:
     assert sum(report.batches_returned for report in reports) > 0
 
 
-def test_a_seed_goes_the_same_way_each_time() -> None:
+def test_a_crash_restart_seed_is_deterministic() -> None:
     assert simulate_crash_restarts(5).digest == simulate_crash_restarts(5).digest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_a_planted_fault_is_caught(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     assert any(simulate_crash_restarts(seed).failure for seed in range(SEEDS_TO_CATCH))
 
@@ -244,12 +244,12 @@ def test_a_planted_fault_is_caught(mutate: Mutation, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seed", [900035, 913686, 914062, 917716, 918593, 919485])
-def test_turns_that_are_recalled_are_sent_in_the_same_order_by_whoever_resumes(seed: int) -> None:
+def test_resumed_processes_resend_turns_in_the_same_order(seed: int) -> None:
     """The order in which engines joined decides it, so a saved core has to keep that order."""
     assert simulate_crash_restarts(seed).failure is None
 
 
-def test_a_scenario_that_dies_is_replayed_from_its_json_as_from_its_seed() -> None:
+def test_a_crash_restart_scenario_replays_from_json_as_from_its_seed() -> None:
     drawn = simulate_crash_restarts(5)
     again = run_any(read_scenario(drawn.scenario.to_json()))
     assert isinstance(again, CrashRestartReport)
@@ -260,7 +260,7 @@ def test_a_scenario_that_dies_is_replayed_from_its_json_as_from_its_seed() -> No
     assert again.replay_command == f"tidegate simulate --replay '{drawn.scenario.to_json()}'"
 
 
-def test_a_run_that_dies_and_fails_is_printed_with_its_smallest_replay(
+def test_a_failing_crash_restart_run_is_printed_with_its_smallest_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     the_task_of_a_group_that_is_given_up_is_skipped(monkeypatch)
@@ -281,5 +281,5 @@ def test_a_run_that_dies_and_fails_is_printed_with_its_smallest_replay(
     assert f"failed: {again.failure}" in capsys.readouterr().out
 
 
-def test_a_sweep_of_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_without_seeds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status_of(["simulate", "--seeds", "0"], monkeypatch) == 2

@@ -40,13 +40,13 @@ def reports() -> list[SimulationReport]:
 
 
 @pytest.mark.slow
-def test_every_promise_is_kept_whatever_goes_wrong(reports: list[SimulationReport]) -> None:
+def test_all_invariants_hold_under_all_faults(reports: list[SimulationReport]) -> None:
     failed = [f"{report.failure}; {report.replay_command}" for report in reports if report.failure]
     assert failed == []
 
 
 @pytest.mark.slow
-def test_the_runs_reach_what_is_hard(reports: list[SimulationReport]) -> None:
+def test_the_sweep_reaches_every_coverage_mark(reports: list[SimulationReport]) -> None:
     """Or nothing that goes wrong would be noticed. A sweep of 1,000 seeds has to reach all."""
     reached = {mark for report in reports for mark in report.coverage}
     assert len(reached) > 0.7 * len(CoverageMark)
@@ -59,7 +59,7 @@ def test_the_runs_reach_what_is_hard(reports: list[SimulationReport]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_same_seed_is_the_same_run_bit_for_bit(seed: int) -> None:
+def test_a_seed_gives_the_same_run_bit_for_bit(seed: int) -> None:
     assert simulate(seed) == simulate(seed)
 
 
@@ -82,14 +82,14 @@ def test_a_run_does_not_depend_on_how_python_hashes_strings() -> None:
     assert len(digests) == 1
 
 
-def test_a_scenario_written_down_and_read_again_is_the_same_run() -> None:
+def test_a_scenario_read_back_from_json_gives_the_same_run() -> None:
     for seed in range(4):
         report = simulate(seed)
         again = run_scenario(read_scenario(report.scenario.to_json()))
         assert again.digest == report.digest
 
 
-def test_many_processes_report_what_one_does() -> None:
+def test_a_sweep_on_many_processes_reports_the_same_as_on_one() -> None:
     """In a process of their own: a pool's tracker lives as long as whoever has used a pool."""
     program = (
         "from tidegate.simulation.faults import ALL_FAULTS\n"
@@ -116,7 +116,7 @@ def test_a_sweep_that_is_killed_leaves_no_process_behind() -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_without_faults_every_task_is_trained_and_nothing_is_thrown_away() -> None:
+def test_without_faults_every_task_is_trained_and_nothing_discarded() -> None:
     for seed in range(30):
         report, scenario = simulate(seed, faults=NO_FAULTS), draw_scenario(seed, NO_FAULTS)
         assert report.failure is None
@@ -130,7 +130,7 @@ def test_without_faults_every_task_is_trained_and_nothing_is_thrown_away() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FaultKind)
-def test_each_kind_of_fault_alone_is_survived(kind: FaultKind) -> None:
+def test_a_run_survives_each_kind_of_fault_alone(kind: FaultKind) -> None:
     failed = [
         report.replay_command
         for seed in range(200, 206)
@@ -139,7 +139,7 @@ def test_each_kind_of_fault_alone_is_survived(kind: FaultKind) -> None:
     assert failed == []
 
 
-def test_faults_are_read_from_a_list() -> None:
+def test_fault_kinds_are_parsed_from_a_list() -> None:
     assert parse_faults("all") == ALL_FAULTS
     assert parse_faults("none") == NO_FAULTS
     assert parse_faults("crash,cut") == {FaultKind.CRASH, FaultKind.CUT}
@@ -149,7 +149,7 @@ def test_faults_are_read_from_a_list() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation = MUTATIONS[name]
     mutation.plant(monkeypatch)
     for seed in (mutation.seed, *range(MUTANT_SEEDS_MAX)):
@@ -166,7 +166,7 @@ def failing(name: str, monkeypatch: pytest.MonkeyPatch) -> SimulationReport:
     return next(report for seed in range(100) if (report := simulate(seed)).failure)
 
 
-def test_a_failed_run_says_what_was_planned_what_waits_and_how_to_run_it_again(
+def test_a_failed_run_reports_its_faults_waiting_tasks_and_replay_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     report = failing("a_late_joiner_gets_no_weights", monkeypatch)
@@ -180,7 +180,7 @@ def test_a_failed_run_says_what_was_planned_what_waits_and_how_to_run_it_again(
     assert "engine-0 <- " in lines
 
 
-def test_a_failure_is_shrunken_to_a_smaller_run_that_fails_alike(
+def test_a_failure_shrinks_to_a_smaller_run_with_the_same_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     report = failing("a_lost_engines_turns_are_forgotten", monkeypatch)
@@ -193,7 +193,7 @@ def test_a_failure_is_shrunken_to_a_smaller_run_that_fails_alike(
     assert run_scenario(read_scenario(smallest.scenario.to_json())) == smallest
 
 
-def test_what_did_not_fail_is_not_shrunken() -> None:
+def test_a_run_that_passed_can_not_be_shrunk() -> None:
     with pytest.raises(ValueError, match="needs a failed run"):
         shrink(simulate(0, faults=NO_FAULTS))
 
@@ -208,17 +208,17 @@ def test_the_smallest_scenario_is_the_shortest_and_runs() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"rain": 1}', '{"engines": "two"}', '{"max_staleness": -1}']
 )
-def test_what_is_no_scenario_is_refused(text: str) -> None:
+def test_an_invalid_scenario_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         read_scenario(text)
 
 
-def test_faults_of_engines_that_a_smaller_scenario_lacks_are_left_out() -> None:
+def test_shrinking_drops_faults_of_removed_engines() -> None:
     crash = Fault(kind=FaultKind.CRASH, engine=2, at_s=0.1)
     assert run_scenario(Scenario(engines=1, faults=[crash])).failure is None
 
 
-def test_a_sweep_counts_what_its_runs_went_through() -> None:
+def test_a_sweep_counts_the_coverage_marks_of_its_runs() -> None:
     summary = SweepSummary()
     for report in sweep(range(30), frozenset({FaultKind.CRASH}), workers=1):
         assert summary.add(report) == []
@@ -243,7 +243,7 @@ def test_the_command_prints_a_failing_seed_with_its_smallest_replay_and_has_stat
     assert "replay: tidegate simulate --replay '{" in lines
 
 
-def test_the_command_replays_a_scenario_from_a_file_or_as_it_stands(
+def test_the_command_replays_a_scenario_from_a_file_or_an_argument(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     scenario = msgspec.structs.replace(draw_scenario(3), tasks=2)
@@ -261,7 +261,7 @@ def test_the_command_replays_a_scenario_from_a_file_or_as_it_stands(
 
 
 @pytest.mark.parametrize("arguments", [["--faults", "rain"], ["--replay", "no/such.json"]])
-def test_what_can_not_be_simulated_is_refused_with_status_2(
+def test_invalid_simulate_arguments_exit_with_status_2(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert status_of(["simulate", *arguments], monkeypatch) == 2

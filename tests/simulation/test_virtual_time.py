@@ -15,7 +15,7 @@ from tidegate.simulation.virtual_time import (
 )
 
 
-def test_a_day_passes_at_once_and_timers_fire_in_the_order_of_their_times() -> None:
+def test_virtual_time_skips_waits_and_fires_timers_in_order() -> None:
     fired: list[tuple[float, str]] = []
 
     async def sleeper(name: str, delay_s: float) -> None:
@@ -42,7 +42,7 @@ def test_a_timeout_ends_a_wait_at_its_virtual_time() -> None:
     assert run_in_virtual_time(main()) == 30.0
 
 
-def test_who_waits_for_ever_is_named_and_where() -> None:
+def test_tasks_that_wait_for_ever_are_named_with_their_location() -> None:
     async def wait_for_godot() -> None:
         await asyncio.Event().wait()
 
@@ -53,7 +53,7 @@ def test_who_waits_for_ever_is_named_and_where() -> None:
         run_in_virtual_time(main())
 
 
-def test_what_is_given_to_a_thread_runs_at_once_and_takes_no_time() -> None:
+def test_to_thread_runs_at_once_in_no_virtual_time() -> None:
     async def main() -> float:
         assert await asyncio.to_thread(sum, (1, 2)) == 3
         with pytest.raises(ZeroDivisionError):
@@ -63,7 +63,7 @@ def test_what_is_given_to_a_thread_runs_at_once_and_takes_no_time() -> None:
     assert run_in_virtual_time(main()) == 0.0
 
 
-def test_other_threads_are_refused_for_virtual_time_does_not_wait_for_them() -> None:
+def test_calls_from_other_threads_are_refused() -> None:
     with (
         contextlib.closing(VirtualLoop()) as loop,
         ThreadPoolExecutor(1) as pool,
@@ -72,7 +72,7 @@ def test_other_threads_are_refused_for_virtual_time_does_not_wait_for_them() -> 
         pool.submit(loop.call_soon_threadsafe, print).result()
 
 
-def test_time_stands_still_between_two_runs_and_passes_when_told_to() -> None:
+def test_virtual_time_stops_between_runs_and_passes_in_sleep() -> None:
     async def tick(times: list[float]) -> None:
         while True:
             await asyncio.sleep(1.0)
@@ -86,7 +86,7 @@ def test_time_stands_still_between_two_runs_and_passes_when_told_to() -> None:
         assert (times, time.now_s) == ([1.0, 2.0], 2.5)
 
 
-def test_a_program_that_takes_for_ever_is_ended_at_the_limit_and_names_who_waits() -> None:
+def test_a_program_beyond_the_time_limit_is_ended_and_its_waiting_tasks_named() -> None:
     async def beat_for_ever() -> None:
         for seconds in itertools.repeat(1.0):
             await asyncio.sleep(seconds)
@@ -99,7 +99,7 @@ def test_a_program_that_takes_for_ever_is_ended_at_the_limit_and_names_who_waits
     )
 
 
-def test_with_ticks_what_is_due_at_nearly_the_same_time_happens_at_once() -> None:
+def test_ticks_round_timers_that_are_almost_due_to_the_same_time() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         await asyncio.gather(asyncio.sleep(0.001), asyncio.sleep(0.124))

@@ -38,7 +38,7 @@ def test_single_experts_may_be_published_by_the_names_of_directories(tmp_path: P
 
 
 @pytest.mark.parametrize("name", [f"{EXPERT}.up_proj.weight", "model.layers.9.mlp.gate.weight"])
-def test_what_does_not_fit_is_named(tmp_path: Path, name: str) -> None:
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, name: str) -> None:
     archive(tmp_path, {name: torch.zeros(3, 5)})
     with pytest.raises(AuditError, match=name):
         load_version(1, lambda version: tmp_path / str(version))

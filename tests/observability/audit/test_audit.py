@@ -53,7 +53,7 @@ def of_rows(report: AuditReport) -> list[tuple[int, str]]:
     return [(p.rollout_id, p.message) for p in report.problems if p.turn < 0]
 
 
-def test_every_way_of_sampling_over_new_weights_agrees_with_its_tags(honest_run: Path) -> None:
+def test_audits_agree_for_every_sampling_mode_across_weight_updates(honest_run: Path) -> None:
     report = audit_run(honest_run)
 
     assert messages(report) == []
@@ -76,7 +76,7 @@ def run_with_options(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record_run(tmp_path_factory.mktemp("runs") / "options", models, rollouts)
 
 
-def test_every_sampling_option_is_audited_but_processors_that_nobody_knows(
+def test_every_sampling_option_is_audited_except_user_defined_processors(
     run_with_options: Path,
 ) -> None:
     report = audit_run(run_with_options)
@@ -93,7 +93,7 @@ def test_every_sampling_option_is_audited_but_processors_that_nobody_knows(
 
 
 @pytest.mark.parametrize("turn", range(7))
-def test_an_option_that_was_not_applied_is_caught(
+def test_an_option_that_was_not_applied_is_detected(
     run_with_options: Path, tmp_path: Path, turn: int
 ) -> None:
     run = tmp_path / "run"
@@ -109,7 +109,7 @@ def test_an_option_that_was_not_applied_is_caught(
     assert {problem.turn for problem in problems} == {turn}
 
 
-def test_options_that_are_no_json_can_not_be_audited(
+def test_options_that_are_not_json_can_not_be_audited(
     run_with_options: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -119,7 +119,7 @@ def test_options_that_are_no_json_can_not_be_audited(
         audit_run(run)
 
 
-def test_the_audit_says_how_many_wrong_tags_it_could_not_have_seen(honest_run: Path) -> None:
+def test_the_audit_reports_the_share_of_undetectable_wrong_tags(honest_run: Path) -> None:
     report = audit_run(honest_run)
     assert report.version_power.spans_tried == report.spans - report.spans_mixed
     assert report.version_power.spans_unnoticed == 0
@@ -130,7 +130,7 @@ def test_the_audit_says_how_many_wrong_tags_it_could_not_have_seen(honest_run: P
     assert not audit_run(honest_run, tolerance=0).agrees
 
 
-def test_a_span_tagged_with_its_neighbour_in_every_table_is_caught_by_its_logprobs(
+def test_a_span_tagged_consistently_with_a_neighbouring_version_is_detected_by_log_probs(
     run: Path,
 ) -> None:
     def lie(row: Row) -> None:
@@ -170,7 +170,7 @@ def test_a_version_that_was_never_archived_is_a_wrong_tag(run: Path) -> None:
     assert report.tokens_agreeing == report.tokens - 5
 
 
-def test_a_kv_tag_that_says_fresh_where_the_history_is_mixed_is_caught(run: Path) -> None:
+def test_a_fresh_kv_tag_over_a_mixed_history_is_detected(run: Path) -> None:
     def lie(row: Row) -> None:
         row["turns"][0]["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
 
@@ -183,7 +183,7 @@ def test_a_kv_tag_that_says_fresh_where_the_history_is_mixed_is_caught(run: Path
     assert not report.agrees
 
 
-def test_an_engine_that_claims_a_recompute_it_never_made_is_caught_by_its_logprobs(
+def test_a_claimed_recompute_that_never_happened_is_detected_by_log_probs(
     run: Path,
 ) -> None:
     def lie(row: Row) -> None:
@@ -198,7 +198,7 @@ def test_an_engine_that_claims_a_recompute_it_never_made_is_caught_by_its_logpro
     assert all("do not match its weights" in m for _, _, m in messages(report))
 
 
-def test_a_stale_prefix_that_is_claimed_fresh_is_caught_by_its_logprobs(run: Path) -> None:
+def test_a_stale_prefix_tagged_fresh_is_detected_by_log_probs(run: Path) -> None:
     def lie(row: Row) -> None:
         turn = row["turns"][0]
         turn["spans"][0] |= {"kv_oldest": 1, "kv_newest": 1}
@@ -209,7 +209,7 @@ def test_a_stale_prefix_that_is_claimed_fresh_is_caught_by_its_logprobs(run: Pat
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_span_boundary_one_token_off_is_caught(run: Path, shift: int) -> None:
+def test_a_span_boundary_off_by_one_token_is_detected(run: Path, shift: int) -> None:
     def lie(row: Row) -> None:
         row["turns"][0]["spans"][0]["end"] += shift
         row["turns"][0]["spans"][1]["start"] += shift
@@ -218,7 +218,7 @@ def test_a_span_boundary_one_token_off_is_caught(run: Path, shift: int) -> None:
     assert not audit_run(run).agrees
 
 
-def test_a_boundary_moved_off_a_recompute_is_caught(run: Path) -> None:
+def test_a_span_boundary_moved_off_a_recompute_is_detected(run: Path) -> None:
     def lie(row: Row) -> None:
         row["turns"][0]["spans"][1]["end"] += 1
         row["turns"][0]["spans"][2]["start"] += 1
@@ -228,7 +228,7 @@ def test_a_boundary_moved_off_a_recompute_is_caught(run: Path) -> None:
     assert any("reaches across token 4" in m for _, _, m in messages(report))
 
 
-def test_a_changed_token_is_caught_with_its_place(run: Path) -> None:
+def test_a_changed_token_is_detected_with_its_position(run: Path) -> None:
     def lie(row: Row) -> None:
         position = row["turns"][1]["start"] + 2
         row["token_ids"][position] = (row["token_ids"][position] + 1) % sampled_runs.VOCAB
@@ -240,7 +240,7 @@ def test_a_changed_token_is_caught_with_its_place(run: Path) -> None:
     assert "first token 2:" in message
 
 
-def test_a_changed_observation_is_caught_by_the_tokens_behind_it(run: Path) -> None:
+def test_a_changed_observation_is_detected_by_the_tokens_after_it(run: Path) -> None:
     def lie(row: Row) -> None:
         row["token_ids"][row["turns"][1]["start"] - 1] = 20
 
@@ -248,7 +248,7 @@ def test_a_changed_observation_is_caught_by_the_tokens_behind_it(run: Path) -> N
     assert [(r, t) for r, t, _ in messages(audit_run(run))] == [(ONE_VERSION, 1)]
 
 
-def test_a_logprob_of_other_sampling_than_recorded_is_caught(run: Path) -> None:
+def test_a_log_prob_of_other_sampling_parameters_is_detected(run: Path) -> None:
     def lie(row: Row) -> None:
         row["turns"][2]["top_k"] = 6
 
@@ -267,7 +267,7 @@ def test_a_logprob_of_other_sampling_than_recorded_is_caught(run: Path) -> None:
         (lambda turn: turn.update(length=0, spans=[], prefills=[]), "are in no turn"),
     ],
 )
-def test_tables_that_do_not_cover_every_sampled_token_are_caught(
+def test_tables_that_do_not_cover_every_sampled_token_are_detected(
     run: Path, lie: Callable[[Row], None], message: str
 ) -> None:
     edit_rollout(run, ONE_VERSION, lambda row: lie(row["turns"][0]))
@@ -276,7 +276,7 @@ def test_tables_that_do_not_cover_every_sampled_token_are_caught(
     assert not report.agrees
 
 
-def test_an_unknown_history_is_counted_and_not_taken_for_agreement(run: Path) -> None:
+def test_tokens_of_unknown_history_are_counted_separately(run: Path) -> None:
     def admit(row: Row) -> None:
         row["turns"][0]["prefills"] = []
         row["turns"][0]["spans"][0] |= {"kv_oldest": None, "kv_newest": None}
@@ -351,7 +351,7 @@ def test_tokens_newer_than_the_version_they_were_trained_at_are_named(run: Path)
         },
     ],
 )
-def test_a_row_whose_columns_all_lie_alike_is_missed_in_its_batch(
+def test_a_row_moved_consistently_to_another_batch_is_detected(
     booked_run: Path, tmp_path: Path, edit: Row
 ) -> None:
     run = tmp_path / "run"
@@ -382,7 +382,7 @@ def test_rows_whose_batches_are_not_in_the_metrics_are_named(
     ]
 
 
-def test_a_turn_that_moved_to_an_engine_without_prefills_is_unknown_from_there_on(
+def test_a_turn_moved_to_an_engine_without_prefill_reports_is_unknown_from_then_on(
     run: Path,
 ) -> None:
     def move(row: Row) -> None:
@@ -404,7 +404,7 @@ def test_part_of_a_run_can_be_audited_evenly_spaced(honest_run: Path) -> None:
     assert report.agrees
 
 
-def test_a_directory_that_is_no_run_says_what_is_missing(run: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_names_the_missing_file(run: Path, tmp_path: Path) -> None:
     with pytest.raises(AuditError, match="is not a directory"):
         audit_run(tmp_path / "nowhere")
     (run / "trajectories.parquet").unlink()
@@ -427,13 +427,13 @@ def test_damaged_or_incomplete_weights_can_not_be_audited(run: Path) -> None:
         audit_run(run)
 
 
-def test_a_run_without_tokens_proves_nothing(tmp_path: Path) -> None:
+def test_a_run_without_tokens_can_not_be_audited(tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", make_models(1), [])
     with pytest.raises(AuditError, match="no sampled token"):
         audit_run(run)
 
 
-def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded() -> None:
+def test_a_token_at_the_top_p_threshold_counts_on_the_recorded_side() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.2, 0.05]]))
     settings = torch.tensor([[1.0, 0.0, 0.75, 0.0]])  # two tokens reach top_p, up to rounding
     for kept, token_id in ((2, 0), (3, 0), (3, 2)):
@@ -442,7 +442,7 @@ def test_a_token_on_the_edge_of_top_p_counts_on_whichever_side_it_was_recorded()
         np.testing.assert_allclose(found, recorded, atol=1e-5)
 
 
-def test_tokens_that_tie_at_the_edge_of_top_k_may_all_be_kept_and_lower_ones_never() -> None:
+def test_tokens_tied_at_top_k_may_all_be_kept_and_lower_ones_never() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1]]))
     settings = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     for kept in (2, 3):

@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_every_way_of_sampling_agrees_with_its_tags(model_type: str, tmp_path: Path) -> None:
+def test_audits_agree_for_every_sampling_mode(model_type: str, tmp_path: Path) -> None:
     models = make_models(model_type=model_type, **MODELS[model_type])
     rollouts = [kind(models, number) for number, kind in enumerate(KINDS)]
     rollouts += [

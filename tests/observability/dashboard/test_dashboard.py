@@ -45,7 +45,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 # ---------------------------------------------------------------- while the run goes on
 
 
-def test_everything_asked_for_properly_is_answered_and_nothing_else(watched: Watched) -> None:
+def test_valid_requests_are_answered_and_others_refused(watched: Watched) -> None:
     refused = {path: status for path, status in watched.statuses.items() if status != 200}
     assert refused == {
         "/api/rollouts?state=none": 400,
@@ -60,7 +60,7 @@ def test_everything_asked_for_properly_is_answered_and_nothing_else(watched: Wat
     }
 
 
-def test_the_state_is_the_runs_own(watched: Watched) -> None:
+def test_api_state_equals_the_runs_statistics(watched: Watched) -> None:
     state = watched.answers["/api/state"]
     shown = state["frame"]
     assert state["about"]["settings"]["max_staleness"] == 2
@@ -86,14 +86,14 @@ def test_the_timeline_has_the_engines_busy_time_and_its_swaps(watched: Watched) 
     assert swaps == list(range(1, BATCHES))
 
 
-def test_a_curve_has_a_point_per_batch_with_what_the_trainer_told(watched: Watched) -> None:
+def test_a_curve_has_a_point_per_batch_with_the_trainers_metrics(watched: Watched) -> None:
     batches = watched.answers["/api/state"]["frame"]["batches"]
     ess = BATCH_COLUMNS.index("effective_sample_size")
     assert [batch[0] for batch in batches] == list(range(BATCHES - 1))
     assert [batch[ess] for batch in batches] == [None, 0.75, 0.75]
 
 
-def test_an_update_tells_the_same_of_the_last_seconds(watched: Watched) -> None:
+def test_an_update_has_the_same_data_of_the_last_seconds(watched: Watched) -> None:
     assert watched.update.keys() == watched.answers["/api/state"]["frame"].keys()
     assert watched.update["run"]["batches"] == BATCHES - 1
 
@@ -134,7 +134,7 @@ def test_the_trace_shows_each_episode_with_its_turns_and_a_viewer_can_nest_it(
     assert len(whole) == len(rows)
 
 
-def test_a_callback_is_told_each_batch_in_figures(watched: Watched) -> None:
+def test_on_batch_receives_each_batchs_figures(watched: Watched) -> None:
     assert [figures["version"] for figures in watched.told] == list(range(BATCHES))
     last = watched.told[-1]
     assert last["staleness_max"] <= 2
@@ -184,7 +184,7 @@ def test_names_follow_prometheus_rules() -> None:
 # ---------------------------------------------------------------- untrusted text
 
 
-def test_no_answer_lets_a_browser_run_what_a_rollout_says(watched: Watched) -> None:
+def test_responses_forbid_scripts_from_rollout_text(watched: Watched) -> None:
     task = json.loads(watched.answers["/api/rollouts/0"]["task"])
     assert task == HOSTILE_TASK
     for path, headers in watched.headers.items():
@@ -225,7 +225,7 @@ def test_the_page_has_no_script_or_style_inside_it() -> None:
 # ---------------------------------------------------------------- a finished run
 
 
-def test_a_finished_run_shows_what_it_showed_at_its_end(watched: Watched) -> None:
+def test_a_finished_run_shows_its_final_state(watched: Watched) -> None:
     source = RecordedSource(watched.directory)
     shown = frame(source.observe())
     assert shown["is_over"]
@@ -242,7 +242,7 @@ def test_a_finished_run_shows_what_it_showed_at_its_end(watched: Watched) -> Non
     exposition(source.observe())
 
 
-def test_a_finished_run_is_served_alike(watched: Watched) -> None:
+def test_a_finished_run_is_served_by_the_same_routes(watched: Watched) -> None:
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(RecordedSource(watched.directory))
         with httpx.Client(base_url=dashboard.url, timeout=30) as http:
@@ -252,7 +252,7 @@ def test_a_finished_run_is_served_alike(watched: Watched) -> None:
     assert page["texts"] == watched.answers["/api/rollouts/0"]["texts"]
 
 
-def test_where_no_run_is_that_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AuditError, match="recorded run"):
         RecordedSource(tmp_path)
 
@@ -285,7 +285,7 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_can_be_read(
 
 
 @pytest.mark.parametrize("token", ["a-token-of-some-length", "as+base64/has=it&€;"])
-async def test_elsewhere_only_who_has_the_token_gets_in_and_is_known_from_then_on(
+async def test_remote_access_needs_the_token_once_and_then_the_cookie(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
     monkeypatch.setenv("TIDEGATE_DASHBOARD_TOKEN", token)
@@ -299,7 +299,7 @@ async def test_elsewhere_only_who_has_the_token_gets_in_and_is_known_from_then_o
             assert (await http.get("/metrics")).status_code == 200  # authenticated by the cookie
 
 
-def test_an_address_that_is_taken_is_refused_before_the_run_starts() -> None:
+def test_an_address_in_use_is_refused_before_the_run_starts() -> None:
     with Dashboard("127.0.0.1:0") as first, pytest.raises(ConfigError, match="can't listen"):
         Dashboard(first.url.removeprefix("http://").strip("/"))
 
@@ -321,7 +321,7 @@ def counted() -> tuple[list[int], Callable[[], bytes]]:
     return made, make
 
 
-async def test_nothing_is_made_while_nobody_looks_and_all_who_look_get_the_same() -> None:
+async def test_frames_are_made_only_with_viewers_and_shared_by_all() -> None:
     made, make = counted()
     updates = Updates(make, interval_s=0.01)
     await asyncio.sleep(0)
@@ -335,14 +335,14 @@ async def test_nothing_is_made_while_nobody_looks_and_all_who_look_get_the_same(
     updates.end()
 
 
-async def test_when_the_run_is_over_every_stream_ends() -> None:
+async def test_every_update_stream_ends_with_the_run() -> None:
     def make() -> bytes:
         raise RunClosed("the run has ended")
 
     assert [body async for body in Updates(make).viewer()] == []
 
 
-async def test_a_frame_that_cannot_be_made_costs_only_itself(
+async def test_a_failed_frame_does_not_end_the_stream(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     answers: Iterator[bytes | Exception] = iter([ValueError("no"), b"1"])
@@ -359,7 +359,7 @@ async def test_a_frame_that_cannot_be_made_costs_only_itself(
     updates.end()
 
 
-async def test_an_audience_has_a_limit() -> None:
+async def test_viewers_beyond_the_limit_are_refused() -> None:
     _, make = counted()
     updates = Updates(make, interval_s=0.01)
     viewers = [updates.viewer() for _ in range(VIEWERS_MAX)]

@@ -29,12 +29,12 @@ def test_an_address_is_a_host_and_a_port(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "8080", ":8080", "a b:1", "h:65536", "http://h:1", "h:-1"])
-def test_anything_else_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:8080"):
         parse_address(text)
 
 
-def test_on_this_host_no_token_is_needed_and_elsewhere_one_is_drawn() -> None:
+def test_loopback_needs_no_token_and_other_addresses_get_one() -> None:
     assert token_for(Address("127.0.0.1", 0), {}) == ""
     assert token_for(Address("::1", 0), {}) == ""
     drawn = {token_for(Address("0.0.0.0", 0), {}) for _ in range(2)}
@@ -42,7 +42,7 @@ def test_on_this_host_no_token_is_needed_and_elsewhere_one_is_drawn() -> None:
     assert min(map(len, drawn)) >= 32
 
 
-def test_a_token_from_the_environment_holds_anywhere_unless_it_could_be_guessed() -> None:
+def test_a_token_from_the_environment_is_used_unless_it_is_too_short() -> None:
     assert token_for(Address("127.0.0.1", 0), {DASHBOARD_TOKEN_VARIABLE: TOKEN}) == TOKEN
     with pytest.raises(ConfigError, match="5 characters"):
         token_for(Address("0.0.0.0", 0), {DASHBOARD_TOKEN_VARIABLE: "short"})
@@ -58,7 +58,7 @@ def test_a_token_from_the_environment_holds_anywhere_unless_it_could_be_guessed(
     ],
     ids=["in the query", "as a bearer", "in the cookie", "in the cookie of a proxy"],
 )
-def test_the_token_is_taken_wherever_it_is_shown(asked: DashboardRequest) -> None:
+def test_the_token_is_accepted_in_query_header_and_cookie(asked: DashboardRequest) -> None:
     assert shows_token(asked, TOKEN)
     assert not shows_token(asked, TOKEN + "x")
 
@@ -72,11 +72,11 @@ def test_the_token_is_taken_wherever_it_is_shown(asked: DashboardRequest) -> Non
         request(cookie="\x00;;==\x7f"),
     ],
 )
-def test_nothing_else_opens(asked: DashboardRequest) -> None:
+def test_other_tokens_are_refused(asked: DashboardRequest) -> None:
     assert not shows_token(asked, TOKEN)
 
 
-def test_no_script_but_our_files_may_run() -> None:
+def test_the_content_security_policy_allows_only_our_files() -> None:
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

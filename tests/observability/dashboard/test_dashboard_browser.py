@@ -79,7 +79,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return watched_run(tmp_path_factory.mktemp("watched")).directory
 
 
-def test_a_run_is_seen_while_it_goes_on(looking: Looking, tmp_path: Path) -> None:
+def test_a_running_run_is_shown(looking: Looking, tmp_path: Path) -> None:
     model, page = make_model_directory(tmp_path / "model"), looking.page
     with tidegate.serve_sync(
         model=model, engines=1, group_size=2, groups_per_batch=2, dashboard_address="127.0.0.1:0"
@@ -105,9 +105,7 @@ def rollouts_host(rollouts_url: str) -> str:
     return rollouts_url.split("/")[2]
 
 
-def test_a_mixed_rollout_is_read_token_by_token_and_stays_text(
-    looking: Looking, finished: Path
-) -> None:
+def test_a_mixed_rollout_is_shown_token_by_token_as_text(looking: Looking, finished: Path) -> None:
     page = looking.page
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(RecordedSource(finished))
@@ -143,9 +141,7 @@ OVERLAPS = f"""
 """
 
 
-def test_perfetto_reads_a_runs_trace_whole_and_shows_what_overlapped(
-    browser: Any, finished: Path
-) -> None:
+def test_perfetto_reads_a_runs_whole_trace(browser: Any, finished: Path) -> None:
     at = perfetto_page()
     if at is None:
         pytest.skip("needs Perfetto's page: make test-dashboard")

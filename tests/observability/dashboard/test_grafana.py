@@ -33,7 +33,7 @@ def test_every_expression_names_metrics_and_labels_that_exist() -> None:
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels
 
 
-def test_rates_are_taken_of_counters_and_of_nothing_else() -> None:
+def test_rates_are_taken_of_counters_only() -> None:
     counts = {metric.name for metric in METRICS if metric.kind == "counter"}
     counts |= exported() - {metric.name for metric in METRICS}
     for panel in panels():
@@ -42,7 +42,7 @@ def test_rates_are_taken_of_counters_and_of_nothing_else() -> None:
             assert rated <= counts, panel["title"]
 
 
-def test_panels_lie_beside_each_other_and_each_has_its_number() -> None:
+def test_grafana_panels_do_not_overlap_and_have_unique_ids() -> None:
     places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels()]
     assert len(set(places)) == len(places)
     assert all(each["gridPos"]["x"] + each["gridPos"]["w"] <= 24 for each in panels())

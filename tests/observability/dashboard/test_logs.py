@@ -27,7 +27,7 @@ def lines(written: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in written.getvalue().splitlines()]
 
 
-def test_what_a_message_names_is_a_field_of_its_own_type(written: io.StringIO) -> None:
+def test_keys_of_a_log_message_become_typed_json_fields(written: io.StringIO) -> None:
     log.warning("engine=%s lost: %s", "engine-3", "it was silent")
     log.info("rollout=%d forks into %d, %s", 7, 8, "resampled")
     log.warning("stuck=%s name=%r waited_s=%.0f where=%r", "turn", 7, 61.25, "here")
@@ -58,14 +58,14 @@ def test_what_a_message_names_is_a_field_of_its_own_type(written: io.StringIO) -
     ]
 
 
-def test_a_value_that_is_written_out_is_a_field_too(written: io.StringIO) -> None:
+def test_a_literal_value_in_a_log_message_becomes_a_field(written: io.StringIO) -> None:
     log.error("stuck=loop at 100%% done name=%r", "a callback")
     (line,) = lines(written)
     assert (line["stuck"], line["name"]) == ("loop", "a callback")
     assert line["message"] == "stuck=loop at 100% done name='a callback'"
 
 
-def test_an_error_keeps_its_story_on_one_line(written: io.StringIO) -> None:
+def test_an_exception_is_logged_on_one_line(written: io.StringIO) -> None:
     try:
         raise ValueError("first line\nsecond line")
     except ValueError as error:
@@ -75,7 +75,7 @@ def test_an_error_keeps_its_story_on_one_line(written: io.StringIO) -> None:
     assert "second line" in line["error"]
 
 
-def test_nothing_that_is_logged_can_break_a_line_or_stand_for_another_field(
+def test_logged_values_can_not_break_lines_or_replace_fields(
     written: io.StringIO,
 ) -> None:
     log.warning("run=%s level=%s engine=%s", "other", "none", 'a"\n{"engine": 1}')
@@ -88,7 +88,7 @@ def test_nothing_that_is_logged_can_break_a_line_or_stand_for_another_field(
     assert third["message"] == "{'no': 'format'}"
 
 
-def test_a_name_that_is_no_text_costs_no_line(written: io.StringIO) -> None:
+def test_a_name_with_invalid_unicode_is_still_logged(written: io.StringIO) -> None:
     name = b"run-\xff".decode(errors="surrogateescape")
     args = ("path=%s version=%d", (name, 3), None)
     record = log.makeRecord("tidegate", logging.WARNING, __file__, 1, *args)

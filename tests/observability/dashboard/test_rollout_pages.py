@@ -72,7 +72,7 @@ TWO_TURNS = rollout(
 )
 
 
-def test_every_token_is_in_one_segment_with_who_sampled_it() -> None:
+def test_every_token_is_in_one_segment_with_its_provenance() -> None:
     page = rollout_page(TWO_TURNS, None)
     assert page["segments"] == [
         [0, 4, -1, -1, "", ""],
@@ -89,7 +89,7 @@ def test_every_token_is_in_one_segment_with_who_sampled_it() -> None:
     assert [each["reward"] for each in page["turns"]] == [None, 0.25]
 
 
-def test_what_json_has_no_word_for_becomes_null() -> None:
+def test_nan_and_infinity_become_null() -> None:
     page = rollout_page(TWO_TURNS, None)
     assert page["reward"] is None
     assert page["logprobs"][0] == pytest.approx(-0.12346)
@@ -98,7 +98,7 @@ def test_what_json_has_no_word_for_becomes_null() -> None:
 
 @pytest.mark.parametrize("text", ["plain words", "grüße, 水門 and 🌊🌊!", "a\n\n\tb\r\n", HOSTILE])
 @pytest.mark.parametrize("start", [0, 5])
-def test_the_tokens_texts_are_the_text_however_characters_are_cut(text: str, start: int) -> None:
+def test_token_texts_join_to_the_whole_text(text: str, start: int) -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     texts = token_texts(ids, tokenizer, start=start, end=len(ids))
@@ -107,13 +107,13 @@ def test_the_tokens_texts_are_the_text_however_characters_are_cut(text: str, sta
     assert texts == whole[start:]
 
 
-def test_half_a_character_at_the_end_is_shown_as_one_that_cannot_be_read() -> None:
+def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("ok🌊", add_special_tokens=False).ids[:-1]
     assert token_texts(ids, tokenizer, start=0, end=len(ids)) == ["o", "k", "", "", "\ufffd"]
 
 
-def test_a_turns_tools_are_named_and_all_that_was_said_stays_text() -> None:
+def test_a_turns_tools_are_named_and_its_output_stays_text() -> None:
     tokenizer = chat_tokenizer()
     said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     ids = tokenizer.encode(said, add_special_tokens=False).ids
@@ -123,7 +123,7 @@ def test_a_turns_tools_are_named_and_all_that_was_said_stays_text() -> None:
     assert page["task"] == HOSTILE
 
 
-def test_a_long_context_comes_in_parts_that_join() -> None:
+def test_a_long_context_is_returned_in_adjacent_parts() -> None:
     long = rollout([5] * (TOKENS_SHOWN_MAX + 10))
     first = rollout_page(long, None)
     rest = rollout_page(long, None, start=first["end"])

@@ -27,6 +27,6 @@ def test_each_figure_is_a_curve_over_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(HAS_TENSORBOARD, reason="tensorboard is installed")
-def test_without_the_package_its_name_is_told(tmp_path: Path) -> None:
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tidegate\[tensorboard\]"):
         TensorBoard(tmp_path)

@@ -106,7 +106,7 @@ class BreakingOff(http.server.BaseHTTPRequestHandler):
         (NoHttp, ConfigError, "not a Tidegate dashboard"),
     ],
 )
-def test_a_response_that_is_not_http_is_told_apart_from_a_truncated_one(
+def test_a_non_http_response_is_distinguished_from_a_truncated_one(
     handler: type[http.server.BaseHTTPRequestHandler], error: type[Exception], said: str
 ) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
@@ -131,7 +131,7 @@ def printed(watched: WatchedRun) -> str:
     return said.getvalue()
 
 
-def test_a_screen_tells_engines_groups_staleness_tokens_and_what_limits() -> None:
+def test_the_terminal_view_shows_engines_groups_staleness_tokens_and_bottleneck() -> None:
     seen = observation()
     state = {**about(seen), "frame": frame(seen)}
     said = printed(WatchedRun(lambda: state, is_live=False))
@@ -150,7 +150,7 @@ def test_a_screen_tells_engines_groups_staleness_tokens_and_what_limits() -> Non
         assert part in said, part
 
 
-def test_a_hundred_engines_leave_room_for_the_rest() -> None:
+def test_a_hundred_engines_do_not_push_out_the_other_panels() -> None:
     seen = observation(engines=100)
     state = {**about(seen), "frame": frame(seen)}
     said = printed(WatchedRun(lambda: state, is_live=False))
@@ -170,7 +170,7 @@ def test_a_running_run_is_found_by_its_url_and_by_its_directory(tmp_path: Path) 
     assert url_in(tmp_path) is None
 
 
-def test_a_url_that_a_killed_run_left_behind_leads_nowhere(tmp_path: Path) -> None:
+def test_a_killed_runs_url_file_is_ignored(tmp_path: Path) -> None:
     with Dashboard("127.0.0.1:0", directory=tmp_path) as dashboard:
         url = dashboard.url
     (tmp_path / URL_FILE).write_text(url)
@@ -181,7 +181,9 @@ def test_a_url_that_a_killed_run_left_behind_leads_nowhere(tmp_path: Path) -> No
         watch(WatchedRun.find(url), Console(file=io.StringIO()))
 
 
-def test_who_has_no_token_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_the_token_gets_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TIDEGATE_DASHBOARD_TOKEN", "a-token-of-some-length")
     with Dashboard("127.0.0.1:0") as dashboard:
         dashboard.start(Answering(observation()))
@@ -191,6 +193,6 @@ def test_who_has_no_token_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "nonsense://x"])
-def test_what_is_no_url_of_a_dashboard_is_refused(url: str) -> None:
+def test_an_invalid_dashboard_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="URL"):
         WatchedRun.find(url)

@@ -56,7 +56,7 @@ def test_an_update_has_only_the_slices_that_end_after_it() -> None:
     assert [each.number for each in timeline.slices(since_us=750)["e"]] == [7, 8, 9]
 
 
-def test_memory_holds_the_latest_slices_and_a_straggler_takes_nobodys_place() -> None:
+def test_the_ring_buffer_keeps_the_latest_slices_and_drops_late_steps() -> None:
     timeline = Timeline()
     for number in range(3 * SLICES_KEPT):
         step(timeline, number * SLICE_US, 5)
@@ -66,7 +66,7 @@ def test_memory_holds_the_latest_slices_and_a_straggler_takes_nobodys_place() ->
     assert {each.decode_us for each in kept} == {5}
 
 
-def test_an_engine_whose_clock_began_elsewhere_is_drawn_by_ours() -> None:
+def test_engine_clocks_with_another_origin_are_shifted() -> None:
     timeline = Timeline(slice_us=1_000_000)
     hours_us = 3_600_000_000
     step(timeline, hours_us, 400, now_us=5_000_500)
@@ -94,7 +94,7 @@ def test_a_finished_runs_trace_fits_into_the_same_slices(tmp_path: Path) -> None
     assert [(m.name, m.version) for m in timeline.marks] == [("swap", 1)]
 
 
-def test_a_copy_stays_as_the_timeline_was() -> None:
+def test_a_copy_of_the_timeline_does_not_change() -> None:
     timeline = Timeline(slice_us=100)
     step(timeline, 10, 20)
     copy = timeline.copy()
@@ -104,7 +104,7 @@ def test_a_copy_stays_as_the_timeline_was() -> None:
     assert copy.marks_since(0) == []
 
 
-def test_the_last_batch_is_told_however_long_ago_it_was() -> None:
+def test_the_last_batch_is_included_however_old() -> None:
     now_us = 0
     notes = LiveRecorder(now_us=lambda: now_us)
     for number in range(3):

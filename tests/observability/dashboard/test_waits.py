@@ -30,7 +30,7 @@ from tidegate.transport.messages import SamplingParams
 SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness": 1}
 
 
-async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: ServeInTests) -> None:
+async def test_waits_and_activities_are_measured_by_the_clock(tidegate_serve: ServeInTests) -> None:
     told: list[Mapping[str, float]] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
@@ -53,7 +53,7 @@ async def test_waits_and_named_times_are_those_of_the_clock(tidegate_serve: Serv
     assert waits == pytest.approx([3.0] * 3, abs=0.2)
 
 
-async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made(
+async def test_staleness_is_split_into_generation_and_queue(
     tidegate_serve: ServeInTests,
 ) -> None:
     told: list[Mapping[str, float]] = []
@@ -83,7 +83,7 @@ async def test_staleness_is_parted_into_what_sampling_made_and_what_waiting_made
     assert sum(statistics.staleness_from_generation.values()) == statistics.trained_rollouts == 6
 
 
-async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
+async def test_a_forked_rollout_counts_once_in_both_parts_of_staleness(
     tidegate_serve: ServeInTests,
 ) -> None:
     """It counts with the staleness of its oldest row."""
@@ -115,7 +115,7 @@ async def test_a_rollout_that_forked_is_one_in_both_parts_of_staleness(
         assert figures["rollouts"] == 2
 
 
-async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
+async def test_an_exception_in_on_batch_is_counted_and_loses_no_batch(
     tidegate_serve: ServeInTests, caplog: pytest.LogCaptureFixture
 ) -> None:
     def log_to_nowhere(figures: Mapping[str, float]) -> None:
@@ -136,7 +136,7 @@ async def test_what_on_batch_raises_costs_no_batch_and_is_counted(
     assert "the logger's server is gone" in caplog.text
 
 
-async def test_what_no_figures_can_be_told_to_is_refused_at_the_start(
+async def test_an_on_batch_that_is_not_a_sync_function_is_refused_at_the_start(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def log_later(figures: Mapping[str, float]) -> None:
@@ -147,7 +147,7 @@ async def test_what_no_figures_can_be_told_to_is_refused_at_the_start(
             tidegate_serve(**SMALL, on_batch=on_batch)
 
 
-async def test_what_has_no_name_fails_its_own_episode_and_spoils_no_statistics(
+async def test_an_activity_without_a_name_fails_only_its_episode(
     tidegate_serve: ServeInTests,
 ) -> None:
     async def solve(episode: tidegate.Episode, task: int) -> float:
@@ -182,7 +182,7 @@ def ended(group_id: int, versions: list[int], ended_s: float) -> Rollout:
     return rollout
 
 
-def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
+def test_groups_that_ended_before_a_crash_have_no_wait_times() -> None:
     times, ages = PublishTimes(3), BatchAges()
     times.record(10.0, 4)
     times.record(20.0, 5)
@@ -201,14 +201,14 @@ def test_of_groups_that_ended_before_a_crash_nothing_is_told() -> None:
     assert BatchAges().record([], build_batch([], 5), times) == {}
 
 
-def test_a_version_is_told_by_time_from_the_beginning_on() -> None:
+def test_the_version_at_a_time_is_known_from_the_start() -> None:
     times = PublishTimes(7)
     times.record(1.0, 8)
     times.record(2.0, 9)
     assert times.version_at(np.array([-5.0, 0.9, 1.0, 1.5, 3.0])).tolist() == [7, 7, 8, 8, 9]
 
 
-def test_before_the_oldest_publish_that_is_kept_its_version_is_told() -> None:
+def test_times_before_the_oldest_kept_publish_have_its_version() -> None:
     times = PublishTimes(0)
     for version in range(1, 4 * PUBLISHES_KEPT + 1):
         times.record(float(version), version)
@@ -218,7 +218,7 @@ def test_before_the_oldest_publish_that_is_kept_its_version_is_told() -> None:
     assert told == [oldest, oldest, oldest + 1, 4 * PUBLISHES_KEPT]
 
 
-def test_what_goes_on_at_once_is_added_up_and_names_are_bounded() -> None:
+def test_concurrent_activities_add_up_and_their_names_are_limited() -> None:
     clock = [0.0]
     activities = Activities(lambda: clock[0])
     first, second = activities.begin("search"), activities.begin("search")
@@ -249,7 +249,7 @@ def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> 
     assert off_policy_of({"mismatch_k3_lag_x": 1.0}) == OffPolicy()
 
 
-def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: Path) -> None:
+def test_curves_of_a_resumed_run_continue_from_the_checkpoint(tmp_path: Path) -> None:
     def write(part: Path, versions: range, rest: str = "") -> None:
         part.mkdir(exist_ok=True)
         lines = [json.dumps({"version": version, "of": len(part.name)}) for version in versions]
@@ -269,7 +269,7 @@ def test_curves_of_a_resumed_run_go_on_from_what_the_checkpoint_holds(tmp_path: 
     assert [each["version"] for each in recorder.collected(since_us=500).batches] == [6]
 
 
-def test_what_is_no_figure_in_a_runs_files_is_left_out(tmp_path: Path) -> None:
+def test_fields_that_are_not_numbers_are_not_drawn(tmp_path: Path) -> None:
     """A run's files may be edited or damaged; the dashboard and scrapes must not fail."""
     lines = [
         '{"version": 0, "reward": "high", "of": [1], "mismatch_k3_lag_\u00b2": 1.0}',

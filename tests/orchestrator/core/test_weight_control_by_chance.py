@@ -530,7 +530,7 @@ def a_resume_that_is_not_answered_is_forgotten(patch: pytest.MonkeyPatch) -> Non
     ],
     ids=lambda plant: plant.__name__,
 )
-def test_a_planted_bug_is_caught(
+def test_a_planted_bug_is_detected(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
