@@ -34,12 +34,12 @@ def test_cpu_time_of_other_processes_counts_as_stall_in_wall_time_only() -> None
     updated = full_steps(marks(usual, slow, usual, usual), one, TURNS)
     still = full_steps(marks(usual, preempted, usual, usual), other, TURNS)
 
-    said = told([(one, updated), (other, still)])
+    output = told([(one, updated), (other, still)])
 
-    assert said["update_stall_steps"] == pytest.approx(1.5)
-    assert said["without_update_stall_steps"] == 0
-    assert said["without_update_stall_wall_steps"] == pytest.approx(8)
-    assert said["overhead_share"] == pytest.approx(0.2)
+    assert output["update_stall_steps"] == pytest.approx(1.5)
+    assert output["without_update_stall_steps"] == 0
+    assert output["without_update_stall_wall_steps"] == pytest.approx(8)
+    assert output["overhead_share"] == pytest.approx(0.2)
 
 
 def test_steps_with_prefills_fewer_turns_or_of_another_round_are_left_out() -> None:

@@ -20,8 +20,8 @@ FEW = ["--group-size", "2", "--rollouts", "16", "--batch", "4", "--warm-up", "1"
 def subject(*options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.orchestrator.subject", *options]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120, check=True)
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def subject(*options: str) -> dict[str, Any]:
     ids=["over the wire", "in process"],
 )
 def test_the_benchmarks_engines_finish_every_turn_of_a_run(how: list[str]) -> None:
-    told = subject("throughput", *FEW, *how)
-    assert told["rollouts"] == 3 * 4 * 2
-    assert told["cpu_s"] > 0
-    assert told["wall_s"] > 0
+    reported = subject("throughput", *FEW, *how)
+    assert reported["rollouts"] == 3 * 4 * 2
+    assert reported["cpu_s"] > 0
+    assert reported["wall_s"] > 0
 
 
 def test_the_peers_stand_in_servers_speak_sglangs_and_vllms_http() -> None:

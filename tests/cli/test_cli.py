@@ -40,21 +40,21 @@ def test_an_audit_that_agrees_exits_0_and_writes_its_result(
     honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["audit", str(honest_run)], monkeypatch) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[1] == "10 of 10 tokens agree within 0.0002"
-    assert said[-1] == "agrees"
+    output = capsys.readouterr().out.splitlines()
+    assert output[1] == "10 of 10 tokens agree within 0.0002"
+    assert output[-1] == "agrees"
     audit = json.loads((honest_run / "audit.json").read_text())
     assert audit["agrees"] is True
-    assert audit["lines"] == said
+    assert audit["lines"] == output
 
 
 def test_an_audit_that_disagrees_exits_1_and_names_the_token(
     honest_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["audit", str(honest_run), "--tolerance", "0"], monkeypatch) == 1
-    said = capsys.readouterr().out
-    assert "rollout 0, turn 0:" in said
-    assert said.splitlines()[-1] == "DISAGREES"
+    output = capsys.readouterr().out
+    assert "rollout 0, turn 0:" in output
+    assert output.splitlines()[-1] == "DISAGREES"
 
 
 @pytest.mark.parametrize("name", ["audit", "report", "replay", "trace"])
@@ -65,9 +65,9 @@ def test_a_directory_without_a_run_gives_one_line_on_stderr_and_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert status_of([name, str(tmp_path / "nowhere")], monkeypatch) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    [line] = [line for line in said.err.splitlines() if line.strip()]
+    output = capsys.readouterr()
+    assert output.out == ""
+    [line] = [line for line in output.err.splitlines() if line.strip()]
     assert line.startswith("error: ")
     assert "nowhere" in line
 
@@ -127,12 +127,12 @@ def test_help_lists_every_command_under_a_heading_with_its_first_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["--help"], monkeypatch) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     names = [name_of(each) for each in command.app.registered_commands]
-    headings = said.split("Options:")[1]
+    headings = output.split("Options:")[1]
     assert [n for n in names if not re.search(rf"^  {n}  +[A-Z]", headings, re.MULTILINE)] == []
-    assert "Look at a run:" in said
-    assert "\x1b[" not in said, "coloured though nobody looks at it"
+    assert "Look at a run:" in output
+    assert "\x1b[" not in output, "coloured though nobody looks at it"
 
 
 def test_every_command_has_help_whose_examples_name_the_command(
@@ -183,19 +183,19 @@ def test_trace_summarises_each_track_and_says_how_to_open_the_file(
     trace.trainer_interval("train", 600_000, 1_000_000, 0)
     trace.write(tmp_path / TRACE_FILE)
     assert status_of(["trace", str(tmp_path)], monkeypatch) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{tmp_path / TRACE_FILE}: 1.0 s, 0 marks"
-    assert said[1] == "  engine-0: 12 tokens, weights v0 to v1, in steps 70% of the time"
-    assert said[2] == "  trainer: train 40%, wait 60%"
-    assert "ui.perfetto.dev" in said[3]
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == f"{tmp_path / TRACE_FILE}: 1.0 s, 0 marks"
+    assert output[1] == "  engine-0: 12 tokens, weights v0 to v1, in steps 70% of the time"
+    assert output[2] == "  trainer: train 40%, wait 60%"
+    assert "ui.perfetto.dev" in output[3]
 
 
 def test_bench_lists_the_benchmarks_and_refuses_unknown_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["bench"], monkeypatch) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^  transport +Throughput", said, re.MULTILINE)
-    assert "table" not in said, "which is no benchmark, but their table"
+    output = capsys.readouterr().out
+    assert re.search(r"^  transport +Throughput", output, re.MULTILINE)
+    assert "table" not in output, "which is no benchmark, but their table"
     assert status_of(["bench", "no-such"], monkeypatch) == 2
     assert "no benchmark 'no_such'" in capsys.readouterr().err

@@ -105,9 +105,9 @@ def test_check_runs_nothing_and_shows_every_setting(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["run", str(config), "--check"], monkeypatch) == 0
-    said = capsys.readouterr().out
-    assert "run.group_size = 2\n" in said
-    assert f"the run would be recorded in {config.parent / 'run'}" in said
+    output = capsys.readouterr().out
+    assert "run.group_size = 2\n" in output
+    assert f"the run would be recorded in {config.parent / 'run'}" in output
     assert not (config.parent / "run").exists()
 
 
@@ -120,7 +120,7 @@ def test_the_example_file_is_valid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "output"),
     [
         ("run.engins=4", "no such setting; did you mean 'engines'?"),
         ("run.engines=-1", "engines=-1: Input should be greater than or equal to 0"),
@@ -151,11 +151,11 @@ def test_the_example_file_is_valid() -> None:
     ],
 )
 def test_a_misspelt_key_is_refused_with_its_place_and_a_suggestion(
-    config: Path, override: str, said: str
+    config: Path, override: str, output: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         read_program(config, [override])
-    assert said in str(refused.value)
+    assert output in str(refused.value)
 
 
 def test_a_missing_value_is_named(config: Path) -> None:

@@ -111,9 +111,9 @@ def test_raw_log_probs_fail_even_without_the_model(
 ) -> None:
     with sglang(model, is_raw=True) as url:
         assert status_of(["doctor", url], monkeypatch) == 1
-    said = capsys.readouterr().out
-    assert "fail  log-probs: raw" in said
-    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in said
+    output = capsys.readouterr().out
+    assert "fail  log-probs: raw" in output
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in output
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:99999", "ftp://host", "http://"])
@@ -136,9 +136,9 @@ def test_sglangs_overlap_scheduler_gives_a_warning_with_the_remedy(
 ) -> None:
     with sglang(model, settings=settings) as url:
         found = findings(measure(examined(url), None))
-    told = [one for one in found if one.check == "kept KV"]
-    assert [one.verdict for one in told] == ([] if verdict is None else [verdict])
-    assert all("--disable-overlap-schedule" in one.remedy for one in told)
+    reported = [one for one in found if one.check == "kept KV"]
+    assert [one.verdict for one in reported] == ([] if verdict is None else [verdict])
+    assert all("--disable-overlap-schedule" in one.remedy for one in reported)
 
 
 def test_weights_other_than_the_directorys_fail_the_mismatch_check(
@@ -184,9 +184,9 @@ def test_an_unreachable_engine_gives_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["doctor", "http://127.0.0.1:9"], monkeypatch) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert len(said) == 1
-    assert "http://127.0.0.1:9 doesn't answer" in said[0]
+    output = capsys.readouterr().err.strip().splitlines()
+    assert len(output) == 1
+    assert "http://127.0.0.1:9 doesn't answer" in output[0]
 
 
 def test_a_server_that_is_not_an_engine_is_refused(model: Path) -> None:

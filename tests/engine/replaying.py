@@ -19,9 +19,9 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
         config, next(iter(weights.values())), num_blocks=blocks, block_tokens=BLOCK_TOKENS
     )
     context = np.array(turn.prompt + turn.token_ids, np.int32)
-    asked = turn.sampling
+    requested = turn.sampling
     prefills = {prefill.output_tokens: prefill for prefill in turn.prefills}
-    again = SeenTurn(turn.prompt, asked)
+    again = SeenTurn(turn.prompt, requested)
     histories: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for index, version in enumerate(turn.versions):
         last = len(turn.prompt) + index - 1
@@ -35,10 +35,10 @@ def replay(turn: SeenTurn, weights: dict[int, Weights], config: ModelConfig) -> 
             sampling = None
             if number == len(history) - 1:
                 sampling = RowSampling(
-                    temperature=asked.temperature,
-                    top_k=asked.top_k,
-                    top_p=asked.top_p,
-                    seed=asked.seed,
+                    temperature=requested.temperature,
+                    top_k=requested.top_k,
+                    top_p=requested.top_p,
+                    seed=requested.seed,
                     index=turn.sampled_before + index,
                 )
             row = Row(context[start:end], start, list(range(blocks)), sampling)

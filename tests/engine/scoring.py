@@ -41,8 +41,8 @@ class Asker:
         return request
 
     def answers(self, request: int) -> list[ScoreResult]:
-        said = self.engine.answers
-        return [a for a in said if isinstance(a, ScoreResult) and a.request_id == request]
+        text = self.engine.answers
+        return [a for a in text if isinstance(a, ScoreResult) and a.request_id == request]
 
     def refusals(self) -> list[ScoreFailed]:
         return [a for a in self.engine.answers if isinstance(a, ScoreFailed)]
@@ -83,13 +83,13 @@ def _check_logprobs(
         logits = peer(torch.from_numpy(tokens)[None]).logits[0].float()
     expected = torch.log_softmax(logits / message.temperature, -1)[message.start - 1 : -1]
     chosen = expected.gather(1, torch.from_numpy(tokens[message.start :])[:, None])[:, 0]
-    told = np.concatenate([np.frombuffer(part.logprobs, "<f4") for part in parts])
-    np.testing.assert_allclose(told, chosen, atol=tolerance)
+    reported = np.concatenate([np.frombuffer(part.logprobs, "<f4") for part in parts])
+    np.testing.assert_allclose(reported, chosen, atol=tolerance)
     k = message.top_logprobs
-    ids = np.concatenate([np.frombuffer(p.top_ids, "<i4") for p in parts]).reshape(len(told), k)
+    ids = np.concatenate([np.frombuffer(p.top_ids, "<i4") for p in parts]).reshape(len(reported), k)
     top = np.concatenate([np.frombuffer(part.top_logprobs, "<f4") for part in parts])
     np.testing.assert_allclose(
-        top.reshape(len(told), k), expected.topk(k, -1).values, atol=tolerance
+        top.reshape(len(reported), k), expected.topk(k, -1).values, atol=tolerance
     )
     at_ids = expected.gather(1, torch.from_numpy(ids.astype(np.int64)))
     np.testing.assert_allclose(at_ids, expected.topk(k, -1).values, atol=tolerance)

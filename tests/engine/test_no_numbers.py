@@ -59,7 +59,9 @@ def loaded(path: Path) -> Weights:
 
 
 def refusals(engine: DrivenEngine) -> dict[int, str]:
-    return {said.turn: said.message for said in engine.answers if isinstance(said, TurnFailed)}
+    return {
+        output.turn: output.message for output in engine.answers if isinstance(output, TurnFailed)
+    }
 
 
 def submit_all(engine: DrivenEngine, prompts: Sequence[list[int]]) -> list[int]:
@@ -154,9 +156,9 @@ def test_a_worker_goes_on_after_bad_weights_and_is_sound_again_with_sound_ones(
                 engine.finish(turn)
                 assert_replays(turn, engine, weights)
             if version == 1:
-                told = [engine.await_one(TurnFailed) for _ in bad]
-                assert sorted(refused.turn for refused in told) == bad
+                reported = [engine.await_one(TurnFailed) for _ in bad]
+                assert sorted(refused.turn for refused in reported) == bad
                 assert all(
-                    "weights v1 compute NaN or infinity" in refused.message for refused in told
+                    "weights v1 compute NaN or infinity" in refused.message for refused in reported
                 )
         publisher.close()

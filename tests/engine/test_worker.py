@@ -79,7 +79,7 @@ def test_a_cancelled_turn_ends_at_once_and_says_so(engine: Orchestra) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "sampling", "told"),
+    ("prompt", "sampling", "reported"),
     [
         ([], GREEDY, "token_ids is empty"),
         ([3, 96], GREEDY, "token_ids[1] = 96 is outside the model's vocabulary [0, 96)"),
@@ -98,12 +98,12 @@ def test_a_cancelled_turn_ends_at_once_and_says_so(engine: Orchestra) -> None:
     ],
 )
 def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
-    engine: Orchestra, prompt: list[int], sampling: SamplingParams, told: str
+    engine: Orchestra, prompt: list[int], sampling: SamplingParams, reported: str
 ) -> None:
     turn = engine.submit(prompt, sampling)
     refusal = engine.await_one(TurnFailed)
     assert refusal.turn == turn
-    assert told in refusal.message
+    assert reported in refusal.message
 
 
 def test_a_refusal_that_quotes_something_endless_is_cut(engine: Orchestra) -> None:
@@ -119,8 +119,8 @@ def test_an_engine_decodes_other_turns_while_it_compiles_a_grammar_that_costs_to
     pytest.importorskip("llguidance")
     schema = {"type": "integer", "multipleOf": 100_000_007}
     costly = LogitsProcessor("json_schema", {"schema": schema}).to_str()
-    asked = SamplingParams(max_tokens=9, stop_token_ids=[0], logits_processors=[costly])
-    turn = engine.submit(PROMPT, asked)
+    requested = SamplingParams(max_tokens=9, stop_token_ids=[0], logits_processors=[costly])
+    turn = engine.submit(PROMPT, requested)
     other = engine.generate(PROMPT, GREEDY)
     assert len(other.token_ids) == GREEDY.max_tokens
     refused = [each.turn for each in engine.log if isinstance(each, TurnFailed)]
@@ -141,9 +141,11 @@ def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) ->
     stopped = engine.generate(PROMPT, stopping)
     assert (stopped.token_ids, stopped.finish) == (whole.token_ids[:end], STOP)
     assert stopped.logprobs == whole.logprobs[:end]
-    told = [each for step in engine.log if isinstance(step, Step) for each in step.details][-end:]
-    assert [len(each.top_ids) for each in told] == [12] * end
-    raw = b"".join(each.raw_logprobs for each in told)
+    reported = [each for step in engine.log if isinstance(step, Step) for each in step.details][
+        -end:
+    ]
+    assert [len(each.top_ids) for each in reported] == [12] * end
+    raw = b"".join(each.raw_logprobs for each in reported)
     # At temperature 1 and without options that matter, both are one.
     np.testing.assert_allclose(np.frombuffer(raw, "<f4"), stopped.logprobs, atol=1e-6)
 
@@ -322,7 +324,7 @@ def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (["--model", "no/such/model"], "no/such/model is not a directory"),
         (["--block-tokens", "0"], "block_tokens must be at least 1, got 0"),
@@ -338,14 +340,14 @@ def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
     ],
 )
 def test_what_cannot_work_is_one_line_and_status_2(
-    models: Models, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+    models: Models, capsys: pytest.CaptureFixture[str], options: list[str], reported: str
 ) -> None:
     usual = ["--engine", "e", "--connect", "ipc:///nowhere", "--model", str(models.directories[0])]
     assert main([*usual, *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert told in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("error: ")
+    assert reported in output
+    assert output.count("\n") == 1
 
 
 def test_a_paced_engine_takes_its_time_for_every_step_and_computes_the_same_tokens(

@@ -37,9 +37,9 @@ def test_a_turn_goes_on_under_new_weights_and_the_engine_says_whose_code_compute
         engine.send(Shutdown())
         assert engine.exit_status() == 0
         publisher.close()
-        said = engine.stderr.read_text()
+        output = engine.stderr.read_text()
 
-    assert ("So transformers computes it" in said) == (code == "transformers")
+    assert ("So transformers computes it" in output) == (code == "transformers")
     assert seen.finish == LENGTH
     assert sorted(set(seen.versions)) == [0, 1]
     context = torch.tensor([PROMPT + seen.token_ids])

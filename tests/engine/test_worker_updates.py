@@ -190,9 +190,9 @@ def test_a_prompt_prefilled_across_a_swap_says_whose_weights_computed_which_part
     publisher.swap(version, "keep", "keep")
     engine.acknowledges = True
     engine.acknowledge()
-    told = engine.finish(turn).prefills
+    reported = engine.finish(turn).prefills
     history = [KvSpan(version - 1, 0, 4 * 31), KvSpan(version, 4 * 31, 400)]
-    assert told == [Prefill(turn, 0, history)]
+    assert reported == [Prefill(turn, 0, history)]
     audit(turn, engine, models)
     engine.send(CancelTurn(turn=companion))
     engine.finish(companion)

@@ -63,9 +63,9 @@ async def play(base_url: str, api_key: str, tokenizer: Path) -> tuple[list[dict[
         env=child_environment(),
         stdout=asyncio.subprocess.PIPE,
     )
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     assert process.returncode == 0
-    *_, samples, reward = said.decode().splitlines()
+    *_, samples, reward = output.decode().splitlines()
     return json.loads(samples), float(reward)
 
 
@@ -75,11 +75,11 @@ async def test_samples_of_a_task_with_tools_are_a_row_of_the_gateways_rollout_to
     add_tokenizer(tmp_path / "chatml")
     talk, gateway = Talk(tmp_path, "chatml"), Gateway()
     talk.engine.words += [f"I add. {CALL}{END}", f"It is 3.{END}"]
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
 
     async def agent(endpoint: Endpoint, task: object) -> float:
         samples, reward = await play(endpoint.base_url, endpoint.api_key, talk.model.path)
-        told.extend(samples)
+        reported.extend(samples)
         return reward
 
     try:
@@ -87,7 +87,7 @@ async def test_samples_of_a_task_with_tools_are_a_row_of_the_gateways_rollout_to
     finally:
         gateway.close()
     [row] = talk.rollout.rows
-    [sample] = told
+    [sample] = reported
     assert len(row.turns) == 2
     assert sample["token_ids"] == row.token_ids.tolist()
     assert sample["logprobs"] == list(row.logprobs)
@@ -111,9 +111,9 @@ async def test_samples_of_tidegate_serve_have_the_engines_tokens_and_log_probs(
         ids, sampled = sample["token_ids"], sample["sampled"]
         assert reward in (0.0, 1.0)
         assert sum(sampled) > 0
-        asked = {"max_tokens": 1, "prompt_logprobs": 0}
+        requested = {"max_tokens": 1, "prompt_logprobs": 0}
         async with httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
-            body = {"token_ids": ids, "sampling_params": asked}
+            body = {"token_ids": ids, "sampling_params": requested}
             scored = (await client.post("/inference/v1/generate", json=body)).json()
     expected = [
         entry[str(token)]["logprob"] if is_sampled and entry else 0.0

@@ -54,9 +54,9 @@ def test_an_agent_trains_within_its_bound_and_every_token_agrees(
     assert report["max_staleness"] <= 2
     assert report["discarded_rollouts"] == {}
     assert json.loads((tmp_path / f"run-{task}" / AUDIT_FILE).read_text())["agrees"]
-    said = capsys.readouterr().out
-    assert "; agrees" in said
-    assert f"  {counted} " in said
+    output = capsys.readouterr().out
+    assert "; agrees" in output
+    assert f"  {counted} " in output
     assert psutil.Process().children(recursive=True) == []
 
 
@@ -131,11 +131,11 @@ async def test_the_calculator_of_a_pool_is_described_and_answers() -> None:
 
 
 def test_the_template_is_that_of_transformers_too(hardly_warm: Path) -> None:
-    theirs: Any = AutoTokenizer.from_pretrained(hardly_warm)
+    expected: Any = AutoTokenizer.from_pretrained(hardly_warm)
     lessons = ToolLessons(agent_tokenizer(), 0)
     task = next(tasks("train", 1))
     messages = [{"role": "user", "content": task.question}]
-    prompt = theirs.apply_chat_template(
+    prompt = expected.apply_chat_template(
         messages, tools=SCHEMAS, add_generation_prompt=True, return_dict=True
     )["input_ids"]
     assert lessons.demonstrate(task, []).token_ids[: len(prompt)] == prompt
@@ -144,8 +144,8 @@ def test_the_template_is_that_of_transformers_too(hardly_warm: Path) -> None:
 def test_every_useful_turn_fits_its_limit() -> None:
     tokenizer = agent_tokenizer()
     for task in islice(tasks("train", 2), 100):
-        for said in (*map(tool_call_text, sums(task)), task.answer):
-            assert len(tokenizer.encode(said).ids) < TURN_TOKENS_MAX
+        for output in (*map(tool_call_text, sums(task)), task.answer):
+            assert len(tokenizer.encode(output).ids) < TURN_TOKENS_MAX
 
 
 # ---------------------------------------------------------------- the FrozenLake player

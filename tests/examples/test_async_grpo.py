@@ -118,10 +118,10 @@ def test_without_a_mode_all_are_run_on_the_same_tasks_and_compared(
     assert {mode: report["staleness_bound"] for mode, report in reports.items()} == MODES
     assert {report["rollouts_trained"] for report in reports.values()} == {4 * 4 * 8}
     assert len({report["reward_before"] for report in reports.values()}) == 1
-    said = capsys.readouterr().out
-    assert "engines are paced: no step takes less than 1 ms" in said
+    output = capsys.readouterr().out
+    assert "engines are paced: no step takes less than 1 ms" in output
     rows = (tmp_path / "demo" / "comparison.txt").read_text().splitlines()
-    assert all(row in said for row in rows)
+    assert all(row in output for row in rows)
     assert rows[0].split() == list(MODES)
     assert rows[1].split()[-3:] == ["0", "1", "2"]
     assert rows[2] == f"{'engines paced to steps of at least':<46}" + 3 * "      1 ms"
@@ -180,8 +180,8 @@ def test_the_demo_ends_cleanly_when_told_to(
         engines = psutil.Process(demo.pid).children(recursive=True)
         assert len(engines) == 2
         demo.send_signal(signal_number)
-        said = demo.stdout.read()
+        output = demo.stdout.read()
         assert demo.wait(30) in (130, 143)
-        assert "Traceback" not in said
+        assert "Traceback" not in output
     _, alive = psutil.wait_procs(engines, timeout=10)
     assert alive == []

@@ -65,11 +65,11 @@ def test_transformers_loads_the_directory(made: Made) -> None:
 
 def test_the_tokenizer_is_the_same_through_tokenizers_and_transformers(made: Made) -> None:
     plain = Tokenizer.from_file(str(made.directory / "tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(made.directory)
+    reference = AutoTokenizer.from_pretrained(made.directory)
 
-    assert theirs("?3+9").input_ids == plain.encode("?3+9").ids
-    assert theirs.eos_token_id == plain.token_to_id("<eos>") == 1
-    assert len(theirs) == plain.get_vocab_size() == 80
+    assert reference("?3+9").input_ids == plain.encode("?3+9").ids
+    assert reference.eos_token_id == plain.token_to_id("<eos>") == 1
+    assert len(reference) == plain.get_vocab_size() == 80
 
 
 def test_everything_the_task_says_survives_the_tokenizer(some_tasks: Iterator[Task]) -> None:
@@ -186,12 +186,12 @@ def test_the_same_seed_makes_the_same_weights_and_another_seed_others(
     make_model(tmp_path / "same", seed=3, steps_max=STEPS)
     make_model(tmp_path / "other", seed=4, steps_max=STEPS)
 
-    ours, same, other = (
+    actual, same, other = (
         weights(path)["model.norm.weight"]
         for path in (made.directory, tmp_path / "same", tmp_path / "other")
     )
-    assert torch.equal(ours, same)
-    assert not torch.equal(ours, other)
+    assert torch.equal(actual, same)
+    assert not torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("marker", [None, "{", '{"recipe": "old"}'])

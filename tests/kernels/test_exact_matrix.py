@@ -48,9 +48,9 @@ def test_products_are_those_of_double_precision_whatever_panels_lie_as(
         for tokens in (1, 2, 5, 13, 129):
             x = torch.randn(tokens, inputs).bfloat16()
             sums = F.linear(x.double(), held.double(), bias.double())
-            ours = matrix.linear(x, bias)
-            assert ours.dtype == torch.float32
-            torch.testing.assert_close(ours.double(), sums, atol=2e-6 * inputs**0.5, rtol=2e-6)
+            actual = matrix.linear(x, bias)
+            assert actual.dtype == torch.float32
+            torch.testing.assert_close(actual.double(), sums, atol=2e-6 * inputs**0.5, rtol=2e-6)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)

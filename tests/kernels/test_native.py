@@ -53,8 +53,8 @@ def tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("size", [1, 7, 8, 65, 512])
 def test_a_norm_is_torchs(dtype: torch.dtype, size: int) -> None:
     x, weight = torch.randn(5, size).to(dtype), torch.randn(size).to(dtype)
-    ours, theirs = compiled(dtype).norm(x, weight, EPSILON), rms_norm(x, weight, EPSILON)
-    torch.testing.assert_close(ours, theirs, atol=tolerance(dtype), rtol=tolerance(dtype))
+    actual, reference = compiled(dtype).norm(x, weight, EPSILON), rms_norm(x, weight, EPSILON)
+    torch.testing.assert_close(actual, reference, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,9 +93,9 @@ def test_queries_are_turned_and_keys_and_values_stand_where_they_belong(
     turned = turned if weight is None else rms_norm(turned, weight, EPSILON)
     turned = apply_rope(turned, table[positions, :1], table[positions, 1:])
 
-    def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    def assert_close(actual: torch.Tensor, reference: torch.Tensor) -> None:
         near = 4 * tolerance(dtype)
-        torch.testing.assert_close(ours, theirs, atol=near, rtol=near)
+        torch.testing.assert_close(actual, reference, atol=near, rtol=near)
 
     assert_close(query, turned[:, :heads])
     for t, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
@@ -123,14 +123,14 @@ def test_the_last_token_attends_to_its_context_and_nothing_else(
             cache[block, :, :, offset] = context[:, :, position]
     for window, soft_cap in SEEN:
         group = LastTokens(0, 4, tables, lengths, window)
-        ours = compiled(dtype).attend_last(query, cache, group, scale=scale, soft_cap=soft_cap)
+        actual = compiled(dtype).attend_last(query, cache, group, scale=scale, soft_cap=soft_cap)
         expected = torch.stack(
             [
                 attended(q.float(), context[:, :, -(window or 0) :].float(), scale, soft_cap)
                 for q, context in zip(query, contexts, strict=True)
             ]
         )
-        torch.testing.assert_close(ours.float(), expected, atol=tolerance(dtype), rtol=0.02)
+        torch.testing.assert_close(actual.float(), expected, atol=tolerance(dtype), rtol=0.02)
 
 
 def attended(

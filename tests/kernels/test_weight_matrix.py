@@ -50,11 +50,11 @@ def plain(weights: torch.Tensor) -> Matrix:
     return matrix
 
 
-def assert_near(ours: torch.Tensor, exact: torch.Tensor, inputs: int) -> None:
+def assert_near(actual: torch.Tensor, exact: torch.Tensor, inputs: int) -> None:
     """Compare numbers of about sqrt(inputs), within some roundings of float32 and
     one of the dtype."""
-    rounding = 2e-6 if ours.dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(ours.double(), exact, atol=rounding * inputs**0.5, rtol=rounding)
+    rounding = 2e-6 if actual.dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(actual.double(), exact, atol=rounding * inputs**0.5, rtol=rounding)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,8 +96,8 @@ def test_what_is_packed_comes_back_and_parts_may_come_in_any_order(
 
 def test_activations_may_lie_in_another_order() -> None:
     weights, x = torch.randn(33, 2000), torch.randn(2000, 600)
-    ours = packed(weights).linear(x.t())
-    assert torch.equal(ours, packed(weights).linear(x.t().contiguous()))
+    actual = packed(weights).linear(x.t())
+    assert torch.equal(actual, packed(weights).linear(x.t().contiguous()))
 
 
 def test_rows_of_another_shape_are_refused_before_anything_is_written() -> None:

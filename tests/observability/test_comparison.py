@@ -55,8 +55,11 @@ def test_comparison_json_has_one_run_per_line(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["compare", *map(str, runs), "--json"], monkeypatch) == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(each["run"], each["staleness_bound"]) for each in said] == [("eta-0", 0), ("eta-1", 1)]
+    output = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["run"], each["staleness_bound"]) for each in output] == [
+        ("eta-0", 0),
+        ("eta-1", 1),
+    ]
 
 
 def test_a_comparison_needs_two_runs_and_names_a_missing_one(
@@ -73,13 +76,15 @@ def test_polars_reads_every_token_and_writes_a_file_that_is_read_back_as_the_sam
 ) -> None:
     polars = pytest.importorskip("polars", reason="pip install polars")
     frame = polars.read_parquet(runs[1] / "trajectories.parquet")
-    ours = list(read_trajectories(runs[1]))
-    assert frame["rollout_id"].to_list() == [rollout.rollout_id for rollout in ours]
-    assert frame["token_ids"].to_list() == [rollout.token_ids for rollout in ours]
+    actual = list(read_trajectories(runs[1]))
+    assert frame["rollout_id"].to_list() == [rollout.rollout_id for rollout in actual]
+    assert frame["token_ids"].to_list() == [rollout.token_ids for rollout in actual]
     spans = frame["turns"].to_list()[0][0]["spans"]
-    assert [span["version"] for span in spans] == [span.version for span in ours[0].turns[0].spans]
+    assert [span["version"] for span in spans] == [
+        span.version for span in actual[0].turns[0].spans
+    ]
     frame.write_parquet(tmp_path / "written.parquet")
-    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == ours
+    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == actual
 
 
 def test_datasets_reads_every_token_and_writes_a_file_that_is_read_back_as_the_same(
@@ -88,10 +93,10 @@ def test_datasets_reads_every_token_and_writes_a_file_that_is_read_back_as_the_s
     datasets = pytest.importorskip("datasets", reason="pip install datasets")
     path = str(runs[1] / "trajectories.parquet")
     table = datasets.Dataset.from_parquet(path, cache_dir=str(tmp_path / "cache"))
-    ours = list(read_trajectories(runs[1]))
-    assert list(table["token_ids"]) == [rollout.token_ids for rollout in ours]
+    actual = list(read_trajectories(runs[1]))
+    assert list(table["token_ids"]) == [rollout.token_ids for rollout in actual]
     table.to_parquet(str(tmp_path / "written.parquet"))
-    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == ours
+    assert read_back(tmp_path / "written.parquet", tmp_path / "again") == actual
 
 
 def read_back(written: Path, directory: Path) -> list[object]:

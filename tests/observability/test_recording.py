@@ -102,14 +102,14 @@ def test_a_turns_parameters_and_details_read_back(tmp_path: Path, model: Path) -
     sampling = SamplingParams(max_tokens=4, min_p=0.5, raw_logprobs=True, top_logprobs=2)
     rollout = Rollout(1, group_id=0, index=0)
     rollout.extend([5, 6])
-    for asked in (sampling, SamplingParams(max_tokens=9, seed=3, stop_token_ids=[4])):
-        turn = Turn(rollout, asked)
+    for requested in (sampling, SamplingParams(max_tokens=9, seed=3, stop_token_ids=[4])):
+        turn = Turn(rollout, requested)
         rollout.turns.append(turn)
         turn.append(10, -0.5, 3, "engine-0")
         if turn.details is not None:
             floats, ids = array("f", [-0.5, -1.5]), array("i", [10, 11])
-            told = TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
-            turn.details.append(told, 1, tokens_before=0)
+            reported = TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
+            turn.details.append(reported, 1, tokens_before=0)
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
 

@@ -121,8 +121,10 @@ def test_the_report_shows_the_share_of_cached_context(tmp_path: Path, model: Pat
     assert "| prefilled tokens found in cache | - |" in page_of(tmp_path / "one", model, plain)
 
     sampled = plain.ledger.generated + plain.evaluation_ledger.generated
-    told = dataclasses.replace(plain, context_tokens=8 * sampled, cached_context_tokens=6 * sampled)
-    page = page_of(tmp_path / "two", model, told)
+    reported = dataclasses.replace(
+        plain, context_tokens=8 * sampled, cached_context_tokens=6 * sampled
+    )
+    page = page_of(tmp_path / "two", model, reported)
     assert "found in cache | 75.0%; 2.00 tokens prefilled per sampled token |" in page
     assert "| unaccounted for | 0 |" in page
     assert "bound 2: kept." in page

@@ -33,12 +33,12 @@ __all__ = ["MUTATIONS"]
 
 @mutation(seed=0)
 def a_step_counts_as_received_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
-    def hear_step(self: Fleet, name: str, engine: Engine, step: Step, heard: Received) -> None:
+    def hear_step(self: Fleet, name: str, engine: Engine, step: Step, received: Received) -> None:
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if (seq := engine.window.acknowledgement()) is not None:
             self.send(name, Ack(seq=seq))
         if verdict is StepAcceptance.NEW:
-            heard.append(step_arrived(name, step, engine.hello.epoch))
+            received.append(step_arrived(name, step, engine.hello.epoch))
 
     patch.setattr(Fleet, "_receive_step", hear_step)
 
@@ -89,10 +89,10 @@ def credit_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
 def a_stream_begins_anew_with_each_reconnect(patch: pytest.MonkeyPatch) -> None:
     right = Fleet._welcome
 
-    def welcome(self: Fleet, peer: bytes, hello: Hello, now_s: float, heard: Received) -> None:
+    def welcome(self: Fleet, peer: bytes, hello: Hello, now_s: float, received: Received) -> None:
         self._given_up.clear()
         self.engines.pop(hello.engine, None)
-        right(self, peer, msgspec.structs.replace(hello, first_seq=0), now_s, heard)
+        right(self, peer, msgspec.structs.replace(hello, first_seq=0), now_s, received)
 
     patch.setattr(Fleet, "_welcome", welcome)
 

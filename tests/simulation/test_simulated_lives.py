@@ -268,10 +268,10 @@ def test_a_failing_crash_restart_run_is_printed_with_its_smallest_replay(
     failed = simulate_crash_restarts(seed)
     one = ["simulate", "--seeds", "0", "--crash-restart-runs", "1", "--first-seed", str(seed)]
     assert status_of(one, monkeypatch) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"seed {seed}, with crash-restarts: {failed.failure}"
-    assert said[1] == f"  replay: {failed.replay_command}"
-    smallest = said[3].removeprefix("  replay: tidegate simulate --replay '").removesuffix("'")
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == f"seed {seed}, with crash-restarts: {failed.failure}"
+    assert output[1] == f"  replay: {failed.replay_command}"
+    smallest = output[3].removeprefix("  replay: tidegate simulate --replay '").removesuffix("'")
     assert len(smallest) < len(failed.scenario.to_json()) / 2
     again = run_any(read_scenario(smallest))
     assert failed.failure is not None

@@ -138,13 +138,13 @@ def step(config: ModelConfig, dtype: torch.dtype, mode: FakeTensorMode) -> None:
     for sizes in STEPS:
         rows = [_row(n, *one) for n, one in enumerate(sizes)]
         host, draw = planner.plan(rows), HostDraw([row.sampling for row in rows if row.sampling])
-        asked = [row.scoring for row in rows if row.scoring]
+        requested = [row.scoring for row in rows if row.scoring]
         with mode:
             plan = host.on_device([_sent(array) for array in host.arrays])
             hidden = device_forward(weights, places, plan)
             assert hidden.device == DEVICE
             assert hidden.shape == (
-                len(sizes) + sum(one.positions - 1 for one in asked),
+                len(sizes) + sum(one.positions - 1 for one in requested),
                 config.hidden_size,
             )
             sampled = len(draw.sampling)
@@ -152,7 +152,7 @@ def step(config: ModelConfig, dtype: torch.dtype, mode: FakeTensorMode) -> None:
                 logits = head_logits(weights, hidden[:sampled])
                 pending = draw.launch(logits, [_sent(array) for array in draw.arrays])
                 assert pending.token_ids.shape == pending.logprobs.shape == (sampled,)
-            launch_scores(weights, hidden[sampled:], asked)
+            launch_scores(weights, hidden[sampled:], requested)
 
 
 def _sent(array: Any) -> torch.Tensor:

@@ -35,10 +35,10 @@ def test_an_engine_that_finds_no_cuda_says_so_and_does_not_start(
 
     assert worker.main([*options, "--device", "cuda:1"]) == worker.UNUSABLE
 
-    said = capsys.readouterr().err
-    assert "device='cuda:1'" in said
-    assert "finds no CUDA device here" in said
-    assert "set device to cpu" in said
+    output = capsys.readouterr().err
+    assert "device='cuda:1'" in output
+    assert "finds no CUDA device here" in output
+    assert "set device to cpu" in output
 
 
 @pytest.mark.parametrize(

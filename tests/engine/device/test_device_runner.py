@@ -109,12 +109,12 @@ def test_tokens_and_log_probs_are_those_of_transformers(tmp_path: Path, name: st
             logits = model(torch.tensor([turn.context])).logits[0, len(turn.prompt) - 1 : -1]
         logprobs = torch.log_softmax(logits, -1)
         assert logprobs.argmax(-1).tolist() == turn.sampled
-        told = logprobs.gather(-1, torch.tensor(turn.sampled)[:, None])[:, 0]
-        assert turn.logprobs == pytest.approx(told.tolist(), abs=TOLERANCE_NATS)
+        reported = logprobs.gather(-1, torch.tensor(turn.sampled)[:, None])[:, 0]
+        assert turn.logprobs == pytest.approx(reported.tolist(), abs=TOLERANCE_NATS)
 
 
-def options(prompt: list[int], **asked: Any) -> RowOptions:
-    params = SamplingParams(max_tokens=8, **asked)
+def options(prompt: list[int], **requested: Any) -> RowOptions:
+    params = SamplingParams(max_tokens=8, **requested)
     tokens = np.array(prompt, np.int32)
     made = RowOptions(params, tokens, len(prompt))
     if params.repetition_penalty != 1:
@@ -125,7 +125,7 @@ def options(prompt: list[int], **asked: Any) -> RowOptions:
 def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(model: Path) -> None:
     prompt = [3, 14, 15, 9]
     bias = [TokenBias(7, 3.0)]
-    asked = [
+    requested = [
         RowSampling(0.0, 0, 1.0, 1, 0),
         RowSampling(1.3, 0, 1.0, 2, 0),
         RowSampling(0.7, 5, 1.0, 3, 1),
@@ -135,7 +135,7 @@ def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(mode
         RowSampling(0.9, 0, 1.0, 7, 0, options(prompt, logit_bias=bias, top_logprobs=3)),
         RowSampling(0.9, 4, 1.0, 8, 0, options(prompt, raw_logprobs=True)),
     ]
-    rows = [row(prompt, n, one) for n, one in enumerate(asked)]
+    rows = [row(prompt, n, one) for n, one in enumerate(requested)]
 
     expected = cpu_runner(model).step(rows)
     output = device_runner(model).step(rows)
@@ -145,7 +145,10 @@ def test_every_sampling_option_draws_and_tells_what_an_engine_on_a_cpu_does(mode
     assert output.token_ids.dtype == np.int32
     assert output.details.keys() == expected.details.keys() == {6, 7}
     assert output.details[6].top_ids == expected.details[6].top_ids
-    raw = [np.frombuffer(told.details[7].raw_logprobs, np.float32) for told in (output, expected)]
+    raw = [
+        np.frombuffer(reported.details[7].raw_logprobs, np.float32)
+        for reported in (output, expected)
+    ]
     assert raw[0] == pytest.approx(raw[1], abs=TOLERANCE_NATS)
 
 
@@ -153,14 +156,14 @@ def test_scores_beside_a_decoding_turn_are_those_of_an_engine_on_a_cpu(model: Pa
     tokens = [8, 1, 30, 22, 5, 6]
     after = np.array(tokens[1:], np.int32)
     nothing = np.empty(0, np.int32)
-    asked: list[tuple[Reads, Any, int]] = [
+    requested: list[tuple[Reads, Any, int]] = [
         ("logprobs", after, 0),
         ("logprobs", after, 2),
         ("hidden_states", nothing, 0),
         ("sum", nothing, 0),
     ]
     rows = [row([4, 4, 2], 40)]
-    for n, (reads, ids, top) in enumerate(asked):
+    for n, (reads, ids, top) in enumerate(requested):
         scored = row(tokens, 4 * n, None)
         scored.scoring = RowScoring(len(tokens) - (reads == "logprobs"), reads, ids, top, 1.5)
         scored.token_ids = scored.token_ids[: scored.scoring.positions]
@@ -172,10 +175,10 @@ def test_scores_beside_a_decoding_turn_are_those_of_an_engine_on_a_cpu(model: Pa
     assert output.token_ids.tolist() == expected.token_ids.tolist()
     for score, other in zip(output.scores, expected.scores, strict=True):
         for name in ("logprobs", "top_ids", "top_logprobs", "ranks", "values"):
-            told, wanted = getattr(score, name), getattr(other, name)
-            assert (told is None) == (wanted is None)
-            if told is not None:
-                np.testing.assert_allclose(told, wanted, atol=TOLERANCE_NATS, rtol=1e-4)
+            reported, target = getattr(score, name), getattr(other, name)
+            assert (reported is None) == (target is None)
+            if reported is not None:
+                np.testing.assert_allclose(reported, target, atol=TOLERANCE_NATS, rtol=1e-4)
 
 
 def test_a_row_attends_to_blocks_that_rows_before_it_fill_in_the_same_step(model: Path) -> None:

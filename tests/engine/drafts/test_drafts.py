@@ -124,9 +124,9 @@ def test_guesses_take_no_block_that_running_turns_may_need_next() -> None:
 
 def test_turns_with_penalties_are_not_guessed_for() -> None:
     engine = FakeEngine(drafts=Oracle(1.0))
-    asked = SamplingParams(max_tokens=5, presence_penalty=1.0)
+    requested = SamplingParams(max_tokens=5, presence_penalty=1.0)
     prompt = np.array([1, 2], "<i4").tobytes()
-    engine.scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=asked))
+    engine.scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=requested))
     engine.scheduler.complete(engine.runner.step(engine.scheduler.plan()))
     assert len(engine.scheduler.plan()) == 1
 

@@ -70,9 +70,9 @@ def test_looked_up_guesses_change_no_token_and_no_log_prob(
         pytest.skip("no C++ compiler: engines compute by torch's code here")
     _, plain = sample(weights, None, native, num_blocks)
     engine, guessed = sample(weights, LookupDrafts(), native, num_blocks)
-    for told, expected in zip(guessed, plain, strict=True):
-        assert told.token_ids == expected.token_ids
-        assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+    for reported, expected in zip(guessed, plain, strict=True):
+        assert reported.token_ids == expected.token_ids
+        assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
     assert engine.accepted_tokens > 30
 
 
@@ -82,9 +82,9 @@ def test_earlier_samples_of_a_prompt_are_said_again_in_fewer_steps(weights: Weig
     submit_all(engine)
     engine.run()
     again = list(engine.turns.values())[len(first) :]
-    for told, expected in zip(again, first, strict=True):
-        assert told.token_ids == expected.token_ids
-        assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+    for reported, expected in zip(again, first, strict=True):
+        assert reported.token_ids == expected.token_ids
+        assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
     accepted = engine.accepted_tokens - before
     assert accepted > 0.8 * (engine.drafted_tokens - drafted_before)
     assert accepted > 200
@@ -99,9 +99,9 @@ def test_a_draft_models_guesses_change_no_token_and_one_that_is_as_good_is_alway
         small = ModelRunner(weights.config, weights, num_blocks=blocks, block_tokens=4)
         drafts = ModelDrafts(small, context_tokens_max=90)
         engine, guessed = sample(weights, drafts, None, num_blocks)
-        for told, expected in zip(guessed, plain, strict=True):
-            assert told.token_ids == expected.token_ids
-            assert told.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
+        for reported, expected in zip(guessed, plain, strict=True):
+            assert reported.token_ids == expected.token_ids
+            assert reported.logprobs == pytest.approx(expected.logprobs, abs=ROUNDING_NATS)
         assert engine.drafted_tokens > 0
         assert engine.accepted_tokens == engine.drafted_tokens
         assert not good or engine.accepted_tokens > 150
@@ -145,8 +145,8 @@ def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_n
     fresh = small_model(weights)
     (expected,) = fresh.propose([turn], [6])
     assert again.tolist() == expected.tolist()
-    for ours, theirs in zip(kv_of(drafts, turn), kv_of(fresh, turn), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    for actual, reference in zip(kv_of(drafts, turn), kv_of(fresh, turn), strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-4, rtol=1e-4)
 
 
 def kv_of(drafts: ModelDrafts, turn: EngineSequence) -> list[torch.Tensor]:
@@ -199,7 +199,7 @@ def told_with_options(
         tokenizer=ModelTokenizer(model),
     )
     scheduler = EngineScheduler(engine.limits, options=reader, drafts=drafts)
-    asked = SamplingParams(
+    requested = SamplingParams(
         max_tokens=60,
         seed=5,
         min_p=0.01,
@@ -210,13 +210,13 @@ def told_with_options(
         top_logprobs=2,
     )
     prompt = np.array([3, 4, 5, LETTER_Z], "<i4").tobytes()
-    scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=asked))
-    told = []
+    scheduler.submit(SubmitTurn(turn=0, token_ids=prompt, sampling=requested))
+    reported = []
     while rows := scheduler.plan():
         columns = scheduler.complete(engine.runner.step(rows))
         assert columns is not None
-        told.append(columns)
-    return told
+        reported.append(columns)
+    return reported
 
 
 def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: Weights) -> None:
@@ -225,12 +225,14 @@ def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: 
     assert len(guessed) < len(plain) == 31
     assert (plain[-1].finish, guessed[-1].finish) == (bytes([STOP]), bytes([STOP]))
 
-    def joined(told: list[StepColumns], column: str) -> bytes:
-        return b"".join(getattr(step, column) for step in told)
+    def joined(reported: list[StepColumns], column: str) -> bytes:
+        return b"".join(getattr(step, column) for step in reported)
 
-    def details(told: list[StepColumns], column: str) -> list[float]:
+    def details(reported: list[StepColumns], column: str) -> list[float]:
         kind = "<i4" if column == "top_ids" else "<f4"
-        all_of_it = b"".join(getattr(detail, column) for step in told for detail in step.details)
+        all_of_it = b"".join(
+            getattr(detail, column) for step in reported for detail in step.details
+        )
         return [float(value) for value in np.frombuffer(all_of_it, kind)]
 
     assert joined(guessed, "token_ids") == joined(plain, "token_ids")
@@ -244,6 +246,6 @@ def test_what_is_told_of_guessed_tokens_fits_a_steps_frame(
     model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "TOP_LOGPROBS_BYTES_MAX", 4 * 3 * 2 * 8)
-    told = told_with_options(model, weights, LookupDrafts())
-    sizes = [len(detail.top_ids) // 8 for step in told for detail in step.details]
+    reported = told_with_options(model, weights, LookupDrafts())
+    sizes = [len(detail.top_ids) // 8 for step in reported for detail in step.details]
     assert max(sizes) == 3  # of two tokens each, for one turn of four

@@ -92,7 +92,7 @@ OPTIONS: list[dict[str, Any]] = [
 def sample_with_options(weights: Weights, numbers: list[int]) -> dict[int, list[bytes]]:
     """Return the output of turns with the numbered options, run together."""
     engine = make_engine(weights, None, 64)
-    told: dict[int, list[bytes]] = {number: [] for number in numbers}
+    reported: dict[int, list[bytes]] = {number: [] for number in numbers}
     for number in numbers:
         asked = SamplingParams(max_tokens=9, seed=number, **OPTIONS[number % len(OPTIONS)])
         prompt = np.arange(3 + number, dtype="<i4").tobytes()
@@ -102,18 +102,18 @@ def sample_with_options(weights: Weights, numbers: list[int]) -> dict[int, list[
         assert columns is not None
         for place, handle in enumerate(np.frombuffer(columns.turns, "<u4").tolist()):
             one = slice(4 * place, 4 * place + 4)
-            told[handle] += [columns.token_ids[one], columns.logprobs[one]]
+            reported[handle] += [columns.token_ids[one], columns.logprobs[one]]
         for detail in columns.details:
-            told[detail.turn] += [detail.raw_logprobs, detail.top_ids, detail.top_logprobs]
-    return told
+            reported[detail.turn] += [detail.raw_logprobs, detail.top_ids, detail.top_logprobs]
+    return reported
 
 
 def test_turns_with_options_get_the_same_bits_too(tmp_path: Path) -> None:
     weights = make_weights(tmp_path, "qwen3", FLOAT32)
     together = sample_with_options(weights, [0, 1, 2, 3, 5])
-    for number, told in together.items():
-        assert len(told) >= 18
-        assert told == sample_with_options(weights, [number])[number]
+    for number, reported in together.items():
+        assert len(reported) >= 18
+        assert reported == sample_with_options(weights, [number])[number]
 
 
 # ---------------------------------------------------------------- the door

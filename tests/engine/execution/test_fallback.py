@@ -89,22 +89,22 @@ def test_given_tokens_are_scored_in_chunks_as_in_one_forward(
     model_type, options = MODELS[model]
     path = make_model_directory(tmp_path, model_type, **options)
     context = np.random.default_rng(0).integers(0, 96, 41).astype(np.int32)
-    asked: list[tuple[Reads, int]] = [("logprobs", 3), ("hidden_states", 0), ("sum", 0)]
+    requested: list[tuple[Reads, int]] = [("logprobs", 3), ("hidden_states", 0), ("sum", 0)]
     with torch.no_grad():
         output = load_peer(path)(
             torch.from_numpy(context[:40].astype(np.int64))[None], output_hidden_states=True
         )
     logprobs, hidden = output.logits[0].log_softmax(-1), output.hidden_states[-1][0]
-    for reads, top in asked:
-        told: list[RowScore] = []
+    for reads, top in requested:
+        reported: list[RowScore] = []
         runner = open_runner(path)
         for start, end, positions in ((0, 9, 0), (9, 20, 7), (20, 40, 20)):
             scoring = RowScoring(positions, reads, context[end - positions + 1 : end + 1], top)
             row = Row(
                 context[start:end], start, [3, 1, 4, 0, 5], None, scoring if positions else None
             )
-            told += runner.step([row]).scores
-        score = join_scores(told)
+            reported += runner.step([row]).scores
+        score = join_scores(reported)
         if reads == "logprobs":
             chosen = logprobs[13:].gather(
                 1, torch.from_numpy(context[14:].astype(np.int64))[:, None]

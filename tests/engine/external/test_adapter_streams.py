@@ -94,9 +94,11 @@ async def test_tokens_are_of_the_version_they_came_under_however_long_the_look_a
         engine.answers.set()
         await over.wait()
     assert batcher.flush_now()
-    told = [(step.version, np.frombuffer(step.token_ids, "<i4").tolist()) for step in wire.steps]
-    assert [version for version, tokens in told if 6 in tokens] == [1]
-    assert told[-1] == (2, [])
+    reported = [
+        (step.version, np.frombuffer(step.token_ids, "<i4").tolist()) for step in wire.steps
+    ]
+    assert [version for version, tokens in reported if 6 in tokens] == [1]
+    assert reported[-1] == (2, [])
     assert wire.steps[-1].finish == bytes([LENGTH])
 
 

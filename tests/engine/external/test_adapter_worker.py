@@ -74,8 +74,10 @@ def publisher(engine: Orchestra) -> Iterator[Publisher]:
 
 @pytest.fixture(autouse=True)
 def turns_outlive_what_is_done_meanwhile(double: VllmDouble) -> Iterator[None]:
-    told, never = len(double.calls), double.holds
-    double.holds = lambda prompt, sampled, label: sampled >= HELD_AT and len(double.calls) == told
+    reported, never = len(double.calls), double.holds
+    double.holds = lambda prompt, sampled, label: (
+        sampled >= HELD_AT and len(double.calls) == reported
+    )
     yield
     double.holds = never
 

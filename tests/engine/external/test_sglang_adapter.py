@@ -45,9 +45,9 @@ async def sglang(model: Path, **how: Any) -> AsyncIterator[SglangAndDouble]:
         adapter = make_adapter(url, model)
         try:
             capabilities = await adapter.open("v0")
-            told = len(double.calls)
+            reported = len(double.calls)
             double.holds = lambda prompt, sampled, label: (
-                sampled >= HELD_AT and len(double.calls) == told
+                sampled >= HELD_AT and len(double.calls) == reported
             )
             yield SglangAndDouble(adapter, capabilities, double)
         finally:
@@ -55,12 +55,15 @@ async def sglang(model: Path, **how: Any) -> AsyncIterator[SglangAndDouble]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"), [("half", "float16"), ("bfloat16", "bfloat16"), ("auto", ""), (None, "")]
+    ("requested", "served"),
+    [("half", "float16"), ("bfloat16", "bfloat16"), ("auto", ""), (None, "")],
 )
 async def test_the_precision_is_told_where_the_server_says_it(
-    models: list[Path], asked: str | None, served: str
+    models: list[Path], requested: str | None, served: str
 ) -> None:
-    async with sglang(models[0], settings={} if asked is None else {"dtype": asked}) as engine:
+    async with sglang(
+        models[0], settings={} if requested is None else {"dtype": requested}
+    ) as engine:
         assert engine.capabilities.dtype == served
 
 
@@ -257,11 +260,11 @@ async def test_a_token_that_is_not_the_models_never_reaches_the_server(models: l
             request = GenerationRequest(token_ids=[1, token], sampling=LONG, salt="v0")
             with pytest.raises(TurnRefused, match="tokenizer"):
                 await anext(engine.adapter.generate(request))
-        asked = ScoreRequest(
+        requested = ScoreRequest(
             token_ids=[1, 96], score_kind="logprobs", start=1, top_logprobs=0, temperature=1.0
         )
         with pytest.raises(ScoreRefused, match="tokenizer"):
-            await engine.adapter.score(asked)
+            await engine.adapter.score(requested)
         await engine.adapter.check()
         assert not engine.double.is_dead
 
@@ -288,14 +291,14 @@ async def test_a_server_that_dies_is_gone_for_streams_and_checks(models: list[Pa
 async def test_given_tokens_are_scored_by_nobodys_kv(models: list[Path]) -> None:
     async with sglang(models[0]) as engine:
         sampled = await engine.stream(SamplingParams(max_tokens=6)).end()
-        asked = ScoreRequest(
+        requested = ScoreRequest(
             token_ids=PROMPT + sampled.tokens,
             score_kind="logprobs",
             start=len(PROMPT),
             top_logprobs=2,
             temperature=1.0,
         )
-        scores = await engine.adapter.score(asked)
+        scores = await engine.adapter.score(requested)
         assert scores.logprobs == pytest.approx(sampled.logprobs, abs=TOLERANCE)
         assert scores.top is not None
         assert len(scores.top.token_ids) == 12

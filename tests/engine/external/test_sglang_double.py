@@ -70,9 +70,9 @@ async def test_a_step_under_way_is_told_as_of_the_new_weights(
     meta, tokens = await answer_over_an_update(models, "in_place", samples_ahead=samples_ahead)
     old, new = meta["weight_versions"]
     assert (old["version"], new["version"], new["end"]) == ("default", "new", 200)
-    told = meta["output_token_logprobs"][new["start"]][0]
+    reported = meta["output_token_logprobs"][new["start"]][0]
     by_old_weights = logprob_of(models[0], tokens, len(PROMPT) + new["start"])
-    assert (abs(told - by_old_weights) < 1e-4) == samples_ahead
+    assert (abs(reported - by_old_weights) < 1e-4) == samples_ahead
 
 
 async def test_a_retracted_request_is_sampled_by_the_new_weights_as_its_label_says(
@@ -80,5 +80,5 @@ async def test_a_retracted_request_is_sampled_by_the_new_weights_as_its_label_sa
 ) -> None:
     meta, tokens = await answer_over_an_update(models, "retract", samples_ahead=True)
     start = meta["weight_versions"][1]["start"]
-    told = meta["output_token_logprobs"][start][0]
-    assert abs(told - logprob_of(models[1], tokens, len(PROMPT) + start)) < 1e-4
+    reported = meta["output_token_logprobs"][start][0]
+    assert abs(reported - logprob_of(models[1], tokens, len(PROMPT) + start)) < 1e-4

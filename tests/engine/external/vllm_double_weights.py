@@ -144,10 +144,10 @@ class Transfers:
         assert isinstance(handles, dict)
         if self.gpu.uuid not in handles:
             raise WeightsRefused(f"IPC handle not found for GPU UUID {self.gpu.uuid}.")
-        told = handles[self.gpu.uuid]
-        assert (told.size, told.dtype) == ((told.storage_bytes,), torch.uint8)
-        where = (told.memory, told.storage_bytes, told.storage_offset_bytes)
-        memory = CudaIpcHandle(self.gpu.uuid, *where, told.counter, told.counter_offset)
+        reported = handles[self.gpu.uuid]
+        assert (reported.size, reported.dtype) == ((reported.storage_bytes,), torch.uint8)
+        where = (reported.memory, reported.storage_bytes, reported.storage_offset_bytes)
+        memory = CudaIpcHandle(self.gpu.uuid, *where, reported.counter, reported.counter_offset)
         sizes = info["tensor_sizes"]
         parts = torch.split(self.gpu.open(memory)[: sum(sizes)], sizes)
         rows = zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True)

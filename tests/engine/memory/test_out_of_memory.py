@@ -29,12 +29,14 @@ def test_turns_go_on_in_steps_that_fit_and_every_token_is_right(
             assert_replays(turn, engine, {0: models.weights[0]})
         sizes = [len(m.turns) // 4 for m in engine.log if isinstance(m, Step)]
         assert max(sizes) <= TOKENS_MAX
-        told = [message.message for message in engine.log if isinstance(message, MessageRejected)]
-        assert told[0].startswith("out of memory in a step of ")
-        assert told[0].endswith(" tokens")
-        assert 1 <= len(told) <= 6  # 64 is halved to 1 by then
-        assert engine.await_heartbeat(2).out_of_memory_steps == len(told)
-        assert engine.stderr.read_text().count("warning: out of memory") == len(told)
+        reported = [
+            message.message for message in engine.log if isinstance(message, MessageRejected)
+        ]
+        assert reported[0].startswith("out of memory in a step of ")
+        assert reported[0].endswith(" tokens")
+        assert 1 <= len(reported) <= 6  # 64 is halved to 1 by then
+        assert engine.await_heartbeat(2).out_of_memory_steps == len(reported)
+        assert engine.stderr.read_text().count("warning: out of memory") == len(reported)
 
 
 def test_what_a_failed_step_should_have_computed_is_shared_with_nobody() -> None:

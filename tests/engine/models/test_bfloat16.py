@@ -42,10 +42,10 @@ def test_bfloat16_is_nearer_to_float32_than_that_of_transformers(
     drive(open_model(path, "auto").make_runner(num_blocks=128, block_tokens=8), turns, new_tokens=4)
 
     exact, half = load_peer(path), load_peer(path, torch.bfloat16)
-    ours = errors(exact, turns, [turn.logprobs for turn in turns])
-    theirs = errors(exact, turns, [sampled_logprobs(half, turn) for turn in turns])
-    assert max(ours) < TOLERANCE_NATS
-    assert np.mean(ours) < np.mean(theirs)  # for their head rounds its logits
+    actual = errors(exact, turns, [turn.logprobs for turn in turns])
+    expected = errors(exact, turns, [sampled_logprobs(half, turn) for turn in turns])
+    assert max(actual) < TOLERANCE_NATS
+    assert np.mean(actual) < np.mean(expected)  # for their head rounds its logits
 
 
 def test_the_head_stays_float32(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ def test_mixtures_through_transformers_are_updated_by_either_names(
 ) -> None:
     paths = [make(tmp_path / str(seed), family, seed) for seed in range(2)]
     model = open_model(paths[0], "float32")
-    wanted = state_of(family, 1)
+    target = state_of(family, 1)
     on_disk = load_file(paths[1] / "model.safetensors")
-    assert on_disk.keys() != wanted.keys()
-    for tensors in (on_disk, wanted, dict(reversed(on_disk.items()))):
+    assert on_disk.keys() != target.keys()
+    for tensors in (on_disk, target, dict(reversed(on_disk.items()))):
         weights = model.allocate()
         assert isinstance(weights, FallbackWeights)
         weights.start()
@@ -69,7 +69,7 @@ def test_mixtures_through_transformers_are_updated_by_either_names(
             weights.load(name, tensor)
         assert weights.missing() == []
         made = weights.module.state_dict()
-        assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+        assert all(torch.equal(made[name], tensor) for name, tensor in target.items())
 
 
 def test_one_expert_may_be_laid_over_the_rest_and_a_strange_one_is_refused(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_one_expert_may_be_laid_over_the_rest_and_a_strange_one_is_refused(tmp_p
     staged.start()
     staged.load(name, torch.ones(96, 64))
     staged.complete_from(live)
-    wanted = state_of("mixtral", 0)
-    wanted["model.layers.1.mlp.experts.gate_up_proj"][2, 96:] = 1.0
+    target = state_of("mixtral", 0)
+    target["model.layers.1.mlp.experts.gate_up_proj"][2, 96:] = 1.0
     made = staged.module.state_dict()
-    assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(made[name], tensor) for name, tensor in target.items())
     with pytest.raises(WeightsRefused, match=r"experts\.4\.w3"):
         staged.load(name.replace("experts.2", "experts.4"), torch.ones(96, 64))
     with pytest.raises(WeightsRefused, match=r"shape \[95, 64\], expected \[96, 64\]"):
@@ -124,9 +124,9 @@ def test_other_engines_are_given_directories_of_what_was_published_by_the_state_
     for name, tensor in state_of("mixtral", 1).items():
         weights.load(name, tensor)
     assert weights.missing() == []
-    wanted = load_file(paths[1] / "model.safetensors")
-    assert weights.by_name.keys() == wanted.keys()
-    assert all(torch.equal(weights.by_name[name], wanted[name]) for name in wanted)
+    target = load_file(paths[1] / "model.safetensors")
+    assert weights.by_name.keys() == target.keys()
+    assert all(torch.equal(weights.by_name[name], target[name]) for name in target)
 
 
 @pytest.mark.parametrize("is_by_directory", [True, False])
@@ -134,16 +134,16 @@ def test_an_audit_lays_parts_over_by_either_names(is_by_directory: bool, tmp_pat
     make(tmp_path / "0", "mixtral")
     expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     fused = "model.layers.1.mlp.experts.gate_up_proj"
-    wanted = state_of("mixtral", 0)
-    wanted[fused][2, 96:] = 1.0
-    part = {expert: torch.ones(96, 64)} if is_by_directory else {fused: wanted[fused]}
+    target = state_of("mixtral", 0)
+    target[fused][2, 96:] = 1.0
+    part = {expert: torch.ones(96, 64)} if is_by_directory else {fused: target[fused]}
     (tmp_path / "1").mkdir()
     parts = WeightParts(over=0)
     parts.write(tmp_path / "1")
     save_file(part, tmp_path / "1" / parts.file_name)
 
     made = load_version(1, lambda version: tmp_path / str(version)).state_dict()
-    assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(made[name], tensor) for name, tensor in target.items())
 
 
 def test_names_whose_tensors_share_a_converted_one_are_one_group() -> None:

@@ -90,9 +90,9 @@ def assert_the_same_bits(runner: ModelRunner, rows: list[Row]) -> None:
         is_deterministic=runner._is_deterministic,
     )
     torch.manual_seed(0)
-    for ours, theirs in zip(runner.cache_tensors(), other.cache_tensors(), strict=True):
-        ours.copy_(torch.randn(ours.shape))
-        theirs.copy_(ours)
+    for actual, reference in zip(runner.cache_tensors(), other.cache_tensors(), strict=True):
+        actual.copy_(torch.randn(actual.shape))
+        reference.copy_(actual)
     plans = runner._plan(rows), other._plan(rows)
     assert goes_at_once(runner, rows)
     assert not goes_at_once(other, rows)
@@ -103,8 +103,8 @@ def assert_the_same_bits(runner: ModelRunner, rows: list[Row]) -> None:
 
     assert torch.equal(at_once, layer_by_layer)
     assert at_once.isfinite().all()
-    for ours, theirs in zip(runner._caches, other._caches, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, reference in zip(runner._caches, other._caches, strict=True):
+        assert torch.equal(actual, reference)
 
 
 def goes_at_once(runner: ModelRunner, rows: list[Row]) -> bool:

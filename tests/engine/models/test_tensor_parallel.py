@@ -217,8 +217,8 @@ def test_all_ranks_compute_with_new_weights_from_the_swap_on(
     drive(one_rank(paths[0]), old, new_tokens=3)
     drive(one_rank(paths[1]), new, new_tokens=3)
     with ranked_engine(paths[0]) as engine:
-        [told] = stage(engine, 1, named_buffers(paths[1]))
-        assert isinstance(told, WeightsStaged)
+        [reported] = stage(engine, 1, named_buffers(paths[1]))
+        assert isinstance(reported, WeightsStaged)
         drive(engine.runner, before, new_tokens=3)  # staged is not live
         swap(engine, 1)
         drive(engine.runner, after, new_tokens=3)
@@ -231,9 +231,9 @@ def test_what_one_rank_has_no_room_for_is_staged_on_none(tmp_path: Path) -> None
     alone, together = make_turns(), make_turns()
     drive(one_rank(paths[0]), alone, new_tokens=3)
     with ranked_engine(paths[0], lacks_room=True) as engine:
-        [told] = stage(engine, 1, named_buffers(paths[1]))
-        assert isinstance(told, WeightsFailed)
-        assert "rank 1: " in told.message
+        [reported] = stage(engine, 1, named_buffers(paths[1]))
+        assert isinstance(reported, WeightsFailed)
+        assert "rank 1: " in reported.message
         assert not engine.staging.is_staged(1)
         drive(engine.runner, together, new_tokens=3)  # the old ones serve on, on both
     assert_alike(alone, together)
@@ -248,8 +248,8 @@ def test_each_rank_adds_its_part_of_an_adapter(tmp_path: Path) -> None:
     runner.weights.adapters = {"taught": runner.weights.make_adapter(tensors, TAUGHT.scale)}
     drive(runner, alone, new_tokens=6)
     with ranked_engine(path) as engine:
-        [told] = stage(engine, 1, named_buffers(path), tensors)
-        assert isinstance(told, WeightsStaged)
+        [reported] = stage(engine, 1, named_buffers(path), tensors)
+        assert isinstance(reported, WeightsStaged)
         swap(engine, 1)
         drive(engine.runner, together, new_tokens=6)
     assert_alike(alone, together)

@@ -75,8 +75,8 @@ class RankedEngine:
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         connections, threads = [], []
         for number in range(1, ranks):
-            mine, theirs = Pipe()
-            thread = threading.Thread(target=self._serve, args=(number, theirs), daemon=True)
+            mine, expected = Pipe()
+            thread = threading.Thread(target=self._serve, args=(number, expected), daemon=True)
             thread.start()
             connections.append(mine)
             threads.append(RankThread(thread))

@@ -139,8 +139,8 @@ def test_weights_published_into_ranks_asleep_are_those_of_all_once_swapped(tmp_p
     with ranked_engine(paths[0]) as engine:
         sleep_controller = sleep_controller_of(engine)
         assert isinstance(put_to_sleep(sleep_controller, 2), Asleep)
-        [told] = stage(engine, 1, named_buffers(paths[1]))
-        assert isinstance(told, WeightsStaged)
+        [reported] = stage(engine, 1, named_buffers(paths[1]))
+        assert isinstance(reported, WeightsStaged)
         swap(engine, 1)
         sleep_controller.swapped()
         assert sleep_controller.asleep == ["kv_cache"]

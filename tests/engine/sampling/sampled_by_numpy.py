@@ -12,22 +12,22 @@ Floats = npt.NDArray[np.float64]
 
 
 def distribution(
-    logits: npt.NDArray[np.float32], asked: SamplingParams, prompt: list[int], output: list[int]
+    logits: npt.NDArray[np.float32], requested: SamplingParams, prompt: list[int], output: list[int]
 ) -> Floats:
     """Return the probabilities [V] of the next output token; no processors."""
-    x = penalised(logits.astype(np.float64), asked, prompt, output)
-    if asked.temperature == 0:
+    x = penalised(logits.astype(np.float64), requested, prompt, output)
+    if requested.temperature == 0:
         return softmax(x)
-    x = x / asked.temperature
+    x = x / requested.temperature
     p = softmax(x)
-    x[p < asked.min_p * p.max()] = -np.inf
-    if asked.top_k:
-        x[x < np.sort(x)[::-1][min(asked.top_k, len(x)) - 1]] = -np.inf
-    if asked.top_p < 1:
+    x[p < requested.min_p * p.max()] = -np.inf
+    if requested.top_k:
+        x[x < np.sort(x)[::-1][min(requested.top_k, len(x)) - 1]] = -np.inf
+    if requested.top_p < 1:
         p = softmax(x)
         kept, mass = [], 0.0
         for token in np.argsort(-p, kind="stable"):
-            if mass >= asked.top_p:
+            if mass >= requested.top_p:
                 break
             kept.append(token)
             mass += p[token]
@@ -35,17 +35,17 @@ def distribution(
     return softmax(x)
 
 
-def penalised(x: Floats, asked: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
+def penalised(x: Floats, requested: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
     """Apply steps 1 to 3."""
-    for one in asked.logit_bias:
+    for one in requested.logit_bias:
         x[one.token_id] += one.bias
-    if len(output) < asked.min_tokens:
-        x[asked.stop_token_ids] = -np.inf
+    if len(output) < requested.min_tokens:
+        x[requested.stop_token_ids] = -np.inf
     for token in set(prompt + output):
-        r = asked.repetition_penalty
+        r = requested.repetition_penalty
         x[token] = x[token] / r if x[token] > 0 else x[token] * r
     for token in set(output):
-        x[token] -= asked.frequency_penalty * output.count(token) + asked.presence_penalty
+        x[token] -= requested.frequency_penalty * output.count(token) + requested.presence_penalty
     return x
 
 

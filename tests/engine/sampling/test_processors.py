@@ -78,10 +78,10 @@ class Engine:
         self.details: dict[int, list[messages.TokenDetails]] = {}
 
     def submit(
-        self, turn: int, prompt: list[int], *processors: LogitsProcessor, **asked: Any
+        self, turn: int, prompt: list[int], *processors: LogitsProcessor, **requested: Any
     ) -> None:
         sampling = SamplingParams(
-            **({"max_tokens": 12, "seed": turn} | asked),
+            **({"max_tokens": 12, "seed": turn} | requested),
             logits_processors=[processor.to_str() for processor in processors],
         )
         token_ids = np.array(prompt, "<i4").tobytes()
@@ -110,8 +110,8 @@ class Engine:
             self.tokens[handle].append(token_id)
             self.logprobs[handle].append(logprob)
             self.finish[handle] = code
-        for told in columns.details:
-            self.details[told.turn].append(told)
+        for reported in columns.details:
+            self.details[reported.turn].append(reported)
 
 
 @pytest.fixture
@@ -177,8 +177,8 @@ def test_bad_words_are_the_token_sequences_that_vllm_bans(tmp_path: Path) -> Non
     assert banned(["ab"], 4, 0) == banned(["ab"], 4, 3) == [1]
     assert banned(["ab"], 0, 4) == []
     assert banned([" acb", "c"], 0, 4) == [1, 4]
-    for words, told in [([], "got 0"), ([""], "got ''"), (["b"] * 129, "1 to 128 .* got 129")]:
-        with pytest.raises(TurnRefused, match=told):
+    for words, reported in [([], "got 0"), ([""], "got ''"), (["b"] * 129, "1 to 128 .* got 129")]:
+        with pytest.raises(TurnRefused, match=reported):
             banned(words)
 
 
@@ -240,11 +240,11 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "told"), ARGUMENTS)
+@pytest.mark.parametrize(("name", "arguments", "reported"), ARGUMENTS)
 def test_arguments_that_make_no_sense_refuse_the_turn(
-    engine: Engine, name: str, arguments: dict[str, Any], told: str
+    engine: Engine, name: str, arguments: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(TurnRefused, match=told):
+    with pytest.raises(TurnRefused, match=reported):
         engine.submit(1, [5], LogitsProcessor(name, arguments), stop_token_ids=[EOS_TOKEN_ID])
     assert engine.scheduler.handles == []
 
@@ -258,9 +258,9 @@ def test_text_that_is_no_processor_refuses_the_turn(engine: Engine) -> None:
 
 def test_a_processor_travels_as_json_whose_keys_keep_their_order() -> None:
     one = LogitsProcessor("allowed_tokens", {"b": [1, 2.5], "a": {"y": None, "x": "é"}})
-    told = '{"name":"allowed_tokens","arguments":{"b":[1,2.5],"a":{"y":null,"x":"é"}}}'
-    assert one.to_str() == told
-    assert LogitsProcessor.from_str(told).to_str() == told
+    reported = '{"name":"allowed_tokens","arguments":{"b":[1,2.5],"a":{"y":null,"x":"é"}}}'
+    assert one.to_str() == reported
+    assert LogitsProcessor.from_str(reported).to_str() == reported
     assert LogitsProcessor.from_str(one.to_str()) == one
     assert LogitsProcessor.from_str('{"name": "x"}') == LogitsProcessor("x")
     with pytest.raises(ConfigError, match="'x' can't be written as JSON"):
@@ -326,11 +326,11 @@ def test_a_grammar_that_costs_too_much_to_compile_refuses_its_turn_and_the_next_
     processor: LogitsProcessor, engine: Engine
 ) -> None:
     pytest.importorskip("llguidance")
-    asked = {"max_tokens": 2, "stop_token_ids": [EOS_TOKEN_ID]}
+    requested = {"max_tokens": 2, "stop_token_ids": [EOS_TOKEN_ID]}
     for turn in range(2):  # the second time from memory
         with pytest.raises(TurnRefused, match=r"compilation took more than .* constrain less of"):
-            engine.submit(turn, [5], processor, **asked)
-    engine.submit(3, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}), **asked)
+            engine.submit(turn, [5], processor, **requested)
+    engine.submit(3, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}), **requested)
     engine.run()
     assert len(engine.tokens[3]) == 2
 
@@ -366,7 +366,7 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
 
 @pytest.mark.usefixtures("bad_modules")
 @pytest.mark.parametrize(
-    ("module", "told"),
+    ("module", "reported"),
     [
         ("no_such_module", "module 'no_such_module': ModuleNotFoundError"),
         ("empty_processors", "has no attribute 'PROCESSORS'; the module must be importable"),
@@ -375,9 +375,9 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
     ],
 )
 def test_a_module_that_is_none_of_processors_is_refused_at_the_start(
-    module: str, told: str
+    module: str, reported: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         ProcessorRegistry([module])
 
 
@@ -414,8 +414,8 @@ def test_a_json_schema_makes_every_turn_end_as_json_that_fits(engine: Engine, mo
 def test_a_grammar_goes_on_where_a_moved_turn_was(engine: Engine, model: Path) -> None:
     pytest.importorskip("llguidance")
     processor = LogitsProcessor("grammar", {"lark": 'start: "ab" ("c" | "d")+ "."'})
-    asked = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 9}
-    engine.submit(1, [5, 6], processor, **asked)
+    requested = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 9}
+    engine.submit(1, [5, 6], processor, **requested)
     engine.run()
     whole = engine.tokens[1]
     for moved_after in range(1, len(whole)):

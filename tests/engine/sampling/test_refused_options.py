@@ -41,11 +41,11 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "told"), REFUSALS)
+@pytest.mark.parametrize(("options", "reported"), REFUSALS)
 def test_an_option_that_makes_no_sense_is_refused_with_its_value(
-    options: dict[str, Any], told: str
+    options: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(TurnRefused, match=told):
+    with pytest.raises(TurnRefused, match=reported):
         make_turn(SamplingParams(**({"max_tokens": 5} | options)), [1])
 
 

@@ -109,9 +109,9 @@ def test_the_distribution_told_is_that_of_the_formulas(
     asked: SamplingParams, prompt: list[int], output: list[int], seed: int
 ) -> None:
     logits = random_logits(seed)[0]
-    told = told_distribution(make_turn(asked, prompt, output), logits)
+    result = told_distribution(make_turn(asked, prompt, output), logits)
     expected = distribution(logits.numpy(), asked, prompt, output)
-    np.testing.assert_allclose(told, expected, atol=2e-6)
+    np.testing.assert_allclose(result, expected, atol=2e-6)
 
 
 def random_options(random: np.random.Generator) -> SamplingParams:
@@ -165,8 +165,8 @@ def test_what_is_sampled_follows_the_log_probs_told(seed: int) -> None:
         ]
         drawn = sample_rows(logits.repeat(2_000, 1), rows)
         np.add.at(counts, drawn.token_ids, 1)
-        told = np.exp(drawn.logprobs)
-        np.testing.assert_allclose(told, probabilities[drawn.token_ids], atol=1e-6)
+        result = np.exp(drawn.logprobs)
+        np.testing.assert_allclose(result, probabilities[drawn.token_ids], atol=1e-6)
 
     assert not counts[probabilities == 0].any()
     assert chi_square_sigmas(counts, probabilities) < 4
@@ -193,7 +193,7 @@ def test_transformers_own_processors_give_the_same_distribution(seed: int) -> No
     prompt, output = random.integers(VOCAB, size=(2, 10)).tolist()
     logits = random_logits(seed)
     stops = torch.tensor([1, 2])
-    theirs: Any = LogitsProcessorList(
+    reference: Any = LogitsProcessorList(
         [
             SequenceBiasLogitsProcessor([[[t], b] for t, b in bias.items()]),
             MinNewTokensLengthLogitsProcessor(len(prompt), asked.min_tokens, stops, device="cpu"),
@@ -204,9 +204,9 @@ def test_transformers_own_processors_give_the_same_distribution(seed: int) -> No
             TopPLogitsWarper(asked.top_p),
         ]
     )
-    expected = theirs(torch.tensor([prompt + output]), logits.clone()).softmax(-1)[0]
-    told = told_distribution(make_turn(asked, prompt, output), logits[0])
-    np.testing.assert_allclose(told, expected.numpy(), atol=2e-6)
+    expected = reference(torch.tensor([prompt + output]), logits.clone()).softmax(-1)[0]
+    result = told_distribution(make_turn(asked, prompt, output), logits[0])
+    np.testing.assert_allclose(result, expected.numpy(), atol=2e-6)
 
 
 def asking_for_everything(seed: int, **others: Any) -> SamplingParams:
@@ -232,15 +232,15 @@ def go_on(
     turns: list[EngineSequence], steps: int, start: int = 0, compiled: Native | None = None
 ) -> list[list[Any]]:
     """Return the output of ``steps`` steps of each turn; logits are random, and each turn's own."""
-    told: list[list[Any]] = [[] for _ in turns]
+    result: list[list[Any]] = [[] for _ in turns]
     for step in range(start, start + steps):
         logits = torch.cat([random_logits(1000 * turn.sampling.seed + step) for turn in turns])
         output = draw(turns, logits, compiled)
         for row, turn in enumerate(turns):
             token_id = int(output.token_ids[row])
-            told[row].append((token_id, float(output.logprobs[row]), output.details.get(row)))
+            result[row].append((token_id, float(output.logprobs[row]), output.details.get(row)))
             turn.append(token_id)
-    return told
+    return result
 
 
 def test_a_turn_that_is_moved_is_sampled_as_if_it_had_stayed() -> None:
@@ -265,8 +265,8 @@ def test_a_row_is_sampled_bit_for_bit_alike_whatever_its_companions_ask_for(
         SamplingParams(max_tokens=30, seed=5, min_p=0.1, temperature=0.3),
     ]
     together = go_on([make_turn(asked, [4, 4, 9]) for asked in askers], 12, 0, compiled)
-    for asked, told in zip(askers, together, strict=True):
-        assert go_on([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [told]
+    for asked, result in zip(askers, together, strict=True):
+        assert go_on([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [result]
     assert [details for *_, details in together[1]] == [None] * 12
 
 

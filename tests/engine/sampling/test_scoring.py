@@ -42,7 +42,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Weights], l
     loaded = [
         load(make_model_directory(tmp_path_factory.mktemp("m") / "m", seed=seed)) for seed in (0, 1)
     ]
-    return [ours for ours, _ in loaded], [theirs for _, theirs in loaded]
+    return [actual for actual, _ in loaded], [expected for _, expected in loaded]
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
@@ -219,7 +219,7 @@ def test_an_answer_too_large_for_a_frame_comes_in_parts(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "asked", "told"),
+    ("tokens", "asked", "reported"),
     [
         ([], {}, "token_ids is empty"),
         ([1, 96], {}, "is outside the model's vocabulary"),
@@ -238,10 +238,10 @@ def test_what_can_never_be_answered_is_refused_with_numbers(
     versions: tuple[list[Weights], list[Any]],
     tokens: list[int],
     asked: dict[str, Any],
-    told: str,
+    reported: str,
 ) -> None:
     asker = Asker(DrivenEngine(versions[0], num_blocks=10))
-    with pytest.raises(ScoreRefused, match=told):
+    with pytest.raises(ScoreRefused, match=reported):
         asker.ask(tokens, **asked)
     assert asker.engine.scheduler.free_blocks == 10
 
@@ -250,12 +250,12 @@ def test_logprobs_are_exact_to_float32_in_a_large_vocabulary() -> None:
     logits = 4 * torch.randn(3, 151_936, generator=torch.Generator().manual_seed(0))
     exact = logits.double().div(0.7).log_softmax(-1)
     row = RowScoring(3, "logprobs", np.array([5, 70_000, 151_935], np.int32), 3, 0.7)
-    told = score_logits(logits, row)
+    reported = score_logits(logits, row)
     chosen = exact.gather(1, torch.tensor([[5], [70_000], [151_935]]))[:, 0]
-    np.testing.assert_allclose(told.logprobs, chosen, atol=4e-6)  # type: ignore[arg-type]
-    np.testing.assert_allclose(told.top_logprobs, exact.topk(3).values, atol=4e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(reported.logprobs, chosen, atol=4e-6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(reported.top_logprobs, exact.topk(3).values, atol=4e-6)  # type: ignore[arg-type]
     ranks = (exact > chosen[:, None]).sum(-1) + 1
-    np.testing.assert_array_equal(told.ranks, ranks)
+    np.testing.assert_array_equal(reported.ranks, ranks)
 
 
 def test_a_model_that_computes_no_numbers_is_told_as_such(tmp_path: Path) -> None:

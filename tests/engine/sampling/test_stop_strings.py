@@ -123,7 +123,9 @@ def test_a_turn_ends_where_its_whole_text_first_holds_a_stop_string(
         token_ids += [id_of(piece)] if piece in MERGED else bytes_of(piece)
         rest = rest[len(piece) :]
     texts = [BYTES.decode(token_ids[:n]) for n in range(1, len(token_ids) + 1)]
-    expected = next((n for n, said in enumerate(texts) if any(s in said for s in strings)), None)
+    expected = next(
+        (n for n, output in enumerate(texts) if any(s in output for s in strings)), None
+    )
     assert stops_at(strings, token_ids) == expected
 
     moved_at = data.draw(st.integers(0, len(token_ids) if expected is None else expected))

@@ -45,9 +45,9 @@ def test_samples_of_one_prompt_compute_its_full_blocks_once_in_one_step() -> Non
 
     assert list(engine.step().values()) == [10, 2, 2, 2, 2, 2, 2, 2]
     engine.run()
-    for turn, told in engine.turns.items():
-        assert told.token_ids == uninterrupted(PROMPT, 3)
-        assert told.prefills == [
+    for turn, reported in engine.turns.items():
+        assert reported.token_ids == uninterrupted(PROMPT, 3)
+        assert reported.prefills == [
             Prefill(turn, 0, [KvSpan(0, 0, 10)], cached_tokens=8 if turn else 0)
         ]
 
@@ -111,8 +111,8 @@ def test_turns_that_sample_the_same_end_up_with_the_same_blocks() -> None:
     # 17 positions: four full blocks for all, and one that is being filled for each.
     assert engine.limits.num_blocks - engine.scheduler.free_blocks == 4 + 3
     engine.run()
-    for told in engine.turns.values():
-        assert told.token_ids == uninterrupted(PROMPT, 11)
+    for reported in engine.turns.values():
+        assert reported.token_ids == uninterrupted(PROMPT, 11)
 
 
 # ---------------------------------------------------------------- after a turn
@@ -223,10 +223,10 @@ def test_nothing_that_old_weights_computed_is_found_by_turns_of_the_new(
     late = engine.submit(PROMPT, 4)
     engine.run()
 
-    told = engine.turns[late]
-    assert [prefill.spans for prefill in told.prefills] == [[KvSpan(1, 0, 10)]]
-    assert told.kv == [1] * 13  # and the fake cache says so too
-    told.check(vocab=50)
+    reported = engine.turns[late]
+    assert [prefill.spans for prefill in reported.prefills] == [[KvSpan(1, 0, 10)]]
+    assert reported.kv == [1] * 13  # and the fake cache says so too
+    reported.check(vocab=50)
 
 
 def test_a_turn_paused_in_mid_prefill_shares_nothing_once_weights_were_swapped() -> None:
@@ -256,8 +256,8 @@ def test_a_turn_with_kept_kv_takes_nothing_that_new_weights_computed() -> None:
     engine.submit(prompt, 3)  # goes first, and has all of it computed by version 1
     engine.run()
 
-    told = engine.turns[straddler]
-    assert told.prefills == [Prefill(straddler, 0, [KvSpan(0, 0, 8), KvSpan(1, 8, 20)])]
+    reported = engine.turns[straddler]
+    assert reported.prefills == [Prefill(straddler, 0, [KvSpan(0, 0, 8), KvSpan(1, 8, 20)])]
 
 
 def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_shared() -> None:
@@ -273,11 +273,11 @@ def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_share
     # 13 tokens each by now, alike, for the fake model knows no chance
     assert list(engine.step().values()) == [13, 1, 1, 1]
     engine.run()
-    for turn, told in engine.turns.items():
-        assert told.prefills[1] == Prefill(
+    for turn, reported in engine.turns.items():
+        assert reported.prefills[1] == Prefill(
             turn, 3, [KvSpan(1, 0, 13)], cached_tokens=12 if turn else 0
         )
-        told.check(vocab=50)
+        reported.check(vocab=50)
 
 
 def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None:
@@ -290,9 +290,9 @@ def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None
 
     run(engine)
 
-    for told in engine.turns.values():
-        told.check(vocab=50)
-        assert len(told.token_ids) == 9
+    for reported in engine.turns.values():
+        reported.check(vocab=50)
+        assert len(reported.token_ids) == 9
 
 
 def test_a_turn_that_lacks_a_block_for_what_is_recomputed_gets_it_from_a_worse_one() -> None:

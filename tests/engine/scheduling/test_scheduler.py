@@ -49,7 +49,7 @@ def test_waiting_turns_start_by_priority_and_then_by_arrival() -> None:
     urgent = engine.submit([1], 2, priority=-5)
     ended: list[int] = []
     while engine.step():
-        ended += [t for t, told in engine.turns.items() if told.finish and t not in ended]
+        ended += [t for t, reported in engine.turns.items() if reported.finish and t not in ended]
     assert ended == [urgent, first, second]
 
 
@@ -102,15 +102,15 @@ def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> 
         engine.step()
     assert engine.scheduler.running_turns == 1
     engine.run()
-    told = engine.turns[worse]
-    assert told.token_ids == uninterrupted([1] * 8, 8)
-    assert [prefill.output_tokens for prefill in told.prefills] == [
+    reported = engine.turns[worse]
+    assert reported.token_ids == uninterrupted([1] * 8, 8)
+    assert [prefill.output_tokens for prefill in reported.prefills] == [
         0,
-        told.prefills[1].output_tokens,
+        reported.prefills[1].output_tokens,
     ]
-    positions = 8 + told.prefills[1].output_tokens
+    positions = 8 + reported.prefills[1].output_tokens
     # Its first two blocks are still there; the next went to the turn it gave way to.
-    assert told.prefills[1] == Prefill(
+    assert reported.prefills[1] == Prefill(
         worse, positions - 8, [KvSpan(0, 0, positions)], cached_tokens=8
     )
     assert [prefill.output_tokens for prefill in engine.turns[best].prefills] == [0]
@@ -181,15 +181,15 @@ def test_more_tokens_sampled_before_than_there_are_is_refused(sampled_before: in
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "reported"),
     [
         ("num_blocks", 0, "num_blocks must be at least 1, got 0"),
         ("block_tokens", -1, "block_tokens must be at least 1, got -1"),
         ("max_step_tokens", 3, "less than one token for each of max_running_turns=4"),
     ],
 )
-def test_limits_that_can_never_work_are_refused(name: str, value: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_limits_that_can_never_work_are_refused(name: str, value: Any, reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         FakeEngine(**{name: value})
 
 
@@ -309,7 +309,7 @@ class AnythingAtAll(RuleBasedStateMachine):
 
     @invariant()
     def every_turn_is_somewhere(self) -> None:
-        alive = {turn for turn, told in self.engine.turns.items() if told.finish == RUNNING}
+        alive = {turn for turn, reported in self.engine.turns.items() if reported.finish == RUNNING}
         scheduler = self.engine.scheduler
         assert len(alive) == scheduler.running_turns + scheduler.waiting_turns
         assert set(scheduler.handles) == alive
@@ -322,9 +322,9 @@ class AnythingAtAll(RuleBasedStateMachine):
         assert self.engine.answers.count(TurnsResumed()) == self.resumes
         assert self.engine.scheduler.free_blocks == self.engine.limits.num_blocks
         assert self.engine.scheduler.swap_due() is None
-        for told in self.engine.turns.values():
-            assert told.finish != RUNNING
-            told.check(self.engine.limits.vocab_size)
+        for reported in self.engine.turns.values():
+            assert reported.finish != RUNNING
+            reported.check(self.engine.limits.vocab_size)
 
 
 AnythingAtAll.TestCase.settings = settings(

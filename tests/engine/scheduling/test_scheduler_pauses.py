@@ -128,10 +128,10 @@ def test_kept_kv_needs_no_new_prefill_when_a_decode_goes_on_under_new_weights() 
     engine.step()
     engine.request_swap(1, "keep", "keep")
     engine.run()
-    told = engine.turns[turn]
-    assert told.versions == [0, 1, 1, 1]
-    assert told.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 3)])]
-    assert told.kv == [0, 0, 0, 1, 1, 1]
+    reported = engine.turns[turn]
+    assert reported.versions == [0, 1, 1, 1]
+    assert reported.prefills == [Prefill(turn, 0, [KvSpan(0, 0, 3)])]
+    assert reported.kv == [0, 0, 0, 1, 1, 1]
 
 
 def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
@@ -144,9 +144,9 @@ def test_recomputed_turns_are_prefilled_again_ahead_of_waiting_ones() -> None:
     assert engine.turns[urgent].token_ids == []
     assert engine.recomputed_turns == 1
     engine.run()
-    told = engine.turns[turn]
-    assert told.prefills[1] == Prefill(turn, 1, [KvSpan(1, 0, 6)])
-    assert told.versions == [0, 1, 1, 1]
+    reported = engine.turns[turn]
+    assert reported.prefills[1] == Prefill(turn, 1, [KvSpan(1, 0, 6)])
+    assert reported.versions == [0, 1, 1, 1]
 
 
 def test_a_recomputed_turn_whose_last_token_begins_a_block_is_given_it() -> None:

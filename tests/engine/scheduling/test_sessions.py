@@ -14,9 +14,9 @@ def play(engine: FakeEngine, prompt: list[int], *, session: int = 0, max_tokens:
     turn = engine.submit(prompt, max_tokens, session=session)
     engine.run()
     engine.scheduler.check()
-    told = engine.turns[turn]
-    assert told.token_ids == uninterrupted(prompt, max_tokens)
-    return told.prefills[0].cached_tokens
+    reported = engine.turns[turn]
+    assert reported.token_ids == uninterrupted(prompt, max_tokens)
+    return reported.prefills[0].cached_tokens
 
 
 def prompt_of(number: int) -> list[int]:

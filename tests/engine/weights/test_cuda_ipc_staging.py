@@ -104,10 +104,10 @@ def stage(staging: Staging, version: int, updates: list[UpdateWeights]) -> list[
 
 def answers(staging: Staging) -> list[Message]:
     """Return all answers, once the thread is idle."""
-    told: list[Message] = []
+    reported: list[Message] = []
     while staging.is_busy:
-        told += staging.take_replies()
-    return told + staging.take_replies()
+        reported += staging.take_replies()
+    return reported + staging.take_replies()
 
 
 def assert_same(one: Weights, other: Weights) -> None:
@@ -123,10 +123,10 @@ def test_weights_of_the_trainers_gpu_are_staged_and_let_go_of_before_that_is_sai
     staging.start(StartWeightUpdate(version=1))
     for update in updates:
         staging.update(wired(update))
-    told: list[Message] = []
-    while not told:
-        told = staging.take_replies()
-    assert [type(one) for one in told] == [WeightsStaged]
+    reported: list[Message] = []
+    while not reported:
+        reported = staging.take_replies()
+    assert [type(one) for one in reported] == [WeightsStaged]
     assert (len(engine.opened), engine.mapped) == (len(updates), 0)
     staged: Any = staging.swap(1, live)
     assert_same(staged, filled(directories[1]))
@@ -206,11 +206,11 @@ def test_a_tensor_the_model_has_not_or_whose_sum_is_another_fails_the_version(
 def test_an_engine_without_that_gpu_says_so_and_takes_weights_another_way(
     directories: list[Path], channel: CudaIpcSender
 ) -> None:
-    for home, why in (
+    for cache_home, why in (
         (WeightReceiverConfig(), "computes on the CPU"),
         (WeightReceiverConfig(gpu=HostGpu("b")), "computes on 'b'"),
     ):
-        staging = Staging(lambda: room(directories[0]), home)
+        staging = Staging(lambda: room(directories[0]), cache_home)
         shm = sender("shm")
         staging.init(wired(channel.init()))
         (complaint,) = answers(staging)
@@ -262,7 +262,7 @@ def test_settings_by_which_no_engine_shares_the_gpu_are_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without CUDA")
 def test_a_run_without_cuda_does_not_begin(directories: list[Path]) -> None:
-    asked = {"device": "cuda:0", "weight_channel": "cuda_ipc"}
-    settings = run_settings(model=directories[0], **asked)
+    requested = {"device": "cuda:0", "weight_channel": "cuda_ipc"}
+    settings = run_settings(model=directories[0], **requested)
     with pytest.raises(ConfigError, match=r"'cuda_ipc': .* finds no CUDA device here"):
         Run(settings, run_parts(settings))

@@ -67,9 +67,9 @@ class Rig:
     def expected(self, names: set[str]) -> WeightStore:
         """Return the second model's tensors of these names, and the first one's otherwise."""
         store = self.model.allocate()
-        for path, wanted in ((self.paths[0], lambda n: True), (self.paths[1], names.__contains__)):
+        for path, target in ((self.paths[0], lambda n: True), (self.paths[1], names.__contains__)):
             for name, tensor in read_tensors(path):
-                if wanted(name):
+                if target(name):
                     store.load(name, tensor)
         return store
 

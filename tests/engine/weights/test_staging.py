@@ -81,19 +81,19 @@ def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSe
 
 def answers(staging: Staging) -> list[Message]:
     """Return all answers, once the thread is idle."""
-    told: list[Message] = []
+    reported: list[Message] = []
     while staging.is_busy:
-        told += staging.take_replies()
-    return told + staging.take_replies()
+        reported += staging.take_replies()
+    return reported + staging.take_replies()
 
 
 def told_in_time(staging: Staging) -> list[Message]:
     """Like :func:`answers`, for a thread that may have died."""
-    deadline_s, told = time.monotonic() + PATIENCE_S, staging.take_replies()
+    deadline_s, reported = time.monotonic() + PATIENCE_S, staging.take_replies()
     while staging.is_busy and time.monotonic() < deadline_s:
-        told += staging.take_replies()
+        reported += staging.take_replies()
     assert not staging.is_busy
-    return told + staging.take_replies()
+    return reported + staging.take_replies()
 
 
 def publish(

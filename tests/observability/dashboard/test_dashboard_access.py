@@ -49,7 +49,7 @@ def test_a_token_from_the_environment_is_used_unless_it_is_too_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         request(query_token=TOKEN),
         request(authorization=f"Bearer {TOKEN}"),
@@ -58,13 +58,13 @@ def test_a_token_from_the_environment_is_used_unless_it_is_too_short() -> None:
     ],
     ids=["in the query", "as a bearer", "in the cookie", "in the cookie of a proxy"],
 )
-def test_the_token_is_accepted_in_query_header_and_cookie(asked: DashboardRequest) -> None:
-    assert shows_token(asked, TOKEN)
-    assert not shows_token(asked, TOKEN + "x")
+def test_the_token_is_accepted_in_query_header_and_cookie(requested: DashboardRequest) -> None:
+    assert shows_token(requested, TOKEN)
+    assert not shows_token(requested, TOKEN + "x")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         request(),
         request(cookie=f"tidegate_dashboard_81={TOKEN}"),
@@ -72,8 +72,8 @@ def test_the_token_is_accepted_in_query_header_and_cookie(asked: DashboardReques
         request(cookie="\x00;;==\x7f"),
     ],
 )
-def test_other_tokens_are_refused(asked: DashboardRequest) -> None:
-    assert not shows_token(asked, TOKEN)
+def test_other_tokens_are_refused(requested: DashboardRequest) -> None:
+    assert not shows_token(requested, TOKEN)
 
 
 def test_the_content_security_policy_allows_only_our_files() -> None:

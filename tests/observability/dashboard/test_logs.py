@@ -31,9 +31,9 @@ def test_keys_of_a_log_message_become_typed_json_fields(written: io.StringIO) ->
     log.warning("engine=%s lost: %s", "engine-3", "it was silent")
     log.info("rollout=%d forks into %d, %s", 7, 8, "resampled")
     log.warning("stuck=%s name=%r waited_s=%.0f where=%r", "turn", 7, 61.25, "here")
-    told = lines(written)
-    assert [each.pop("time")[-1] for each in told] == ["Z"] * 3
-    assert told == [
+    reported = lines(written)
+    assert [each.pop("time")[-1] for each in reported] == ["Z"] * 3
+    assert reported == [
         {
             "level": "warning",
             "run": "demo",

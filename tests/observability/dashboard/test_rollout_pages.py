@@ -115,8 +115,8 @@ def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement() -> None:
 
 def test_a_turns_tools_are_named_and_its_output_stays_text() -> None:
     tokenizer = chat_tokenizer()
-    said = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    ids = tokenizer.encode(said, add_special_tokens=False).ids
+    output = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = tokenizer.encode(output, add_special_tokens=False).ids
     shown = rollout(ids, turn(0, len(ids), VersionSpan(0, 0, len(ids), "a", None)), task=HOSTILE)
     page = rollout_page(shown, tokenizer)
     assert page["turns"][0]["tools"] == ["add"]

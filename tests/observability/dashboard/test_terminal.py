@@ -100,21 +100,21 @@ class BreakingOff(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("handler", "error", "said"),
+    ("handler", "error", "output"),
     [
         (BreakingOff, OSError, "ended 999 bytes early"),
         (NoHttp, ConfigError, "not a Tidegate dashboard"),
     ],
 )
 def test_a_non_http_response_is_distinguished_from_a_truncated_one(
-    handler: type[http.server.BaseHTTPRequestHandler], error: type[Exception], said: str
+    handler: type[http.server.BaseHTTPRequestHandler], error: type[Exception], output: str
 ) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        asked = threading.Thread(target=server.handle_request)
-        asked.start()
-        with pytest.raises(error, match=said):
+        requested = threading.Thread(target=server.handle_request)
+        requested.start()
+        with pytest.raises(error, match=output):
             WatchedRun.find(f"http://127.0.0.1:{server.server_port}").fetch_state()
-        asked.join(60)
+        requested.join(60)
 
 
 def observation(engines: int = 2) -> DashboardSnapshot:
@@ -126,15 +126,15 @@ def observation(engines: int = 2) -> DashboardSnapshot:
 def printed(watched: WatchedRun) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False)
     watch(watched, console)
-    said = console.file
-    assert isinstance(said, io.StringIO)
-    return said.getvalue()
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue()
 
 
 def test_the_terminal_view_shows_engines_groups_staleness_tokens_and_bottleneck() -> None:
     seen = observation()
     state = {**about(seen), "frame": frame(seen)}
-    said = printed(WatchedRun(lambda: state, is_live=False))
+    output = printed(WatchedRun(lambda: state, is_live=False))
     for part in (
         "demo [bold]  running",
         "trainer v5, live v4",
@@ -147,15 +147,15 @@ def test_the_terminal_view_shows_engines_groups_staleness_tokens_and_bottleneck(
         "3/4",
         "100 generated = 60 trained + 20 buffered + 10 in flight + 10 discarded",
     ):
-        assert part in said, part
+        assert part in output, part
 
 
 def test_a_hundred_engines_do_not_push_out_the_other_panels() -> None:
     seen = observation(engines=100)
     state = {**about(seen), "frame": frame(seen)}
-    said = printed(WatchedRun(lambda: state, is_live=False))
-    assert "and 84 more" in said
-    assert len(said.splitlines()) < 45
+    output = printed(WatchedRun(lambda: state, is_live=False))
+    assert "and 84 more" in output
+    assert len(output.splitlines()) < 45
 
 
 def test_a_running_run_is_found_by_its_url_and_by_its_directory(tmp_path: Path) -> None:

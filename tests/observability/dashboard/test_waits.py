@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"group_size": 2, "groups_per_batch": 1, "max_staleness"
 
 
 async def test_waits_and_activities_are_measured_by_the_clock(tidegate_serve: ServeInTests) -> None:
-    told: list[Mapping[str, float]] = []
+    reported: list[Mapping[str, float]] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([task])
@@ -40,7 +40,7 @@ async def test_waits_and_activities_are_measured_by_the_clock(tidegate_serve: Se
             await asyncio.sleep(2.0 + 3.0 * episode.index)
         return 1.0
 
-    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+    async with tidegate_serve(**SMALL, on_batch=reported.append) as rollouts:
         async for _ in rollouts.batches([1, 2, 3], episode=solve):
             await rollouts.publish({})
         statistics = rollouts.statistics()
@@ -49,14 +49,14 @@ async def test_waits_and_activities_are_measured_by_the_clock(tidegate_serve: Se
     assert statistics.mean_straggler_wait_s == pytest.approx(
         3.0, abs=0.2
     )  # up to two steps of difference
-    waits = [figures["straggler_wait_s_max"] for figures in told]
+    waits = [figures["straggler_wait_s_max"] for figures in reported]
     assert waits == pytest.approx([3.0] * 3, abs=0.2)
 
 
 async def test_staleness_is_split_into_generation_and_queue(
     tidegate_serve: ServeInTests,
 ) -> None:
-    told: list[Mapping[str, float]] = []
+    reported: list[Mapping[str, float]] = []
     has_published = asyncio.Event()
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
@@ -66,7 +66,7 @@ async def test_staleness_is_split_into_generation_and_queue(
             await has_published.wait()
         return 1.0
 
-    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+    async with tidegate_serve(**SMALL, on_batch=reported.append) as rollouts:
         async for batch in rollouts.batches([1, 2, 3], episode=solve):
             if batch.trainer_version == 0:
                 await asyncio.sleep(1.0)  # meanwhile the second group generates
@@ -74,12 +74,12 @@ async def test_staleness_is_split_into_generation_and_queue(
             has_published.set()
             await asyncio.sleep(1.0)
         statistics = rollouts.statistics()
-    for figures in told:
+    for figures in reported:
         parts = figures["staleness_from_generation_mean"] + figures["staleness_from_queue_mean"]
         assert parts == pytest.approx(figures["staleness_mean"])
-    assert [f["staleness_from_generation_mean"] for f in told] == [0, 1, 0]
-    assert [f["staleness_from_queue_mean"] for f in told][:2] == [0, 0]
-    assert told[2]["staleness_from_queue_mean"] == told[2]["staleness_mean"]
+    assert [f["staleness_from_generation_mean"] for f in reported] == [0, 1, 0]
+    assert [f["staleness_from_queue_mean"] for f in reported][:2] == [0, 0]
+    assert reported[2]["staleness_from_queue_mean"] == reported[2]["staleness_mean"]
     assert sum(statistics.staleness_from_generation.values()) == statistics.trained_rollouts == 6
 
 
@@ -87,7 +87,7 @@ async def test_a_forked_rollout_counts_once_in_both_parts_of_staleness(
     tidegate_serve: ServeInTests,
 ) -> None:
     """It counts with the staleness of its oldest row."""
-    told: list[Mapping[str, float]] = []
+    reported: list[Mapping[str, float]] = []
 
     async def solve(episode: tidegate.Episode, task: int) -> float:
         episode.append([task])
@@ -98,7 +98,7 @@ async def test_a_forked_rollout_counts_once_in_both_parts_of_staleness(
             await branch.generate(max_tokens=2)
         return 1.0
 
-    async with tidegate_serve(**SMALL, on_batch=told.append) as rollouts:
+    async with tidegate_serve(**SMALL, on_batch=reported.append) as rollouts:
         async for batch in rollouts.batches([1, 2, 3], episode=solve):
             assert len(batch.rewards) == 4
             await rollouts.publish({})
@@ -109,7 +109,7 @@ async def test_a_forked_rollout_counts_once_in_both_parts_of_staleness(
     ages = sum(s * n for s, n in statistics.staleness_histogram.items())
     parts = statistics.mean_staleness_from_generation + statistics.mean_staleness_from_queue
     assert parts == pytest.approx(ages / 6)
-    for figures in told:
+    for figures in reported:
         parts = figures["staleness_from_generation_mean"] + figures["staleness_from_queue_mean"]
         assert parts == pytest.approx(figures["staleness_mean"])
         assert figures["rollouts"] == 2
@@ -131,8 +131,8 @@ async def test_an_exception_in_on_batch_is_counted_and_loses_no_batch(
             async for _ in rollouts.batches([1, 2], episode=solve):
                 await rollouts.publish({})
             assert rollouts.statistics().batch_callback_errors == 2
-    said = [record for record in caplog.records if "on_batch raised" in record.message]
-    assert len(said) == 2
+    output = [record for record in caplog.records if "on_batch raised" in record.message]
+    assert len(output) == 2
     assert "the logger's server is gone" in caplog.text
 
 
@@ -213,9 +213,9 @@ def test_times_before_the_oldest_kept_publish_have_its_version() -> None:
     for version in range(1, 4 * PUBLISHES_KEPT + 1):
         times.record(float(version), version)
     oldest = 3 * PUBLISHES_KEPT
-    asked = np.array([1.0, oldest + 0.5, oldest + 1.5, 4 * PUBLISHES_KEPT + 9.0])
-    told = times.version_at(asked).tolist()
-    assert told == [oldest, oldest, oldest + 1, 4 * PUBLISHES_KEPT]
+    requested = np.array([1.0, oldest + 0.5, oldest + 1.5, 4 * PUBLISHES_KEPT + 9.0])
+    reported = times.version_at(requested).tolist()
+    assert reported == [oldest, oldest, oldest + 1, 4 * PUBLISHES_KEPT]
 
 
 def test_concurrent_activities_add_up_and_their_names_are_limited() -> None:
@@ -239,13 +239,13 @@ def test_the_mismatch_of_all_lags_is_that_of_their_tokens_and_is_read_back() -> 
     log_ratio = torch.tensor([[0.3, -0.2, 0.1, 0.5]])
     mask, versions = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[2, 2, 1, 0]])
     by_lag = measure_mismatch_by_lag(log_ratio, mask, versions, trainer_version=2)
-    told = off_policy(0.9, 0.01, by_lag)
+    reported = off_policy(0.9, 0.01, by_lag)
     whole = measure_mismatch(log_ratio, mask)
-    assert told.k3 == pytest.approx(whole.k3)
-    assert told.chi2 == pytest.approx(whole.chi2_token)
-    assert told.by_lag.keys() == {0, 1, 2}
-    assert told.by_lag[2]["chi2"] == pytest.approx(math.exp(1.0) - 1)
-    assert off_policy_of({"reward": 1.0, **told.figures()}) == told
+    assert reported.k3 == pytest.approx(whole.k3)
+    assert reported.chi2 == pytest.approx(whole.chi2_token)
+    assert reported.by_lag.keys() == {0, 1, 2}
+    assert reported.by_lag[2]["chi2"] == pytest.approx(math.exp(1.0) - 1)
+    assert off_policy_of({"reward": 1.0, **reported.figures()}) == reported
     assert off_policy_of({"mismatch_k3_lag_x": 1.0}) == OffPolicy()
 
 
