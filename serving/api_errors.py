@@ -47,6 +47,7 @@ class UpdateError(ApiError):
     """A failed phase of a weight update, worded as vLLM words an exception of its workers."""
 
     def __init__(self, why: str) -> None:
+        self.why = why
         super().__init__(
             500,
             f"Call to collective_rpc method failed: Worker failed with error '{why}', please check "

@@ -23,8 +23,7 @@ from tidegate.errors import ConfigError, EngineGone, WeightsRefused
 from tidegate.transport.addresses import listening_host, local_address_towards
 from tidegate.transport.weight_channels.collective import (
     BroadcastGroup,
-    RoundAssignment,
-    join_group,
+    join_custom_group,
     open_store,
 )
 
@@ -235,7 +234,15 @@ class SglangBroadcastSender:
             self._http.call("POST", "/init_weights_update_group", body, timeout_s=GROUP_TIMEOUT_S)
         )
         join = asyncio.create_task(
-            asyncio.to_thread(_join, store, self._group, self._backend, self._size, own_host)
+            asyncio.to_thread(
+                join_custom_group,
+                store,
+                self._group,
+                backend=self._backend,
+                rank=0,
+                world_size=self._size,
+                own_host=own_host,
+            )
         )
         await self._await_both(call, join)
         return join.result()
@@ -267,15 +274,6 @@ class SglangBroadcastSender:
         if self._process_group is not None:
             self._process_group.leave()
             self._process_group = None
-
-
-def _join(store: Any, group: str, backend: str, size: int, own_host: str) -> BroadcastGroup:
-    """Join the group with the key prefixes that torch's own constructor uses."""
-    dist: Any = torch.distributed
-    prefixed_store = dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store))
-    device = "cpu/" if backend == "gloo" else "cuda/"
-    round_ = RoundAssignment("", group=device, backend=backend, rank=0, world_size=size)
-    return join_group(round_, prefixed_store, own_host=own_host)
 
 
 def _broadcast(group: BroadcastGroup, bucket: Bucket) -> None:

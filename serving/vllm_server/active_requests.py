@@ -6,6 +6,7 @@ counts their tokens apart. Independent of HTTP and of response bodies.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,8 @@ class ActiveRequests:
     def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
         self._requests: dict[ActiveRequest, None] = {}
+        self._ids: Counter[str] = Counter()
+        """Number of requests of each id in ``_requests``."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -134,13 +137,20 @@ class ActiveRequests:
         choices = (choice for request in self._requests for choice in request.choices)
         return {choice.options["adapter"] for choice in choices if "adapter" in choice.options}
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id is being answered."""
+        return request_id in self._ids
+
     def begin(
         self, request_id: str, choices: Sequence[tuple[Prompt, Mapping[str, Any]]]
     ) -> ActiveRequest:
         """Begin a choice for each prompt with its options of :meth:`Episode.generate`."""
         loop = asyncio.get_running_loop()
         request = ActiveRequest(request_id)
+        if not choices:
+            return request
         self._requests[request] = None
+        self._ids[request_id] += 1
         for index, (prompt, options) in enumerate(choices):
             choice = ActiveChoice(index, prompt, options, loop.create_future())
             request.choices.append(choice)
@@ -170,5 +180,8 @@ class ActiveRequests:
         self._scheduler.handle([ev.EvaluationRequested(task, 0)], play)
 
     def _forget_if_over(self, request: ActiveRequest) -> None:
-        if all(choice.ended.done() for choice in request.choices):
-            self._requests.pop(request, None)
+        if request in self._requests and all(choice.ended.done() for choice in request.choices):
+            del self._requests[request]
+            self._ids[request.request_id] -= 1
+            if not self._ids[request.request_id]:
+                del self._ids[request.request_id]

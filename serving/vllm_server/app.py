@@ -49,15 +49,22 @@ from tidegate.transport.messages import PauseMode
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.serving.sglang_server.tensors import UpdateGroups
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of one request's body: prompts of several million tokens, as JSON."""
+
+KEYED = ("/v1", "/generate")
+"""Beginnings of the paths that need the API key: vLLM's, and SGLang's that generates."""
 
 TOKEN_ID_MAX = 2**32 - 1
 """Largest token id that a tokenizer can be asked for at all."""
 
 VLLM_VERSION = "0.33.0"
 """Version of vLLM whose API this is."""
+
+SGLANG_VERSION = "0.5.23"
+"""Version of SGLang whose API the routes of :mod:`sglang_server` are."""
 
 LORA_RANK_MAX = 512
 """Largest rank of an adapter that an engine takes."""
@@ -77,6 +84,8 @@ class ServerParts:
     completer: Completer
     pauses: EnginePauses
     weights: WeightUpdates
+    groups: "UpdateGroups"
+    """Process groups that SGLang's routes have joined."""
     weight_backend: str
     """How weights are received: ``disk``, ``gloo``, ``nccl`` or ``ipc``."""
     created_s: int
@@ -124,7 +133,7 @@ class Keys:
     """Secrets that requests show as ``Authorization: Bearer``; None where none is needed."""
 
     api_key: str | None
-    """Needed by paths under /v1, as by vLLM's."""
+    """Needed by paths under /v1, as by vLLM's, and by SGLang's ``/generate``."""
     control_token: str | None
     """Needed by control paths; opens every other path, too."""
 
@@ -143,7 +152,7 @@ class Keys:
                 f"Authorization: Bearer TOKEN. For trainers that send none, start the server with "
                 f"--no-control-token",
             )
-        if path.path.startswith("/v1") and self.api_key and not _is_equal(shown, self.api_key):
+        if path.path.startswith(KEYED) and self.api_key and not _is_equal(shown, self.api_key):
             raise ApiError(401, "Unauthorized")
 
 
@@ -361,20 +370,56 @@ async def models(parts: ServerParts, http: HttpRequest) -> Answer:
     )
 
 
-@on("GET", "/server_info")
 async def server_info(parts: ServerParts, http: HttpRequest) -> Answer:
-    """Report the parts of vLLM's configuration that clients look for."""
+    """Report the parts of vLLM's configuration and of SGLang's that clients look for."""
     config = _config(parts)
     is_json = http.query_params.get("config_format") == "json"
     return {
+        **_sglang_args(parts),
         "vllm_config": config if is_json else repr(config),
         "vllm_env": {},
         "system_env": {"tidegate": importlib.metadata.version("tidegate")},
     }
 
 
+on("GET", "/server_info")(server_info)
+on("GET", "/get_server_info")(server_info)
+
+
+def num_sequences_max(parts: ServerParts) -> int:
+    """Return the number of requests that all engines together run at once."""
+    return parts.settings.engine.max_running_turns * parts.settings.fleet.engines
+
+
+def _sglang_args(parts: ServerParts) -> dict[str, Any]:
+    hello = next(engine.hello for engine in parts.scheduler.fleet.engines.values())
+    return {
+        "version": SGLANG_VERSION,
+        "model_path": str(parts.info.path),
+        "served_model_name": parts.info.name,
+        "tokenizer_path": str(parts.info.path),
+        "dtype": parts.info.dtype,
+        "context_length": limits_of(parts.scheduler).context_tokens_max,
+        "max_running_requests": num_sequences_max(parts),
+        "page_size": hello.block_tokens,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+        "skip_tokenizer_init": False,
+        "disaggregation_mode": "null",
+        "disable_overlap_schedule": True,
+        "incremental_streaming_output": False,
+        "enable_memory_saver": False,  # though memory can be released: slime compares it
+        "enable_lora": True,
+        "max_lora_rank": LORA_RANK_MAX,
+        "weight_version": parts.weights.labels.newest,
+        "internal_states": [{}],
+    }
+
+
 def _config(parts: ServerParts) -> dict[str, Any]:
-    limits, settings = limits_of(parts.scheduler), parts.settings
+    limits = limits_of(parts.scheduler)
     return {
         "model_config": {
             "model": str(parts.info.path),
@@ -391,9 +436,7 @@ def _config(parts: ServerParts) -> dict[str, Any]:
             "world_size": 1,
         },
         "lora_config": {"max_lora_rank": LORA_RANK_MAX, "max_loras": LORAS_MAX},
-        "scheduler_config": {
-            "max_num_seqs": settings.engine.max_running_turns * settings.fleet.engines
-        },
+        "scheduler_config": {"max_num_seqs": num_sequences_max(parts)},
         "cache_config": {"enable_prefix_caching": True},
         "weight_transfer_config": {"backend": parts.weight_backend},
         "instance_id": parts.instance_id,
@@ -428,7 +471,10 @@ async def openapi(parts: ServerParts, http: HttpRequest) -> Answer:
         summary = each.handle.__doc__ or ""
         entry = {"summary": summary, "responses": {"200": {"description": "Done"}}}
         listed.setdefault(each.path, {})[each.method.lower()] = entry
-    about = {"title": "Tidegate, vLLM's API", "version": importlib.metadata.version("tidegate")}
+    about = {
+        "title": "Tidegate, vLLM's and SGLang's APIs",
+        "version": importlib.metadata.version("tidegate"),
+    }
     return {"openapi": "3.1.0", "info": about, "paths": listed}
 
 
@@ -564,8 +610,15 @@ async def finish_weight_update(parts: ServerParts, http: HttpRequest) -> Answer:
 async def update_weight_version(parts: ServerParts, http: HttpRequest) -> Answer:
     """Rename the weights that are served."""
     request = await read(http, requests.VersionRequest)
-    parts.weights.rename(request.new_version)
-    return {"success": True, "new_version": request.new_version}
+    if request.abort_all_requests:
+        parts.requests.abort(None)
+    label = request.new_version
+    parts.weights.rename(label)
+    return {
+        "success": True,
+        "message": f"Weight version updated to {label}",
+        "new_version": label,
+    }
 
 
 @on("GET", "/weight_info")
@@ -624,7 +677,7 @@ async def load_lora_adapter(parts: ServerParts, http: HttpRequest) -> Answer:
     return Response(f"Success: LoRA adapter '{request.lora_name}' added successfully.")
 
 
-# prime-rl's orchestrator and SkyRL's trainer call these paths beside vLLM's own.
+# prime-rl's orchestrator, SkyRL's trainer and SGLang's clients call these paths beside vLLM's own.
 
 
 @on("POST", "/skyrl/v1/load_lora_adapter", is_control=True)
@@ -633,7 +686,8 @@ async def load_lora_adapter_again(parts: ServerParts, http: HttpRequest) -> Answ
     """Load a LoRA adapter on all engines; one of the same name is replaced."""
     request = await read(http, requests.LoadAdapterRequest)
     await parts.weights.load_adapter(request.lora_name, request.lora_path, is_in_place=True)
-    return {"status": "ok"}
+    adapters = {"error_message": None, "loaded_adapters": parts.info.adapters}
+    return {"status": "ok", "success": True, **adapters}
 
 
 @on("POST", "/skyrl/v1/generate")

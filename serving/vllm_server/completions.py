@@ -157,7 +157,7 @@ class Completer:
         refuse_fields(request, request.REFUSED)
         sampling = request.sampling_params
         prompts = [Prompt(request.token_ids)]
-        begun = await self._begin(
+        begun = await self.begin(
             CheckedRequest(
                 f"generate-tokens-{request.request_id or name}",
                 request.model,
@@ -175,10 +175,10 @@ class Completer:
         """Begin ``/v1/completions``."""
         adds = request.add_special_tokens is not False
         given = request.prompts
-        _refuse_many(len(given), request)
+        refuse_many(len(given), request)
         for text in given:
             if isinstance(text, str) and request.truncate_prompt_tokens is None:
-                self._refuse_long(text)
+                self.refuse_long(text)
         prompts = self._truncated(
             request,
             [
@@ -191,7 +191,7 @@ class Completer:
         name = f"cmpl-{request.request_id or name}"
         salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
-        begun = await self._begin(
+        begun = await self.begin(
             CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
         )
         return begun, CompletionBodies(begun.facts, request)
@@ -239,7 +239,7 @@ class Completer:
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/chat/completions/batch``."""
         request.refuse_unserved_in_batches()
-        _refuse_many(len(request.messages), request)
+        refuse_many(len(request.messages), request)
         prompts = [
             await self.chat_prompt(request, messages, None, is_large=is_large)
             for messages in request.messages
@@ -253,7 +253,7 @@ class Completer:
         salt = checked_cache_salt(request.cache_salt)
         sampling = self._with_defaults(request)
         prompts = self._truncated(request, prompts)
-        begun = await self._begin(
+        begun = await self.begin(
             CheckedRequest(name, request.model, prompts, sampling, request.tokens_max, salt)
         )
         return begun, ChatBodies(begun.facts, request)
@@ -295,7 +295,7 @@ class Completer:
             render = functools.partial(template.prompt, shown, tools, rendering)
             text = await off_loop(render) if is_large else render()
             if getattr(request, "truncate_prompt_tokens", None) is None:
-                self._refuse_long(text)
+                self.refuse_long(text)
             adds = bool(request.add_special_tokens)
             return Prompt(await self.tokenizer.encode(text, adds_special_tokens=adds), text)
 
@@ -327,7 +327,7 @@ class Completer:
         has_end = prefix[-1] == rendered[cut]
         return Prompt([*prefix, *rendered[cut + has_end :]])
 
-    def _refuse_long(self, text: str) -> None:
+    def refuse_long(self, text: str) -> None:
         """Refuse a text that no context can hold, before it is tokenised."""
         limits = limits_of(self._scheduler)
         most = CHARACTERS_SLACK * limits.context_tokens_max * self._token_characters_max
@@ -346,14 +346,19 @@ class Completer:
 
     # ------------------------------------------------------------ of all kinds
 
-    async def _begin(self, checked: CheckedRequest) -> BegunRequest:
+    async def begin(self, checked: CheckedRequest) -> BegunRequest:
+        """Begin the choices of a request; a limit of 0 tokens begins none, for prompts' log-probs.
+
+        Raises:
+            ApiError: the request can't be honoured.
+        """
         limits = limits_of(self._scheduler)
         adapter = await self._adapter_of(checked.model)
         sampling, each = checked.sampling, checked.sampling.choices_per_prompt
         options = generate_options(sampling, self._model.stop_token_ids)
         for prompt in checked.prompts:
             _refuse_prompt(prompt, limits)
-        _refuse_many(len(checked.prompts), sampling)
+        refuse_many(len(checked.prompts), sampling)
         tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
         output_limits = [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
         self._refuse_large(checked, output_limits)
@@ -378,6 +383,7 @@ class Completer:
                 {**options, "max_tokens": limit, "seed": seed},
             )
             for prompt, limit in zip(checked.prompts, output_limits, strict=True)
+            if limit
             for seed in _seeds(sampling.own_seed, each)
         ]
         request = self._requests.begin(checked.request_id, choices)
@@ -482,7 +488,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(text for text in texts if text is not None)}
 
 
-def _refuse_many(prompts: int, sampling: Sampling) -> None:
+def refuse_many(prompts: int, sampling: Sampling) -> None:
+    """Raise ApiError if a request has too many choices."""
     choices = prompts * sampling.choices_per_prompt
     if choices > CHOICES_MAX:
         raise ApiError(400, f"a request has at most {CHOICES_MAX} choices, got {choices}")
@@ -565,7 +572,7 @@ async def answer(
         return msgspec.json.encode(whole)
 
     response = await encoded_response(encode, tokens=begun.reported_tokens)
-    _count(counts, begun, outputs)
+    count_outputs(counts, begun, outputs)
     return response
 
 
@@ -583,7 +590,7 @@ async def _stream(
     try:
         for body in bodies.opening:
             yield stream_event(body)
-        async for output in _outputs(begun):
+        async for _, output in running_outputs(begun.readers):
             if output.finish_reason is not None:
                 outputs.append(output)
             body = bodies.chunk(output)
@@ -595,7 +602,7 @@ async def _stream(
         if wants_usage:
             tokens = sum(choice.num_tokens for choice in begun.request.choices)
             yield stream_event(bodies.usage_chunk(tokens))
-        _count(counts, begun, outputs)
+        count_outputs(counts, begun, outputs)
     except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
         form = VllmErrors()
         yield stream_event(form.body(form.answer_to(error)))
@@ -604,24 +611,27 @@ async def _stream(
     yield DONE_EVENT
 
 
-async def _outputs(begun: BegunRequest) -> AsyncIterator[Output]:
+async def running_outputs(
+    readers: Sequence[OutputReader],
+) -> AsyncIterator[tuple[OutputReader, Output]]:
     """Yield parts of all choices as they come; the last part of each has its finish reason."""
-    running = dict(zip(begun.readers, begun.request.choices, strict=True))
+    running = dict.fromkeys(readers)
     while running:
-        ends = [choice.ended for choice in running.values()]
+        ends = [reader.choice.ended for reader in running]
         await asyncio.wait(ends, timeout=STREAM_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-        for reader, choice in list(running.items()):
-            has_ended = choice.ended.done()
+        for reader in list(running):
+            has_ended = reader.choice.ended.done()
             if has_ended:
                 del running[reader]
-            if choice.error is not None:
+            if reader.choice.error is not None:
                 continue
             output = reader.rest() if has_ended else reader.more()
             if output is not None:
-                yield output
+                yield reader, output
 
 
-def _count(counts: RequestCounts, begun: BegunRequest, outputs: Sequence[Output]) -> None:
+def count_outputs(counts: RequestCounts, begun: BegunRequest, outputs: Sequence[Output]) -> None:
+    """Count an answered request in ``/metrics``."""
     counts.count(
         began_s=begun.request.began_s,
         prompt_tokens=begun.facts.prompt_tokens,

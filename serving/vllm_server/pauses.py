@@ -35,6 +35,8 @@ class EnginePauses:
         self._rejects = rejects_while_paused
         self.mode: PauseMode | None = None
         """Mode in which engines are paused, or are about to be; None: they generate."""
+        self._keeps_kv = False
+        """Whether requests that are paused by ``keep`` will continue from their KV."""
         self._one_at_a_time = asyncio.Lock()
         self._draining: asyncio.Task[None] | None = None
         """Pause of mode ``wait`` that waits for running requests to end."""
@@ -64,8 +66,8 @@ class EnginePauses:
         async with self._one_at_a_time:
             self.mode = mode
             # Turns that are kept continue from the KV that clear_cache leaves in place.
-            keeps_kv = mode == "keep" and not clear_cache
-            self._control.choose_kv_policy("keep" if keeps_kv else "recompute")
+            self._keeps_kv = mode == "keep" and not clear_cache
+            self._control.choose_kv_policy("keep" if self._keeps_kv else "recompute")
             if mode == "wait":
                 return await self._drain(clear_cache=clear_cache)
             if mode == "abort":
@@ -88,13 +90,23 @@ class EnginePauses:
             task.cancel()
             self._draining = None
 
+    @property
+    def has_dropped_kv(self) -> bool:
+        """Whether engines are paused, and requests will compute their contexts anew."""
+        return self.is_paused and not self._keeps_kv
+
+    def drop_kv(self) -> None:
+        """Have requests compute their contexts anew after the next change of weights."""
+        self._keeps_kv = False
+        self._control.choose_kv_policy("recompute")
+
     async def resume(self) -> None:
         """Have engines generate again; cancel a pause that still waits."""
         self.mode = None
         if self._draining is not None:
             self._draining.cancel()
         async with self._one_at_a_time:
-            self._control.choose_kv_policy("recompute")
+            self.drop_kv()
             await self._control.pause(None)
 
     # ------------------------------------------------------------ sleep
@@ -105,22 +117,23 @@ class EnginePauses:
             raise ApiError(400, f"level must be 0, 1 or 2, got {level}", param="query.level")
         await self.pause(mode, clear_cache=level >= 1)
         if level:
-            await self._sleep(1 if level == 1 else 2, MEMORY_TAGS)
+            await self.release(1 if level == 1 else 2, MEMORY_TAGS)
 
     async def release_kv_cache(self) -> None:
         """Release the memory of the KV caches of paused engines."""
         if not self.is_paused:
             raise ApiError(500, "release_kv_cache_memory requires a completed pause first")
-        await self._sleep(1, ["kv_cache"])
+        await self.release(1, ["kv_cache"])
 
-    async def _sleep(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+    async def release(self, level: SleepLevel, tags: Sequence[MemoryTag]) -> None:
+        """Release memory. Engines that generate are paused by ``abort`` until they are woken."""
         async with self._one_at_a_time:
             await self._control.sleep(level, tags, self.mode or "abort")
 
-    async def wake(self, tags: Sequence[str] | None) -> bool:
-        """Take memory again, all if there are no ``tags``; return whether engines generate now.
+    async def wake(self, tags: Sequence[str] | None, *, resumes: bool = True) -> bool:
+        """Take memory again, all if there are no ``tags``; return whether engines are awake now.
 
-        Engines generate once all memory is back, whatever paused them before.
+        If it ``resumes``, engines generate once all memory is back, whatever paused them before.
         """
         known = (*MEMORY_TAGS, SCHEDULING)
         if tags and not set(tags) <= set(known):
@@ -132,7 +145,8 @@ class EnginePauses:
                 await self._control.wake(named)
         if self._control.state.asleep:
             return False
-        await self.resume()
+        if resumes:
+            await self.resume()
         return True
 
     # ------------------------------------------------------------ caches

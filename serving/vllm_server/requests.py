@@ -169,6 +169,8 @@ class VersionRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /update_weight_version``: a name for what is served already."""
 
     new_version: str
+    abort_all_requests: bool = False
+    """Of SGLang's API, where it is true if left out; vLLM has no such field."""
 
 
 class CheckRequest(msgspec.Struct, kw_only=True):

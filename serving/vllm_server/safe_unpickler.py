@@ -197,7 +197,9 @@ class _Unpickler:
         return items[::-1]
 
 
-def read_plain_pickle(data: bytes, named: Callable[[str, str], Any]) -> Any:
+def read_plain_pickle(
+    data: bytes, named: Callable[[str, str], Any], *, bytes_max: int = PICKLE_BYTES_MAX
+) -> Any:
     """Read the value pickled in ``data``; ``named`` resolves a module and a name to an object.
 
     The object may be called with anything in the pickle, so ``named`` must return functions that
@@ -206,8 +208,8 @@ def read_plain_pickle(data: bytes, named: Callable[[str, str], Any]) -> Any:
     Raises:
         UnsafePickle: the pickle names something else, holds too much, or can't be read.
     """
-    if len(data) > PICKLE_BYTES_MAX:
-        raise UnsafePickle(f"it has {len(data)} bytes, {PICKLE_BYTES_MAX} at most are read")
+    if len(data) > bytes_max:
+        raise UnsafePickle(f"it has {len(data)} bytes, {bytes_max} at most are read")
     try:
         return _Unpickler(named).run(data)
     except UnsafePickle:

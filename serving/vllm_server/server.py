@@ -18,6 +18,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.serving.listening import KEEP_ALIVE_S, listen, url_of
 from tidegate.serving.openai_requests import TOP_LOGPROBS_MAX
+from tidegate.serving.sglang_server.tensors import UpdateGroups
 from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver
 from tidegate.serving.vllm_server.nccl_receiver import NcclUpdateReceiver
 from tidegate.serving.vllm_server.receivers import (
@@ -92,6 +93,7 @@ class VLLMServer(SyncRollouts):
         super().__init__(rollouts)
         self._rollouts = rollouts
         self._receiver = _receiver_of(weight_transfer)
+        self._groups = UpdateGroups()
         self._backend = weight_transfer
         self._model_name = served_model_name
         if max_logprobs < 0:
@@ -166,12 +168,14 @@ class VLLMServer(SyncRollouts):
             with contextlib.suppress(Exception, concurrent.futures.CancelledError):
                 self._serving.result(END_TIMEOUT_S)
         self._receiver.close()
+        self._groups.close()
         self._rollouts._exit()
         self._socket.close()
 
     # ------------------------------------------------------------ on the run's loop
 
     async def _serve(self, scheduler: "Scheduler") -> None:
+        import tidegate.serving.sglang_server.app  # noqa: F401  (registers SGLang's routes)
         from tidegate.serving.http_server import serve_app
         from tidegate.serving.vllm_server.app import BODY_BYTES_MAX, Keys, server_app
 
@@ -231,6 +235,7 @@ class VLLMServer(SyncRollouts):
                 scheduler, requests, rejects_while_paused=self._rejects_while_paused
             ),
             weights=weights,
+            groups=self._groups,
             weight_backend=self._backend,
             created_s=int(time.time()),
             instance_id=secrets.token_hex(4),

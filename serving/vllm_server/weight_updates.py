@@ -50,6 +50,8 @@ class _Session:
 
     tensors: "dict[str, torch.Tensor]" = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
+    label: str | None = None
+    """Name of the weights, if it came with the tensors."""
 
 
 class WeightUpdates:
@@ -128,12 +130,39 @@ class WeightUpdates:
                 self._forget()
                 raise
 
+    async def add(
+        self, receive: "Callable[[], dict[str, torch.Tensor]]", *, label: str | None
+    ) -> None:
+        """Add tensors to the open update, or publish them at once if there is none.
+
+        ``receive`` returns them; it runs in a thread, because it blocks. A failure drops the whole
+        update. ``label`` names the weights.
+        """
+        async with self._one_at_a_time:
+            is_open, session = self.is_open, self._session or _Session()
+            try:
+                await in_daemon_thread(self._add, session, receive)
+            except BaseException:
+                self._forget()
+                raise
+            session.label = session.label if label is None else label
+            if not is_open:
+                await self._publish_tensors(session, label)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update has begun and not finished."""
+        return self._session is not None
+
     def _forget(self) -> None:
         self._session = None
         self._receiver.finished()
 
     def _receive(self, session: _Session, info: Mapping[str, Any]) -> None:
-        tensors = self._fitted(self._receiver.receive(info))
+        self._add(session, lambda: self._receiver.receive(info))
+
+    def _add(self, session: _Session, receive: "Callable[[], dict[str, torch.Tensor]]") -> None:
+        tensors = self._fitted(receive())
         session.tensors |= tensors
         if self._run.settings.weights.weight_checksums:
             session.checksums |= self._checksums_of(tensors)
@@ -147,15 +176,15 @@ class WeightUpdates:
                 raise UpdateError(
                     "finish_weight_update called without a matching start_weight_update."
                 )
-            await self._publish_tensors(session, label)
+            await self._publish_tensors(session, session.label if label is None else label)
 
-    async def reload(self, path: str | None) -> None:
-        """Read all weights from files, and publish them to every engine."""
+    async def reload(self, path: str | None, label: str | None = None) -> None:
+        """Read all weights from files, and publish them to every engine, named ``label``."""
         async with self._one_at_a_time:
             session = _Session()
             where = Path(self._info.path) if path is None else self._permitted(path)
             await asyncio.to_thread(self._read, session, where)
-            await self._publish_tensors(session, None)
+            await self._publish_tensors(session, label)
 
     def _read(self, session: _Session, path: Path) -> None:
         session.tensors = self._fitted(read_tensors(path))

@@ -268,6 +268,23 @@ def join_group(round_: RoundAssignment, store: Any, *, own_host: str | None) -> 
     return BroadcastGroup(gloo(prefix_store, round_.rank, round_.world_size, options), "cpu")
 
 
+def join_custom_group(
+    store: Any, name: str, *, backend: str, rank: int, world_size: int, own_host: str | None
+) -> BroadcastGroup:
+    """Join a group that SGLang's ``init_custom_process_group`` joins, by torch's key prefixes.
+
+    Raises:
+        RuntimeError: a member did not join in time.
+    """
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    prefixed = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+    device = "cpu/" if backend == "gloo" else "cuda/"
+    round_ = RoundAssignment("", group=device, backend=backend, rank=rank, world_size=world_size)
+    return join_group(round_, prefixed, own_host=own_host)
+
+
 def open_store(host: str, port: int, *, listen_fd: int | None = None) -> Any:
     """Open the TCPStore through which groups meet: serve it on a socket, or connect to it.
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 import tidegate
+import tidegate.serving.sglang_server.app  # registers SGLang's paths
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, TIMEOUT_S, Client
 from tidegate.errors import ConfigError
 from tidegate.serving import api_app
@@ -45,7 +46,7 @@ def test_every_path_that_changes_what_is_served_wants_the_control_token(
 ) -> None:
     posts = {one.path for one in PATHS if one.method == "POST"}
     data = {path for path in posts if "completions" in path or "tokenize" in path}
-    data |= {"/inference/v1/generate", "/skyrl/v1/generate", "/finish_session"}
+    data |= {"/inference/v1/generate", "/skyrl/v1/generate", "/finish_session", "/generate"}
     assert set(CONTROL) == posts - data
     for path in CONTROL:
         for token in ("", "x" * 32, server.control_token[:-1] if server.control_token else ""):

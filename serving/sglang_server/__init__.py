@@ -1,0 +1,1 @@
+"""SGLang's HTTP API, as further routes of the vLLM-compatible server."""

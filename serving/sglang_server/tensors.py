@@ -1,0 +1,219 @@
+"""Tensors that trainers send by SGLang's API: in pickles, or broadcast in a process group.
+
+Called from threads by the handlers of :mod:`app`, because broadcasts and files block.
+"""
+
+import base64
+import binascii
+import io
+import math
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tidegate.serving.api_errors import UpdateError
+from tidegate.serving.sglang_server.requests import DistributedUpdateRequest, GroupRequest
+from tidegate.serving.vllm_server.receivers import announced_tensors
+from tidegate.serving.vllm_server.safe_unpickler import UnsafePickle, read_plain_pickle
+
+if TYPE_CHECKING:
+    import torch
+
+    from tidegate.transport.weight_channels.collective import BroadcastGroup
+
+PICKLE_BYTES_MAX = 144 * 2**20
+"""Bytes of a pickle: two buckets of 64 MiB, with their names."""
+
+SHARED_FILE = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+"""Names that torch gives to shared memory, which are files in ``/dev/shm``."""
+
+# ---------------------------------------------------------------- in pickles
+
+
+def read_tensors(pickled: str) -> "dict[str, torch.Tensor]":
+    """Read base64 of a pickle of ``[(name, tensor)]``: on the CPU, by value or in shared memory.
+
+    Raises:
+        UpdateError: the pickle holds something else, such as handles of memory on a GPU.
+    """
+    import torch
+
+    try:
+        data = base64.b64decode(pickled, validate=True)
+        found = read_plain_pickle(data, _named, bytes_max=PICKLE_BYTES_MAX)
+    except (UnsafePickle, binascii.Error, ValueError) as error:
+        raise UpdateError(
+            f"serialized_named_tensors is read for (name, tensor) pairs on the CPU, and refused: "
+            f"{error}; send CUDA tensors by update_weights_from_distributed"
+        ) from None
+    pairs = (
+        [each for each in found if isinstance(each, tuple) and len(each) == 2]
+        if isinstance(found, list)
+        else []
+    )
+    tensors = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, torch.Tensor)}
+    if not isinstance(found, list) or len(tensors) != len(found):
+        raise UpdateError("serialized_named_tensors must be a list of (name, tensor) pairs")
+    return tensors
+
+
+def _named(module: str, name: str) -> Any:
+    """Return what a name of a pickled tensor stands for; None for every other name."""
+    import torch
+
+    if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return dtype
+    return {
+        ("torch", "Tensor"): "torch.Tensor",
+        ("torch.storage", "UntypedStorage"): "torch.UntypedStorage",
+        ("torch", "Size"): tuple,
+        ("collections", "OrderedDict"): dict,
+        ("torch.storage", "_load_from_bytes"): _stored_bytes,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor_of_storage,
+        ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _shared_bytes,
+        ("torch.multiprocessing.reductions", "rebuild_typed_storage"): _typed,
+        ("torch.multiprocessing.reductions", "rebuild_tensor"): _tensor_of_metadata,
+    }.get((module, name))
+
+
+class _Storage:
+    """Values of a pickled storage, and their dtype."""
+
+    def __init__(self, values: "torch.Tensor") -> None:
+        self.values = values
+
+
+def _stored_bytes(data: bytes) -> _Storage:
+    """Read a storage that torch wrote by value."""
+    import torch
+
+    storage: Any = torch.load(io.BytesIO(data), weights_only=True)
+    return _Storage(torch.tensor([], dtype=storage.dtype).set_(storage))
+
+
+def _shared_bytes(kind: object, manager: bytes, handle: bytes, size: int, *_: object) -> _Storage:
+    """Copy a storage from shared memory, which its owner keeps until it is answered."""
+    import torch
+
+    if not SHARED_FILE.fullmatch(handle):
+        raise UnsafePickle(f"{handle!r:.100} is no name of torch's shared memory")
+    file = os.open(b"/dev/shm" + handle, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with mmap.mmap(file, size, prot=mmap.PROT_READ) as shared:
+            data = bytearray(shared)
+    finally:
+        os.close(file)
+    return _Storage(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _typed(storage: _Storage, dtype: "torch.dtype") -> _Storage:
+    return _Storage(storage.values.view(dtype))
+
+
+def _tensor_of_storage(
+    storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
+) -> "torch.Tensor":
+    if min((offset, *size, *stride)) < 0 or len(size) != len(stride):
+        raise UnsafePickle(f"a tensor has offset {offset}, size {size} and stride {stride}")
+    if math.prod(size) > storage.values.numel():
+        raise UnsafePickle(f"a tensor of size {size} has {storage.values.numel()} values")
+    return storage.values.as_strided(size, stride, offset)
+
+
+def _tensor_of_metadata(
+    kind: object, storage: _Storage, metadata: tuple[Any, ...]
+) -> "torch.Tensor":
+    offset, size, stride, *_ = metadata
+    return _tensor_of_storage(storage, offset, size, stride)
+
+
+# ---------------------------------------------------------------- by broadcasts
+
+
+class UpdateGroups:
+    """Process groups with trainers, by name; the server is one rank of each."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, BroadcastGroup] = {}
+
+    def join(self, request: GroupRequest) -> None:
+        """Join a group whose rank 0 is the trainer, which listens or is about to.
+
+        Raises:
+            UpdateError: the group can't be joined.
+        """
+        import torch
+
+        from tidegate.transport.weight_channels.collective import join_custom_group, open_store
+
+        if request.group_name in self._groups:
+            raise UpdateError(f"the group {request.group_name!r} exists; destroy it first")
+        if request.backend not in ("gloo", "nccl"):
+            raise UpdateError(f"backend is gloo or nccl, got {request.backend!r}")
+        if request.backend == "nccl" and not torch.cuda.is_available():
+            raise UpdateError(
+                "this server's process sees no GPU, and nccl needs one: make the group with "
+                "backend 'gloo'"
+            )
+        if not 1 <= request.rank_offset < request.world_size:
+            raise UpdateError(
+                f"the server is one rank, from 1 to world_size - 1: got rank_offset "
+                f"{request.rank_offset} of {request.world_size}"
+            )
+        try:
+            self._groups[request.group_name] = join_custom_group(
+                open_store(request.master_address, request.master_port),
+                request.group_name,
+                backend=request.backend,
+                rank=request.rank_offset,
+                world_size=request.world_size,
+                own_host=None,
+            )
+        except RuntimeError as error:
+            where = f"{request.master_address}:{request.master_port}"
+            raise UpdateError(f"no trainer at {where}: {error}") from None
+
+    def receive(self, request: DistributedUpdateRequest) -> "dict[str, torch.Tensor]":
+        """Return the announced tensors, broadcast one after another or as one buffer of bytes.
+
+        Raises:
+            UpdateError: there is no such group, or the trainer sent no more.
+        """
+        import torch
+
+        group = self._groups.get(request.group_name)
+        if group is None:
+            raise UpdateError(
+                f"Group {request.group_name} not in {list(self._groups)}. Please call "
+                f"`init_weights_update_group` first."
+            )
+        columns: Mapping[str, Any] = {
+            "names": request.names,
+            "dtype_names": [dtype.removeprefix("torch.") for dtype in request.dtypes],
+            "shapes": request.shapes,
+        }
+        tensors = {
+            each.name: torch.empty(each.shape, dtype=each.dtype)
+            for each in announced_tensors(columns)
+        }
+        try:
+            for tensor in tensors.values():
+                group.broadcast(tensor)
+        except RuntimeError as error:
+            self.leave(request.group_name)
+            raise UpdateError(f"the trainer sent no more tensors: {error}") from None
+        return tensors
+
+    def leave(self, name: str) -> bool:
+        """Leave a group; return whether there was one of this name."""
+        group = self._groups.pop(name, None)
+        if group is not None:
+            group.leave()
+        return group is not None
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.leave(name)
