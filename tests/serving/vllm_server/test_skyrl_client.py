@@ -1,5 +1,6 @@
 """The real client of SkyRL's trainer calls every one of its methods: `make test-skyrl`."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="SkyRL has a Python of its own: make test-skyrl"),
     pytest.mark.timeout(460),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft's use
+    pytest.mark.filterwarnings("ignore:The configuration file contains a `runtime_config`"),
 ]
 
 
@@ -43,9 +45,19 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> li
     folder = tmp_path_factory.mktemp("adapters")
     for seed in range(2):
         torch.manual_seed(seed)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj"],
+            init_lora_weights=False,
+            task_type=peft.TaskType.CAUSAL_LM,
+        )
         base = make_model("qwen3", seed=0, vocab_size=chat_tokenizer().get_vocab_size())
         peft.get_peft_model(base, config).save_pretrained(str(folder / str(seed)))
+        # As SkyRL's FSDP worker writes it.
+        fields = dataclasses.asdict(config)
+        fields |= {name: fields[name].value for name in ("task_type", "peft_type")}
+        fields["target_modules"] = list(fields["target_modules"])
+        (folder / str(seed) / "adapter_config.json").write_text(json.dumps(fields))
     return [folder / str(seed) for seed in range(2)]
 
 
