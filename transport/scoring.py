@@ -45,6 +45,8 @@ class ScoreTokens(Message, frozen=True, kw_only=True, tag="score_tokens"):
     """Divisor of the logits; > 0."""
     priority: int = 0
     """Scheduling priority, shared with turns: lower runs first."""
+    adapter: str = ""
+    """Name of the LoRA adapter to compute with; empty: none."""
 
 
 class CancelScore(Message, frozen=True, kw_only=True, tag="cancel_score"):

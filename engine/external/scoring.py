@@ -42,12 +42,11 @@ class ExternalScoreQueue:
 
     def submit(self, message: ScoreTokens) -> None:
         """Add a request; the next :meth:`start` sends it."""
-        if message.score_kind in self._capabilities.scores:
+        if message.score_kind in self._capabilities.scores and not message.adapter:
             self._pending[message.request_id] = message
             return
-        self._refuse(
-            message.request_id, f"{self._capabilities.engine} does not score {message.score_kind}"
-        )
+        what = f"{message.score_kind} with adapters" if message.adapter else message.score_kind
+        self._refuse(message.request_id, f"{self._capabilities.engine} does not score {what}")
 
     def start(self, version: int) -> None:
         """Send the requests that are not in flight; the engine serves ``version``."""

@@ -19,7 +19,7 @@ from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.scoring import ScoringCapabilities
 from tidegate.engine.scheduling.drafts import DraftSource, Speculation
 from tidegate.engine.scheduling.pauses import PauseGate
-from tidegate.engine.scheduling.score_queue import ScoreQueue
+from tidegate.engine.scheduling.score_queue import ScoreQueue, no_adapter
 from tidegate.engine.scheduling.sequence_queues import SequenceQueues
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineLimits, EngineSequence, admit
 from tidegate.engine.scheduling.step_columns import (
@@ -29,7 +29,7 @@ from tidegate.engine.scheduling.step_columns import (
     failures_of,
 )
 from tidegate.engine.scheduling.step_columns import StepColumns as StepColumns
-from tidegate.errors import TurnRefused
+from tidegate.errors import ScoreRefused, TurnRefused
 from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
@@ -222,10 +222,7 @@ class EngineScheduler:
     def _admit(self, message: SubmitTurn, arrival: int) -> None:
         self.scores.refuse_turns()
         if not self._has_adapter(message.sampling.adapter):
-            raise TurnRefused(
-                f"v{self.version} has no adapter {message.sampling.adapter!r}, it has "
-                f"{sorted(self._adapters) or 'none'}; publish it first"
-            )
+            raise TurnRefused(no_adapter(message.sampling.adapter, self.version, self._adapters))
         sequence = admit(message, self._limits, arrival, self._options)
         self._turns[sequence.handle] = sequence
         self._queues.queue(sequence)
@@ -236,6 +233,8 @@ class EngineScheduler:
         Raises:
             tidegate.errors.ScoreRefused: it can never be answered as asked.
         """
+        if not self._has_adapter(message.adapter):
+            raise ScoreRefused(no_adapter(message.adapter, self.version, self._adapters))
         self.scores.submit(message, self._arrivals)
         self._arrivals += 1
 
@@ -308,8 +307,9 @@ class EngineScheduler:
         Sequences whose adapter is not among the new ``adapters`` are refused.
         """
         recomputed = 0
-        self.scores.restart()
         self._adapters = frozenset(adapters)
+        self._replies += self.scores.refuse_without(self._adapters, update.version)
+        self.scores.restart()
         for sequence in [
             sequence for sequence in self._turns.values() if not self._has_adapter(sequence.adapter)
         ]:

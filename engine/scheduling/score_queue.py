@@ -6,7 +6,7 @@ be scored are never taken from the prefix cache. All values of an answer are fro
 version, so a swap restarts every request. Nothing is computed here; the runner scores rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,6 @@ READS: dict[ScoreKind, Reads] = {
 }
 """The model output that a row reads, for each kind of request."""
 
-_NO_TOKENS = SamplingParams(max_tokens=0)
-
 _FLOAT32_BYTES = 4
 
 
@@ -68,7 +66,10 @@ class ScoreState(EngineSequence):
     ) -> None:
         """Only positions before ``end`` are computed."""
         submitted = SubmitTurn(
-            turn=message.request_id, token_ids=b"", sampling=_NO_TOKENS, priority=message.priority
+            turn=message.request_id,
+            token_ids=b"",
+            sampling=SamplingParams(max_tokens=0, adapter=message.adapter),
+            priority=message.priority,
         )
         super().__init__(submitted, tokens, arrival)
         self.length = end
@@ -214,6 +215,18 @@ class ScoreQueue:
         for request in list(self._requests):
             self.cancel(request)
 
+    def refuse_without(self, adapters: Collection[str], version: int) -> list[Message]:
+        """Drop the requests whose adapter is not among ``adapters``; return their answers."""
+        refused = [s for s in self._requests.values() if s.adapter and s.adapter not in adapters]
+        for state in refused:
+            self.cancel(state.handle)
+        return [
+            scoring.ScoreFailed(
+                request_id=state.handle, message=no_adapter(state.adapter, version, adapters)
+            )
+            for state in refused
+        ]
+
     def restart(self) -> None:
         """Restart all requests, because other weights are live."""
         for state in self._requests.values():
@@ -236,6 +249,12 @@ class ScoreQueue:
             return sequence.messages(version)
         except ScoreRefused as error:
             return [scoring.ScoreFailed(request_id=sequence.handle, message=str(error))]
+
+
+def no_adapter(adapter: str, version: int, adapters: Collection[str]) -> str:
+    """Return why a sequence is refused whose adapter the live weights lack."""
+    names = sorted(adapters) or "none"
+    return f"v{version} has no adapter {adapter!r}, it has {names}; publish it first"
 
 
 def admit_score(

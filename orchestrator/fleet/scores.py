@@ -76,6 +76,8 @@ class ScoreQuery:
     start: int = 0
     top_logprobs: int = 0
     temperature: float = 1.0
+    adapter: str = ""
+    """LoRA adapter to compute with; empty for none."""
 
     @property
     def tokens(self) -> int:
@@ -91,6 +93,7 @@ class ScoreQuery:
             start=self.start,
             top_logprobs=self.top_logprobs,
             temperature=self.temperature,
+            adapter=self.adapter,
         )
 
 

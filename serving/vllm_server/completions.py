@@ -433,12 +433,11 @@ class Completer:
         top = checked.sampling.num_prompt_logprobs
         if top is None:
             return [None] * len(checked.prompts)
-        if adapter:
-            why = "log-probs of prompts are computed for the model without adapters only"
-            raise ApiError(400, why, param="model")
         futures = [
             self._scheduler.scores.submit(
-                ScoreQuery(np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top)
+                ScoreQuery(
+                    np.array(p.token_ids, "<i4").tobytes(), "logprobs", 1, top, adapter=adapter
+                )
             )
             if len(p.token_ids) > 1
             else None

@@ -25,6 +25,7 @@ class Asker:
         top_logprobs: int = 0,
         temperature: float = 1.0,
         priority: int = 0,
+        adapter: str = "",
     ) -> int:
         request = len(self.asked)
         message = ScoreTokens(
@@ -35,6 +36,7 @@ class Asker:
             top_logprobs=top_logprobs,
             temperature=temperature,
             priority=priority,
+            adapter=adapter,
         )
         self.engine.scheduler.score(message)
         self.asked[request] = message

@@ -1,10 +1,12 @@
 """Scoring requests to an external engine always end, also if the engine fails."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tidegate.engine.external.adapter import (
     Capabilities,
@@ -16,7 +18,7 @@ from tidegate.engine.external.adapter import (
 from tidegate.engine.external.scoring import ExternalScoreQueue
 from tidegate.engine.link import OrchestratorLink
 from tidegate.errors import EngineGone, TidegateError
-from tidegate.transport.scoring import ScoreTokens
+from tidegate.transport.scoring import ScoreFailed, ScoreTokens
 
 ABLE = Capabilities(
     engine="tiny 1", context_tokens_max=64, running_turns_max=1, scores=frozenset({"logprobs"})
@@ -42,6 +44,17 @@ class Silent:
 
     def send(self, message: object) -> None:
         raise AssertionError(f"said {message}")
+
+
+def test_a_request_for_an_adapter_is_refused_because_no_engine_of_others_scores_with_one() -> None:
+    sent: list[object] = []
+    link = cast(OrchestratorLink, SimpleNamespace(send=sent.append))
+    adapter = cast(EngineAdapter, Failing(KeyError()))
+    queue = ExternalScoreQueue(adapter, ABLE, link, on_gone=lambda error: None)
+    queue.submit(replace(ASKED, adapter="a"))
+    [refused] = sent
+    assert isinstance(refused, ScoreFailed)
+    assert "does not score logprobs with adapters" in refused.message
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,23 @@ def test_an_answer_is_of_one_version_though_weights_are_swapped_in_its_midst(
         asker.check(request, peers)
 
 
+def test_a_request_is_refused_if_the_live_weights_lack_its_adapter_from_a_swap_on(
+    versions: tuple[list[Weights], list[Any]],
+) -> None:
+    engine = DrivenEngine(versions[0], num_blocks=64)
+    asker = Asker(engine)
+    with pytest.raises(ScoreRefused, match=r"v0 has no adapter 'a', it has none; publish it"):
+        asker.ask(tokens_of(9), adapter="a")
+    engine.scheduler._adapters = frozenset("a")
+    request = asker.ask(tokens_of(9), adapter="a")
+    engine.request_swap(1, "abort", "recompute")  # to weights without adapters
+    engine.run()
+    engine.settle()
+    [refused] = asker.refusals()
+    assert (refused.request_id, "v1 has no adapter 'a'" in refused.message) == (request, True)
+    engine.scheduler.check()
+
+
 def test_a_swap_that_waits_lets_scores_end_first(
     versions: tuple[list[Weights], list[Any]],
 ) -> None:

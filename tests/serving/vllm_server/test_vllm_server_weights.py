@@ -279,7 +279,19 @@ def test_an_adapter_is_a_model_of_its_own(
     assert "already been loaded" in client.refusal("/v1/load_lora_adapter", load)["message"]
     cards = client.get("/v1/models")["data"]
     assert [(card["id"], card["parent"]) for card in cards] == [("tiny", None), ("night", "tiny")]
-    assert say(client, model="night") != plain
+    night = say(client, model="night")
+    assert night != plain
+    context = [*PROMPT, *(token for token, _ in night)]
+
+    def scored(**fields: Any) -> list[float]:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0}
+        told = client.generate(token_ids=context, sampling_params=sampling, **fields)
+        rows = list(zip(context, told["prompt_logprobs"], strict=True))
+        return [row[str(token)]["logprob"] for token, row in rows[len(PROMPT) :]]
+
+    sampled = pytest.approx([logprob for _, logprob in night], abs=1e-4)
+    assert scored(model="night") == sampled
+    assert scored() != sampled
     assert [token for token, _ in say(client)] == [token for token, _ in plain]
     assert client.get("/weight_info") == {"weight_version": "default"}
     gone = client.http.post("/v1/unload_lora_adapter", json={"lora_name": "night"})
