@@ -15,7 +15,7 @@ from typing_extensions import override
 from tidegate.errors import ConfigError, RecordingFailed
 from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.rules import record_of, say
+from tidegate.orchestrator.core.rules import describe, record_of
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
@@ -265,7 +265,7 @@ def _settings_as_json(settings: RunSettings) -> dict[str, Any]:
     items = settings.by_flat_name().items()
     values = {name: to_jsonable_python(value) for name, value in items if name not in POLICIES}
     try:
-        values["rules"] = say(record_of(settings.rules()))
+        values["rules"] = describe(record_of(settings.rules()))
     except (
         ConfigError
     ):  # a run without a journal may have policies that can't be written as records

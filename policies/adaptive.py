@@ -43,7 +43,7 @@ class AdaptiveStaleness(BoundedStaleness):
         ess, kl = self.effective_sample_size_min, self.mismatch_kl_max
         if (ess is None) == (kl is None):
             raise ConfigError(
-                "AdaptiveStaleness holds one target: give effective_sample_size_min or "
+                "AdaptiveStaleness has one target: set either effective_sample_size_min or "
                 "mismatch_kl_max"
             )
         if ess is not None and not 0 < ess < 1:

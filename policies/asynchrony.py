@@ -86,15 +86,15 @@ class BoundedStaleness(StalenessPolicy):
             )
         if self.deadline_policy in ("mask", "drop") and self.consumption_order == "admission":
             raise ConfigError(
-                f"in the order of admission each straggler is waited for, so "
-                f"deadline_policy={self.deadline_policy!r} would never happen; give "
-                f"consumption_order='completion' or a Window"
+                "consumption_order='admission' waits for each straggler, so "
+                f"deadline_policy={self.deadline_policy!r} would never apply; set "
+                "consumption_order='completion' or a Window"
             )
         if self.deadline_policy == "split" and self.consumption_order != "completion":
             raise ConfigError(
-                f"deadline_policy='split' has stragglers overtaken, which "
-                f"consumption_order={self.consumption_order!r} forbids; give "
-                f"consumption_order='completion'"
+                "deadline_policy='split' lets other groups overtake stragglers, which "
+                f"consumption_order={self.consumption_order!r} forbids; set "
+                "consumption_order='completion'"
             )
 
     @property

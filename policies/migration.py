@@ -108,8 +108,8 @@ class LongTailLane(MigrationPolicy):
     def moves(self, engines: Sequence[EngineView]) -> list[Move]:
         """Return moves of long turns to reserved engines; see :meth:`MigrationPolicy.moves`."""
         lane = {e.name: e.num_turns for e in engines if e.is_reserved and e.is_open}
-        room = sum(max(0, self.slots - turns) for turns in lane.values())
-        if not room:
+        free_slots = sum(max(0, self.slots - turns) for turns in lane.values())
+        if not free_slots:
             return []
         long = (
             (turn.priority, turn.handle, engine.name)
@@ -119,7 +119,7 @@ class LongTailLane(MigrationPolicy):
             if turn.tokens >= self.min_tokens
         )
         moves = []
-        for _, handle, name in nsmallest(room, long):
+        for _, handle, name in nsmallest(free_slots, long):
             to = min(lane, key=lambda name: (lane[name], name))
             lane[to] += 1
             moves.append(Move(name, handle, to))

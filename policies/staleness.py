@@ -249,8 +249,8 @@ def refuse_selection(
     selected = len(batch) - sum([group.is_split_remainder for group in batch])
     if selected != groups_expected or len({group.group_id for group in batch}) != len(batch):
         raise PolicyBroken(
-            f"{name}.select() returned {selected} groups, asked for {groups_expected} distinct "
-            f"groups; return exactly so many, or None to wait"
+            f"{name}.select() returned {selected} groups; return exactly {groups_expected} "
+            "distinct groups, or None to wait"
         )
     for group in batch:
         if not group.running:

@@ -36,14 +36,14 @@ class HostGpu:
     @property
     def rooms_bytes(self) -> int:
         """Size of the memory that was allocated here and is still referenced."""
-        return sum(len(room) for room in self._rooms)
+        return sum(len(allocation) for allocation in self._rooms)
 
     @property
     def mapped(self) -> int:
         """Number of other processes' memories that are open here."""
         return len(self._mapped)
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         if self.rooms_bytes + nbytes > self._free_bytes:
             raise WeightsRefused(f"no room for another {nbytes} bytes")
         fd = os.memfd_create("tidegate-host-gpu", os.MFD_CLOEXEC)
@@ -51,9 +51,9 @@ class HostGpu:
         made = mmap.mmap(fd, nbytes)
         self._rooms.add(made)
         weakref.finalize(made, os.close, fd)
-        room = torch.frombuffer(made, dtype=torch.uint8)
-        self._fds[room.data_ptr()] = fd
-        return room
+        allocation = torch.frombuffer(made, dtype=torch.uint8)
+        self._fds[allocation.data_ptr()] = fd
+        return allocation
 
     def has(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -61,11 +61,11 @@ class HostGpu:
     def settle(self) -> None:
         pass
 
-    def share(self, room: torch.Tensor) -> CudaIpcHandle:
-        path = f"/proc/{os.getpid()}/fd/{self._fds[room.data_ptr()]}"
+    def share(self, allocation: torch.Tensor) -> CudaIpcHandle:
+        path = f"/proc/{os.getpid()}/fd/{self._fds[allocation.data_ptr()]}"
         handle = b"\x02c" + path.encode().ljust(64, b"\0")
         counter = f"/torch_{os.getpid()}_7_0".encode()
-        memory = CudaIpcHandle(self.uuid, handle, room.nbytes, 0, counter, len(self.shared))
+        memory = CudaIpcHandle(self.uuid, handle, allocation.nbytes, 0, counter, len(self.shared))
         self.shared.append(memory)
         return memory
 

@@ -154,12 +154,12 @@ class DealerSocket:
             )
         if self._keys is not None:
             return (
-                f"{self._address} hangs up on this engine's keys: it has others, or none; copy the "
-                f"directory that `tidegate keys` made for engines there anew"
+                f"{self._address} rejects this engine's keys: it has others, or none; copy the "
+                "directory that `tidegate keys` made for engines there again"
             )
         return (
-            f"{self._address} hangs up: most likely it wants keys; give --curve-key-directory "
-            f"DIRECTORY, one that `tidegate keys` made for engines there"
+            f"{self._address} closes the connection: most likely it needs keys; pass "
+            "--curve-key-directory DIRECTORY, one that `tidegate keys` made for engines there"
         )
 
     def close(self) -> None:

@@ -94,15 +94,20 @@ def _write_keys(directory: Path, own: Path, engine: str) -> None:
     (directory / _ALLOWED).mkdir(mode=0o700, exist_ok=True)
     if not (directory / _ORCHESTRATOR_SECRET).exists():
         public, secret = zmq.curve_keypair()
-        comment = "The orchestrator's {}. Whoever has the secret one can pose as it: it stays here."
+        comment = "The orchestrator's {}. Anyone with the secret key can pose as it: keep it here."
         _write(directory / _ORCHESTRATOR_PUBLIC, comment.format("public key"), public)
         _write(directory / _ORCHESTRATOR_SECRET, comment.format("keys"), public, secret)
     orchestrator = read_orchestrator_keys(directory).public
     public, secret = zmq.curve_keypair()
     own.mkdir(mode=0o700)
     _write(own / _ORCHESTRATOR_PUBLIC, "The orchestrator that this engine talks to.", orchestrator)
-    _write(own / _ENGINE_SECRET, "An engine's keys. Whoever has them is let in.", public, secret)
-    comment = f"The public key of {engine!r}, which may connect as long as this file is here."
+    _write(
+        own / _ENGINE_SECRET,
+        "An engine's keys. Anyone who has them may connect as this engine.",
+        public,
+        secret,
+    )
+    comment = f"The public key of {engine!r}. Delete this file to refuse the engine."
     _write(_allowed_file(directory, engine), comment, public)
 
 
@@ -168,7 +173,7 @@ def read_allowed(directory: Path | frozenset[bytes]) -> dict[bytes, str]:
         mode = directory.stat().st_mode
         paths = sorted(directory.glob("*.key"))
     except OSError as error:
-        raise ConfigError(f"can't read who may connect: {error}; {_HINT}") from error
+        raise ConfigError(f"can't read the keys of allowed engines: {error}; {_HINT}") from error
     _check_mode(directory, mode, 0o022)
     allowed = {}
     for path in paths:
@@ -217,8 +222,8 @@ def _check_mode(path: Path, mode: int, forbidden: int) -> None:
     if mode & forbidden:
         access = "read" if forbidden & 0o044 else "change"
         raise ConfigError(
-            f"others may {access} {path} (mode {stat.S_IMODE(mode):03o}); take that from them: "
-            f"chmod go-{'rwx' if forbidden & 0o044 else 'w'} {path}"
+            f"others may {access} {path} (mode {stat.S_IMODE(mode):03o}); remove their access: "
+            f"chmod go-{('rwx' if forbidden & 36 else 'w')} {path}"
         )
 
 

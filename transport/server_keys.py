@@ -98,7 +98,7 @@ def _read(path: Path, variable: str = FILE_VARIABLE, hint: str = HINT) -> list[l
         if status.st_mode & 0o077:
             raise ConfigError(
                 f"others may read the keys in {path} (mode {stat.S_IMODE(status.st_mode):03o}); "
-                f"take that from them: chmod go-rwx {path}"
+                f"remove their access: chmod go-rwx {path}"
             )
         text = path.read_text(encoding="ascii")
     except OSError as error:

@@ -55,7 +55,7 @@ def decode_piece(frame: bytes, number: int) -> Piece:
     try:
         piece = _decoder.decode(frame)
     except (msgspec.DecodeError, ValueError) as error:
-        raise BadFrame(f"what came through a tunnel is no piece: {error}") from error
+        raise BadFrame(f"a tunnel's message can't be decoded: {error}") from error
     if piece.number != number:
         raise BadFrame(f"pieces {number} to {piece.number - 1} were lost on the way")
     return piece

@@ -89,7 +89,10 @@ class ZapAuthenticator:
             if name and len(key) == KEY_BYTES:
                 status, text = b"200", b"OK"
             else:
-                self._warn(f"a stranger at {origin.decode(errors='replace')} is not let in")
+                self._warn(
+                    f"{origin.decode(errors='replace')} has no accepted key: the connection is "
+                    "refused"
+                )
         self._requests.send_multipart([b"1.0", request, status, text, name.encode(), b""])
 
     def _warn(self, message: str) -> None:

@@ -61,7 +61,7 @@ class VllmIpcSender:
         """
         all_packs = list(packs(tensors.items(), lambda named: named[1].nbytes, PACK_BYTES))
         try:
-            buffer = self._gpu.room(max(sum(t.nbytes for _, t in pack) for pack in all_packs))
+            buffer = self._gpu.allocate(max(sum(t.nbytes for _, t in pack) for pack in all_packs))
             memory = self._gpu.share(buffer)
             try:
                 handles = _pickle({memory.gpu: _rebuild_arguments(memory)})

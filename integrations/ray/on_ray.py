@@ -28,7 +28,7 @@ from tidegate.integrations.ray.ray_resources import (
 )
 from tidegate.orchestrator.fleet.launcher import Engines, OnExit
 from tidegate.orchestrator.fleet.processes import (
-    LOG_LINES_SHOWN,
+    LOG_LINES_REPORTED,
     RESTARTS_MAX,
     WORKER,
     engine_options,
@@ -88,7 +88,7 @@ class _Tail(io.TextIOBase):
         self._target.flush()
 
     def last_lines(self) -> str:
-        lines = self._end.splitlines()[-LOG_LINES_SHOWN:]
+        lines = self._end.splitlines()[-LOG_LINES_REPORTED:]
         if lines and lines[-1].startswith("error: "):
             return lines[-1].removeprefix("error: ")
         return "\n  ".join(lines)

@@ -262,9 +262,9 @@ class Discards:
         while start < len(lengths):
             if self._blocks[-1].rollouts >= WINDOW_ROLLOUTS:
                 self._blocks = [self._blocks[-1], _Block()]
-            room = WINDOW_ROLLOUTS - self._blocks[-1].rollouts
-            self._blocks[-1].count(lengths[start : start + room], is_trained=is_trained)
-            start += room
+            free = WINDOW_ROLLOUTS - self._blocks[-1].rollouts
+            self._blocks[-1].count(lengths[start : start + free], is_trained=is_trained)
+            start += free
 
     # ------------------------------------------------------------ statistics
 

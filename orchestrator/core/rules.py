@@ -208,9 +208,11 @@ def check_can_be_made_again(rules: Rules) -> None:
         ) from None
 
 
-def say(record: Any) -> str:
+def describe(record: Any) -> str:
     """Return a record as text for error messages."""
     if not isinstance(record, dict):
         return repr(record)
-    settings = ", ".join(f"{name}={say(value)}" for name, value in record.items() if name != CLASS)
+    settings = ", ".join(
+        f"{name}={describe(value)}" for name, value in record.items() if name != CLASS
+    )
     return f"{str(record.get(CLASS, '')).rpartition(':')[2]}({settings})"

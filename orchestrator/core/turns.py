@@ -204,8 +204,8 @@ class TurnTracker:
             return ""
         return (
             f"the context has media of kind {', '.join(missing_kinds)}, which no engine of this "
-            f"run reads; serve a model that reads them by an engine that takes media "
-            f"(docs/agents.md), or remove them from the context"
+            "run reads; use engines that read them (docs/agents.md), or remove them from the "
+            "context"
         )
 
     def _send(self, turn: Turn, priority: int, name: str) -> Submit:

@@ -15,7 +15,7 @@ from tidegate.orchestrator.core.trained import TrainedCounts
 
 def discard_rows(
     batch: HandedBatch,
-    places: Iterable[int],
+    indices: Iterable[int],
     reason: str,
     groups: GroupTracker,
     trained: TrainedCounts,
@@ -23,7 +23,7 @@ def discard_rows(
     """Count these of a batch's rows (indices in :attr:`HandedBatch.rows`) as not trained; rows
     discarded before stay so."""
     rows = batch.rows
-    chosen = [rows[place] for place in sorted({*places})]
+    chosen = [rows[index] for index in sorted({*indices})]
     chosen = [row for row in chosen if row.discard_reason is None]
     roots = _roots(chosen)
     trained.count(roots, batch.trainer_version, -1)

@@ -14,7 +14,7 @@ TOOL = "tool"
 
 NAMES_MAX = 64
 """Most distinct names, because each is a metric series; further names count as ``others``."""
-OTHERS = "others"
+OTHER_ACTIVITIES = "others"
 
 
 class Activities:
@@ -35,7 +35,7 @@ class Activities:
         if not isinstance(name, str):  # names are sorted in seconds()
             raise TypeError(f"an activity's name must be a str such as 'reward', got {name!r:.80}")
         if name not in self._seconds and len(self._seconds) >= NAMES_MAX:
-            name = OTHERS
+            name = OTHER_ACTIVITIES
         self._seconds[name] = self._seconds.get(name, 0.0) - self._now_s()
         self._running[name] += 1
         return name

@@ -23,8 +23,8 @@ def contained_task(
 ) -> "asyncio.Task[Result]":
     """Create a task; the task factory of loops that run users' code.
 
-    asyncio lets ``SystemExit`` and ``KeyboardInterrupt`` of a task end the loop, with every
-    task on it. Here they become :class:`ContainedExit`, which the awaiting code can handle.
+    In asyncio, ``SystemExit`` or ``KeyboardInterrupt`` in a task ends the loop with all its tasks.
+    Here both become :class:`ContainedExit`, which the awaiting code can handle.
     """
     return asyncio.Task(_Contained(coro), loop=loop, **options)
 

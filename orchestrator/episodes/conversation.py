@@ -208,7 +208,7 @@ Row = TypeVar("Row", bound=ContextRow)
 
 @dataclass(frozen=True, slots=True)
 class _GeneratedMessage(Generic[Row]):
-    """A turn that the model generated, and the context before it."""
+    """A turn that the model generated, with the context before it."""
 
     row: Row
     tokens: int
@@ -256,8 +256,8 @@ class Conversation(Generic[Row]):
         self._template = read_chat_template(model.path)
         self._generated: dict[bytes, _GeneratedMessage[Row]] = {}
         """Generated turns, by digest of the messages up to and including each."""
-        self._seen: set[bytes] = set()
-        """Digests of all message prefixes asked for so far."""
+        self._requested_digests: set[bytes] = set()
+        """Digests of all message prefixes requested so far."""
         self.forks: Counter[str] = Counter()
         """Number of rows begun beside the first, by reason."""
 
@@ -383,7 +383,7 @@ class Conversation(Generic[Row]):
     def _row_for(self, request: _Request, prompt: str) -> Row:
         digests = prefix_digests(request.messages)
         continuation = self._continuation_of(request, digests, prompt)
-        self._seen.update(digests)
+        self._requested_digests.update(digests)
         ids = request.cache.tokens.get(continuation.text)
         if ids is None:
             ids = self._model.encode(continuation.text)
@@ -429,7 +429,7 @@ class Conversation(Generic[Row]):
         context = [*row.token_ids[: generated.tokens], *appended]
         before = [each for each in row.media if each.token_offset < generated.tokens]
         media = [*before, *(replace(each, token_offset=generated.tokens) for each in media)]
-        why = "resampled: its row has gone on from here in another way"
+        why = "resampled: the row continues differently after these messages"
         return self._fork(row, context, why, media)
 
     def _begin_row(self, context: list[int], why: str, media: list[Media]) -> Row:
@@ -447,11 +447,11 @@ class Conversation(Generic[Row]):
 
     def _fork_reason(self, digests: list[bytes]) -> str:
         """Return the fork reason of these messages if they continue no earlier turn."""
-        seen = sum(digest in self._seen for digest in digests)
-        if seen == len(digests):
-            return "resampled: the same messages were asked for before"
-        if seen:
-            return f"agent_rewrote: from message {seen} on they are other than they were"
+        known = sum(digest in self._requested_digests for digest in digests)
+        if known == len(digests):
+            return "resampled: the same messages were requested before"
+        if known:
+            return f"agent_rewrote: messages from number {known} on have changed"
         return "new_conversation: no message of before is in it"
 
     def _appended_text(

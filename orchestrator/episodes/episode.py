@@ -26,7 +26,7 @@ from tidegate.orchestrator.episodes.chat_template import Message
 from tidegate.orchestrator.episodes.conversation import Conversation, Tools
 from tidegate.orchestrator.episodes.forced_calls import Choice
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
-from tidegate.orchestrator.episodes.media_parts import refuse_too_much
+from tidegate.orchestrator.episodes.media_parts import check_media_size
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.sampling_options import SamplingOptions, sampling_params
 from tidegate.orchestrator.fleet.scores import (
@@ -398,13 +398,13 @@ class Episode(ScoringEpisode):
                 row.append(context[known:])
                 row.reserve()
                 return row
-        branch = self.branch(context, "new_context: it goes on from no row's end")
+        branch = self.branch(context, "new_context: it continues no row")
         branch.reserve()
         return branch
 
     @property
     def rows(self) -> "Iterator[Episode]":
-        """This episode, its branches, and theirs."""
+        """This episode and all episodes forked from it."""
         yield self
         for branch in self.branches:
             yield from branch.rows
@@ -459,7 +459,7 @@ class Episode(ScoringEpisode):
         appended = tuple(
             [msgspec.structs.replace(each, token_offset=each.token_offset or at) for each in media]
         )
-        refuse_too_much([*self.media, *appended])
+        check_media_size([*self.media, *appended])
         self._new_media += appended
 
     def fork(self) -> "Episode":
@@ -672,7 +672,7 @@ class Episode(ScoringEpisode):
         """Stop replaying: discard the turns that the episode has not repeated.
 
         The cut removes every token after the last repeated turn. Tokens that the episode has
-        appended again since that turn are put back, as if it had just appended them.
+        appended again since that turn are put back.
         """
         replay, self._replay = self._replay, None
         if replay is None:

@@ -1,8 +1,8 @@
 """Activity log of episodes for traces: when each waited for a turn, and when it did other work.
 
-The episode runner reports to it; each interval is passed to a callback once it is over. At most
-``LANES_MAX`` episodes are logged at a time; others cost one dict lookup per call. It
-makes no events, so it does not affect replays.
+The episode runner reports to it; a callback gets each interval at its end. At most ``LANES_MAX``
+episodes are logged at a time; others cost one dict lookup per call. No event is made, so replays
+are not affected.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class _TracedRow:
     is_generating: bool = False
     is_parked: bool = False
     doing: list[str] = field(default_factory=list)
-    """Named activities that are running, the last of which is shown."""
+    """Running named activities; the last one is shown."""
 
 
 class EpisodeTracer:
@@ -107,7 +107,7 @@ class EpisodeTracer:
         row.doing.remove(name)
 
     def ended(self, rollout: Rollout, outcome: str) -> None:
-        """Note that an episode has ended, and its branches with it."""
+        """Record that an episode and its branches have ended."""
         if rollout.rollout_id not in self._rows:
             return
         ended = [n for n, row in self._rows.items() if row.root_id == rollout.rollout_id]

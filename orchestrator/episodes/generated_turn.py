@@ -52,15 +52,15 @@ class GeneratedTurn:
 
     @cached_property
     def raw_logprobs(self) -> list[float] | None:
-        """Log-prob of each token before all sampling options. None unless ``raw_logprobs=True`` was
-        asked for, of an engine that can report them."""
+        """Log-prob of each token before all sampling options. None unless ``raw_logprobs=True``
+        was requested and the engine can report them."""
         details = self._turn.details
         return None if details is None else details.raw_of(len(self.token_ids))
 
     @cached_property
     def top_logprobs(self) -> list[dict[int, float]] | None:
-        """Likeliest tokens at each token, likeliest first, with the log-probs under which they
-        could have been sampled; as many as were asked for, or None."""
+        """For each position, the top tokens with their log-probs after all sampling options, the
+        most likely first; None unless requested."""
         details = self._turn.details
         return None if details is None else details.top_of(len(self.token_ids))
 

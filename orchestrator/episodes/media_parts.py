@@ -76,15 +76,15 @@ def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) ->
         )
 
 
-def refuse_too_much(media: Sequence[Media]) -> None:
+def check_media_size(media: Sequence[Media]) -> None:
     """Raise ConfigError if a context has too many or too large media."""
     if len(media) > MEDIA_MAX:
         raise ConfigError(f"a context may have {MEDIA_MAX} media, got {len(media)}")
     chars = sum(len(item.url) for item in media)
     if chars > MEDIA_CHARS_MAX:
         raise ConfigError(
-            f"the references of a context may have {MEDIA_CHARS_MAX} characters together, and "
-            f"these have {chars}; give URLs or paths in place of data: URLs"
+            f"a context's media references may have {MEDIA_CHARS_MAX} characters together, got "
+            f"{chars}; pass URLs or paths in place of data: URLs"
         )
     for item in media:
         if why := _too_long(item.url):

@@ -78,7 +78,7 @@ def sampling_params(
         plain = _plain(max_tokens, temperature, top_k, top_p, tuple(stop_token_ids))
         return _checked(msgspec.structs.replace(plain, **_as_sent(options))) if options else plain
     except (ConfigError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise TurnRefused(f"generate() was given what no engine can read: {error}") from None
+        raise TurnRefused(f"generate() got options that no engine can read: {error}") from None
 
 
 @lru_cache(maxsize=256, typed=True)  # most turns of a run are sampled alike
@@ -130,7 +130,7 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
     read = msgspec.msgpack.decode(sent, type=SamplingParams)
     numbers = [getattr(read, name) for name in FLOATS] + [one.bias for one in read.logit_bias]
     if not all(map(math.isfinite, numbers)):
-        raise ValueError("an option is infinite or no number; leave it out, or give it a value")
+        raise ValueError("an option is infinite or no number; omit it, or pass a finite value")
     counts = {name: getattr(read, name) for name in COUNTS}
     ids = [*read.stop_token_ids, *(one.token_id for one in read.logit_bias)]
     counts["the largest token id"] = max(ids, key=abs, default=0)

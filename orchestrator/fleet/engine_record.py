@@ -14,7 +14,7 @@ class Engine:
 
     hello: Hello
     window: ReceiveWindow
-    heard_s: float
+    last_message_s: float
     """Time of its last message, on the orchestrator's clock."""
     weight_version: int
     tokens: int = 0

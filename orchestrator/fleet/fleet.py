@@ -42,7 +42,7 @@ ENGINE_NAME_BYTES_MAX = 200
 """ZeroMQ identities are at most 255 bytes."""
 
 ENGINES_MAX = 4096
-"""Limit of engines, above what one process serves; stops a peer that joins under ever new names."""
+"""Limit of engines, more than one process serves; stops a peer that joins under ever more names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _name_objection(peer: bytes, hello: Hello, engines: Mapping[str, Engine]) ->
     if not hello.engine.isprintable():
         return f"engine names are printable, got {hello.engine!r}"
     if len(engines) >= ENGINES_MAX and hello.engine not in engines:
-        return f"this run has {len(engines)} engines, and takes no more"
+        return f"this run has {len(engines)} engines, its maximum"
     if hello.engine.encode() != peer:
         return f"engine {hello.engine!r} must connect under its own name, not {peer!r}"
     return None
@@ -142,13 +142,13 @@ def _weights_objection(
     if requirements.weight_channel not in (None, *hello.weight_channels):
         return (
             f"engine {hello.engine!r} has no weight channel {requirements.weight_channel!r}, and "
-            f"could never serve what this run publishes; it has "
+            f"could never serve this run's weights; it has "
             f"{', '.join(hello.weight_channels) or 'none'}: set weight_channel to one of these"
         )
     if hello.weight_version > newest_version:
         return (
             f"engine {hello.engine!r} serves weights v{hello.weight_version}, but this run has "
-            f"published no newer ones than v{newest_version}; start the engine anew"
+            f"published none newer than v{newest_version}; restart the engine"
         )
     for other in engines.values():
         if other.hello.engine != hello.engine and other.hello.vocab_size != hello.vocab_size:
@@ -209,8 +209,8 @@ class Fleet:
         kv_policy: KvPolicy | None = None,
         weight_channel: str | None = None,
     ) -> None:
-        """An ``is_deterministic`` one takes only engines that are, and only such as round weights
-        to ``quantization``; with a ``kv_policy`` or ``weight_channel``, only those that have it."""
+        """``is_deterministic``, ``quantization``, ``kv_policy`` and ``weight_channel`` are the
+        run's settings: engines with other ones are refused."""
         self._settings = settings
         self._requirements = EngineRequirements(
             is_deterministic, quantization, kv_policy, weight_channel
@@ -223,9 +223,9 @@ class Fleet:
         self.cached_context_tokens = 0
         """Number of these positions that engines had cached."""
         self.refused_engines: dict[str, str] = {}
-        """Name -> why it could not join."""
+        """Engine -> reason for which it could not join."""
         self.departed: dict[str, str] = {}
-        """Name -> why it left."""
+        """Engine -> reason for which it left."""
         self._given_up: dict[str, Engine] = {}
         """Engines that left, by name: one that was only silent may continue its stream."""
         self._streams: Mapping[str, tuple[int, int]] = {}
@@ -271,7 +271,7 @@ class Fleet:
         self._send(engine.encode(), message)
 
     def supports_submit_turns(self, engine: str) -> bool:
-        """Whether an engine has said that it knows ``SubmitTurns``."""
+        """Whether an engine's hello says that it accepts ``SubmitTurns``."""
         known = self.engines.get(engine)
         return known is not None and known.hello.supports_submit_turns
 
@@ -280,8 +280,8 @@ class Fleet:
         events: list[Event] = []
         blocked_s = self._blocked_s(now_s)
         for name, engine in list(self.engines.items()):
-            engine.heard_s += blocked_s
-            silent_s = now_s - engine.heard_s
+            engine.last_message_s += blocked_s
+            silent_s = now_s - engine.last_message_s
             if silent_s > self._settings.engine_timeout_s:
                 engine.may_return = True
                 events += self.lose(name, f"said nothing for {silent_s:.0f} s")
@@ -291,7 +291,7 @@ class Fleet:
                 self.send(name, OrchestratorHeartbeat())
         for name in [name for name, until_s in self._expected.items() if now_s > until_s]:
             del self._expected[name]
-            self.departed[name] = "did not come back after the run was resumed"
+            self.departed[name] = "did not reconnect after the run was resumed"
             events.append(EngineLeft(name, is_crash=False))  # its host may have died with the run's
         return events
 
@@ -323,7 +323,7 @@ class Fleet:
                 self._complain(peer, message, now_s)
                 continue
             try:
-                self._receive_one(peer, message, now_s, received)
+                self._receive_message(peer, message, now_s, received)
             except BadFrame as error:
                 self._complain(peer, error, now_s)
         return received
@@ -336,7 +336,7 @@ class Fleet:
         if self._reply_limiter.has(peer, now_s):
             self._send(peer, message)
 
-    def _receive_one(
+    def _receive_message(
         self, peer: bytes, message: FromEngine, now_s: float, received: Received
     ) -> None:
         if type(message) is Hello:
@@ -348,15 +348,20 @@ class Fleet:
         engine = self.engines.get(name)
         if engine is None:
             gone = self._given_up.get(name)
-            if gone is not None and gone.may_return:  # it or the network hung; it is back
-                raise BadFrame(f"{name!r} {self.departed[name]} and was given up; say hello again")
-            if name in self.departed:  # its turns went elsewhere: it must end
+            if (
+                gone is not None and gone.may_return
+            ):  # a hang of the engine or the network has ended
+                raise BadFrame(
+                    f"{name!r} {self.departed[name]} and was removed; send a hello message to "
+                    "join again"
+                )
+            if name in self.departed:  # its turns run on other engines: it must end
                 self._reply_to(
-                    peer, HelloRejected(message=f"given up: {self.departed[name]}"), now_s
+                    peer, HelloRejected(message=f"removed: {self.departed[name]}"), now_s
                 )
                 return
             raise BadFrame(f"{name!r} sent a message before its hello was accepted")
-        engine.heard_s = now_s
+        engine.last_message_s = now_s
         match message:
             case Step():
                 self._receive_step(name, engine, message, received)
@@ -391,7 +396,7 @@ class Fleet:
                 has_valid_tokens=self._have_valid_tokens,
             )
         except BadFrame:
-            engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
+            engine.stuck_since_s = engine.stuck_since_s or engine.last_message_s
             raise
         verdict = engine.window.accept(engine.hello.epoch, step.seq)
         if verdict is StepAcceptance.NEW:
@@ -403,7 +408,7 @@ class Fleet:
                 self.cached_context_tokens += prefill.cached_tokens
             received.append(event)
         elif verdict is StepAcceptance.GAP:
-            engine.stuck_since_s = engine.stuck_since_s or engine.heard_s
+            engine.stuck_since_s = engine.stuck_since_s or engine.last_message_s
         if (seq := engine.window.acknowledgement()) is not None:
             self._acks[name] = DueAck(name, engine.hello.epoch, seq)
 
@@ -452,7 +457,7 @@ class Fleet:
         epoch, next_seq = self._streams.get(hello.engine, (hello.epoch, 0))
         if epoch != hello.epoch:
             next_seq = 0
-        start = max(next_seq, hello.first_seq)  # what was acknowledged will not come again
+        start = max(next_seq, hello.first_seq)  # acknowledged steps are not sent again
         return ReceiveWindow(self._settings.credit_steps, epoch=hello.epoch, next_seq=start)
 
     def statistics(self) -> tuple[EngineStatistics, ...]:
@@ -473,9 +478,9 @@ def _decoded(frame: bytes) -> FromEngine | BadFrame:
         return error
 
 
-def _keep_newest(records: dict[str, T], name: str, what: T) -> None:
+def _keep_newest(records: dict[str, T], name: str, reason: T) -> None:
     records.pop(name, None)
-    records[name] = what
+    records[name] = reason
     if len(records) > REMEMBERED_MAX:
         del records[next(iter(records))]
 
@@ -537,5 +542,5 @@ class Heartbeats:
             self._no_engine_since_s = now_s
         elif now_s - self._no_engine_since_s > self._join_timeout_s:
             reasons = "; ".join(f"{name}: {why}" for name, why in self._fleet.departed.items())
-            why = f"none has come since ({reasons or 'none ever joined'})"
+            why = f"none has joined since ({reasons or 'none ever joined'})"
             raise EngineLost(f"no engine is left, and {why}")

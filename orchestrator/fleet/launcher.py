@@ -1,8 +1,7 @@
 """Interface of engine launchers, and the launcher of processes on this machine.
 
-The composition root chooses a launcher by the settings; integrations/ray has one for Ray actors.
-Engines join over the wire, whoever has started them, so a launcher only starts engines, ends them
-and reports their ends.
+The run's settings select the launcher; integrations/ray has one for Ray actors. All engines join
+over the wire, so a launcher only starts and ends engines, and reports their ends.
 """
 
 from collections.abc import Callable

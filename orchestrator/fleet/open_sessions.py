@@ -1,9 +1,9 @@
 """Sessions whose context an engine keeps between turns; reports ended sessions to engines.
 
-Each row of a rollout is a session. An engine may keep a session's KV while its episode uses tools.
-Turns name their session; ``EndSessions`` tells the engine that no further turn will come, because
-the row has ended or its next turn went to another engine. Sessions affect only speed, so they are
-not part of the core: a resumed run starts with none.
+Each row of a rollout is a session, which its turns name. An engine may keep a session's KV while
+its episode uses tools. ``EndSessions`` lets the engine free the KV, because the row has ended or
+its next turn went to another engine. Sessions affect only speed, so they are not part of the core:
+a resumed run starts without any.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class OpenSessions:
     def __init__(self, post: Callable[[str, Message], None]) -> None:
         self._post = post
         self._session_engines: set[str] = set()
-        """Engines whose hello says that they keep sessions."""
+        """Engines that support sessions, according to their hello."""
         self._engines: dict[int, str] = {}
         """Engine that keeps each session's context."""
         self._ended: dict[str, list[int]] = {}

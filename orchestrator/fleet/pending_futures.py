@@ -18,9 +18,9 @@ from tidegate.orchestrator.fleet.scores import Score
 class BatchRequest:
     """One call for the next batch, shared by the run's loop and the caller's thread.
 
-    A batch on offer is either taken by the caller or withdrawn by the run, never both, whichever
-    comes first. So no batch is lost if the caller stops waiting before its own loop has seen the
-    offer, and none is taken that a publish has made older meanwhile.
+    An offered batch is either taken by the caller or withdrawn by the run. So no batch is lost if
+    the caller stops waiting before its loop has received the offer, and no batch is taken that a
+    publish has made older meanwhile.
     """
 
     def __init__(self) -> None:

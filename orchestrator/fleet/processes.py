@@ -16,7 +16,7 @@ from tidegate.orchestrator.settings.config import EngineSettings, RunSettings
 from tidegate.transport.private_directory import make_private_directory, make_private_file
 from tidegate.transport.security import ENGINE_DEFAULT
 
-LOG_LINES_SHOWN = 8
+LOG_LINES_REPORTED = 8
 """Last lines of a failed engine's log that its error message quotes."""
 
 RESTARTS_MAX = 3
@@ -29,7 +29,7 @@ WORKER = "tidegate.engine.worker"
 """Module of the worker program, by name, because the orchestrator imports nothing of the engine."""
 
 STOP_TIMEOUT_S = 5.0
-"""Time that a process has to end after SIGTERM before it is killed."""
+"""Time between SIGTERM and SIGKILL for a process that does not end."""
 
 
 class EngineProcess:
@@ -82,7 +82,7 @@ class EngineProcess:
             if status is not None and status < 0
             else f"exit status {status}"
         )
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_REPORTED:]
         if lines and lines[-1].startswith("error: "):
             return lines[-1].removeprefix("error: ")
         return "\n  ".join([f"{outcome}; end of {self.log}:", *lines]) if lines else outcome

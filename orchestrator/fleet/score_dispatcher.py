@@ -1,8 +1,9 @@
 """Scheduler of scoring requests: assigns them to engines, and assembles the answers.
 
 The engine side owns one; episodes and trainers call :meth:`ScoreDispatcher.submit_all`. Scoring is
-outside the run: no ledger counts it and no journal holds it. A request lost with its engine is sent
-to another; an answer is whole and computed by one weight version, or there is none."""
+neither counted in the ledger nor journalled. A request lost with its engine is sent to another
+engine. All values of a reply are computed by one weight version.
+"""
 
 import asyncio
 from collections import deque
@@ -30,7 +31,7 @@ class FleetView(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PendingScore:
-    """A scoring request whose answer has not arrived completely."""
+    """A scoring request whose reply has not arrived completely."""
 
     query: ScoreQuery
     future: "asyncio.Future[Score]"

@@ -201,8 +201,8 @@ def _integers(engine: str, columns: Sequence[bytes]) -> npt.NDArray[np.int32]:
     return np.frombuffer(column, "<i4").astype(np.int32)
 
 
-def _defect(engine: str, what: str) -> ScoreRefused:
-    return ScoreRefused(f"engine {engine!r} replied with {what}; this is a bug of the engine")
+def _defect(engine: str, problem: str) -> ScoreRefused:
+    return ScoreRefused(f"engine {engine!r} replied with {problem}; this is a bug of the engine")
 
 
 def _columns(sequences: Any) -> list[bytes]:
@@ -221,7 +221,7 @@ def _column(token_ids: Any) -> bytes:
         raise ConfigError("a sequence is a list of token ids, got text; encode it first")
     column = np.asarray(token_ids)
     if not column.size:
-        raise ConfigError("a sequence to score is empty; omit it, or give it a first token")
+        raise ConfigError("a sequence to score is empty; omit it, or start it with a token")
     if column.ndim != 1 or column.dtype.kind not in "iu":
         raise ConfigError(
             f"a sequence is a list of token ids, got {column.dtype} of shape {list(column.shape)}"

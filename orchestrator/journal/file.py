@@ -1,8 +1,8 @@
 """The journal's file: an SQLite database in WAL mode with ``synchronous=FULL``.
 
 :class:`Journal` writes it from its thread; one caller at a time. A commit is on the disk when it
-returns, so it survives a crash of the process and of the machine, as far as the disk keeps its
-promises. Records are opaque bytes here.
+returns, so it survives a crash of the process and of the machine, if the disk honours ``fsync``.
+Records are opaque bytes here.
 """
 
 import sqlite3
@@ -176,7 +176,7 @@ class JournalFile:
                 with suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
                 raise
-            self._check_in_place()
+            self._check_not_replaced()
         self.last_lsn += len(records)
         self.snapshot = snapshot or self.snapshot
 
@@ -210,14 +210,14 @@ class JournalFile:
         execute("DELETE FROM batches WHERE first_lsn + records - 1 <= ?", (snapshot.lsn,))
         self._unmerged_bytes += len(snapshot.body) + PAGE_BYTES
 
-    def _check_in_place(self) -> None:
+    def _check_not_replaced(self) -> None:
         """Fail if a file was deleted or replaced: SQLite would still write to it and commit."""
         for file, inode in zip(self._files, self._inodes, strict=True):
             try:
-                is_in_place = file.stat().st_ino == inode
+                is_same_file = file.stat().st_ino == inode
             except OSError:
-                is_in_place = False
-            if not is_in_place:
+                is_same_file = False
+            if not is_same_file:
                 raise JournalFailed(
                     path=self.path, why=f"{file.name} was removed or replaced while it was in use"
                 )

@@ -22,7 +22,7 @@ COMMIT_BYTES_MAX = 8 * 1024 * 1024
 """Most record bytes in one commit: larger commits are no faster, and delay their first record."""
 
 PENDING_BYTES_MAX = 1024 * 1024 * 1024
-"""Most record bytes that wait for the disk: 10 s of 20,000 groups/s. Beyond it the disk hangs."""
+"""Most record bytes that wait for the disk: 10 s of 20,000 groups/s. With more, the disk hangs."""
 
 BODY_BYTES_MAX = 512 * 1024 * 1024
 """Largest record or snapshot; SQLite's own limit is 10⁹ bytes, and two copies are made of each."""

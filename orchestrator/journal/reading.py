@@ -48,7 +48,7 @@ def check(path: Path, connection: sqlite3.Connection) -> None:
     if (found := pragma(connection, "user_version")) > SCHEMA_VERSION:
         raise JournalTooNew(path=path, found=found, known=SCHEMA_VERSION)
     if found < 0:
-        raise JournalCorrupt(path=path, where=f"there is no schema version {found}")
+        raise JournalCorrupt(path=path, where=f"schema version {found} does not exist")
     finding = connection.execute("PRAGMA quick_check(1)").fetchone()[0].decode(errors="replace")
     if finding != "ok":
         raise JournalCorrupt(path=path, where=finding, intact_lsn=intact_lsn(path, connection))

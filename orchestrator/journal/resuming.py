@@ -18,10 +18,10 @@ from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rules import (
     Rules,
     check_can_be_made_again,
+    describe,
     made_of,
     record_of,
     renamed,
-    say,
 )
 from tidegate.orchestrator.journal.journal import Journal
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
@@ -154,8 +154,9 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
         was = before.get(name)
         if was != now:
             raise ResumeMismatch(
-                f"this run was started with {name}={say(was)}, and can't continue with "
-                f"{name}={say(now)}; give the old value, or start a new run in another directory"
+                f"this run was started with {name}={describe(was)}, and can't continue with "
+                f"{name}={describe(now)}; set the old value, or start a new run in another "
+                f"directory"
             )
     return Core(settings.rules(), survives_crashes=True)
 
@@ -179,7 +180,7 @@ def check_token(token: ResumeToken, journal: RunJournal) -> None:
     if token.run_id != journal.header.run_id:
         raise ResumeMismatch(
             f"the checkpoint is of run {token.run_id}, the journal of run "
-            f"{journal.header.run_id}; give the run_directory that belongs to the checkpoint"
+            f"{journal.header.run_id}; pass the run_directory that belongs to the checkpoint"
         )
     if token.batches > handed.count:
         raise ResumeMismatch(

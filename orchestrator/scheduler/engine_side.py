@@ -155,7 +155,7 @@ class EngineSide:
         if isinstance(item, EngineReply):
             if isinstance(item.message, ScoreResult | ScoreFailed):
                 self.scores.received(item.engine, item.message)
-            elif not self.control.heard(item.engine, item.message):
+            elif not self.control.receive(item.engine, item.message):
                 log.warning("engine=%s sent an unexpected message: %s", item.engine, item.message)
             elif isinstance(item.message, TurnsPaused | TurnsResumed):
                 self._record(item.engine, type(item.message).__name__.lower())

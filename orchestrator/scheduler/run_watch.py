@@ -140,7 +140,7 @@ class RunWatch:
     def _check_ended_episodes(self) -> None:
         for rollout_id in self._leaks.uncancelled:
             if self._watchdog.is_stuck("episode", rollout_id, None):
-                why = "it was given up at its timeout, but swallows CancelledError and continues"
+                why = "it was abandoned at its timeout, but swallows CancelledError and continues"
                 self._watchdog.report("episode", rollout_id, why)
         ended = self._leaks.ended
         alive = sum(episode() is not None for episode in ended)
@@ -159,7 +159,7 @@ class RunWatch:
         is_waiting = bool(core.batch_requests and core.admissible_groups)
         if is_waiting and watchdog.is_stuck("tasks", name, core.groups.next_group_id):
             watchdog.report(
-                "tasks", name, f"{core.admissible_groups} groups may start, but it gives no task"
+                "tasks", name, f"{core.admissible_groups} groups may start, but it yields no task"
             )
         unpublished = core.handed.unpublished_groups
         progress = (core.handed.count, core.trainer_version)

@@ -113,17 +113,17 @@ class StalenessSettings(SettingsRecord):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.make_policy()
-        others = {
+        replaced = {
             "max_staleness",
             "groups_per_batch",
             "outstanding_groups_limit",
             "consumption_order",
         }
-        others = (others | {"deadline_policy"}) & self.model_fields_set
-        if self.staleness_policy is not None and others:
+        replaced = (replaced | {"deadline_policy"}) & self.model_fields_set
+        if self.staleness_policy is not None and replaced:
             raise ConfigError(
-                f"staleness_policy={self.staleness_policy!r} says all about staleness; leave out "
-                f"{', '.join(sorted(others))}, or give the policy what they say"
+                f"staleness_policy={self.staleness_policy!r} already sets the staleness rules; "
+                f"omit {', '.join(sorted(replaced))}, or set them in the policy"
             )
         if self.group_size == 1 and isinstance(self.group_filter, DynamicSampling):
             raise ConfigError(
@@ -182,8 +182,9 @@ class EpisodeSettings(SettingsRecord):
         budget_s, timeout_s = self.episode_park_after_s, self.episode_timeout_s
         if budget_s is not None and budget_s >= timeout_s:
             raise ConfigError(
-                f"episode_park_after_s={budget_s} parks episodes that take so long, and "
-                f"episode_timeout_s={timeout_s} ends them before; lower the one or raise the other"
+                f"episode_park_after_s={budget_s} parks episodes after "
+                f"episode_timeout_s={timeout_s} has ended them; lower the former or raise the "
+                "latter"
             )
         return self
 
@@ -242,7 +243,7 @@ class FleetSettings(SettingsRecord):
         self._check_urls()
         if self.engines_started == 0 and self.listen_address is None:
             raise ConfigError(
-                "engines=0 starts none, and without a listen_address no other can connect; give "
+                "engines=0 starts no engine, and without a listen_address none can connect; set "
                 "one, such as 'ipc:///tmp/run' or 'tcp://127.0.0.1:5555'"
             )
         if self.cluster is None and (self.placement_group or self.gpus_per_engine):
@@ -287,9 +288,9 @@ class FleetSettings(SettingsRecord):
         makes_keys = self.cluster == "ray"
         if makes_keys and is_on_this_host(self.listen_address):
             raise ConfigError(
-                f"listen_address={self.listen_address!r} can be reached from this host only, and "
-                f"Ray places engines on any; leave it out, or give one of this node's, such as "
-                f"'tcp://*:5555'"
+                f"listen_address={self.listen_address!r} can be reached from this host only, but "
+                "Ray places engines on any host; omit it, or set one of this node's addresses, "
+                "such as 'tcp://*:5555'"
             )
         check_listener(
             self.listen_address, has_keys=makes_keys or self.curve_key_directory is not None
@@ -340,9 +341,8 @@ class EngineSettings(SettingsRecord):
     def _check(self) -> Self:
         if self.quantization == "fp8" and self.deterministic:
             raise ConfigError(
-                "quantization='fp8' and deterministic=True don't go together: products of fp8 "
-                "weights are torch's, whose sums depend on the batch; take quantization='int8', or "
-                "leave one out"
+                "quantization='fp8' and deterministic=True can't be combined, because torch's "
+                "fp8 products depend on the batch; use quantization='int8', or omit one of them"
             )
         return self
 
@@ -378,9 +378,9 @@ class WeightSettings(SettingsRecord):
     def _check(self) -> Self:
         if self.weight_channel == "cuda_ipc" and self.weight_deltas:
             raise ConfigError(
-                "weight_channel='cuda_ipc' and weight_deltas=True don't go together: what has "
-                "changed is found on the host, which these weights don't come through; leave one "
-                "out"
+                "weight_channel='cuda_ipc' and weight_deltas=True can't be combined, because "
+                "deltas are computed on the host, and these weights stay on the GPU; omit one "
+                "of them"
             )
         return self
 
@@ -406,7 +406,7 @@ class RecordSettings(SettingsRecord):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.journal and self.run_directory is None:
-            raise ConfigError("journal=True keeps it in the run's directory; give a run_directory")
+            raise ConfigError("journal=True writes to the run's directory; set run_directory")
         return self
 
 
@@ -446,8 +446,8 @@ class RunSettings(SettingsRecord):
         """Number of torch threads of an engine process on this host."""
         if self.engine.threads_per_engine is not None:
             return self.engine.threads_per_engine
-        if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(asked):
-            return int(asked)
+        if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(threads):
+            return int(threads)
         if self.engine.device != "cpu":
             return 1  # the GPU computes
         # The trainer counts as one process more.
@@ -500,9 +500,9 @@ class RunSettings(SettingsRecord):
         cluster, address = self.fleet.cluster, self.fleet.listen_address
         if self.engine.device == "cpu":
             raise ConfigError(
-                "weight_channel='cuda_ipc' leaves weights on a GPU that trainer and engines share, "
-                "and device='cpu'; set device to the trainer's, such as 'cuda:0', or "
-                "weight_channel to 'shm'"
+                "weight_channel='cuda_ipc' needs a GPU that trainer and engines share, but "
+                "device='cpu'; set device to the trainer's, such as 'cuda:0', or weight_channel "
+                "to 'shm'"
             )
         if cluster == "ray" or not is_on_this_host(address or "ipc:"):
             raise ConfigError(

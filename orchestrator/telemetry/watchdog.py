@@ -81,17 +81,17 @@ class Watchdog:
         Called once per rollout and round, of which there may be a hundred thousand.
         """
         key = (kind, name)
-        seen = self._previous.get(key)
-        if seen is None or seen.value != progress:
-            seen = _Progress(progress, self._now_s)
-        self._current[key] = seen
-        return self._now_s - seen.since_s >= self._stuck_after_s * time_factor
+        last = self._previous.get(key)
+        if last is None or last.value != progress:
+            last = _Progress(progress, self._now_s)
+        self._current[key] = last
+        return self._now_s - last.since_s >= self._stuck_after_s * time_factor
 
     def report(self, kind: StuckKind, name: int | str, where: str) -> None:
         """Add a finding to this round."""
         waited_s = self._now_s - self._current[kind, name].since_s
-        shown = name if isinstance(name, str) else f"rollout {name}"
-        self._found[kind, name] = Stuck(kind, shown, where, waited_s)
+        full_name = name if isinstance(name, str) else f"rollout {name}"
+        self._found[kind, name] = Stuck(kind, full_name, where, waited_s)
 
     def end(self) -> list[Stuck]:
         """End the round; return the findings that the round before did not have."""

@@ -125,7 +125,9 @@ def _scale(fields: Mapping[str, Any]) -> float:
                 f"don't serve"
             )
     if (bias := fields.get("bias", "none")) != "none":
-        raise ConfigError(f"the adapter trains biases (bias={bias!r:.50}); engines take none")
+        raise ConfigError(
+            f"the adapter trains biases (bias={bias!r:.50}), which engines don't support"
+        )
     init = str(fields.get("init_lora_weights", "")).lower()
     if init.startswith(BASE_CHANGING_INITS):
         raise ConfigError(
@@ -166,8 +168,8 @@ def _renamed(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]"
         letter, _, ending = rest.partition(".")  # "A", "weight" or "default.weight"
         if not matrix or letter not in ("A", "B") or ending.rpartition(".")[2] != "weight":
             raise ConfigError(
-                f"{name!r} is no matrix of a LoRA adapter; pass "
-                f"peft.get_peft_model_state_dict(model), which has nothing else"
+                f"{name!r} is no matrix of a LoRA adapter; pass only the tensors of "
+                "peft.get_peft_model_state_dict(model)"
             )
         short = f"{projection}.lora_{letter}.weight"
         if short in renamed:

@@ -124,7 +124,7 @@ class EngineControl:
         """Handle an engine that has gone."""
         self._handle(wc.EngineRemoved(engine))
 
-    def heard(self, engine: str, message: FromEngine) -> bool:
+    def receive(self, engine: str, message: FromEngine) -> bool:
         """Handle an engine's message; return False if the state machine does not use its kind."""
         if not isinstance(message, wc.ControlReply):
             return False

@@ -105,8 +105,8 @@ class TurnTimeout(TidegateError, TimeoutError):
         self.timeout_s = timeout_s
         self.tokens = tokens
         super().__init__(
-            f"the turn had {timeout_s:g} s and sampled {tokens} tokens in that time; give it more, "
-            f"or fewer max_tokens"
+            f"the turn had {timeout_s:g} s and sampled {tokens} tokens in that time; raise its "
+            "timeout, or lower max_tokens"
         )
 
 
@@ -128,8 +128,7 @@ class OutOfBlocks(TidegateError, MemoryError):
         self.block_tokens = block_tokens
         super().__init__(
             f"turn needs {blocks_needed} KV blocks of {block_tokens} tokens but the whole cache "
-            f"has {blocks_total}; shorten the prompt, lower max_tokens, or give the engine more "
-            f"blocks (num_kv_blocks)"
+            f"has {blocks_total}; shorten the prompt, lower max_tokens, or raise num_kv_blocks"
         )
 
 
@@ -149,8 +148,8 @@ class RankLost(TidegateError, ConnectionError):
         self.rank = rank
         self.ranks = ranks
         super().__init__(
-            f"a rank of this engine of {ranks} is gone, or stuck, as rank {rank} saw: {why}. The "
-            f"engine ends, and its turns go on elsewhere"
+            f"a rank of this engine of {ranks} has ended or hangs, according to rank {rank}: "
+            f"{why}. The engine ends, and its turns continue on other engines"
         )
 
 
@@ -173,8 +172,9 @@ class NotUnderstood(TidegateError, ConnectionError):
         self.times = times
         self.seq = seq
         super().__init__(
-            f"the orchestrator complained {times} times and took in no step from {seq} on, though "
-            f"they were sent again; it said: {why}. Run the same version of Tidegate on both ends"
+            f"the orchestrator rejected {times} messages and accepted no step from {seq} on, "
+            f"although they were sent again: {why}. Run the same version of Tidegate on both "
+            "ends"
         )
 
 
@@ -222,10 +222,10 @@ class SleepFailed(TidegateError, RuntimeError):
     def __init__(self, *, what: str, failures: Mapping[str, str]) -> None:
         self.failures = dict(failures)
         """Error message by engine name. Engines not listed have done as requested."""
-        said = "; ".join(f"{engine}: {why}" for engine, why in sorted(failures.items()))
+        reasons = "; ".join(f"{engine}: {why}" for engine, why in sorted(failures.items()))
         super().__init__(
-            f"{len(failures)} engines could not {what} ({said}). All stay paused: mend that, then "
-            f"call wake(), which has all go on"
+            f"{len(failures)} engines could not {what} ({reasons}). All stay paused: fix the "
+            "cause, then call wake(), which resumes them"
         )
 
 
@@ -235,8 +235,8 @@ class PublishDropped(TidegateError, RuntimeError):
     def __init__(self, *, version: int) -> None:
         self.version = version
         super().__init__(
-            f"weights v{version} were given up for newer ones while engines still copied them, and "
-            f"the newer ones could not be written; the old ones serve on: publish again"
+            f"weights v{version} were replaced by newer ones while engines copied them, and "
+            "writing the newer ones failed; the old weights stay live: publish again"
         )
 
 
@@ -342,10 +342,10 @@ class TrainerLost(TidegateError, ConnectionError):
 
     def __init__(self, *, ranks: list[int], world_size: int, doing: str, why: str) -> None:
         self.ranks = ranks
-        who = f"{', '.join(f'rank {rank}' for rank in ranks)} of {world_size}"
+        lost = f"{', '.join(f'rank {rank}' for rank in ranks)} of {world_size}"
         super().__init__(
-            f"{doing}: {who} {why}; start what is missing again, with the same rank and "
-            f"world_size: what it had not done with is given to it again"
+            f"{doing}: {lost} {why}; restart the missing ranks with the same rank and world_size: "
+            "they get their unfinished batches again"
         )
 
 
@@ -378,8 +378,7 @@ class JournalMissing(JournalError, FileNotFoundError):
     def __init__(self, *, path: Path) -> None:
         self.path = path
         super().__init__(
-            f"there is no journal at {path}: nothing was committed there, so there is nothing to "
-            f"resume; check the path, or start a new run"
+            f"no journal at {path}: nothing was committed there; check the path, or start a new run"
         )
 
 
@@ -444,8 +443,8 @@ class JournalFailed(JournalError, OSError):
         self.path = path
         self.why = why
         super().__init__(
-            f"{path} can't be used: {why}. All that was told as committed is there; make room or "
-            f"mend the disk, then resume the run"
+            f"{path} can't be used: {why}. Everything reported as committed is in it; free disk "
+            "space or repair the disk, then resume the run"
         )
 
 
@@ -456,8 +455,8 @@ class RecordingFailed(TidegateError, OSError):
         self.path = path
         self.why = why
         super().__init__(
-            f"{path} can't be written: {why}. What was recorded before is readable; make room or "
-            f"mend the disk, or leave out run_directory to go on without records"
+            f"{path} can't be written: {why}. Earlier records are readable; free disk space or "
+            "repair the disk, or omit run_directory to run without records"
         )
 
 

@@ -248,7 +248,7 @@ def test_one_that_refuses_its_place_in_a_round_says_so(weights: CollectiveSender
 
 def wait_for_two(weights: CollectiveSender) -> None:
     """Wait until the other process has sent its request."""
-    wait_until(lambda: len(weights._receivers_heard_s) == 2)
+    wait_until(lambda: len(weights._receivers_last_message_s) == 2)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

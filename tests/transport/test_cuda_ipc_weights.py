@@ -237,10 +237,10 @@ def test_a_set_for_which_there_is_no_room_leaves_none_of_it_behind() -> None:
 @pytest.mark.parametrize(
     ("info", "why"),
     [
-        ({"gpu": "another"}, "on GPU 'another', and this engine computes on"),
+        ({"gpu": "another"}, "on GPU 'another', but this engine computes on"),
         ({"gpu": 7}, "on GPU '7'"),
-        ({"host": "elsewhere"}, "this engine runs on another"),
-        ({"host": None}, "this engine runs on another"),
+        ({"host": "elsewhere"}, "needs trainer and engine on one host"),
+        ({"host": None}, "needs trainer and engine on one host"),
     ],
 )
 def test_an_engine_on_another_gpu_or_host_refuses_the_channel(
@@ -262,17 +262,17 @@ SPOILT = [
     ({"gpu": "another"}, "on GPU 'another'"),
     ({"handle": b""}, "a handle of 0 bytes"),
     ({"handle": b"\x02c" + bytes(63)}, "a handle of 65 bytes"),
-    ({"handle": b"\x02e" + bytes(64)}, "is none of memory on a GPU"),
+    ({"handle": b"\x02e" + bytes(64)}, "is no GPU memory handle"),
     ({"handle": b"\x02c" + b"\xff" * 64}, "can't be opened"),
     ({"nbytes": 0}, "can't be on a GPU"),
     ({"nbytes": TOTAL_BYTES + 1}, "can't be on a GPU"),
     ({"offset": TOTAL_BYTES}, "can't be on a GPU"),
     ({"offset": 2**63 - 1}, "can't be on a GPU"),
     ({"nbytes": 64}, "outside of the buffer"),
-    ({"ref_counter_handle": b"/tidegate-weights"}, "no name that torch gives"),
-    ({"ref_counter_handle": b"/torch_1_2_3/../x"}, "no name that torch gives"),
-    ({"ref_counter_handle": b"/torch_1_2_3\0"}, "no name that torch gives"),
-    ({"ref_counter_offset": 10_000}, "10000 is none of them"),
+    ({"ref_counter_handle": b"/tidegate-weights"}, "is not a name of torch"),
+    ({"ref_counter_handle": b"/torch_1_2_3/../x"}, "is not a name of torch"),
+    ({"ref_counter_handle": b"/torch_1_2_3\0"}, "is not a name of torch"),
+    ({"ref_counter_offset": 10_000}, "reference counter 10000 does not exist"),
 ]
 """Invalid fields of a valid handle, with the expected error."""
 
@@ -312,7 +312,7 @@ def test_a_spec_that_makes_no_sense_is_refused_before_memory_is_opened(
     (update,) = channel.write(1, [good])
     with pytest.raises(WeightsRefused, match=why):
         read(end, [replace(update, tensors=[*update.tensors, spec])])
-    with pytest.raises(WeightsRefused, match="without memory to open"):
+    with pytest.raises(WeightsRefused, match="has no IPC handle"):
         read(end, [replace(update, ipc_handle=None)])
     assert engine.opened == []
 

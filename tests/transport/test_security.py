@@ -218,7 +218,7 @@ def test_without_keys_or_with_another_runs_nobody_gets_in(
     with closing(DealerSocket(listener.address, b"a", keys=others)) as dealer:
         dealer.send(TurnsResumed())
         why = await_refusal(dealer)
-        assert ("has others, or none" if has_keys else "most likely it wants keys") in why
+        assert ("has others, or none" if has_keys else "most likely it needs keys") in why
         until(lambda: listener.statistics().refused_connections > 0)
         assert not listener._socket.poll(0)
 

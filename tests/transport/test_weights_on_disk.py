@@ -102,7 +102,7 @@ def test_a_receiver_reads_nothing_outside_of_the_directory(tmp_path: Path) -> No
     weights = sender("disk", tmp_path)
     end = receiver(weights.init())
     for location in ("/etc/passwd", f"{tmp_path}/../x", f"{tmp_path}/sub/x"):
-        with pytest.raises(WeightsRefused, match="outside of the directory"):
+        with pytest.raises(WeightsRefused, match="outside of the weight directory"):
             end.tensors(UpdateWeights(version=0, location=location, tensors=[]))
     with pytest.raises(WeightsRefused, match="No such file"):
         end.tensors(UpdateWeights(version=0, location=f"{tmp_path}/x", tensors=[]))

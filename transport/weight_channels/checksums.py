@@ -36,7 +36,7 @@ def verify_checksum(spec: TensorSpec, view: memoryview) -> None:
     """
     if spec.crc32 is not None and (actual := zlib.crc32(view)) != spec.crc32:
         raise WeightsRefused(
-            f"tensor {spec.name!r} has the checksum {actual:#010x} where {spec.crc32:#010x} was "
-            f"sent: its bytes changed on the way; publish again, and suspect the memory, disk or "
-            f"network that it came through"
+            f"tensor {spec.name!r} has the checksum {actual:#010x}, but {spec.crc32:#010x} was "
+            "sent: its bytes changed in transit; publish again, and check the memory, disk or "
+            "network in between"
         )

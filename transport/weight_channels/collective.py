@@ -108,7 +108,7 @@ def decode_round_assignment(frame: bytes) -> RoundAssignment:
     try:
         return _round.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable answer from where weights come from: {error}") from error
+        raise BadFrame(f"the weight sender's reply can't be decoded: {error}") from error
 
 
 # ------------------------------------------------------------ torch.distributed

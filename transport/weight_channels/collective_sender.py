@@ -54,7 +54,7 @@ class CollectiveSender(ZmqSender):
         self._groups = 0
         self._requests: dict[bytes, RoundRequest] = {}
         self._first_request_s = 0.0
-        self._receivers_heard_s: dict[bytes, float] = {}
+        self._receivers_last_message_s: dict[bytes, float] = {}
         """Known receivers, with the time of their last request."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights round")
         self._running: Future[RoundAssignment | None] | None = None
@@ -98,7 +98,7 @@ class CollectiveSender(ZmqSender):
         if request is None:
             super()._reply(peer, frames)
             return
-        self._receivers_heard_s[peer] = now_s = time.monotonic()
+        self._receivers_last_message_s[peer] = now_s = time.monotonic()
         if not request.location:
             self._requests.pop(peer, None)
             self._has_member_left |= peer in self._members
@@ -121,8 +121,8 @@ class CollectiveSender(ZmqSender):
         now_s = time.monotonic()
         receivers = {
             peer
-            for peer, heard_s in self._receivers_heard_s.items()
-            if now_s - heard_s < LOST_AFTER_S
+            for peer, last_message_s in self._receivers_last_message_s.items()
+            if now_s - last_message_s < LOST_AFTER_S
         }
         if receivers <= self._requests.keys() or now_s - self._first_request_s > GATHER_S:
             self._start_round()

@@ -44,8 +44,8 @@ class NamedTensor:
 class _Buffer:
     """One buffer of a version, and its IPC handle."""
 
-    room: "torch.Tensor"
-    memory: CudaIpcHandle
+    allocation: "torch.Tensor"
+    handle: CudaIpcHandle
 
 
 class CudaIpcSender:
@@ -77,7 +77,7 @@ class CudaIpcSender:
         self._gpu.settle()  # the trainer's kernels that produce them may run on any stream
         self._buffers[version] = []
         try:
-            parts = [self._part(version, place) for place in _places(tensors)]
+            parts = [self._part(version, layout) for layout in _buffer_layouts(tensors)]
             self._gpu.settle()
         except BaseException:
             self._free(version)
@@ -96,26 +96,26 @@ class CudaIpcSender:
             checked_nbytes(tensor.name, tensor.dtype, tensor.data.shape)
             if not self._gpu.has(tensor.data):
                 raise WeightsRefused(
-                    f"tensor {tensor.name!r} is on {tensor.data.device}, and by 'cuda_ipc' weights "
-                    f"come from the GPU that engines compute on, {self._gpu.uuid}; move the model "
-                    f"there, or set weight_channel to 'shm'"
+                    f"tensor {tensor.name!r} is on {tensor.data.device}, but "
+                    f"weight_channel='cuda_ipc' sends from the engines' GPU, {self._gpu.uuid}; "
+                    "move the model there, or set weight_channel to 'shm'"
                 )
             if tensor.name in names:
                 raise WeightsRefused(f"tensor {tensor.name!r} appears twice in one version")
             names.add(tensor.name)
 
-    def _part(self, version: int, place: "_Place") -> UpdateWeights:
-        # an empty buffer cannot be shared
-        room = self._gpu.room(max(place.nbytes, ALIGNMENT_BYTES))
-        for spec, tensor in zip(place.specs, place.tensors, strict=True):
-            _tensor_at(room, spec).copy_(tensor.data.detach())
-        memory = self._gpu.share(room)
-        self._buffers[version].append(_Buffer(room, memory))
-        return UpdateWeights(version=version, location="", tensors=place.specs, ipc_handle=memory)
+    def _part(self, version: int, layout: "_BufferLayout") -> UpdateWeights:
+        # An empty buffer cannot be shared.
+        allocation = self._gpu.allocate(max(layout.nbytes, ALIGNMENT_BYTES))
+        for spec, tensor in zip(layout.specs, layout.tensors, strict=True):
+            _tensor_at(allocation, spec).copy_(tensor.data.detach())
+        handle = self._gpu.share(allocation)
+        self._buffers[version].append(_Buffer(allocation, handle))
+        return UpdateWeights(version=version, location="", tensors=layout.specs, ipc_handle=handle)
 
     def _free(self, version: int) -> None:
         for buffer in self._buffers.pop(version):
-            self._gpu.unshare(buffer.memory)
+            self._gpu.unshare(buffer.handle)
 
 
 class CudaIpcReceiver:
@@ -129,20 +129,20 @@ class CudaIpcReceiver:
         """
         if gpu is None:
             raise WeightsRefused(
-                "weights are to come by 'cuda_ipc', on a GPU, and this engine computes on the CPU; "
+                "weight_channel='cuda_ipc' needs a GPU, but this engine computes on the CPU; "
                 "start it with --device cuda, or set weight_channel to 'shm'"
             )
-        theirs, ours = str(init.info.get("host", "")), host_name()
-        if theirs != ours:
+        sender_id, boot_id = str(init.info.get("host", "")), host_name()
+        if sender_id != boot_id:
             raise WeightsRefused(
-                f"weights are to come by 'cuda_ipc' from the host whose boot is {theirs!r}, and "
-                f"this engine runs on another, {ours!r}; set weight_channel to 'relay' or 'zmq'"
+                "weight_channel='cuda_ipc' needs trainer and engine on one host, but their boot "
+                f"ids are {sender_id!r} and {boot_id!r}; set weight_channel to 'relay' or 'zmq'"
             )
         if init.info.get("gpu") != gpu.uuid:
             raise WeightsRefused(
-                f"weights will lie on GPU {str(init.info.get('gpu'))!r}, and this engine computes "
-                f"on {gpu.uuid!r}; have trainer and engines share one, or set weight_channel to "
-                f"'shm'"
+                f"the trainer's weights are on GPU {str(init.info.get('gpu'))!r}, but this "
+                f"engine computes on {gpu.uuid!r}; have trainer and engines share a GPU, or set "
+                "weight_channel to 'shm'"
             )
         self._gpu = gpu
 
@@ -159,7 +159,7 @@ class CudaIpcReceiver:
         """
         memory = update.ipc_handle
         if memory is None:
-            raise WeightsRefused("an update by 'cuda_ipc' came without memory to open")
+            raise WeightsRefused("a 'cuda_ipc' update has no IPC handle")
         check_memory(memory, self._gpu)
         check_specs(update.tensors, memory.nbytes)
         for spec in update.tensors:
@@ -174,17 +174,17 @@ class CudaIpcReceiver:
         """No-op: memory is closed when its last tensor is dropped."""
 
     def _opened(
-        self, specs: Sequence[TensorSpec], memory: CudaIpcHandle, is_wanted: Callable[[], bool]
+        self, specs: Sequence[TensorSpec], handle: CudaIpcHandle, is_wanted: Callable[[], bool]
     ) -> "Iterator[tuple[TensorSpec, torch.Tensor]]":
-        room = self._gpu.open(memory)
+        buffer = self._gpu.open(handle)
         for spec in specs:
             if not is_wanted():
                 return
-            yield spec, _tensor_at(room, spec)
+            yield spec, _tensor_at(buffer, spec)
 
 
 @dataclass(slots=True)
-class _Place:
+class _BufferLayout:
     """Contents of one buffer."""
 
     specs: list[TensorSpec]
@@ -192,31 +192,31 @@ class _Place:
     nbytes: int = 0
 
 
-def _places(tensors: Sequence[NamedTensor]) -> list[_Place]:
+def _buffer_layouts(tensors: Sequence[NamedTensor]) -> list[_BufferLayout]:
     """Distribute the tensors over buffers; at least one, because one message is needed."""
-    places = [_Place([], [])]
+    layouts = [_BufferLayout([], [])]
     for tensor in tensors:
         nbytes = tensor.data.nbytes
-        offset = -(-places[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if places[-1].tensors and offset + nbytes > BUFFER_BYTES:
-            places.append(_Place([], []))
+        offset = -(-layouts[-1].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if layouts[-1].tensors and offset + nbytes > BUFFER_BYTES:
+            layouts.append(_BufferLayout([], []))
             offset = 0
-        place = places[-1]
+        buffer = layouts[-1]
         shape = list(tensor.data.shape)
-        place.specs.append(TensorSpec(tensor.name, tensor.dtype, shape, offset, nbytes))
-        place.tensors.append(tensor)
-        place.nbytes = offset + nbytes
-    return places
+        buffer.specs.append(TensorSpec(tensor.name, tensor.dtype, shape, offset, nbytes))
+        buffer.tensors.append(tensor)
+        buffer.nbytes = offset + nbytes
+    return layouts
 
 
-def _tensor_at(room: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
+def _tensor_at(buffer: "torch.Tensor", spec: TensorSpec) -> "torch.Tensor":
     """Return a view of the buffer."""
     import torch
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if not spec.nbytes:
-        return torch.empty(spec.shape, dtype=dtype, device=room.device)
-    return room[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
+        return torch.empty(spec.shape, dtype=dtype, device=buffer.device)
+    return buffer[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
 
 
 def crc32_of(tensor: "torch.Tensor") -> int:

@@ -50,7 +50,7 @@ class Gpu(Protocol):
         """Total memory of the device, in bytes."""
         ...
 
-    def room(self, nbytes: int) -> "torch.Tensor":
+    def allocate(self, nbytes: int) -> "torch.Tensor":
         """Allocate [nbytes] uint8, in an allocation of its own as far as torch allows.
 
         Raises:
@@ -66,7 +66,7 @@ class Gpu(Protocol):
         """Block until all work that this process has launched on the device is done."""
         ...
 
-    def share(self, room: "torch.Tensor") -> CudaIpcHandle:
+    def share(self, allocation: "torch.Tensor") -> CudaIpcHandle:
         """Return an IPC handle of the memory; release it with :meth:`unshare`.
 
         Raises:
@@ -91,9 +91,9 @@ class Gpu(Protocol):
 def ref_counter_problem(name: bytes, offset: int) -> str | None:
     """Return why a reference counter is invalid, or None. torch would write to arbitrary memory."""
     if not _COUNTER_NAME.fullmatch(name):
-        return f"{name[:80]!r} is no name that torch gives its reference counters"
+        return f"{name[:80]!r} is not a name of torch's reference counters"
     if not 0 <= offset < COUNTERS:
-        return f"there are {COUNTERS} reference counters in a file, and {offset} is none of them"
+        return f"reference counter {offset} does not exist: a file has {COUNTERS}"
     return None
 
 
@@ -105,14 +105,14 @@ def check_memory(memory: CudaIpcHandle, gpu: Gpu) -> None:
     """
     if memory.gpu != gpu.uuid:
         raise WeightsRefused(
-            f"weights lie on GPU {memory.gpu!r}, and this engine computes on {gpu.uuid!r}; have "
-            f"trainer and engines share one, or set weight_channel to 'shm'"
+            f"the weights are on GPU {memory.gpu!r}, but this engine computes on {gpu.uuid!r}; "
+            "have trainer and engines share a GPU, or set weight_channel to 'shm'"
         )
     if len(memory.handle) != HANDLE_BYTES or memory.handle[1] != _MALLOC:
         raise WeightsRefused(
-            f"a handle of {len(memory.handle)} bytes, {memory.handle[:2]!r}…, is none of memory on "
-            f"a GPU as this torch spells it: {HANDLE_BYTES} bytes, the second 'c'; do trainer and "
-            f"engine have the same torch?"
+            f"a handle of {len(memory.handle)} bytes, {memory.handle[:2]!r}…, is no GPU memory "
+            f"handle of this torch: it needs {HANDLE_BYTES} bytes, the second 'c'; do trainer "
+            "and engine have the same torch?"
         )
     if problem := ref_counter_problem(memory.ref_counter_handle, memory.ref_counter_offset):
         raise WeightsRefused(f"memory on a GPU is not opened: {problem}")
@@ -156,7 +156,7 @@ class CudaGpu:
         """See :class:`Gpu`."""
         return self._total_bytes
 
-    def room(self, nbytes: int) -> "torch.Tensor":
+    def allocate(self, nbytes: int) -> "torch.Tensor":
         """See :class:`Gpu`."""
         import torch
 
@@ -164,9 +164,9 @@ class CudaGpu:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise WeightsRefused(
-                f"no room on {self._device} for another {nbytes / 2**20:.0f} MiB of weights, of "
-                f"which engines take theirs; lower num_kv_blocks, have engines sleep while weights "
-                f"are published, or set weight_channel to 'shm': {error}"
+                f"no memory on {self._device} for another {nbytes / 2**20:.0f} MiB of weights "
+                "beside the engines'; lower num_kv_blocks, put engines to sleep while you "
+                f"publish, or set weight_channel to 'shm': {error}"
             ) from error
 
     def has(self, tensor: "torch.Tensor") -> bool:
@@ -179,10 +179,10 @@ class CudaGpu:
 
         torch.cuda.synchronize(self._device)
 
-    def share(self, room: "torch.Tensor") -> CudaIpcHandle:
+    def share(self, allocation: "torch.Tensor") -> CudaIpcHandle:
         """See :class:`Gpu`."""
         try:
-            shared = room.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+            shared = allocation.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise WeightsRefused(
                 f"memory on {self._device} can't be shared with another process: {error}"
@@ -247,13 +247,13 @@ def find_gpu(name: str) -> CudaGpu:
 
     if not torch.cuda.is_available():
         raise WeightsRefused(
-            f"weights by 'cuda_ipc' lie on a GPU that trainer and engines share, and torch "
+            "weight_channel='cuda_ipc' needs a GPU that trainer and engines share, but torch "
             f"{torch.__version__} finds no CUDA device here; set weight_channel to 'shm'"
         )
     device = torch.device(name if ":" in name else f"{name}:0")
     if device.type != "cuda" or device.index >= torch.cuda.device_count():
         raise WeightsRefused(
-            f"weights by 'cuda_ipc' are to lie on {name!r}, and this process sees "
+            f"weight_channel='cuda_ipc' was set to {name!r}, but this process sees "
             f"{torch.cuda.device_count()} CUDA devices, numbered from 0"
         )
     return CudaGpu(device)

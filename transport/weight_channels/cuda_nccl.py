@@ -64,7 +64,7 @@ def nccl_library() -> ctypes.CDLL:
     for name in (LIBRARY, *_installed()):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
-    raise NcclFailed(f"there is no {LIBRARY} here: it comes with torch's builds for CUDA")
+    raise NcclFailed(f"{LIBRARY} is missing: it is part of torch's builds for CUDA")
 
 
 def _installed() -> list[str]:
@@ -213,7 +213,7 @@ class Communicator:
             _check(self._library, failed.value, "a broadcast")
             if time.monotonic() > deadline_s:
                 self.close()
-                raise NcclFailed(f"the other end took no part for {patience_s:.0f} s")
+                raise NcclFailed(f"the other end did not respond for {patience_s:.0f} s")
             time.sleep(POLL_S)
         if self._comm.value is None:
             raise NcclFailed("its communicator was closed in the midst of a broadcast")
@@ -246,6 +246,6 @@ def _check(library: ctypes.CDLL, code: int, what: str) -> None:
     library.ncclGetErrorString.restype = ctypes.c_char_p
     told = library.ncclGetErrorString(ctypes.c_int(code))
     raise NcclFailed(
-        f"NCCL: {what} failed: {(told or b'?').decode(errors='replace')}. Both ends must be on "
-        f"GPUs of their own; NCCL_DEBUG=WARN in their environment says more"
+        f"NCCL: {what} failed: {(told or b'?').decode(errors='replace')}. Both ends need a GPU "
+        "each; set NCCL_DEBUG=WARN in their environment for details"
     )

@@ -131,8 +131,8 @@ class DiskReceiver:
         self._directory = Path(str(init.info.get("directory")))
         if not self._directory.is_dir():
             raise WeightsRefused(
-                f"weights are to come through {str(self._directory)!r}, which is no directory "
-                f"here; give the run one that all hosts share"
+                f"weight directory {str(self._directory)!r} does not exist on this host; set one "
+                "that all hosts share"
             )
 
     def tensors(
@@ -142,8 +142,8 @@ class DiskReceiver:
         path = Path(update.location)
         if path.parent != self._directory:
             raise WeightsRefused(
-                f"an update lies at {update.location!r}, outside of the directory agreed on at "
-                f"init, {str(self._directory)!r}"
+                f"an update is at {update.location!r}, outside of the weight directory "
+                f"{str(self._directory)!r}"
             )
         os.close(
             _open_checked(path, update)

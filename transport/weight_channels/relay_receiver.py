@@ -117,7 +117,7 @@ class RelayReceiver:
                 return True
             if time.monotonic() > deadline_s:
                 raise WeightsRefused(
-                    f"the engine that fetches weights for this host has said nothing for "
+                    "the engine that fetches weights for this host has sent nothing for "
                     f"{SILENT_MAX_S:g} s; is its process stopped?"
                 )
         return False

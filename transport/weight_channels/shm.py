@@ -120,7 +120,7 @@ class ShmReceiver:
         """Yield views of the segment."""
         if update.location != self._path:
             raise WeightsRefused(
-                f"an update lies at {update.location!r}, but the segment agreed on at init is "
+                f"an update is at {update.location!r}, but the segment agreed on at init is "
                 f"{self._path!r}"
             )
         if os.fstat(self._fd).st_size > len(self._buffer):

@@ -109,7 +109,7 @@ def decode_chunk_header(frame: bytes) -> ChunkHeader:
     try:
         return _chunk.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"unreadable answer from where weights come from: {error}") from error
+        raise BadFrame(f"the weight sender's reply can't be decoded: {error}") from error
 
 
 # ---------------------------------------------------------------- transfer progress
@@ -222,7 +222,7 @@ def receive_chunk(
         raise WeightsRefused(str(error)) from error
     if received != target.nbytes or socket.getsockopt(zmq.RCVMORE):
         raise WeightsRefused(
-            f"{address} sent {received} bytes of weights where {target.nbytes} were asked for"
+            f"{address} sent {received} bytes of weights, but {target.nbytes} were requested"
         )
     transfer.mark_arrived(chunk)
     return chunk.start

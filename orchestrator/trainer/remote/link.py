@@ -43,21 +43,21 @@ class RetryLater(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestAnswered:
-    """A request's answer, and the frames that follow the answer on the wire."""
+class ReceivedReply:
+    """A reply, and the frames that follow it on the wire."""
 
-    answer: wire.AnyTrainerReply
+    reply: wire.AnyTrainerReply
     frames: Sequence[bytes]
 
 
-AnswerFuture = concurrent.futures.Future[RequestAnswered]
+ReplyFuture = concurrent.futures.Future[ReceivedReply]
 
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """A request that has no answer yet."""
+    """A request without a reply yet."""
 
-    future: AnswerFuture
+    future: ReplyFuture
     frames: Sequence[bytes]
 
 
@@ -91,8 +91,8 @@ class TrainerLink:
         self._thread = threading.Thread(target=self._run, name="tidegate trainer", daemon=True)
         self._thread.start()
 
-    def request(self, ask: wire.AnyTrainerRequest, frames: Sequence[bytes] = ()) -> AnswerFuture:
-        """Send a request; the future has the answer, or the run's error.
+    def request(self, request: wire.AnyTrainerRequest, frames: Sequence[bytes] = ()) -> ReplyFuture:
+        """Send a request; the future has the reply, or the run's error.
 
         Raises:
             RunLost, RunClosed: the link has ended.
@@ -100,12 +100,15 @@ class TrainerLink:
             RunForked: this process was forked from the one that connected.
         """
         check_not_forked(self.owner_pid)
-        future: AnswerFuture = concurrent.futures.Future()
+        future: ReplyFuture = concurrent.futures.Future()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             number = self._newest + 1
-            message = (wire.encode(wire.RequestEnvelope(request_id=number, request=ask)), *frames)
+            message = (
+                wire.encode(wire.RequestEnvelope(request_id=number, request=request)),
+                *frames,
+            )
             self._newest = number
             if not self._pending:
                 self._pending_since_s = time.monotonic()
@@ -199,7 +202,7 @@ class TrainerLink:
         match message:
             case wire.ReplyEnvelope():
                 if (pending := self._settle(message.request_id)) is not None:
-                    pending.future.set_result(RequestAnswered(message.reply, frames))
+                    pending.future.set_result(ReceivedReply(message.reply, frames))
             case wire.RequestFailed():
                 error: Exception = _error(message.error, message.message)
                 if message.may_retry:

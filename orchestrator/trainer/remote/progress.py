@@ -1,6 +1,6 @@
 """Progress of a remote trainer's ranks through the run's batches, and the batches kept for replay.
 
-`service.py` asks it which ranks others must wait for. Does no I/O and awaits nothing.
+`service.py` calls it to find the ranks that others must wait for. No I/O, no awaiting.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class TrainerProgress:
         """Newest batch that is in a checkpoint on disk."""
         self.consumed: dict[int, int] = {}
         """Last batch that each rank is done with."""
-        self.wanted: dict[int, int] = {}
+        self.requested: dict[int, int] = {}
         """Batch that each waiting rank has requested."""
         self._ready: dict[int, int] = {}
         """Batch after which each rank calls publish, and is done with once that succeeds."""
@@ -47,10 +47,10 @@ class TrainerProgress:
     def begin(self, world_size: int) -> None:
         """Start over with a new trainer of this many ranks."""
         self.world_size = world_size
-        self.consumed, self.wanted, self._ready, self._shards = {}, {}, {}, (0, ())
+        self.consumed, self.requested, self._ready, self._shards = {}, {}, {}, (0, ())
 
     def join(self, rank: int, resumed_after: int | None) -> int:
-        """Note that a rank's process has joined; return the batch after which it continues."""
+        """Add a rank's process; return the batch after which it continues."""
         self.leave(rank)
         if resumed_after is not None:
             self.consumed[rank] = resumed_after
@@ -59,17 +59,17 @@ class TrainerProgress:
         return self.consumed[rank]
 
     def leave(self, rank: int) -> None:
-        """Note that a rank's process has left, and waits for nothing any more."""
-        self.wanted.pop(rank, None)
+        """Remove a rank's process, with its open requests."""
+        self.requested.pop(rank, None)
         self._ready.pop(rank, None)
         self._holders.discard(rank)
 
-    def note_ready(self, rank: int, number: int) -> None:
-        """Note that a rank has trained on this batch and calls publish."""
+    def set_ready(self, rank: int, number: int) -> None:
+        """Record that a rank has trained on this batch and calls publish."""
         self._ready[rank] = number
 
-    def note_consumed(self, rank: int, number: int) -> None:
-        """Note that a rank is done with this batch and all before it."""
+    def set_consumed(self, rank: int, number: int) -> None:
+        """Record that a rank is done with this batch and all before it."""
         self.consumed[rank] = max(number, self.consumed.get(rank, 0))
         if len(self.consumed) == self.world_size:
             self.done = max(self.done, min(min(self.consumed.values()), self.newest))
@@ -81,7 +81,7 @@ class TrainerProgress:
 
     def without_request(self, number: int) -> list[int]:
         """Return the ranks that have not requested this batch yet."""
-        return [r for r in self._ranks if self.wanted.get(r, 0) < number]
+        return [r for r in self._ranks if self.requested.get(r, 0) < number]
 
     @property
     def _ranks(self) -> range:
@@ -89,7 +89,7 @@ class TrainerProgress:
 
     # ------------------------------------------------------------ batches
 
-    def handed_over(self, batch: "Batch") -> None:
+    def add_batch(self, batch: "Batch") -> None:
         """Keep the next batch, which the run has handed over."""
         self.newest = batch.number
         self._holders.clear()
@@ -106,14 +106,14 @@ class TrainerProgress:
         is_orphan = self.newest > number and self.newest > self.done and not self._holders
         return self.newest if is_orphan and self.newest in self._kept else None
 
-    def given_back(self, number: int) -> None:
-        """Forget the newest batch, which was given back to the run."""
+    def returned(self, number: int) -> None:
+        """Forget the newest batch, which was returned to the run."""
         self.newest = number - 1
         self._shards = (0, ())
         del self._kept[number]
 
     def published_after(self, number: int) -> None:
-        """Note that weights were made from this batch, so no new process starts with it."""
+        """Record that weights were made from this batch, so no new process starts with it."""
         self.done = max(self.done, min(number, self.newest))
 
     def acknowledge(self, number: int) -> None:

@@ -40,7 +40,7 @@ from tidegate.orchestrator.trainer.handle import (
     result_of,
 )
 from tidegate.orchestrator.trainer.remote.columns import from_frames
-from tidegate.orchestrator.trainer.remote.link import RequestAnswered, RetryLater, TrainerLink
+from tidegate.orchestrator.trainer.remote.link import ReceivedReply, RetryLater, TrainerLink
 from tidegate.orchestrator.trainer.remote.weight_transfer import WeightUpload
 from tidegate.orchestrator.trainer.rollouts import Evaluation
 from tidegate.transport import trainer_messages as wire
@@ -78,11 +78,11 @@ class RemoteRequests(RunRequests):
 
     async def control(self, request: Any, **values: Any) -> Any:
         """Send a small request by name; return its result."""
-        answered = await result_of(
+        received = await result_of(
             self._link.request(wire.ControlRun(action=request, arguments=values))
         )
-        assert isinstance(answered.answer, wire.ResultReply)
-        return answered.answer.value
+        assert isinstance(received.reply, wire.ResultReply)
+        return received.reply.value
 
     @override
     async def score(self, queries: Sequence[ScoreQuery]) -> list[Score]:
@@ -202,7 +202,7 @@ class RemoteRollouts(TrainerHandle):
         until_s, why = time.monotonic() + self._connect_timeout_s, "no run answered"
         while (left_s := until_s - time.monotonic()) > 0:
             try:
-                answered = link.request(join).result(min(left_s, JOIN_INTERVAL_S))
+                received = link.request(join).result(min(left_s, JOIN_INTERVAL_S))
             except RetryLater as refusal:
                 why = str(refusal)
                 time.sleep(min(RETRY_INTERVAL_S, left_s))
@@ -210,7 +210,7 @@ class RemoteRollouts(TrainerHandle):
             except TimeoutError:
                 continue  # a run that was restarted meanwhile has not received the request
             link.has_joined = True
-            self._take_welcome(answered.answer)
+            self._take_welcome(received.reply)
             return
         raise RunLost(
             f"could not join the run at {self.address} within {self._connect_timeout_s:.0f} s: "
@@ -236,16 +236,16 @@ class RemoteRollouts(TrainerHandle):
             self._link_or_none.close(is_done=error is None)
         self._weights.close()
 
-    def _batch(self, answered: RequestAnswered) -> "Batch | None":
+    def _batch(self, received: ReceivedReply) -> "Batch | None":
         from tidegate.orchestrator.trainer.remote.batch_wire import batch_from_wire  # torch
 
-        if isinstance(answered.answer, wire.NoMoreBatches):
+        if isinstance(received.reply, wire.NoMoreBatches):
             return None
-        assert isinstance(answered.answer, wire.BatchReply)
-        batch = batch_from_wire(answered.answer, answered.frames)
+        assert isinstance(received.reply, wire.BatchReply)
+        batch = batch_from_wire(received.reply, received.frames)
         self._number, self._publish_index = batch.number, 0
-        self._version = max(self._version, answered.answer.version)
-        self._journal = answered.answer.journal
+        self._version = max(self._version, received.reply.version)
+        self._journal = received.reply.journal
         return batch
 
     def _next_batch(self) -> wire.NextBatch:
@@ -259,7 +259,7 @@ class RemoteRollouts(TrainerHandle):
         partial: bool = False,
         is_rollback: bool = False,
         first_bad: int | None = None,
-    ) -> "concurrent.futures.Future[RequestAnswered]":
+    ) -> "concurrent.futures.Future[ReceivedReply]":
         """Bring the weights to the run, which blocks, and request their publish."""
         publish = wire.PublishWeights(
             batch_number=self._number,
@@ -275,11 +275,11 @@ class RemoteRollouts(TrainerHandle):
             publish = self._weights.send(self._link, state_dict, publish)
         return self._link.request(publish)
 
-    def _published(self, answered: RequestAnswered) -> int:
-        assert isinstance(answered.answer, wire.PublishReply)
+    def _published(self, received: ReceivedReply) -> int:
+        assert isinstance(received.reply, wire.PublishReply)
         self._publish_index += 1
-        self._version = max(self._version, answered.answer.version)
-        return answered.answer.version
+        self._version = max(self._version, received.reply.version)
+        return received.reply.version
 
     @property
     def _requests(self) -> RemoteRequests:
@@ -351,9 +351,9 @@ class RemoteRollouts(TrainerHandle):
     async def evaluate(self, tasks: Sequence[Any], *, episode: str | None = None) -> Evaluation:
         """As :meth:`~tidegate.Rollouts.evaluate`, by an episode that the run knows by name."""
         request = wire.Evaluate(tasks=list(tasks), episode=episode or "")
-        answered = await result_of(self._link.request(request))
-        assert isinstance(answered.answer, wire.EvaluateReply)
-        return Evaluation(answered.answer.rewards)
+        received = await result_of(self._link.request(request))
+        assert isinstance(received.reply, wire.EvaluateReply)
+        return Evaluation(received.reply.rewards)
 
     async def statistics(self) -> RunStatistics:
         """Return a snapshot of the run."""
@@ -467,7 +467,7 @@ class TaskFeeder:
 
     def _send(self, tasks: list[Any], *, is_end: bool) -> bool:
         request = wire.SendTasks(stream=self._stream, tasks=tasks, is_last=is_end)
-        answer = self._link.request(request).result().answer
+        answer = self._link.request(request).result().reply
         return isinstance(answer, wire.ResultReply) and bool(answer.value)
 
     def _fail(self, error: Exception) -> None:
@@ -486,11 +486,11 @@ def _state(state: Mapping[str, Any]) -> RemoteState:
         ) from None
 
 
-def _scores_of(answered: RequestAnswered) -> list[Score]:
+def _scores_of(received: ReceivedReply) -> list[Score]:
     """Return the scores in an answer, in the order of the request."""
-    message = answered.answer
+    message = received.reply
     assert isinstance(message, wire.ScoresReply)
-    arrays = iter(from_frames(message.columns, answered.frames))
+    arrays = iter(from_frames(message.columns, received.frames))
     names = iter(message.columns)
     scores: list[Score] = []
     for (

@@ -195,8 +195,8 @@ class TrainerService:
 
     async def _next_batch(self, rank: int, after: int) -> AnswerAndFrames:
         progress, number = self.progress, after + 1
-        progress.note_consumed(rank, after)
-        progress.wanted[rank] = number
+        progress.set_consumed(rank, after)
+        progress.requested[rank] = number
         self._barrier.notify()
         while progress.newest < number:
             if self._has_ended:
@@ -236,7 +236,7 @@ class TrainerService:
             if batch is None:
                 self._has_ended = True
             else:
-                self.progress.handed_over(batch)
+                self.progress.add_batch(batch)
             return batch
         finally:
             self._fetching = None
@@ -256,7 +256,7 @@ class TrainerService:
             raise ConfigError(f"rank {rank} offers tasks; only rank 0 may, on behalf of all ranks")
         if self._rollouts.settings.records.journal:
             raise ConfigError(
-                "a run with a journal can't take a trainer's tasks, because a resume needs the "
+                "a run with a journal can't use a trainer's tasks, because a resume needs the "
                 "same tasks again; pass them to listen(tasks=…)"
             )
         episode = self._episode_of(ask.episode)
@@ -285,14 +285,14 @@ class TrainerService:
     # ------------------------------------------------------------ weights
 
     async def _publish(self, rank: int, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
-        self.progress.note_ready(rank, ask.batch_number)
+        self.progress.set_ready(rank, ask.batch_number)
         self._barrier.notify()
         key = (ask.batch_number, ask.publish_index)
         if rank:
             version = await self._published_by_rank_0(key, rank)
         else:
             version = await self._publish_once(key, weights, ask)
-        self.progress.note_consumed(rank, ask.batch_number)
+        self.progress.set_consumed(rank, ask.batch_number)
         self._barrier.notify()
         return version
 
@@ -330,7 +330,7 @@ class TrainerService:
         while (orphan := self.progress.orphan_after(number)) is not None:
             if not await self._rollouts.return_batch(orphan):
                 return
-            self.progress.given_back(orphan)
+            self.progress.returned(orphan)
 
     async def _publish_received(self, weights: ReceivedWeights, ask: wire.PublishWeights) -> int:
         state_dict = weights.state_dict(ask)
@@ -346,7 +346,7 @@ class TrainerService:
             return publish is not None and rank not in publish.ranks_done
 
         def was_skipped() -> bool:
-            return self.progress.wanted.get(0, 0) > key[0] or self._ranks.is_done(0)
+            return self.progress.requested.get(0, 0) > key[0] or self._ranks.is_done(0)
 
         await self._barrier.wait_until(
             lambda: has_ended() or was_skipped(),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import WeightsRefused
-from tidegate.orchestrator.trainer.remote.link import AnswerFuture, TrainerLink
+from tidegate.orchestrator.trainer.remote.link import ReplyFuture, TrainerLink
 from tidegate.transport import trainer_messages as wire
 from tidegate.transport.messages import InitWeights, TensorSpec
 from tidegate.transport.weight_channels import NamedBuffer, WeightReceiver, receiver
@@ -76,7 +76,7 @@ class WeightUpload:
         check_buffers(buffers)
         specs, nbytes = layout(buffers)
         upload = uuid.uuid4().hex
-        answers: deque[AnswerFuture] = deque()
+        answers: deque[ReplyFuture] = deque()
 
         def send(start: int, data: bytes) -> None:
             if len(answers) >= wire.CHUNKS_AHEAD:

@@ -156,10 +156,10 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
         ({"handle": b"\x02c" + bytes(64)}, "can't be opened"),
         ({"handle": b"\x02c" + bytes(3)}, "a handle of 5 bytes"),
         ({"nbytes": 2**62}, "can't be on a GPU"),
-        ({"ref_counter_handle": b"/dev/shm/mine"}, "no name that torch gives"),
+        ({"ref_counter_handle": b"/dev/shm/mine"}, "is not a name of torch"),
         ({"ref_counter_offset": 2**40}, "none of them"),
         ({"gpu": "another"}, "on GPU 'another'"),
-        (None, "without memory to open"),
+        (None, "has no IPC handle"),
     ],
 )
 def test_hostile_memory_fails_its_version_and_the_next_is_staged(
@@ -242,10 +242,10 @@ def test_a_published_state_dict_is_staged_with_its_sums_and_tied_tensors_come_on
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"device": "cpu"}, "and device='cpu'; set device to the trainer's"),
+        ({"device": "cpu"}, "but device='cpu'; set device to the trainer's"),
         ({"cluster": "ray"}, "this host's GPU only, and cluster='ray'"),
         ({"listen_address": "tcp://*:5555"}, r"listen_address='tcp://\*:5555' are for others too"),
-        ({"weight_deltas": True}, "weight_deltas=True don't go together"),
+        ({"weight_deltas": True}, "weight_deltas=True can't be combined"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 has several"),
     ],
 )

@@ -21,7 +21,7 @@ from tidegate.orchestrator.batches.ages import PUBLISHES_KEPT, BatchAges, Publis
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core.group import Group
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
-from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHERS, Activities
+from tidegate.orchestrator.episodes.activities import NAMES_MAX, OTHER_ACTIVITIES, Activities
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy, off_policy, off_policy_of
 from tidegate.policies.diagnostics import measure_mismatch, measure_mismatch_by_lag
 from tidegate.testing import ServeInTests
@@ -230,7 +230,7 @@ def test_concurrent_activities_add_up_and_their_names_are_limited() -> None:
     clock[0] = 9.0
     assert activities.seconds() == {"search": 7.0}
     names = [activities.begin(f"tool {n}") for n in range(2 * NAMES_MAX)]
-    assert set(names[NAMES_MAX:]) == {OTHERS}
+    assert set(names[NAMES_MAX:]) == {OTHER_ACTIVITIES}
     assert len(activities.seconds()) == NAMES_MAX + 1
 
 

@@ -8,7 +8,7 @@ from tidegate.errors import ConfigError, PolicyBroken, ResumeMismatch
 from tidegate.orchestrator.batches.batches import build_batch
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.rollout import Rollout
-from tidegate.orchestrator.core.rules import made_of, record_of, say
+from tidegate.orchestrator.core.rules import describe, made_of, record_of
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy
@@ -178,7 +178,7 @@ def test_a_group_that_gets_too_old_is_dropped_at_once_where_that_is_asked_for() 
 def test_a_policy_is_written_down_and_read_again(policy: StalenessPolicy) -> None:
     record = record_of(policy)
     assert made_of(msgspec.json.decode(msgspec.json.encode(record)), [NewestFirst]) == policy
-    assert say(record).startswith(type(policy).__name__)
+    assert describe(record).startswith(type(policy).__name__)
 
 
 def test_what_can_not_be_written_down_is_refused_with_its_name() -> None:

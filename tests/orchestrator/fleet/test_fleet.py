@@ -216,7 +216,7 @@ def test_an_engine_given_up_for_its_silence_is_asked_to_say_hello_and_is_welcome
     assert wire.fleet.tick(wire.now_s + 11.0) == [ev.EngineLeft("a")]
     assert wire.hear(make_step(0)) == []
     assert wire.last() == MessageRejected(
-        message="'a' said nothing for 11 s and was given up; say hello again"
+        message="'a' said nothing for 11 s and was removed; send a hello message to join again"
     )
     (joined,) = wire.hear(hello())
     assert isinstance(joined, ev.EngineJoined)
@@ -226,7 +226,7 @@ def test_an_engine_given_up_for_its_silence_is_asked_to_say_hello_and_is_welcome
 def test_an_engine_given_up_for_what_it_did_must_end(wire: Wire) -> None:
     wire.fleet.lose("a", "still without weights v3")
     assert wire.hear(make_step(0)) == []
-    assert wire.last() == HelloRejected(message="given up: still without weights v3")
+    assert wire.last() == HelloRejected(message="removed: still without weights v3")
 
 
 def test_time_in_which_nobody_listened_is_nobodys_silence(wire: Wire) -> None:

@@ -174,7 +174,7 @@ def test_the_file_stops_growing_when_what_is_written_is_compacted(
 
 
 def test_there_is_one_journal_per_file(path: Path) -> None:
-    with pytest.raises(JournalMissing, match="there is no journal at"):
+    with pytest.raises(JournalMissing, match="no journal at"):
         Journal.open(path)
     filled(path, 3)
     with pytest.raises(JournalExists, match="exists already; resume that run"):

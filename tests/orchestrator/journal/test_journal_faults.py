@@ -57,7 +57,7 @@ def test_a_full_disk_ends_the_journal_and_loses_nothing_that_was_committed(path:
     lsn = journal.append(bytes(20 * PAGE_BYTES))
     with pytest.raises(JournalFailed, match=r"database or disk is full\. All that was told"):
         journal.flush(WAIT_S)
-    with pytest.raises(JournalFailed, match="make room or mend the disk, then resume"):
+    with pytest.raises(JournalFailed, match="free disk space or repair the disk, then resume"):
         journal.append(b"one more")
     journal.close()
     assert [type(error) for error in told.errors] == [JournalFailed]

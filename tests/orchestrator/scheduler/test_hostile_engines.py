@@ -196,7 +196,7 @@ def test_a_run_takes_so_many_engines_and_no_more(monkeypatch: pytest.MonkeyPatch
     wire = Wire()
     for name in "abc":
         wire.hear(hello(name), peer=name.encode())
-    assert wire.last() == HelloRejected(message="this run has 2 engines, and takes no more")
+    assert wire.last() == HelloRejected(message="this run has 2 engines, its maximum")
     assert len(wire.hear(hello("a"))) == 1  # who is in may come back
 
 

@@ -346,7 +346,7 @@ def test_what_is_stuck_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert record.getMessage() == (
         "stuck=tasks name='the iterator of tasks' waited_s=60 "
-        "where='2 groups may start, but it gives no task'"
+        "where='2 groups may start, but it yields no task'"
     )
 
 

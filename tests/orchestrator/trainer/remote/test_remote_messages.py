@@ -105,7 +105,7 @@ def test_a_trainer_sends_again_what_the_run_says_it_never_got() -> None:
                 ),
             ),
         )
-        assert asked.result(10).answer == wire.ResultReply()
+        assert asked.result(10).reply == wire.ResultReply()
         link.close(is_done=True)
         assert received()[1] == wire.LeaveRun(is_done=True)
         router.close()

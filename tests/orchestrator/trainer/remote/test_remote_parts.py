@@ -161,13 +161,13 @@ def test_a_new_process_goes_on_with_the_batch_that_the_one_before_had_not_done_w
     progress = TrainerProgress()
     progress.begin(1)
     assert progress.join(0, None) == 0
-    progress.handed_over(batch_of(2, number=1))
+    progress.add_batch(batch_of(2, number=1))
     assert progress.join(0, None) == 0  # died with batch 1 in hand
-    progress.note_ready(0, 1)
+    progress.set_ready(0, 1)
     assert progress.join(0, None) == 0  # died in its publish
-    progress.note_consumed(0, 1)
+    progress.set_consumed(0, 1)
     assert progress.join(0, None) == 1
-    progress.handed_over(batch_of(2, number=2))
+    progress.add_batch(batch_of(2, number=2))
     progress.begin(2)  # another world
     assert [progress.join(rank, None) for rank in (0, 1)] == [1, 1]
     progress.published_after(2)
@@ -180,12 +180,12 @@ def test_ranks_wait_for_those_that_have_neither_done_nor_come_to_publish() -> No
     progress.begin(3)
     for rank in range(3):
         progress.join(rank, None)
-    progress.handed_over(batch_of(3, number=1))
-    progress.note_ready(0, 1)
-    progress.note_consumed(2, 1)
-    progress.wanted[2] = 2
+    progress.add_batch(batch_of(3, number=1))
+    progress.set_ready(0, 1)
+    progress.set_consumed(2, 1)
+    progress.requested[2] = 2
     assert (progress.behind(1), progress.without_request(2)) == ([1], [0, 1])
-    progress.note_ready(1, 1)
+    progress.set_ready(1, 1)
     assert progress.behind(1) == []
     progress.leave(1)
     assert progress.behind(1) == [1]
@@ -195,7 +195,7 @@ def test_batches_are_kept_until_acknowledged_a_few_of_them() -> None:
     progress = TrainerProgress()
     progress.begin(1)
     for number in range(1, BATCHES_KEPT_MAX + 3):
-        progress.handed_over(batch_of(1, number=number))
+        progress.add_batch(batch_of(1, number=number))
     assert progress.shard(3, 0).number == 3
     with pytest.raises(ResumeMismatch, match=f"batch 2 .* keeps 3 to {BATCHES_KEPT_MAX + 2}"):
         progress.shard(2, 0)
