@@ -115,7 +115,7 @@ test-device: venv
 .venv-trl/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python $(PIP_INSTALL) "torch==2.13.0"
-	.venv-trl/bin/python $(PIP_INSTALL) -e ".[examples]" "trl==1.16.0" aiohttp requests peft "tensorboard>=2.18"
+	.venv-trl/bin/python $(PIP_INSTALL) -e ".[examples,gateway]" "trl==1.16.0" aiohttp requests peft "tensorboard>=2.18" "pytest>=8"
 	touch $@
 
 test-trl: venv .venv-trl/.ready

@@ -1,14 +1,16 @@
 """TRL's own tests of rollout_func, restated with a run in place of its mock; run by TRL's Python.
 
 They are `TestGRPORolloutDispatch` of TRL's tests/test_grpo_trainer.py. Argument: a model directory.
-Prints whether each test passed, by its name, as one line of JSON.
+Prints each test's error, or null if it passed, by the test's name, as one line of JSON.
 """
 
 import json
 import sys
 import tempfile
+import traceback
 from typing import Any
 
+import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -47,51 +49,40 @@ def make_trainer(model: str, run: tidegate.SyncRollouts, scratch: str) -> Any:
     return trainer
 
 
-def prefers_rollout_func(trainer: Any, run: tidegate.SyncRollouts) -> bool:
+def prefers_rollout_func(trainer: Any, run: tidegate.SyncRollouts) -> None:
     """TRL takes the columns of the function as they are, and `env_mask` as its tool mask."""
     prompt_ids, completion_ids, tool_mask, completions, logprobs, extra, *_ = trainer._generate(
         [PROMPT, PROMPT]
     )
-    rows = list(zip(completion_ids, tool_mask, logprobs, strict=True))
-    return (
-        len(prompt_ids) == len(completions) == len(rows) == 2
-        and all(len(ids) == len(mask) == len(values) for ids, mask, values in rows)
-        and all(mask == [1] * len(ids) for ids, mask, _ in rows)
-        and extra == {"reward": [float(len(ids)) for ids in completion_ids]}
-    )
+    assert len(prompt_ids) == len(completions) == len(completion_ids) == 2
+    assert tool_mask == [[1] * len(ids) for ids in completion_ids]
+    assert [len(values) for values in logprobs] == [len(ids) for ids in completion_ids]
+    assert extra == {"reward": [float(len(ids)) for ids in completion_ids]}
 
 
-def syncs_weights_when_needed(trainer: Any, run: tidegate.SyncRollouts) -> bool:
+def syncs_weights_when_needed(trainer: Any, run: tidegate.SyncRollouts) -> None:
     """Weights are published once the step has moved. vLLM beside the run is refused."""
     before = run.version
     trainer.state.global_step += 1
     trainer._generate([PROMPT, PROMPT])
-    if run.version != before + 1:
-        return False
+    assert run.version == before + 1
     other = tidegate.trl_rollout_func(run, episode=solve)
     trainer.use_vllm = True
     try:
-        other([PROMPT, PROMPT], trainer)
-    except ConfigError:
-        return True
+        with pytest.raises(ConfigError, match="use_vllm"):
+            other([PROMPT, PROMPT], trainer)
     finally:
         trainer.use_vllm = False
-    return False
 
 
-def raises_when_keys_are_missing(trainer: Any, run: tidegate.SyncRollouts) -> bool:
+def raises_when_keys_are_missing(trainer: Any, run: tidegate.SyncRollouts) -> None:
     """TRL misses no key of the function's, and names one that is left out of its answer."""
     function = trainer.rollout_func
     trainer.rollout_func = lambda *given: {
         name: column for name, column in function(*given).items() if name != "logprobs"
     }
-    try:
+    with pytest.raises(ValueError, match=r"rollout_func must return keys \['logprobs'\]"):
         trainer._generate([PROMPT, PROMPT])
-    except ValueError as error:
-        return "rollout_func must return keys ['logprobs']" in str(error)
-    finally:
-        trainer.rollout_func = function
-    return False
 
 
 TESTS = {
@@ -110,8 +101,16 @@ def main(model: str) -> None:
         tidegate.serve_sync(model=model, engines=1, **shape) as run,
     ):
         trainer = make_trainer(model, run, scratch)
-        passed = {name: test(trainer, run) for name, test in TESTS.items()}
-    sys.stdout.write(json.dumps(passed) + "\n")
+        errors = {name: _error_of(test, trainer, run) for name, test in TESTS.items()}
+    sys.stdout.write(json.dumps(errors) + "\n")
+
+
+def _error_of(test: Any, *given: Any) -> str | None:
+    try:
+        test(*given)
+    except Exception:  # noqa: BLE001 - reported in the output
+        return traceback.format_exc()
+    return None
 
 
 if __name__ == "__main__":
