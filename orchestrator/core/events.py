@@ -6,6 +6,7 @@ to make; ``gc=False`` is safe because nothing that they refer to refers back to 
 """
 
 from collections.abc import Sequence
+from typing import final
 
 from msgspec import Struct
 
@@ -17,6 +18,7 @@ from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, Tok
 # ---------------------------------------------------------------- events
 
 
+@final
 class TaskArrived(Struct, frozen=True, gc=False):
     """The user's iterator gave a task, and admission has capacity for its group."""
 
@@ -55,6 +57,7 @@ class EvaluationRequested(Struct, frozen=True, gc=False):
     """Index in the evaluation. It seeds sampling, so two evaluations differ by weights alone."""
 
 
+@final
 class TurnRequested(Struct, frozen=True, gc=False):
     """An episode requests a turn that continues its rollout's context."""
 
@@ -70,6 +73,7 @@ class TurnAbandoned(Struct, frozen=True, gc=False):
     rollout_id: int
 
 
+@final
 class EpisodeReturned(Struct, frozen=True, gc=False):
     """An episode ended with a reward."""
 
@@ -108,6 +112,7 @@ class EngineLeft(Struct, frozen=True, gc=False):
     False if it left on request, or was given up because of its weights."""
 
 
+@final
 class StepArrived(Struct, frozen=True, gc=False):
     """One decode step of an engine, its columns checked and unpacked. R rows, N tokens."""
 

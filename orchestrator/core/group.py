@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from tidegate.orchestrator.core.rollout import Rollout, RolloutState
+from tidegate.orchestrator.core.rollout import DISCARDED, Rollout, RolloutState
 
 
 class TaskKey(Struct, frozen=True, order=True, gc=False):
@@ -70,7 +70,7 @@ class Group:
     @property
     def kept(self) -> list[Rollout]:
         """Rollouts that were not discarded, and their branches."""
-        return [r for r in self.rollouts if r.state is not RolloutState.DISCARDED]
+        return [r for r in self.rollouts if r.state is not DISCARDED]
 
     @property
     def kept_rewards(self) -> list[float]:
@@ -80,7 +80,7 @@ class Group:
             for rollout in self.rollouts
             if rollout.reward is not None
             and rollout.branch_of is None
-            and rollout.state is not RolloutState.DISCARDED
+            and rollout.state is not DISCARDED
         ]
 
     @property
@@ -98,7 +98,7 @@ class Group:
         both at its end, and the second at each publish before."""
         kept, oldest = 0, None
         for rollout in self.rollouts:
-            if rollout.state is RolloutState.DISCARDED:
+            if rollout.state is DISCARDED:
                 continue
             if rollout.branch_of is None:
                 kept += 1
@@ -119,15 +119,12 @@ class Group:
         the garbage collector. Call it once the tokens are no longer needed."""
         for rollout in self.rollouts:
             # Each branch of a discarded rollout may still have a session to close.
-            if rollout.branches and rollout.state is not RolloutState.DISCARDED:
+            if rollout.branches and rollout.state is not DISCARDED:
                 rollout.branches = ()
 
 
 def kept_rows(groups: Sequence[Group]) -> list[tuple[Rollout, Group]]:
     """Return the rows of a batch of these groups; rows of a group are adjacent."""
     return [
-        (row, group)
-        for group in groups
-        for row in group.rollouts
-        if row.state is not RolloutState.DISCARDED
+        (row, group) for group in groups for row in group.rollouts if row.state is not DISCARDED
     ]

@@ -13,6 +13,7 @@ from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.prompts import Prompts
 from tidegate.orchestrator.core.rollout import (
+    DISCARDED,
     Rollout,
     RolloutState,
     Turn,
@@ -532,12 +533,7 @@ class GroupTracker(OutstandingGroupIndex):
     def train(self, groups: list[Group], *, oldest_trainable: int) -> list[Rollout]:
         """Settle groups as trained; mask tokens older than ``oldest_trainable``; return rows."""
         self._remove_batch(groups)
-        rows = [
-            row
-            for group in groups
-            for row in group.rollouts
-            if row.state is not RolloutState.DISCARDED
-        ]
+        rows = [row for group in groups for row in group.rollouts if row.state is not DISCARDED]
         lengths = [
             row.tokens_of_all_rows if row.branches else row.sampled_tokens
             for row in rows

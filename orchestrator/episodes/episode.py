@@ -275,15 +275,16 @@ def refuse_too_large(
         TurnRefused: its context is too long, or context, options and media together are too large.
     """
     context = rollout.token_ids
-    if context_tokens_max and len(context) >= context_tokens_max:
+    tokens = len(context)
+    if context_tokens_max and tokens >= context_tokens_max:
         raise TurnRefused(
-            f"a context of {len(context)} tokens, where engines read {context_tokens_max} "
+            f"a context of {tokens} tokens, where engines read {context_tokens_max} "
             f"together with what they sample; shorten the prompt"
         )
-    if len(context) <= SMALL_CONTEXT_TOKENS and not media and not rollout.may_have_media:
+    if tokens <= SMALL_CONTEXT_TOKENS and not media and not rollout.may_have_media:
         return
-    if len(context) > CONTEXT_TOKENS_MAX:
-        raise too_long(len(context))
+    if tokens > CONTEXT_TOKENS_MAX:
+        raise too_long(tokens)
     turn = SubmitTurn(
         turn=0, token_ids=context.tobytes(), sampling=sampling, media=[*rollout.media, *media]
     )
@@ -293,7 +294,7 @@ def refuse_too_large(
         raise TurnRefused(f"this turn can't be sent to an engine: {error}") from None
     if turn_bytes > TURN_BYTES_MAX:
         raise TurnRefused(
-            f"a turn of {turn_bytes} bytes, of which {4 * len(context)} are its context; one may "
+            f"a turn of {turn_bytes} bytes, of which {4 * tokens} are its context; one may "
             f"have {TURN_BYTES_MAX}. Shorten the context, its options or its media"
         )
 

@@ -125,7 +125,7 @@ def checked_reward(value: object) -> float:
     """
     if isinstance(value, REWARD_TYPES) or hasattr(value, "__float__"):
         reward = float(value)
-        if abs(reward) <= REWARD_MAX:
+        if -REWARD_MAX <= reward <= REWARD_MAX:
             return reward
     raise ConfigError(
         f"an episode must return its reward as a finite number, at most {REWARD_MAX:.4g} either "

@@ -234,15 +234,20 @@ def call_episode(function: Callable[..., Awaitable[Any]], *given: object) -> Awa
         ConfigError: the function is not async.
         EpisodeError: the call raised; an async function raises when it is awaited.
     """
-    name = getattr(function, "__name__", type(function).__name__)
-    remedy = f"define it with `async def {name}(episode, task)`"
     try:
         awaitable = function(*given)
     except Exception as error:
+        name, remedy = _name_and_remedy(function)
         raise EpisodeError(f"calling the episode {name} raised {error!r}: {remedy}") from error
     if not inspect.isawaitable(awaitable):
+        name, remedy = _name_and_remedy(function)
         raise ConfigError(f"the episode {name} is not async, it returned {awaitable!r}: {remedy}")
     return awaitable
+
+
+def _name_and_remedy(function: Callable[..., Awaitable[Any]]) -> tuple[str, str]:
+    name = getattr(function, "__name__", type(function).__name__)
+    return name, f"define it with `async def {name}(episode, task)`"
 
 
 class EpisodeRunner:
