@@ -5,7 +5,7 @@ The composition root (``tidegate.runs``) creates :class:`Observers`; the run ope
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
@@ -14,24 +14,14 @@ from typing_extensions import override
 
 from tidegate.errors import ConfigError, RecordingFailed
 from tidegate.orchestrator.core.events import RunResumed
-from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import describe, record_of
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings
-from tidegate.orchestrator.telemetry.off_policy import OffPolicy
-from tidegate.orchestrator.telemetry.recorder import (
-    EngineStep,
-    EpisodeInterval,
-    Recorder,
-    TrainerActivity,
-)
+from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.orchestrator.weight_sync.parts import WeightParts
 
 # Imported on use: with pyarrow they take 0.2 s, which a run without records should not pay.
 if TYPE_CHECKING:
-    import torch
-
     from tidegate.observability.dashboard.dashboard import Dashboard
     from tidegate.observability.dashboard.live import LiveRecorder
     from tidegate.observability.recording import RunRecorder
@@ -48,117 +38,50 @@ POLICIES = {
 log = logging.getLogger("tidegate")
 
 
+def _forwarded(method: Callable[..., None]) -> Any:
+    """Return a method of :class:`RecorderGroup` that calls ``method`` of each of its recorders."""
+    name = method.__name__
+
+    def call_all(group: "RecorderGroup", *arguments: Any, **keywords: Any) -> None:
+        for recorder in group.recorders:
+            getattr(recorder, name)(*arguments, **keywords)
+
+    return call_all
+
+
 class RecorderGroup(Recorder):
     """Recorder that forwards every call to several recorders, in order."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = tuple(recorders)
+        self.recorders = tuple(recorders)
         self.keeps_episodes = any(recorder.keeps_episodes for recorder in recorders)
 
-    @override
-    def rollout(
-        self,
-        rollout: Rollout,
-        *,
-        task: object,
-        advantage: float | None,
-        consumed_version: int | None,
-    ) -> None:
-        for recorder in self._recorders:
-            recorder.rollout(
-                rollout, task=task, advantage=advantage, consumed_version=consumed_version
-            )
-
-    @override
-    def trained(
-        self,
-        rows: Sequence[tuple[Rollout, object]],
-        *,
-        advantages: Sequence[float],
-        consumed_version: int,
-    ) -> None:
-        for recorder in self._recorders:
-            recorder.trained(rows, advantages=advantages, consumed_version=consumed_version)
-
-    @override
-    def engine_step(self, step: EngineStep) -> None:
-        for recorder in self._recorders:
-            recorder.engine_step(step)
-
-    @override
-    def engine_event(self, engine: str, name: str, at_us: int, **args: object) -> None:
-        for recorder in self._recorders:
-            recorder.engine_event(engine, name, at_us, **args)
-
-    @override
-    def engine_dtype(self, engine: str, dtype: str) -> None:
-        for recorder in self._recorders:
-            recorder.engine_dtype(engine, dtype)
-
-    @override
-    def trainer_interval(
-        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
-    ) -> None:
-        for recorder in self._recorders:
-            recorder.trainer_interval(kind, started_us, ended_us, version)
-
-    @override
-    def episode_interval(self, interval: EpisodeInterval) -> None:
-        for recorder in self._recorders:
-            recorder.episode_interval(interval)
-
-    @override
-    def batch(self, metrics: Mapping[str, float]) -> None:
-        for recorder in self._recorders:
-            recorder.batch(metrics)
-
-    @override
-    def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
-        for recorder in self._recorders:
-            recorder.trained_lags(tokens_by_lag)
-
-    @override
-    def off_policy(self, measured: OffPolicy) -> None:
-        for recorder in self._recorders:
-            recorder.off_policy(measured)
-
-    @override
-    def weights(
-        self, version: int, state_dict: "Mapping[str, torch.Tensor]", parts: WeightParts
-    ) -> None:
-        for recorder in self._recorders:
-            recorder.weights(version, state_dict, parts)
+    rollout = _forwarded(Recorder.rollout)
+    trained = _forwarded(Recorder.trained)
+    engine_step = _forwarded(Recorder.engine_step)
+    engine_event = _forwarded(Recorder.engine_event)
+    engine_dtype = _forwarded(Recorder.engine_dtype)
+    trainer_interval = _forwarded(Recorder.trainer_interval)
+    episode_interval = _forwarded(Recorder.episode_interval)
+    batch = _forwarded(Recorder.batch)
+    trained_lags = _forwarded(Recorder.trained_lags)
+    off_policy = _forwarded(Recorder.off_policy)
+    weights = _forwarded(Recorder.weights)
+    statistics = _forwarded(Recorder.statistics)
+    sync = _forwarded(Recorder.sync)
+    finish = _forwarded(Recorder.finish)
+    close = _forwarded(Recorder.close)
 
     @property
     @override
     def failure(self) -> RecordingFailed | None:
-        failures = (recorder.failure for recorder in self._recorders)
+        failures = (recorder.failure for recorder in self.recorders)
         return next((failure for failure in failures if failure is not None), None)
 
     @property
     @override
     def wants_statistics(self) -> bool:
-        return any(recorder.wants_statistics for recorder in self._recorders)
-
-    @override
-    def statistics(self, statistics: RunStatistics) -> None:
-        for recorder in self._recorders:
-            recorder.statistics(statistics)
-
-    @override
-    def sync(self) -> None:
-        for recorder in self._recorders:
-            recorder.sync()
-
-    @override
-    def finish(self, statistics: RunStatistics, **facts: object) -> None:
-        for recorder in self._recorders:
-            recorder.finish(statistics, **facts)
-
-    @override
-    def close(self) -> None:
-        for recorder in self._recorders:
-            recorder.close()
+        return any(recorder.wants_statistics for recorder in self.recorders)
 
 
 class Observers:
