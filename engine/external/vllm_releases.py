@@ -21,13 +21,6 @@ LABELS_SINCE = (0, 27)
 SPANS_SINCE = (0, 32)
 """First release with ``weight_versions`` in the last event: whose weights sampled which tokens."""
 
-SCALE_OUT_SINCE = (0, 30)
-"""First release in which ``/inference/v1/generate`` must be switched on."""
-
-REJECTS_WHILE_PAUSED = (0, 33)
-"""First release that answers 503 to new requests during ``abort`` and ``wait`` instead
-of queuing them."""
-
 TRANSFER_SINCE = (0, 32)
 """First release in which a trainer passes an NCCL unique id in ``init_info``, and
 may leave again."""

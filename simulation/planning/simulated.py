@@ -65,21 +65,15 @@ def simulate(
 ) -> Prediction:
     """Predict a choice by simulating ``versions`` versions after those that fill the pipeline."""
     virtual_time = VirtualTime(limit_s=NEVER_S)
+
+    async def run() -> Prediction:
+        # Inside the running loop, as the scheduler requires.
+        return await _Simulation(workload, candidate, virtual_time, seed).run(versions)
+
     try:
-        return virtual_time.run(_simulation(workload, candidate, virtual_time, versions, seed))
+        return virtual_time.run(run())
     finally:
         virtual_time.close()
-
-
-async def _simulation(
-    workload: PlanWorkload,
-    candidate: PlanCandidate,
-    virtual_time: VirtualTime,
-    versions: int,
-    seed: int,
-) -> Prediction:
-    """Create the simulation inside the running loop, as the scheduler requires, and run it."""
-    return await _Simulation(workload, candidate, virtual_time, seed).run(versions)
 
 
 class _Simulation:

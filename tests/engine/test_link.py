@@ -56,7 +56,7 @@ def welcomed(wire: Wire) -> OrchestratorLink:
     return link
 
 
-def test_an_engine_gives_up_an_orchestrator_that_says_nothing_for_too_long(
+def test_an_engine_exits_if_the_orchestrator_is_silent_for_too_long(
     clock: list[float],
 ) -> None:
     link = welcomed(Wire())
@@ -68,7 +68,7 @@ def test_an_engine_gives_up_an_orchestrator_that_says_nothing_for_too_long(
     assert link.timeout_reason() == "heard nothing for 61.0 s"
 
 
-def test_what_was_not_listened_for_was_not_missed(clock: list[float]) -> None:
+def test_time_without_polling_does_not_count_as_silence(clock: list[float]) -> None:
     wire = Wire()
     link = welcomed(wire)
     clock[0] += 300.0  # waking weights takes as long as a disk does

@@ -69,7 +69,7 @@ def submit_all(engine: DrivenEngine, prompts: Sequence[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_turns_that_meet_no_number_end_and_those_beside_them_are_what_they_are_alone(
+def test_turns_with_nan_logits_fail_and_the_others_are_unaffected(
     is_compiled: bool, tmp_path: Path
 ) -> None:
     weights = loaded(make_overflowing(tmp_path))
@@ -106,7 +106,7 @@ class PoisonousGuesses:
         pass
 
 
-def test_a_guess_that_makes_no_number_ends_those_turns_alone_that_say_it(tmp_path: Path) -> None:
+def test_a_draft_token_with_nan_logits_fails_only_turns_that_sample_it(tmp_path: Path) -> None:
     weights = loaded(make_overflowing(tmp_path, vocab_size=12))
     engines = [
         DrivenEngine([weights], drafts=drafts, max_step_tokens=64, num_blocks=64)
@@ -126,7 +126,7 @@ def test_a_guess_that_makes_no_number_ends_those_turns_alone_that_say_it(tmp_pat
         assert (turn in refusals(plain)) == (seen.token_ids[-1] == POISON)
 
 
-def test_ranks_that_make_no_number_of_one_turn_go_on_with_the_others(tmp_path: Path) -> None:
+def test_ranks_with_nan_logits_of_one_turn_continue_with_the_others(tmp_path: Path) -> None:
     prompts = [*POISONED[:2], *SOUND, *POISONED[2:]]
     with ranked_engine(make_overflowing(tmp_path)) as engine:
         for _ in range(2):
@@ -136,7 +136,7 @@ def test_ranks_that_make_no_number_of_one_turn_go_on_with_the_others(tmp_path: P
             assert is_finite == [False, False, True, True, True, True, False]
 
 
-def test_a_worker_goes_on_after_bad_weights_and_is_sound_again_with_sound_ones(
+def test_a_worker_survives_nan_weights_and_recovers_with_finite_ones(
     tmp_path: Path,
 ) -> None:
     sound = make_overflowing(tmp_path / "sound", makes_no_numbers=False)

@@ -106,7 +106,7 @@ def test_a_turn_that_can_never_be_served_is_refused_with_the_reason(
     assert reported in refusal.message
 
 
-def test_a_refusal_that_quotes_something_endless_is_cut(engine: Orchestra) -> None:
+def test_a_long_refusal_message_is_truncated(engine: Orchestra) -> None:
     endless = LogitsProcessor("x" * 100_000).to_str()
     engine.submit(PROMPT, SamplingParams(max_tokens=2, logits_processors=[endless]))
     assert "xxx" in engine.await_one(TurnFailed).message
@@ -159,7 +159,7 @@ def test_a_module_of_processors_that_can_t_be_imported_ends_the_engine_with_the_
         assert "module 'no_such_module'" in orchestra.stderr.read_text()
 
 
-def test_bytes_that_are_no_message_are_answered_and_harm_nobody(engine: Orchestra) -> None:
+def test_malformed_frames_are_rejected_without_harm(engine: Orchestra) -> None:
     engine.send_frame(b"\xc1 not MessagePack")
     assert "unreadable" in engine.await_one(MessageRejected).message
     turn = engine.submit(PROMPT, GREEDY)
@@ -168,7 +168,7 @@ def test_bytes_that_are_no_message_are_answered_and_harm_nobody(engine: Orchestr
     assert engine.finish(turn).finish == LENGTH
 
 
-def test_turns_that_come_together_are_as_if_each_had_come_by_itself(engine: Orchestra) -> None:
+def test_batched_submissions_equal_single_ones(engine: Orchestra) -> None:
     alone = engine.generate(PROMPT, GREEDY)
     first, refused, last = engine.submit_together([PROMPT, [], PROMPT], GREEDY)
     assert engine.await_one(TurnFailed).turn == refused
@@ -194,7 +194,7 @@ def test_without_credit_no_step_is_made_but_control_is_answered(engine: Orchestr
     engine.finish(turn)
 
 
-def test_keep_freezes_turns_and_they_go_on_as_if_nothing_had_been(engine: Orchestra) -> None:
+def test_keep_freezes_turns_and_their_output_is_unchanged(engine: Orchestra) -> None:
     sampling = SamplingParams(max_tokens=40, seed=3)
     undisturbed = engine.generate(PROMPT, sampling)
     turn = engine.submit(PROMPT, sampling)
@@ -284,7 +284,7 @@ def test_abort_ends_turns_that_an_earlier_pause_froze(engine: Orchestra) -> None
     engine.await_one(TurnsResumed)
 
 
-def test_an_engine_that_hears_nothing_leaves(fresh: Orchestra) -> None:
+def test_an_engine_without_heartbeats_exits(fresh: Orchestra) -> None:
     fresh.welcome(timeout_s=0.5)
     assert "heard nothing" in fresh.await_one(Goodbye).reason
     assert fresh.exit_status() == 0
@@ -339,7 +339,7 @@ def test_a_refused_engine_says_why_and_exits_with_3(fresh: Orchestra) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_one_line_and_status_2(
+def test_invalid_options_give_one_line_and_status_2(
     models: Models, capsys: pytest.CaptureFixture[str], options: list[str], reported: str
 ) -> None:
     usual = ["--engine", "e", "--connect", "ipc:///nowhere", "--model", str(models.directories[0])]
@@ -350,9 +350,7 @@ def test_what_cannot_work_is_one_line_and_status_2(
     assert output.count("\n") == 1
 
 
-def test_a_paced_engine_takes_its_time_for_every_step_and_computes_the_same_tokens(
-    models: Models, tmp_path: Path
-) -> None:
+def test_step_time_min_slows_steps_and_changes_no_token(models: Models, tmp_path: Path) -> None:
     options = ["--step-time-min", "0.03"]
     with Orchestra(tmp_path, models.directories[0], options) as engine:
         engine.welcome()
@@ -364,7 +362,7 @@ def test_a_paced_engine_takes_its_time_for_every_step_and_computes_the_same_toke
         assert min(step.busy_us for step in steps) >= 30_000
 
 
-def test_steps_carry_no_finish_column_while_every_turn_goes_on(engine: Orchestra) -> None:
+def test_steps_have_no_finish_column_while_no_turn_ends(engine: Orchestra) -> None:
     before = len(engine.log)
     engine.generate(PROMPT, GREEDY)
     steps = [message for message in engine.log[before:] if isinstance(message, Step)]

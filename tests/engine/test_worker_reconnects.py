@@ -66,7 +66,7 @@ def begin_anew(engine: Orchestra, *, credit_steps: int = 4) -> Hello:
     return engine.welcome(credit_steps=credit_steps)
 
 
-def test_after_a_lost_connection_the_engine_says_what_it_holds_and_repeats_what_is_not_acknowledged(
+def test_after_a_reconnect_the_engine_reports_its_turns_and_resends_unacknowledged_steps(
     engine: Orchestra, models: Models
 ) -> None:
     before = begin_anew(engine)
@@ -87,7 +87,7 @@ def test_after_a_lost_connection_the_engine_says_what_it_holds_and_repeats_what_
     assert_replays(turn, engine, {0: models.weights[0]})
 
 
-def test_while_nobody_is_there_it_decodes_until_its_credit_is_used_up_and_loses_nothing(
+def test_a_disconnected_engine_decodes_until_its_credit_is_used_and_loses_nothing(
     engine: Orchestra, models: Models
 ) -> None:
     begin_anew(engine, credit_steps=16)
@@ -108,7 +108,7 @@ def test_while_nobody_is_there_it_decodes_until_its_credit_is_used_up_and_loses_
         assert_replays(turn, engine, {0: models.weights[0]})
 
 
-def test_a_turn_that_ended_while_nobody_was_there_is_not_held_any_more_and_not_lost(
+def test_a_turn_that_ended_while_disconnected_is_released_and_its_end_resent(
     engine: Orchestra,
 ) -> None:
     begin_anew(engine, credit_steps=64)
@@ -127,7 +127,7 @@ def test_a_turn_that_ended_while_nobody_was_there_is_not_held_any_more_and_not_l
     engine.finish(long)
 
 
-def test_what_is_said_between_hello_and_welcome_counts_for_nothing(engine: Orchestra) -> None:
+def test_messages_between_hello_and_welcome_are_ignored(engine: Orchestra) -> None:
     begin_anew(engine)
     start = engine.steps
     engine.acknowledges = False
@@ -152,7 +152,7 @@ def test_what_is_said_between_hello_and_welcome_counts_for_nothing(engine: Orche
     assert (heartbeat.running_turns, heartbeat.waiting_turns) == (0, 0)
 
 
-def test_pauses_do_not_outlast_the_conversation_they_were_asked_for_in(engine: Orchestra) -> None:
+def test_pauses_end_with_the_connection_that_requested_them(engine: Orchestra) -> None:
     begin_anew(engine)
     turn = engine.submit(PROMPT, GREEDY)
     engine.read_tokens(turn, 1)
@@ -163,7 +163,7 @@ def test_pauses_do_not_outlast_the_conversation_they_were_asked_for_in(engine: O
     assert engine.finish(turn).finish == LENGTH
 
 
-def test_an_orchestrator_that_is_gone_before_its_welcome_is_told_hello_again(
+def test_the_hello_is_repeated_if_the_orchestrator_dies_before_its_welcome(
     fresh: Orchestra,
 ) -> None:
     first = fresh.await_one(Hello)
@@ -175,9 +175,7 @@ def test_an_orchestrator_that_is_gone_before_its_welcome_is_told_hello_again(
 # ---------------------------------------------------------------- complaints
 
 
-def test_a_step_that_was_complained_of_comes_again_with_all_that_followed(
-    engine: Orchestra, models: Models
-) -> None:
+def test_a_rejected_step_is_resent_with_all_later_steps(engine: Orchestra, models: Models) -> None:
     begin_anew(engine, credit_steps=8)
     turn = engine.submit(PROMPT, GREEDY)
     for _ in range(3):
@@ -192,7 +190,7 @@ def test_a_step_that_was_complained_of_comes_again_with_all_that_followed(
     assert_replays(turn, engine, {0: models.weights[0]})
 
 
-def test_an_engine_whose_very_words_are_refused_each_time_leaves_and_says_so(
+def test_an_engine_whose_steps_are_rejected_repeatedly_exits_with_the_reason(
     fresh: Orchestra,
 ) -> None:
     fresh.welcome()
@@ -213,7 +211,7 @@ def test_an_engine_whose_very_words_are_refused_each_time_leaves_and_says_so(
 # ---------------------------------------------------------------- weights
 
 
-def test_weights_half_way_are_dropped_with_the_connection_and_their_number_may_mean_others(
+def test_partly_staged_weights_are_dropped_with_the_connection(
     engine: Orchestra, models: Models
 ) -> None:
     version = begin_anew(engine).weight_version + 1
@@ -231,7 +229,7 @@ def test_weights_half_way_are_dropped_with_the_connection_and_their_number_may_m
         assert len(mapped_segments(engine.process.pid)) == 1
 
 
-def test_a_swap_that_still_waits_when_the_connection_breaks_is_asked_for_anew_and_done(
+def test_a_swap_pending_at_a_disconnect_is_requested_again_and_done(
     engine: Orchestra, models: Models
 ) -> None:
     old = begin_anew(engine).weight_version
@@ -261,7 +259,7 @@ def mapped_segments(pid: int) -> set[str]:
 # ---------------------------------------------------------------- another orchestrator
 
 
-def test_an_orchestrator_killed_and_started_again_finds_every_token_and_its_own_weights_only(
+def test_a_restarted_orchestrator_gets_every_token_and_only_its_own_weights(
     paced: Orchestra, models: Models
 ) -> None:
     program = [sys.executable, "-m", "tests.engine.doomed_orchestrator"]

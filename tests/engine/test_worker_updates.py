@@ -93,7 +93,7 @@ class HeldSender(ZmqSender):
         super()._reply(peer, frames)
 
 
-def test_decode_steps_go_on_while_a_version_is_copied_however_long_that_takes(
+def test_decoding_continues_while_a_version_is_staged(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     version = next_version(engine)
@@ -150,7 +150,7 @@ def test_an_update_with_abort_hands_back_the_turn_before_the_new_weights_are_liv
     assert engine.generate(PROMPT, GREEDY).versions == [live.version] * 24
 
 
-def test_turns_ended_by_an_update_are_told_before_it_is_even_where_credit_is_lacking(
+def test_turns_ended_by_an_update_are_reported_before_it_even_without_credit(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     version = next_version(engine)
@@ -217,7 +217,7 @@ def test_weights_swapped_while_paused_leave_the_engine_paused(
     audit(turn, engine, models)
 
 
-def test_a_failed_update_leaves_the_old_weights_and_a_fresh_start_mends_it(
+def test_a_failed_update_keeps_the_old_weights_and_a_new_start_succeeds(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     version = next_version(engine)
@@ -248,7 +248,7 @@ def test_a_version_started_over_another_says_that_the_other_failed(
     publisher.swap(version, "keep", "recompute")
 
 
-def test_a_start_takes_the_place_of_weights_that_wait_to_be_swapped_in(
+def test_a_new_start_replaces_staged_weights(
     engine: Orchestra, publisher: Publisher, models: Models
 ) -> None:
     version = next_version(engine)

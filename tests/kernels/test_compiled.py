@@ -61,7 +61,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     return made
 
 
-def test_code_is_compiled_once_and_nobody_else_may_write_to_it(home: Home) -> None:
+def test_code_is_compiled_once_into_a_private_cache(home: Home) -> None:
     assert home.load() == 1
     cache = home.cache("first")
     (kept,) = cache.iterdir()
@@ -91,7 +91,7 @@ def test_a_cache_that_others_may_write_to_is_left_alone(
 
 
 @pytest.mark.parametrize("compiler", ["", 'g++ "', "there-is-none"])
-def test_a_compiler_that_cannot_be_run_is_none(
+def test_a_compiler_that_cannot_run_counts_as_missing(
     home: Home, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     home.cache("empty")

@@ -82,7 +82,7 @@ def test_a_token_comes_out_bit_for_bit_the_same_in_every_batch() -> None:
         assert torch.equal(matrix.linear(x[some]), among_all[some])
 
 
-def test_weights_published_in_bfloat16_take_half_the_room() -> None:
+def test_weights_published_in_bfloat16_take_half_the_memory() -> None:
     matrix, room = exact(torch.zeros(64, 512)), 64 * 512
     matrix.storage[:room] = torch.nan
     matrix.rows(0, 64).copy_(torch.randn(64, 512).bfloat16())

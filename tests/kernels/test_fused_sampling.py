@@ -118,7 +118,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept_and_counted_once(
     assert set(tokens.tolist()) == kept
 
 
-def test_what_a_mask_forbids_is_never_drawn_and_has_no_share() -> None:
+def test_masked_tokens_are_never_drawn_and_have_no_probability() -> None:
     vocab = 200
     logits = make_logits(3, vocab)
     logits[:, 3] = 50.0
@@ -171,7 +171,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_token() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, interpreting
-def test_a_logit_that_is_no_number_leaves_no_logprob_that_is_one() -> None:
+def test_a_nan_logit_gives_a_nan_log_prob() -> None:
     logits = make_logits(2, 300)
     logits[0, 7] = torch.nan
     logits[1, 280] = torch.nan

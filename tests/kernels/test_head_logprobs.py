@@ -91,7 +91,7 @@ def test_no_tokens_give_no_figures() -> None:
 
 
 @IMPLEMENTATIONS
-def test_what_can_not_be_scored_is_refused(function: Callable[..., TokenLogprobs]) -> None:
+def test_invalid_scoring_shapes_are_refused(function: Callable[..., TokenLogprobs]) -> None:
     hidden, head, token_ids = make_case(3, 20, 16)
 
     with pytest.raises(ValueError, match="must be > 0, got 0"):

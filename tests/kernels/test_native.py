@@ -233,14 +233,14 @@ def compile_in(cache: Path, compiler: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_engines_that_start_together_all_get_a_whole_library(tmp_path: Path) -> None:
+def test_engines_that_start_together_all_load_a_complete_library(tmp_path: Path) -> None:
     engines = [compile_in(tmp_path, COMPILER) for _ in range(2)]
     assert all("Native object" in engine.communicate(timeout=150)[0] for engine in engines)
     assert len(list((tmp_path / "tidegate").iterdir())) == 1
 
 
 @pytest.mark.parametrize("compiler", ["there-is-none", "false"])
-def test_without_a_compiler_there_is_nothing_and_no_error(tmp_path: Path, compiler: str) -> None:
+def test_without_a_compiler_there_is_no_library_and_no_error(tmp_path: Path, compiler: str) -> None:
     engine = compile_in(tmp_path, compiler)
     assert engine.communicate(timeout=150)[0].strip() == "None"
     assert engine.returncode == 0

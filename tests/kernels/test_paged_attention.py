@@ -99,7 +99,7 @@ def test_rows_attend_as_the_reference_does(
 
 @pytest.mark.parametrize("window_tokens", [1, 5, 16, 40, 1000])
 @pytest.mark.parametrize("counts", [[1, 1], [3, 5]], ids=["decode", "chunks"])
-def test_a_window_hides_what_lies_too_far_back(window_tokens: int, counts: list[int]) -> None:
+def test_a_sliding_window_masks_older_positions(window_tokens: int, counts: list[int]) -> None:
     query, cache, rows, rule = make_case([90, 2], counts)
     rule = replace(rule, window_tokens=window_tokens)
 
@@ -186,7 +186,7 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
     assert_close(actual, paged_attention_reference(query, cache, rows, rule))
 
 
-def test_what_would_be_a_wrong_address_is_refused() -> None:
+def test_shapes_that_would_give_wrong_addresses_are_refused() -> None:
     query, cache, rows, rule = make_case([4], [3])
 
     with pytest.raises(ValueError, match="4 query heads can't share 3 KV heads"):

@@ -34,7 +34,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_all_runs_on_a_cpu_without_triton_and_a_kernel_says_what_to_install() -> None:
+def test_without_triton_the_cpu_works_and_a_kernel_launch_names_the_package() -> None:
     entropies, norms, message = run(HIDDEN + CPU).splitlines()
 
     assert entropies.startswith("[1.386")  # log 4

@@ -17,18 +17,18 @@ from tidegate.orchestrator.settings.config import run_settings
 CUDA = torch.device("cuda:0")
 
 
-def test_the_cpu_is_no_device() -> None:
+def test_cpu_resolves_to_no_device() -> None:
     assert find_device("cpu") is None
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:0,1", "tpu:0", ""])
-def test_other_names_than_cuda_are_no_devices(name: str) -> None:
+def test_device_names_other_than_cuda_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"cpu, cuda or cuda:N, got {name!r}"):
         find_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_an_engine_that_finds_no_cuda_says_so_and_does_not_start(
+def test_an_engine_without_cuda_exits_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--connect", "ipc://nowhere", "--model", str(tmp_path), "--engine", "e0"]
@@ -50,7 +50,7 @@ def test_an_engine_that_finds_no_cuda_says_so_and_does_not_start(
         ("speculative_method", "draft:models/small"),
     ],
 )
-def test_what_no_device_does_yet_is_refused_by_name(name: str, value: Any) -> None:
+def test_settings_without_gpu_support_are_refused_by_name(name: str, value: Any) -> None:
     nothing: dict[str, Any] = {
         "is_deterministic": False,
         "quantization": None,
@@ -62,7 +62,7 @@ def test_what_no_device_does_yet_is_refused_by_name(name: str, value: Any) -> No
         refuse_on_device(CUDA, **nothing | {name: value})
 
 
-def test_models_that_no_device_computes_are_refused_before_anything_is_loaded(
+def test_models_without_gpu_support_are_refused_before_loading(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM is a mixture of experts"):
@@ -83,7 +83,7 @@ def test_a_model_on_a_device_is_opened_like_any_other(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in runner.cache_tensors()} == {torch.bfloat16}
 
 
-def test_a_run_tells_its_engines_the_device(tmp_path: Path) -> None:
+def test_a_run_passes_the_device_to_its_engines(tmp_path: Path) -> None:
     on_one = run_settings(model=tmp_path, device="cuda:1")
     assert "--device cuda:1" in " ".join(
         engine_options(on_one.model, on_one.engine, "e0", "ipc://somewhere")

@@ -229,7 +229,7 @@ def test_weights_staged_beside_the_live_ones_serve_after_a_swap_also_out_of_thei
     assert not any(was_asleep)
 
 
-def test_what_slept_on_a_device_is_there_again_with_what_it_held(model: Path) -> None:
+def test_device_memory_has_its_contents_again_after_a_sleep(model: Path) -> None:
     runner, memory = device_runner(model), DeviceMemory(CPU)
     expected = sampled(runner)
     weights = memory.regions_of(runner.weights.tensors())

@@ -58,7 +58,7 @@ def run(engine: FakeEngine) -> int:
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_turns_sample_what_they_would_have_whatever_is_guessed(right: float) -> None:
+def test_speculation_does_not_change_the_sampled_tokens(right: float) -> None:
     engine = FakeEngine(drafts=Oracle(right), num_blocks=24, max_step_tokens=16)
     turns = [engine.submit([turn, 2, 3], 20) for turn in range(3)]
     steps = run(engine)
@@ -73,7 +73,7 @@ def test_turns_sample_what_they_would_have_whatever_is_guessed(right: float) -> 
     assert (engine.accepted_tokens == 0) == (right == 0)
 
 
-def test_a_step_tells_how_many_tokens_each_turn_got() -> None:
+def test_a_step_reports_the_number_of_tokens_of_each_turn() -> None:
     engine = FakeEngine(drafts=Oracle(1.0))
     engine.submit([1, 2, 3], 4)
     engine.submit([1], 1)
@@ -93,7 +93,7 @@ def test_a_step_tells_how_many_tokens_each_turn_got() -> None:
     )
 
 
-def test_nothing_follows_a_stop_token_that_was_guessed() -> None:
+def test_no_token_follows_a_stop_token_in_a_draft() -> None:
     tokens = uninterrupted([1, 2], 10)
     oracle = Oracle(1.0)
     engine = FakeEngine(drafts=oracle)
@@ -104,7 +104,7 @@ def test_nothing_follows_a_stop_token_that_was_guessed() -> None:
     assert not oracle.held
 
 
-def test_prefills_go_before_guesses() -> None:
+def test_prefills_go_before_draft_tokens() -> None:
     engine = FakeEngine(drafts=Oracle(1.0), max_running_turns=2, max_step_tokens=6)
     engine.submit([1] * 3, 9)
     engine.step()
@@ -113,7 +113,7 @@ def test_prefills_go_before_guesses() -> None:
     assert list(engine.step().values()) == [1, 1, 1, 1, 2]
 
 
-def test_guesses_take_no_block_that_running_turns_may_need_next() -> None:
+def test_draft_tokens_take_no_block_that_running_turns_may_need() -> None:
     engine = FakeEngine(drafts=Oracle(1.0), num_blocks=4, max_running_turns=2, max_step_tokens=12)
     engine.submit([1] * 3, 9)
     engine.submit([2] * 3, 9)
@@ -122,7 +122,7 @@ def test_guesses_take_no_block_that_running_turns_may_need_next() -> None:
     assert engine.scheduler.free_blocks == 2
 
 
-def test_turns_with_penalties_are_not_guessed_for() -> None:
+def test_turns_with_penalties_get_no_draft_tokens() -> None:
     engine = FakeEngine(drafts=Oracle(1.0))
     requested = SamplingParams(max_tokens=5, presence_penalty=1.0)
     prompt = np.array([1, 2], "<i4").tobytes()
@@ -131,7 +131,7 @@ def test_turns_with_penalties_are_not_guessed_for() -> None:
     assert len(engine.scheduler.plan()) == 1
 
 
-def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -> None:
+def test_draft_length_grows_with_acceptance_and_shrinks_with_running_turns() -> None:
     pace = DraftLengthController()
     alone, among_many = break_even_acceptance(1), break_even_acceptance(64)
     assert alone == 0.2
@@ -144,7 +144,7 @@ def test_more_is_guessed_the_more_was_right_and_the_fewer_turns_share_a_step() -
     assert (pace.count(10, alone), pace.count(10, break_even_acceptance(8))) == (3, 1)
 
 
-def test_a_turn_whose_guesses_do_not_pay_is_tried_again_ever_more_seldom() -> None:
+def test_drafting_for_a_turn_with_low_acceptance_backs_off() -> None:
     pace, enough = DraftLengthController(), break_even_acceptance(8)
     waits, length = [], 20
     for _ in range(7):
@@ -174,17 +174,19 @@ def looked_up(tokens: list[int], count: int, *, known_before: Sequence[int] = ()
 
 
 @pytest.mark.parametrize("known_before", [(), (3,), (4, 5), (7, 8, 9), range(1, 10)])
-def test_a_lookup_guesses_what_followed_the_same_tokens_last(known_before: Sequence[int]) -> None:
+def test_a_lookup_proposes_the_tokens_that_followed_the_last_match(
+    known_before: Sequence[int],
+) -> None:
     tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 9, 1, 2, 3]
     assert looked_up(tokens, 4, known_before=known_before) == [5, 6, 9, 1]
 
 
-def test_a_lookup_goes_on_with_what_repeats() -> None:
+def test_a_lookup_continues_a_repetition() -> None:
     assert looked_up([7, 1, 2, 1, 2, 1], 5) == [2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 9, 2, 3, 1]])
-def test_a_lookup_guesses_nothing_where_nothing_repeats(tokens: list[int]) -> None:
+def test_a_lookup_proposes_nothing_without_a_match(tokens: list[int]) -> None:
     assert looked_up(tokens, 4) == []
 
 
@@ -215,7 +217,7 @@ def guessed(drafts: RolloutDrafts, turn: EngineSequence, count: int = 4) -> list
     return [int(token) for token in draft]
 
 
-def test_a_turn_follows_an_earlier_sample_and_finds_another_where_they_part() -> None:
+def test_a_turn_follows_an_earlier_sample_and_switches_where_they_diverge() -> None:
     drafts = RolloutDrafts()
     drafts.ended(ended_turn([1, 2, 3], [10, 11, 12, 13, 14, 15, 16]), is_whole=True)
     turn = ended_turn([1, 2, 3], [], handle=1)
@@ -233,13 +235,13 @@ def test_a_turn_follows_an_earlier_sample_and_finds_another_where_they_part() ->
     assert guessed(drafts, ended_turn([4, 2, 3], [], handle=4)) == []
 
 
-def test_a_turn_that_came_from_elsewhere_is_a_sample_of_the_prompt_it_had_there() -> None:
+def test_a_migrated_turn_counts_as_a_sample_of_its_original_prompt() -> None:
     drafts = RolloutDrafts()
     drafts.ended(ended_turn([1, 2], [10, 11, 12, 13], before=2), is_whole=True)
     assert guessed(drafts, ended_turn([1, 2], [10], handle=1, before=1)) == [11, 12, 13]
 
 
-def test_what_was_cut_short_is_no_sample_and_the_prompts_of_longest_ago_are_forgotten() -> None:
+def test_incomplete_outputs_are_not_kept_and_old_prompts_are_dropped() -> None:
     drafts = RolloutDrafts(kept_tokens_max=700)
     drafts.ended(ended_turn([1, 2, 3], [10, 11]), is_whole=False)
     assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == []
@@ -249,7 +251,7 @@ def test_what_was_cut_short_is_no_sample_and_the_prompts_of_longest_ago_are_forg
     assert known == [False, False, True, True, True, True, True]
 
 
-def test_samples_of_a_prompt_that_is_always_asked_for_take_no_more_and_more_room() -> None:
+def test_samples_of_a_frequent_prompt_are_limited() -> None:
     drafts = RolloutDrafts()
     drafts.ended(ended_turn([1, 2, 3], list(range(10, 50))), is_whole=True)
     assert guessed(drafts, ended_turn([1, 2, 3], [], handle=1)) == [10, 11, 12, 13]

@@ -62,7 +62,7 @@ def submit_all(engine: DrivenEngine) -> None:
 
 @pytest.mark.parametrize("code", ["torch", "compiled"])
 @pytest.mark.parametrize("num_blocks", [100, 30], ids=["room", "preemptions"])
-def test_looked_up_guesses_change_no_token_and_no_log_prob(
+def test_lookup_drafts_change_no_token_and_no_log_prob(
     weights: Weights, code: str, num_blocks: int
 ) -> None:
     native = native_for(weights.config, torch.float32) if code == "compiled" else None
@@ -76,7 +76,7 @@ def test_looked_up_guesses_change_no_token_and_no_log_prob(
     assert engine.accepted_tokens > 30
 
 
-def test_earlier_samples_of_a_prompt_are_said_again_in_fewer_steps(weights: Weights) -> None:
+def test_rollout_drafts_repeat_earlier_samples_in_fewer_steps(weights: Weights) -> None:
     engine, first = sample(weights, RolloutDrafts(), None, 100)
     before, drafted_before = engine.accepted_tokens, engine.drafted_tokens
     submit_all(engine)
@@ -91,7 +91,7 @@ def test_earlier_samples_of_a_prompt_are_said_again_in_fewer_steps(weights: Weig
 
 
 @pytest.mark.parametrize("num_blocks", [100, 30], ids=["room", "preemptions"])
-def test_a_draft_models_guesses_change_no_token_and_one_that_is_as_good_is_always_right(
+def test_model_drafts_change_no_token_and_an_equal_model_is_always_accepted(
     weights: Weights, num_blocks: int
 ) -> None:
     _, plain = sample(weights, None, None, num_blocks)
@@ -133,7 +133,7 @@ def small_model(weights: Weights, context_tokens_max: int = 900) -> ModelDrafts:
 
 
 @pytest.mark.parametrize("others", [1, 3, 9])
-def test_a_turn_that_went_another_way_for_a_while_is_guessed_for_as_if_it_were_new(
+def test_a_turn_that_decoded_elsewhere_gets_drafts_like_a_new_one(
     weights: Weights, others: int
 ) -> None:
     drafts, turn = small_model(weights), make_turn([3, 1, 4, 1], 7, LIMITS)
@@ -156,7 +156,7 @@ def kv_of(drafts: ModelDrafts, turn: EngineSequence) -> list[torch.Tensor]:
     return [cache[blocks, :, :, positions % 4] for cache in drafts._runner.cache_tensors()[:-1]]
 
 
-def test_a_turn_that_is_too_long_for_the_small_model_keeps_no_other_from_guesses(
+def test_a_turn_too_long_for_the_draft_model_does_not_stop_drafts_of_others(
     weights: Weights,
 ) -> None:
     drafts = small_model(weights, context_tokens_max=700)
@@ -177,7 +177,9 @@ class TightRunner(ModelRunner):
         return super().step(rows)
 
 
-def test_a_small_model_without_memory_guesses_nothing_and_then_goes_on(weights: Weights) -> None:
+def test_a_draft_model_without_memory_proposes_nothing_and_later_continues(
+    weights: Weights,
+) -> None:
     runner = TightRunner(weights.config, weights, num_blocks=100, block_tokens=4)
     drafts, turn = ModelDrafts(runner, 900), make_turn([3, 1, 4, 1], 7, LIMITS)
     assert [len(guess) for guess in drafts.propose([turn], [6])] == [0]
@@ -219,7 +221,7 @@ def told_with_options(
     return reported
 
 
-def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: Weights) -> None:
+def test_sampling_options_apply_to_each_draft_token(model: Path, weights: Weights) -> None:
     plain = told_with_options(model, weights, None)
     guessed = told_with_options(model, weights, LookupDrafts())
     assert len(guessed) < len(plain) == 31
@@ -242,7 +244,7 @@ def test_options_of_guessed_tokens_take_effect_one_by_one(model: Path, weights: 
         assert details(guessed, column) == pytest.approx(expected, abs=ROUNDING_NATS)
 
 
-def test_what_is_told_of_guessed_tokens_fits_a_steps_frame(
+def test_details_of_draft_tokens_fit_into_a_step_message(
     model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "TOP_LOGPROBS_BYTES_MAX", 4 * 3 * 2 * 8)

@@ -62,7 +62,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         ("qwen3_moe", BFLOAT16, False),
     ],
 )
-def test_a_turn_gets_the_same_bits_alone_and_in_any_crowd(
+def test_a_turn_gets_the_same_bits_alone_and_in_any_batch(
     tmp_path: Path, architecture: str, dtype: torch.dtype, guesses: bool
 ) -> None:
     """Chunked, preempted, aborted and resubmitted, with shared prefixes."""
@@ -130,7 +130,7 @@ def test_models_whose_bits_depend_on_the_batch_are_refused_with_what_to_do(tmp_p
         open_model(other, "auto", is_deterministic=True)
 
 
-def test_a_runner_without_packed_weights_promises_no_bits(tmp_path: Path) -> None:
+def test_a_deterministic_runner_without_packed_weights_is_refused(tmp_path: Path) -> None:
     weights = make_weights(tmp_path, "qwen3", FLOAT32)
     with pytest.raises(ValueError, match="needs compiled kernels"):
         ModelRunner(weights.config, weights, num_blocks=1, is_deterministic=True)

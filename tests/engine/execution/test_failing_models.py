@@ -21,7 +21,7 @@ def asked(max_tokens: int, seed: int = 0) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=seed, logits_processors=[SOUND])
 
 
-def test_turns_that_the_models_code_fails_for_end_by_name_and_all_others_go_on(
+def test_turns_for_which_the_models_code_raises_fail_and_the_others_continue(
     models: Models, tmp_path: Path
 ) -> None:
     with Orchestra(tmp_path, models.directories[0], program=PROGRAM) as engine:

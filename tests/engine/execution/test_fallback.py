@@ -259,7 +259,7 @@ def test_a_model_that_does_not_go_on_from_keys_and_values_is_found_out(tmp_path:
         refuse_recurrent_state(model.eval(), vocab_size=96)
 
 
-def test_whoever_starts_the_engine_is_told_that_contexts_end_early(tmp_path: Path) -> None:
+def test_starting_an_engine_with_a_shorter_context_prints_a_warning(tmp_path: Path) -> None:
     rope: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": 8 * [1.0],

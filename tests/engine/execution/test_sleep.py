@@ -113,7 +113,7 @@ def anonymous_bytes(engine: Orchestra) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_memory_goes_back_to_the_system_and_the_same_tokens_come_afterwards(
+def test_sleep_frees_memory_and_changes_no_token(
     shared_engine: Orchestra, level: SleepLevel
 ) -> None:
     undisturbed = shared_engine.generate(PROMPT, SAMPLED)
@@ -146,7 +146,7 @@ def test_one_kind_of_memory_sleeps_without_the_other(
     resume(shared_engine)
 
 
-def test_frozen_turns_are_computed_again_and_say_so(shared_engine: Orchestra) -> None:
+def test_frozen_turns_whose_kv_slept_are_prefilled_again(shared_engine: Orchestra) -> None:
     undisturbed = shared_engine.generate(PROMPT, SAMPLED)
     turn = shared_engine.submit(PROMPT, SAMPLED)
     shared_engine.read_tokens(turn, 5)
@@ -162,7 +162,7 @@ def test_frozen_turns_are_computed_again_and_say_so(shared_engine: Orchestra) ->
     assert [prefill.output_tokens for prefill in shared_engine.turns[turn].prefills] == [0, had]
 
 
-def test_frozen_turns_whose_kv_stays_go_on_with_it(shared_engine: Orchestra) -> None:
+def test_frozen_turns_whose_kv_stays_continue_with_it(shared_engine: Orchestra) -> None:
     turn = shared_engine.submit(PROMPT, SAMPLED)
     shared_engine.read_tokens(turn, 5)
     pause(shared_engine, "keep")
@@ -172,7 +172,7 @@ def test_frozen_turns_whose_kv_stays_go_on_with_it(shared_engine: Orchestra) -> 
     assert [prefill.output_tokens for prefill in shared_engine.finish(turn).prefills] == [0]
 
 
-def test_turns_submitted_to_a_sleeping_engine_wait_for_it(shared_engine: Orchestra) -> None:
+def test_turns_submitted_to_a_sleeping_engine_wait_until_it_wakes(shared_engine: Orchestra) -> None:
     pause(shared_engine)
     sleep(shared_engine)
     turn = shared_engine.submit(PROMPT, GREEDY)
@@ -192,14 +192,14 @@ def test_a_sleep_waits_for_turns_that_its_pause_lets_finish(shared_engine: Orche
     resume(shared_engine)
 
 
-def test_without_a_pause_no_memory_is_given_back(shared_engine: Orchestra) -> None:
+def test_sleep_without_a_pause_is_refused(shared_engine: Orchestra) -> None:
     shared_engine.send(Sleep(request_id=3, level=1, tags=["weights"]))
     failed = shared_engine.await_one(SleepRequestFailed)
     assert (failed.request_id, failed.message.split(",")[0]) == (3, "no pause is in effect")
     assert len(shared_engine.generate(PROMPT, GREEDY).token_ids) == GREEDY.max_tokens
 
 
-def test_what_was_half_way_to_an_engine_is_given_up_when_its_weights_sleep(
+def test_partly_staged_weights_are_dropped_when_weights_sleep(
     shared_engine: Orchestra,
 ) -> None:
     shared_engine.send(StartWeightUpdate(version=9))
@@ -213,7 +213,7 @@ def test_what_was_half_way_to_an_engine_is_given_up_when_its_weights_sleep(
     resume(shared_engine)
 
 
-def test_an_engine_says_what_sleeps_when_its_connection_was_broken(
+def test_a_reconnecting_engine_reports_its_sleeping_memory(
     shared_engine: Orchestra,
 ) -> None:
     pause(shared_engine)

@@ -31,7 +31,7 @@ def test_kept_tables_are_what_the_rows_hold_now_however_that_changed() -> None:
         assert adapters.tolist() == padded(tables, adapters.shape[1])
 
 
-def test_a_layout_says_where_every_token_is_and_which_are_asked_for() -> None:
+def test_a_step_layout_gives_each_tokens_position_and_the_output_tokens() -> None:
     sizes = RowSizes(
         kinds=[7, 0, 7, 0],
         tokens=[3, 1, 2, 1],

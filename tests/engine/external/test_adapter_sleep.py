@@ -99,7 +99,7 @@ async def test_a_vllm_that_somebody_else_wakes_is_given_up(models: list[Path]) -
             await adapter.wake(["kv_cache"])
 
 
-async def test_a_vllm_that_answers_with_nothing_is_believed() -> None:
+async def test_an_empty_reply_of_vllm_counts_as_success() -> None:
     calls = []
 
     async def post(path: str, query: Query) -> None:
@@ -180,7 +180,9 @@ def test_turns_that_came_while_a_resumed_engine_slept_start_once_it_is_woken(
     assert len(engine.finish(turn).token_ids) == FEW.max_tokens
 
 
-def test_a_hello_waits_until_what_sleeps_is_known(sleepy: tuple[Orchestra, VllmDouble]) -> None:
+def test_the_hello_waits_until_the_sleep_state_is_known(
+    sleepy: tuple[Orchestra, VllmDouble],
+) -> None:
     engine, double = sleepy
     engine.send(Pause(mode="abort"))
     engine.await_one(TurnsPaused)

@@ -222,7 +222,7 @@ def test_a_cancelled_turn_is_aborted_in_the_engine(engine: Orchestra, double: Vl
     assert double.asked == []
 
 
-def test_labels_that_contradict_what_was_told_refuse_the_turn(
+def test_labels_that_contradict_the_reported_versions_fail_the_turn(
     engine: Orchestra, double: VllmDouble
 ) -> None:
     double.mislabels = True
@@ -231,7 +231,7 @@ def test_labels_that_contradict_what_was_told_refuse_the_turn(
     double.mislabels = False
 
 
-def test_a_turn_that_was_turned_away_by_somebody_elses_pause_runs_once_that_is_over(
+def test_a_turn_rejected_by_another_clients_pause_runs_after_it(
     engine: Orchestra, double: VllmDouble
 ) -> None:
     engine.await_heartbeat(2)  # of turns before nothing is left to do

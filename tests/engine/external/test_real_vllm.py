@@ -230,7 +230,7 @@ def test_the_doctor_finds_the_tied_head_that_an_update_leaves_old(tmp_path: Path
     assert "untie it" in found.remedy
 
 
-async def test_turns_go_on_elsewhere_when_the_server_is_killed(
+async def test_turns_continue_on_another_engine_when_the_server_is_killed(
     server: Server, tmp_path: Path
 ) -> None:
     report = await train(

@@ -58,7 +58,7 @@ async def sglang(model: Path, **how: Any) -> AsyncIterator[SglangAndDouble]:
     ("requested", "served"),
     [("half", "float16"), ("bfloat16", "bfloat16"), ("auto", ""), (None, "")],
 )
-async def test_the_precision_is_told_where_the_server_says_it(
+async def test_the_compute_dtype_is_reported_if_the_server_reports_it(
     models: list[Path], requested: str | None, served: str
 ) -> None:
     async with sglang(
@@ -67,7 +67,7 @@ async def test_the_precision_is_told_where_the_server_says_it(
         assert engine.capabilities.dtype == served
 
 
-async def test_a_cumulative_stream_tells_each_token_once_with_its_log_prob(
+async def test_each_token_of_a_cumulative_stream_is_returned_once_with_its_log_prob(
     models: list[Path],
 ) -> None:
     async with sglang(models[0]) as engine:
@@ -167,7 +167,7 @@ async def test_an_abort_hands_back_what_there_is_and_labels_it(models: list[Path
     assert off_by(models, again, [(1, 4)]) < TOLERANCE
 
 
-async def test_a_request_that_is_aborted_before_any_token_is_labelled_as_nobodys(
+async def test_a_request_aborted_before_its_first_token_has_no_label(
     models: list[Path],
 ) -> None:
     """SGLang reports an empty span for it."""
@@ -198,7 +198,7 @@ async def test_frozen_requests_can_be_aborted_though_sglang_would_wait_for_them_
     assert stream.chunks[-1].ended == "abort"
 
 
-async def test_an_update_that_is_said_to_fail_after_it_changed_the_weights_is_seen_through(
+async def test_an_update_reported_as_failed_after_changing_the_weights_counts_as_done(
     models: list[Path],
 ) -> None:
     """Another client's request is paused in place, so SGLang does not flush:
@@ -239,7 +239,7 @@ async def test_a_directory_the_server_does_not_see_is_refused_with_what_to_do(
             await engine.adapter.load_weights(tmp_path / "elsewhere", "v1")
 
 
-async def test_weights_that_somebody_else_gave_are_noticed(models: list[Path]) -> None:
+async def test_weights_loaded_by_another_client_are_detected(models: list[Path]) -> None:
     async with sglang(models[0]) as engine:
         await engine.adapter.pause("abort")
         loaded = engine.double.update
@@ -254,7 +254,9 @@ async def test_weights_that_somebody_else_gave_are_noticed(models: list[Path]) -
             await engine.adapter.load_weights(models[1], "v1")
 
 
-async def test_a_token_that_is_not_the_models_never_reaches_the_server(models: list[Path]) -> None:
+async def test_a_token_id_outside_the_vocabulary_never_reaches_the_server(
+    models: list[Path],
+) -> None:
     async with sglang(models[0]) as engine:
         for token in (96, -1):
             request = GenerationRequest(token_ids=[1, token], sampling=LONG, salt="v0")
@@ -288,7 +290,7 @@ async def test_a_server_that_dies_is_gone_for_streams_and_checks(models: list[Pa
             await engine.stream().end()
 
 
-async def test_given_tokens_are_scored_by_nobodys_kv(models: list[Path]) -> None:
+async def test_given_tokens_are_scored_without_cached_kv(models: list[Path]) -> None:
     async with sglang(models[0]) as engine:
         sampled = await engine.stream(SamplingParams(max_tokens=6)).end()
         requested = ScoreRequest(
@@ -304,7 +306,7 @@ async def test_given_tokens_are_scored_by_nobodys_kv(models: list[Path]) -> None
         assert len(scores.top.token_ids) == 12
 
 
-async def test_what_the_server_was_started_with_decides_what_is_declared(
+async def test_capabilities_follow_the_servers_start_options(
     models: list[Path], tmp_path: Path
 ) -> None:
     async with sglang(models[0], is_raw=True) as engine:

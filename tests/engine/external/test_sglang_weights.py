@@ -109,7 +109,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: list[Path])
     assert off_by(models, stream, [(0, 6)]) < TOLERANCE
 
 
-async def test_a_server_that_says_no_before_a_broadcast_is_not_waited_for(
+async def test_a_server_that_refuses_before_a_broadcast_is_not_awaited(
     models: list[Path],
 ) -> None:
     async with sglang(models[0], "gloo") as engine:
@@ -124,7 +124,7 @@ async def test_a_server_that_says_no_before_a_broadcast_is_not_waited_for(
                 await engine.adapter.load_tensors(tensors_of(models[1]), "v1")
 
 
-async def test_ways_that_there_are_not_are_refused_by_name(models: list[Path]) -> None:
+async def test_unknown_transfer_methods_are_refused_by_name(models: list[Path]) -> None:
     for way, why in (("ipc", "methods are disk, http"), ("nccl", "sees no GPU")):
         if way == "nccl" and torch.cuda.is_available():
             continue

@@ -113,7 +113,7 @@ async def test_a_server_with_a_key_is_sent_it_and_one_without_it_says_how(
             assert len(await generate(adapter, request(SamplingParams(max_tokens=3)))) == 3
 
 
-async def test_a_server_that_tells_logits_for_log_probs_is_refused(models: Models) -> None:
+async def test_a_server_that_returns_logits_as_log_probs_is_refused(models: Models) -> None:
     assert "--logprobs-mode" in await refusal(models.directories[0], logprobs_mode="raw_logits")
 
 
@@ -135,7 +135,7 @@ async def test_a_model_that_vllm_would_not_update_whole_is_refused(tmp_path: Pat
     assert "tie_word_embeddings" in why
 
 
-async def test_what_a_server_can_do_is_read_off_its_version_and_settings(
+async def test_capabilities_follow_the_servers_version_and_settings(
     models: Models, double: VllmDouble
 ) -> None:
     async with opened(double, models.directories[0]) as (_, capabilities):
@@ -168,7 +168,7 @@ async def test_tokens_come_one_by_one_with_log_probs_and_their_labels_last(
     assert (asked["sampling_params"]["top_k"], asked["sampling_params"]["logprobs"]) == (7, 0)
 
 
-async def test_weights_somebody_else_gave_it_are_replaced_at_the_start(
+async def test_foreign_weights_are_replaced_at_the_start(
     models: Models, double: VllmDouble
 ) -> None:
     async with opened(double, models.directories[0]):
@@ -180,7 +180,7 @@ async def test_weights_somebody_else_gave_it_are_replaced_at_the_start(
         assert not double.paused
 
 
-async def test_a_pause_is_asked_for_in_the_query_and_looked_at(
+async def test_a_pause_is_requested_in_the_query_and_verified(
     models: Models, double: VllmDouble
 ) -> None:
     async with opened(double, models.directories[0]) as (adapter, _):
@@ -232,7 +232,7 @@ async def test_requests_are_handed_back_by_an_abort_with_what_they_have(
         await adapter.resume()
 
 
-async def test_a_request_that_is_turned_away_by_a_pause_is_held_and_not_refused(
+async def test_a_request_rejected_by_a_pause_is_retried_not_refused(
     models: Models,
 ) -> None:
     with VllmDouble(models.directories[0], version="0.33.0") as newer:

@@ -14,7 +14,7 @@ from tidegate.transport.messages import LENGTH, MessageRejected, SamplingParams,
 pytestmark = pytest.mark.wire
 
 
-def test_turns_go_on_in_steps_that_fit_and_every_token_is_right(
+def test_after_an_out_of_memory_step_turns_continue_in_smaller_steps(
     models: Models, tmp_path: Path
 ) -> None:
     program = "tests.engine.memory.tight_worker"
@@ -39,7 +39,7 @@ def test_turns_go_on_in_steps_that_fit_and_every_token_is_right(
         assert engine.stderr.read_text().count("warning: out of memory") == len(reported)
 
 
-def test_what_a_failed_step_should_have_computed_is_shared_with_nobody() -> None:
+def test_blocks_of_a_failed_step_are_not_shared() -> None:
     engine = FakeEngine(max_step_tokens=32)
     prompt = list(range(20))
     for _ in range(3):  # they share a prefill that is planned, and then fails
@@ -58,7 +58,7 @@ def test_a_step_of_one_token_cannot_be_made_smaller() -> None:
     assert [budget.fail(tokens) for tokens in (8, 4, 2, 1)] == [True, True, True, False]
 
 
-def test_steps_grow_again_when_they_have_worked_for_a_while() -> None:
+def test_steps_grow_again_after_many_successful_ones() -> None:
     budget = StepBudget(100)
     budget.fail(90)
     seen = []

@@ -113,7 +113,7 @@ def goes_at_once(runner: ModelRunner, rows: list[Row]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_all_layers_in_one_call_give_the_bits_that_one_after_another_does(
+def test_all_layers_in_one_call_give_the_same_bits_as_one_by_one(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
     architecture, fields = MODELS[name]
@@ -122,14 +122,16 @@ def test_all_layers_in_one_call_give_the_bits_that_one_after_another_does(
         assert_the_same_bits(runner, decoding(count))
 
 
-def test_so_do_rounded_weights_and_scores_that_are_scaled_and_capped(tmp_path: Path) -> None:
+def test_all_layers_in_one_call_match_with_rounded_weights_and_capped_scores(
+    tmp_path: Path,
+) -> None:
     runner = make_runner(
         tmp_path, dtype=torch.bfloat16, quantization="int8", soft_cap=2.0, scale=0.7
     )
     assert_the_same_bits(runner, decoding(7))
 
 
-def test_so_do_threads_that_share_the_products(tmp_path: Path) -> None:
+def test_all_layers_in_one_call_match_with_several_threads(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, hidden_size=256, intermediate_size=1100)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -139,7 +141,9 @@ def test_so_do_threads_that_share_the_products(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def test_so_do_prompts_whose_tokens_attend_singly(tmp_path: Path) -> None:
+def test_all_layers_in_one_call_match_for_prompts_whose_tokens_attend_singly(
+    tmp_path: Path,
+) -> None:
     runner = make_runner(tmp_path, is_deterministic=True)
     prompts = [
         Row(np.arange(tokens, dtype=np.int32), start, list(range(block, block + 4)), SAMPLING)
@@ -148,7 +152,7 @@ def test_so_do_prompts_whose_tokens_attend_singly(tmp_path: Path) -> None:
     assert_the_same_bits(runner, [*decoding(3), *prompts])
 
 
-def test_a_step_that_a_prompt_is_part_of_goes_layer_after_layer(tmp_path: Path) -> None:
+def test_a_step_with_a_prompt_runs_layer_by_layer(tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     prompt = Row(np.array([1, 2, 3], np.int32), 0, [77], SAMPLING)
 
@@ -161,7 +165,7 @@ def test_a_step_that_a_prompt_is_part_of_goes_layer_after_layer(tmp_path: Path) 
     [{"name": "qwen3_moe"}, {"quantization": "fp8"}, {"is_packed": False}],
     ids=["experts", "fp8", "plain-matrices"],
 )
-def test_so_does_every_step_of_a_model_with_more_between_its_products(
+def test_models_with_other_operations_run_layer_by_layer(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     assert not goes_at_once(make_runner(tmp_path, **options), decoding(3))

@@ -125,7 +125,7 @@ def test_rope_is_read_from_old_and_new_fields_alike(tmp_path: Path) -> None:
         (None, None, ()),
     ],
 )
-def test_tokens_that_end_an_answer_are_those_of_the_generation_config_if_it_names_any(
+def test_stop_tokens_come_from_the_generation_config_if_it_has_any(
     tmp_path: Path, in_config: Any, in_generation_config: Any, expected: tuple[int, ...]
 ) -> None:
     config = read(tmp_path, QWEN3 | {"eos_token_id": in_config}, in_generation_config)
@@ -153,7 +153,7 @@ def test_tokens_that_end_an_answer_are_those_of_the_generation_config_if_it_name
         ),
     ],
 )
-def test_what_we_would_compute_wrongly_is_left_to_others_by_name(
+def test_configs_that_need_the_transformers_fallback_are_named(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelNotComputed, match=words):
@@ -189,7 +189,7 @@ def test_what_we_would_compute_wrongly_is_left_to_others_by_name(
         ),
     ],
 )
-def test_what_nobody_can_serve_is_refused_by_name(
+def test_unservable_models_are_refused_by_name(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words) as refusal:

@@ -62,7 +62,7 @@ def test_a_directory_with_a_head_of_its_own_is_computed_untied_as_transformers_d
         assert turn.logprobs == pytest.approx(logprobs.amax(-1).tolist(), abs=TOLERANCE_NATS)
 
 
-def test_whoever_starts_the_engine_is_told_that_it_is_untied(tmp_path: Path) -> None:
+def test_starting_an_engine_with_an_untied_head_prints_a_warning(tmp_path: Path) -> None:
     warning = open_model(model_with_two_heads(tmp_path), "float32").warning
     assert warning is not None
     assert "served untied" in warning

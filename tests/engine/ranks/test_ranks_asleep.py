@@ -69,7 +69,7 @@ def sums(engine: RankedEngine) -> list[float]:
     ]
 
 
-def test_what_one_rank_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> None:
+def test_memory_that_one_rank_can_not_wake_stays_asleep(tmp_path: Path) -> None:
     path = make_model_directory(tmp_path, "qwen3")
     before, after = make_turns(), make_turns()
     with ranked_engine(path, reloads_late=True) as engine:
@@ -85,7 +85,7 @@ def test_what_one_rank_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> Non
     assert_alike(before, after)
 
 
-def test_where_one_rank_cannot_sleep_all_wake_again(
+def test_all_ranks_wake_again_if_one_can_not_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_model_directory(tmp_path / "model", "qwen3")
@@ -111,7 +111,7 @@ class FullDisk(MultiRankSleepController):
         raise OSError(errno.ENOSPC, "the disk is full")
 
 
-def test_what_slept_in_vain_and_cannot_wake_is_asleep_until_it_can(tmp_path: Path) -> None:
+def test_memory_asleep_after_a_failed_sleep_stays_asleep_until_it_can_wake(tmp_path: Path) -> None:
     path = make_model_directory(tmp_path, "qwen3")
     before, after = make_turns(), make_turns()
     with ranked_engine(path, reloads_late=True) as engine:

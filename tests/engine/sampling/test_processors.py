@@ -217,7 +217,7 @@ def test_a_processor_that_raises_ends_its_turn_and_no_other(engine: Engine) -> N
 
 
 @pytest.mark.parametrize("peak", ["-inf", "inf", "nan"])
-def test_a_turn_that_is_left_nothing_to_sample_ends_and_says_so(engine: Engine, peak: str) -> None:
+def test_a_turn_without_an_allowed_token_fails_with_the_reason(engine: Engine, peak: str) -> None:
     engine.submit(1, [5, 6], LogitsProcessor("silencing", {"after": 2, "with": peak}))
     engine.submit(2, [5, 6], max_tokens=4)
     [message] = engine.run().values()
@@ -241,7 +241,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "reported"), ARGUMENTS)
-def test_arguments_that_make_no_sense_refuse_the_turn(
+def test_invalid_processor_arguments_refuse_the_turn(
     engine: Engine, name: str, arguments: dict[str, Any], reported: str
 ) -> None:
     with pytest.raises(TurnRefused, match=reported):
@@ -249,7 +249,7 @@ def test_arguments_that_make_no_sense_refuse_the_turn(
     assert engine.scheduler.handles == []
 
 
-def test_text_that_is_no_processor_refuses_the_turn(engine: Engine) -> None:
+def test_an_unparsable_processor_refuses_the_turn(engine: Engine) -> None:
     for text in ("", "[]", '{"name": 3}', "[" * 100_000):
         sampling = SamplingParams(max_tokens=1, logits_processors=[text])
         with pytest.raises(TurnRefused, match=r"is no processor .*; write it as \{"):
@@ -374,9 +374,7 @@ def test_a_turn_that_waits_for_its_grammar_can_be_cancelled_and_holds_up_no_othe
         ("clashing_processors", "has a processor 'allowed_tokens', a name already used"),
     ],
 )
-def test_a_module_that_is_none_of_processors_is_refused_at_the_start(
-    module: str, reported: str
-) -> None:
+def test_a_module_without_processors_is_refused_at_the_start(module: str, reported: str) -> None:
     with pytest.raises(ConfigError, match=reported):
         ProcessorRegistry([module])
 
@@ -411,7 +409,7 @@ def test_a_json_schema_makes_every_turn_end_as_json_that_fits(engine: Engine, mo
     assert len(said) > 1
 
 
-def test_a_grammar_goes_on_where_a_moved_turn_was(engine: Engine, model: Path) -> None:
+def test_a_grammar_continues_where_a_moved_turn_stopped(engine: Engine, model: Path) -> None:
     pytest.importorskip("llguidance")
     processor = LogitsProcessor("grammar", {"lark": 'start: "ab" ("c" | "d")+ "."'})
     requested = {"stop_token_ids": [EOS_TOKEN_ID], "max_tokens": 9}

@@ -42,7 +42,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("options", "reported"), REFUSALS)
-def test_an_option_that_makes_no_sense_is_refused_with_its_value(
+def test_an_invalid_option_is_refused_with_its_value(
     options: dict[str, Any], reported: str
 ) -> None:
     with pytest.raises(TurnRefused, match=reported):
@@ -82,7 +82,7 @@ WHOLE = st.integers(-3, 30) | st.sampled_from([2**31, 2**63 - 1, -(2**63)])
     ),
     kept=st.sets(st.sampled_from(sorted(SamplingParams.__struct_fields__))),
 )
-def test_whatever_is_asked_for_is_refused_or_sampled_never_a_crash(
+def test_any_options_are_refused_or_sampled_without_a_crash(
     asked: SamplingParams, kept: set[str]
 ) -> None:
     """Most options keep their defaults, or no example would pass the first check."""
@@ -98,7 +98,7 @@ def test_whatever_is_asked_for_is_refused_or_sampled_never_a_crash(
     turn.append(int(output.token_ids[0]))
 
 
-def test_so_many_likeliest_tokens_are_told_as_a_step_of_all_turns_can_carry() -> None:
+def test_top_logprobs_are_limited_by_the_size_of_a_step_message() -> None:
     reader = OptionReader(vocab_size=150_000, max_running_turns=4096)
     message = SubmitTurn(
         turn=1, token_ids=bytes(4), sampling=SamplingParams(max_tokens=2, top_logprobs=65)

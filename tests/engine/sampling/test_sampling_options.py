@@ -105,7 +105,7 @@ OPTIONS = st.builds(
     output=st.lists(TOKENS, max_size=12),
     seed=st.integers(0, 1000),
 )
-def test_the_distribution_told_is_that_of_the_formulas(
+def test_reported_log_probs_follow_the_formulas(
     asked: SamplingParams, prompt: list[int], output: list[int], seed: int
 ) -> None:
     logits = random_logits(seed)[0]
@@ -148,7 +148,7 @@ def chi_square_sigmas(counts: np.ndarray[Any, Any], probabilities: np.ndarray[An
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_sampled_follows_the_log_probs_told(seed: int) -> None:
+def test_samples_follow_the_reported_log_probs(seed: int) -> None:
     """Over 20,000 draws; options and draws come from the seed, so it passes always or never."""
     random = np.random.default_rng(seed)
     asked = random_options(random)
@@ -253,7 +253,7 @@ def test_a_turn_that_is_moved_is_sampled_as_if_it_had_stayed() -> None:
 
 
 @pytest.mark.parametrize("compiled", [None, native(torch.float32)], ids=["torch", "compiled"])
-def test_a_row_is_sampled_bit_for_bit_alike_whatever_its_companions_ask_for(
+def test_a_rows_sample_does_not_depend_on_other_rows_options(
     compiled: Native | None,
 ) -> None:
     plain = SamplingParams(max_tokens=30, seed=2)

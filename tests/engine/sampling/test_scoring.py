@@ -73,7 +73,7 @@ def test_scores_among_decoding_turns_equal_transformers(
     assert engine.scheduler.free_blocks == 400
 
 
-def test_only_what_need_not_be_told_comes_from_the_cache(
+def test_scored_positions_are_computed_and_earlier_ones_come_from_the_cache(
     versions: tuple[list[Weights], list[Any]],
 ) -> None:
     weights, peers = versions
@@ -221,7 +221,7 @@ def test_rewards_are_those_of_transformers_and_padding_is_passed_over(
         engine.submit([1, 2], 3)
 
 
-def test_an_answer_too_large_for_a_frame_comes_in_parts(
+def test_a_score_too_large_for_a_frame_is_sent_in_parts(
     versions: tuple[list[Weights], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, peers = versions
@@ -251,7 +251,7 @@ def test_an_answer_too_large_for_a_frame_comes_in_parts(
         ([5] * 9, {"want": "rewards"}, "not rewards"),
     ],
 )
-def test_what_can_never_be_answered_is_refused_with_numbers(
+def test_an_impossible_score_request_is_refused_with_its_numbers(
     versions: tuple[list[Weights], list[Any]],
     tokens: list[int],
     asked: dict[str, Any],
@@ -275,7 +275,7 @@ def test_logprobs_are_exact_to_float32_in_a_large_vocabulary() -> None:
     np.testing.assert_array_equal(reported.ranks, ranks)
 
 
-def test_a_model_that_computes_no_numbers_is_told_as_such(tmp_path: Path) -> None:
+def test_a_model_with_nan_scores_fails_the_request(tmp_path: Path) -> None:
     weights, _ = load(make_model_directory(tmp_path))
     weights.final_norm.fill_(float("nan"))
     asker = Asker(DrivenEngine([weights]))

@@ -74,7 +74,7 @@ def test_a_character_of_many_bytes_counts_once_it_is_whole() -> None:
     assert stops_at(["�"], text) is None
 
 
-def test_what_the_prompt_ends_with_completes_no_stop_string() -> None:
+def test_the_prompts_end_does_not_complete_a_stop_string() -> None:
     assert stops_at(["END"], bytes_of("ND"), bytes_of("long before E")) is None
     assert stops_at(["ND"], bytes_of("ND"), bytes_of("E")) == 1
 
@@ -92,7 +92,7 @@ def test_a_space_that_only_the_token_before_makes_visible_counts() -> None:
     assert not StopStrings(tokenizer, [" b"], []).completes(b)  # the text begins with it
 
 
-def test_bytes_that_never_become_text_are_not_waited_for_for_ever() -> None:
+def test_invalid_utf8_bytes_do_not_delay_stop_strings_for_ever() -> None:
     lone = bytes_of("日")[1]  # the middle of a character
     end = bytes_of("END")
     assert stops_at(["END"], [*[lone] * 40, *end]) == 42

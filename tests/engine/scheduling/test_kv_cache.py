@@ -21,7 +21,7 @@ def cache_path(cache: KvCache, node: Node, *contents: bytes) -> list[int]:
 # ---------------------------------------------------------------- blocks
 
 
-def test_every_block_is_handed_out_once_and_then_no_more() -> None:
+def test_every_block_is_allocated_once() -> None:
     cache = KvCache(5)
 
     blocks = [*allocate(cache, 2), *allocate(cache, 3)]
@@ -32,7 +32,7 @@ def test_every_block_is_handed_out_once_and_then_no_more() -> None:
     assert cache.allocate(0) == []
 
 
-def test_a_request_that_does_not_fit_takes_nothing() -> None:
+def test_an_allocation_that_does_not_fit_takes_no_block() -> None:
     cache = KvCache(3)
 
     assert cache.allocate(4) is None
@@ -49,7 +49,7 @@ def test_freed_blocks_can_be_allocated_again() -> None:
 
 
 @pytest.mark.parametrize("blocks", [[0, 0], [1], [-1], [2]])
-def test_a_block_freed_twice_or_never_taken_is_refused(blocks: list[int]) -> None:
+def test_freeing_a_block_twice_or_unallocated_raises(blocks: list[int]) -> None:
     cache = KvCache(2)
     assert cache.allocate(1) == [0]
 
@@ -76,7 +76,7 @@ def test_a_cached_block_is_found_by_all_the_tokens_up_to_its_end_only() -> None:
     assert cache.find(cache.node(first), b"aa") is None
 
 
-def test_what_one_version_adapter_or_salt_computed_is_not_found_from_another_root() -> None:
+def test_cached_blocks_are_separated_by_version_adapter_and_salt() -> None:
     cache = KvCache(4)
     cache_path(cache, cache.root(3), b"aa")
 
@@ -85,7 +85,7 @@ def test_what_one_version_adapter_or_salt_computed_is_not_found_from_another_roo
         assert cache.find(other, b"aa") is None
 
 
-def test_salts_under_which_nothing_is_cached_are_forgotten_once_they_are_many(
+def test_unused_salts_are_forgotten_beyond_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kv_cache, "ROOTS_MAX", 8)
@@ -97,7 +97,7 @@ def test_salts_under_which_nothing_is_cached_are_forgotten_once_they_are_many(
     assert len(cache._roots) <= 8
 
 
-def test_blocks_nobody_holds_are_found_until_others_need_the_room() -> None:
+def test_unreferenced_blocks_are_found_until_they_are_evicted() -> None:
     cache = KvCache(3)
     root = cache.root(0)
     blocks = cache_path(cache, root, b"aa", b"bb")
@@ -110,7 +110,7 @@ def test_blocks_nobody_holds_are_found_until_others_need_the_room() -> None:
     assert cache.cached_blocks == 0
 
 
-def test_a_block_that_was_never_cached_goes_before_one_that_is() -> None:
+def test_uncached_blocks_are_evicted_before_cached_ones() -> None:
     cache = KvCache(2)
     blocks = cache_path(cache, cache.root(0), b"aa")
     cache.release(blocks)
@@ -119,7 +119,7 @@ def test_a_block_that_was_never_cached_goes_before_one_that_is() -> None:
     assert cache.cached_blocks == 1
 
 
-def test_the_end_of_a_context_leaves_before_its_beginning() -> None:
+def test_the_end_of_a_context_is_evicted_before_its_beginning() -> None:
     cache = KvCache(3)
     blocks = cache_path(cache, cache.root(0), b"aa", b"bb", b"cc")
     cache.release(blocks)
@@ -127,7 +127,7 @@ def test_the_end_of_a_context_leaves_before_its_beginning() -> None:
     assert [allocate(cache, 1) for _ in range(3)] == [[block] for block in reversed(blocks)]
 
 
-def test_what_was_used_last_leaves_last() -> None:
+def test_the_most_recently_used_block_is_evicted_last() -> None:
     cache = KvCache(3)
     root = cache.root(0)
     one, other, third = (cache_path(cache, root, text) for text in (b"aa", b"bb", b"cc"))
@@ -139,7 +139,7 @@ def test_what_was_used_last_leaves_last() -> None:
     assert [allocate(cache, 1) for _ in range(3)] == [other, third, one]
 
 
-def test_a_block_that_somebody_holds_never_leaves() -> None:
+def test_a_referenced_block_is_never_evicted() -> None:
     cache = KvCache(3)
     blocks = cache_path(cache, cache.root(0), b"aa", b"bb")
     cache.hold(blocks[:1])  # a second turn shares the first block
@@ -153,7 +153,7 @@ def test_a_block_that_somebody_holds_never_leaves() -> None:
     assert allocate(cache, 1) == blocks[:1]
 
 
-def test_what_somebody_wants_leaves_after_all_that_nobody_does_and_then_the_oldest_first() -> None:
+def test_protected_blocks_are_evicted_last_and_the_oldest_first() -> None:
     cache = KvCache(4)
     root = cache.root(0)
     first, second, third, last = (
@@ -168,7 +168,7 @@ def test_what_somebody_wants_leaves_after_all_that_nobody_does_and_then_the_olde
     assert [allocate(cache, 1) for _ in range(4)] == [third, last, first, second]
 
 
-def test_what_nobody_wants_any_more_leaves_first_its_end_before_its_beginning() -> None:
+def test_unprotected_blocks_are_evicted_first_from_their_contexts_end() -> None:
     cache = KvCache(5)
     root = cache.root(0)
     ended = cache_path(cache, root, b"a", b"b", b"c")
@@ -187,7 +187,7 @@ def test_what_nobody_wants_any_more_leaves_first_its_end_before_its_beginning() 
     cache.unprotect(beginning_wants)
 
 
-def test_a_want_ends_with_what_was_wanted_whatever_is_in_its_block_by_then() -> None:
+def test_protection_ends_with_the_cached_content_of_its_block() -> None:
     cache = KvCache(2)
     blocks = cache_path(cache, cache.root(0), b"a", b"b")
     gone = cache.protect(blocks)
@@ -205,7 +205,7 @@ def test_a_want_ends_with_what_was_wanted_whatever_is_in_its_block_by_then() -> 
     assert cache.free_blocks == 2
 
 
-def test_blocks_that_are_not_cached_or_that_nobody_holds_cant_be_protected() -> None:
+def test_only_cached_and_referenced_blocks_can_be_protected() -> None:
     cache = KvCache(2)
     cached = cache_path(cache, cache.root(0), b"a")
     cache.release(cached)
@@ -215,7 +215,7 @@ def test_blocks_that_are_not_cached_or_that_nobody_holds_cant_be_protected() -> 
             cache.protect(blocks)
 
 
-def test_what_is_forgotten_is_never_found_again_and_held_blocks_stay_with_their_holders() -> None:
+def test_cleared_blocks_are_never_found_and_referenced_ones_stay_allocated() -> None:
     cache = KvCache(4)
     root = cache.root(0)
     held = cache_path(cache, root, b"aa")
@@ -234,7 +234,7 @@ def test_what_is_forgotten_is_never_found_again_and_held_blocks_stay_with_their_
     assert allocate(cache, 1) == held  # at once free: nothing of it is kept
 
 
-def test_caching_a_context_twice_or_a_block_nobody_holds_is_a_defect() -> None:
+def test_caching_a_context_twice_or_an_unreferenced_block_raises() -> None:
     cache = KvCache(3)
     root = cache.root(0)
     block = cache_path(cache, root, b"aa")[0]

@@ -61,7 +61,7 @@ def test_samples_share_a_prompt_whose_prefill_takes_many_steps() -> None:
     assert computed == 30 + 7 * 2
 
 
-def test_a_turn_that_comes_while_its_prompt_is_being_computed_computes_none_of_it_again() -> None:
+def test_a_turn_shares_a_prompt_that_is_being_prefilled() -> None:
     engine = FakeEngine(num_blocks=32)
     prompt = list(range(20))
     engine.submit(prompt, 1)
@@ -84,7 +84,7 @@ def test_a_prompt_shorter_than_a_block_is_computed_by_each_turn() -> None:
     assert sample_group(FakeEngine(), PROMPT[:3], samples=3, max_tokens=1) == 9
 
 
-def test_turns_that_do_not_begin_alike_share_nothing() -> None:
+def test_turns_without_a_common_prefix_share_no_block() -> None:
     engine = FakeEngine()
     first = engine.submit([1, *PROMPT[1:]], 2)
     second = engine.submit([2, *PROMPT[1:]], 2)
@@ -94,13 +94,13 @@ def test_turns_that_do_not_begin_alike_share_nothing() -> None:
     assert engine.turns[second].token_ids == uninterrupted([2, *PROMPT[1:]], 2)
 
 
-def test_nothing_is_shared_where_that_is_switched_off() -> None:
+def test_no_block_is_shared_with_prefix_caching_off() -> None:
     engine = FakeEngine(shares_prefixes=False)
 
     assert sample_group(engine, PROMPT, samples=3, max_tokens=1) == 30
 
 
-def test_turns_that_sample_the_same_end_up_with_the_same_blocks() -> None:
+def test_turns_with_equal_outputs_share_their_blocks() -> None:
     engine = FakeEngine(max_step_tokens=64)
     for _ in range(3):
         engine.submit(PROMPT, 11)
@@ -118,7 +118,7 @@ def test_turns_that_sample_the_same_end_up_with_the_same_blocks() -> None:
 # ---------------------------------------------------------------- after a turn
 
 
-def test_the_next_turn_of_a_rollout_computes_only_what_was_said_since() -> None:
+def test_the_next_turn_of_a_rollout_prefills_only_new_tokens() -> None:
     engine = FakeEngine()
     first = engine.submit(PROMPT, 8)
     engine.run()
@@ -133,7 +133,7 @@ def test_the_next_turn_of_a_rollout_computes_only_what_was_said_since() -> None:
     assert engine.turns[second].token_ids == uninterrupted(context, 4)
 
 
-def test_an_aborted_turn_that_comes_back_finds_what_it_had() -> None:
+def test_a_resubmitted_aborted_turn_finds_its_kv() -> None:
     engine = FakeEngine()
     turn = engine.submit(PROMPT, 12)
     for _ in range(5):
@@ -150,7 +150,7 @@ def test_an_aborted_turn_that_comes_back_finds_what_it_had() -> None:
     assert [*done, *engine.turns[rest].token_ids] == uninterrupted(PROMPT, 12)
 
 
-def test_blocks_of_ended_turns_are_free_and_are_given_up_for_new_turns() -> None:
+def test_blocks_of_ended_turns_are_reused_by_new_turns() -> None:
     engine = FakeEngine(num_blocks=5)
     first = engine.submit(PROMPT, 8)
     engine.run()
@@ -166,7 +166,7 @@ def test_blocks_of_ended_turns_are_free_and_are_given_up_for_new_turns() -> None
     assert engine.turns[again].prefills[0].cached_tokens == 0
 
 
-def test_a_turn_starts_where_only_shared_blocks_make_room_for_it() -> None:
+def test_a_turn_starts_if_it_fits_only_with_shared_blocks() -> None:
     engine = FakeEngine(num_blocks=8, max_step_tokens=64)
     prompt = list(range(21))  # six blocks
     turns = [engine.submit(prompt, 3) for _ in range(2)]
@@ -177,9 +177,7 @@ def test_a_turn_starts_where_only_shared_blocks_make_room_for_it() -> None:
         assert engine.turns[turn].token_ids == uninterrupted(prompt, 3)
 
 
-def test_a_turn_does_not_start_where_taking_what_it_finds_leaves_no_room_for_those_that_run() -> (
-    None
-):
+def test_a_turn_does_not_start_if_its_cached_blocks_leave_too_few_for_running_turns() -> None:
     engine = FakeEngine(num_blocks=4, max_running_turns=2)
     engine.submit(PROMPT[:9], 1)
     engine.run()  # two blocks are cached, and nobody holds them
@@ -193,7 +191,7 @@ def test_a_turn_does_not_start_where_taking_what_it_finds_leaves_no_room_for_tho
     assert engine.turns[late].prefills[0].cached_tokens == 8
 
 
-def test_each_prefill_of_a_turn_tells_what_was_cached_for_itself() -> None:
+def test_each_prefill_reports_its_own_cached_tokens() -> None:
     engine = FakeEngine(num_blocks=5, max_running_turns=2)
     engine.submit([1] * 8, 1)
     engine.run()
@@ -212,9 +210,7 @@ def test_each_prefill_of_a_turn_tells_what_was_cached_for_itself() -> None:
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 @pytest.mark.parametrize("kv_policy", ["keep", "recompute"])
-def test_nothing_that_old_weights_computed_is_found_by_turns_of_the_new(
-    mode: PauseMode, kv_policy: KvPolicy
-) -> None:
+def test_kv_of_old_weights_is_not_found_after_a_swap(mode: PauseMode, kv_policy: KvPolicy) -> None:
     engine = FakeEngine()
     engine.submit(PROMPT, 9)
     for _ in range(4):
@@ -247,7 +243,7 @@ def test_a_turn_paused_in_mid_prefill_shares_nothing_once_weights_were_swapped()
     assert engine.turns[late].kv == [1] * 22
 
 
-def test_a_turn_with_kept_kv_takes_nothing_that_new_weights_computed() -> None:
+def test_a_turn_with_kept_kv_finds_no_kv_of_new_weights() -> None:
     engine = FakeEngine(max_step_tokens=8, num_blocks=32)
     prompt = list(range(20))
     straddler = engine.submit(prompt, 3, priority=1)
@@ -260,7 +256,7 @@ def test_a_turn_with_kept_kv_takes_nothing_that_new_weights_computed() -> None:
     assert reported.prefills == [Prefill(straddler, 0, [KvSpan(0, 0, 8), KvSpan(1, 8, 20)])]
 
 
-def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_shared() -> None:
+def test_recomputed_samples_share_their_prefix_and_overwrite_no_shared_block() -> None:
     engine = FakeEngine(max_running_turns=4, num_blocks=16, max_step_tokens=64)
     for _ in range(4):
         engine.submit(PROMPT, 9)
@@ -280,7 +276,7 @@ def test_samples_that_are_recomputed_share_that_too_and_write_over_nothing_share
         reported.check(vocab=50)
 
 
-def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None:
+def test_turns_recomputed_with_few_blocks_all_end_correctly() -> None:
     engine = FakeEngine(max_running_turns=4, num_blocks=8, max_step_tokens=8)
     for turn in range(4):
         engine.submit([*PROMPT[:8], turn], 9)
@@ -295,7 +291,7 @@ def test_turns_recomputed_where_memory_is_short_all_end_as_they_should() -> None
         assert len(reported.token_ids) == 9
 
 
-def test_a_turn_that_lacks_a_block_for_what_is_recomputed_gets_it_from_a_worse_one() -> None:
+def test_a_recomputed_turn_without_a_block_preempts_a_lower_ranked_one() -> None:
     engine = FakeEngine(num_blocks=4, max_running_turns=2, max_step_tokens=16)
     best = engine.submit([1] * 7, 8)
     worse = engine.submit([2] * 2, 8)
@@ -312,7 +308,7 @@ def test_a_turn_that_lacks_a_block_for_what_is_recomputed_gets_it_from_a_worse_o
         engine.turns[turn].check(vocab=50)
 
 
-def test_weights_under_a_number_that_was_used_before_find_nothing() -> None:
+def test_a_reused_version_number_finds_no_cached_kv() -> None:
     engine = FakeEngine()
     engine.submit(PROMPT, 2)
     engine.run()
@@ -327,7 +323,7 @@ def test_weights_under_a_number_that_was_used_before_find_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
-def test_a_pause_that_clears_the_cache_leaves_nothing_to_find(mode: PauseMode) -> None:
+def test_a_pause_that_clears_the_cache_clears_all_of_it(mode: PauseMode) -> None:
     engine = FakeEngine()
     first = engine.submit(PROMPT, 4)
     engine.step()

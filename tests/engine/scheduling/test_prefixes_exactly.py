@@ -153,9 +153,7 @@ def test_pauses_and_preemptions_give_the_same_tokens_with_and_without_shared_pre
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_token_comes_again_from_the_weights_that_its_provenance_names(
-    models: Models, seed: int
-) -> None:
+def test_replaying_the_provenance_reproduces_every_token(models: Models, seed: int) -> None:
     crowd = run_crowd(make_engine(models), seed, swaps=True, has_sessions=seed % 2 == 1)
 
     assert crowd.cached_tokens > 50
@@ -190,7 +188,7 @@ PROMPT = [(7 * n) % 96 for n in range(37)]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kv_policy", POLICIES)
-def test_after_a_swap_a_cached_prompt_is_answered_as_by_a_fresh_engine_of_the_new_weights(
+def test_after_a_swap_a_cached_prompt_gives_the_output_of_a_fresh_engine(
     models: Models, mode: PauseMode, kv_policy: KvPolicy
 ) -> None:
     engine = DrivenEngine(models.weights, num_blocks=64, block_tokens=4)
@@ -211,7 +209,7 @@ def test_after_a_swap_a_cached_prompt_is_answered_as_by_a_fresh_engine_of_the_ne
 
 
 @pytest.mark.parametrize("kv_policy", POLICIES)
-def test_a_pause_in_mid_prefill_with_new_weights_in_between_leaves_nothing_stale(
+def test_a_pause_and_swap_in_mid_prefill_leave_no_stale_kv(
     models: Models, kv_policy: KvPolicy
 ) -> None:
     engine = DrivenEngine(models.weights, num_blocks=64, block_tokens=4)

@@ -53,14 +53,14 @@ def test_waiting_turns_start_by_priority_and_then_by_arrival() -> None:
     assert ended == [urgent, first, second]
 
 
-def test_a_step_of_prefill_alone_has_nothing_to_tell() -> None:
+def test_a_step_with_prefills_only_sends_no_message() -> None:
     engine = FakeEngine(max_step_tokens=4)
     engine.submit([1, 2, 3, 4, 5], 1)
     rows = engine.scheduler.plan()
     assert engine.scheduler.complete(engine.runner.step(rows)) is None
 
 
-def test_a_step_is_told_in_columns() -> None:
+def test_a_step_message_has_one_column_per_field() -> None:
     engine = FakeEngine()
     engine.submit([1, 2, 3], 1)
     engine.submit([4], 5)
@@ -93,7 +93,7 @@ def test_a_stop_token_ends_a_turn_even_where_it_is_the_last_allowed() -> None:
         assert engine.turns[turn].finish == STOP
 
 
-def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> None:
+def test_the_lowest_ranked_turn_is_preempted_and_later_continues() -> None:
     engine = FakeEngine(num_blocks=5, max_running_turns=2)
     worse = engine.submit([1] * 8, 8, priority=1)
     engine.step()
@@ -116,7 +116,7 @@ def test_the_worst_turn_gives_up_its_blocks_and_later_goes_on_where_it_was() -> 
     assert [prefill.output_tokens for prefill in engine.turns[best].prefills] == [0]
 
 
-def test_the_worst_turn_keeps_its_kv_while_nobody_needs_the_blocks() -> None:
+def test_a_preempted_turn_keeps_its_kv_until_its_blocks_are_needed() -> None:
     engine = FakeEngine(num_blocks=4, max_running_turns=2, max_step_tokens=12)
     best = engine.submit([1] * 8, 4)
     worse = engine.submit([2] * 4, 4)
@@ -127,7 +127,7 @@ def test_the_worst_turn_keeps_its_kv_while_nobody_needs_the_blocks() -> None:
     assert [prefill.output_tokens for prefill in engine.turns[worse].prefills] == [0]
 
 
-def test_a_turn_does_not_start_where_the_next_decodes_would_throw_it_out() -> None:
+def test_a_turn_does_not_start_if_the_next_decodes_would_preempt_it() -> None:
     engine = FakeEngine(num_blocks=3, max_running_turns=2)
     first = engine.submit([1] * 2, 6)
     engine.step()
@@ -193,7 +193,7 @@ def test_limits_that_can_never_work_are_refused(name: str, value: Any, reported:
         FakeEngine(**{name: value})
 
 
-def test_blocks_are_counted_up() -> None:
+def test_token_counts_round_up_to_blocks() -> None:
     limits = EngineLimits(
         max_running_turns=1,
         max_step_tokens=1,

@@ -49,7 +49,7 @@ def test_tokens_after_an_abort_and_a_resubmission_are_those_of_an_uninterrupted_
     assert [*done, *engine.turns[rest].token_ids] == uninterrupted([1, 2, 3], 12)
 
 
-def test_keep_freezes_at_once_and_resume_goes_on_without_a_new_prefill() -> None:
+def test_keep_freezes_at_once_and_resume_needs_no_new_prefill() -> None:
     engine = FakeEngine()
     turn = engine.submit([1, 2], 6)
     engine.step()
@@ -122,7 +122,7 @@ def test_a_prefill_that_straddles_a_swap_names_both_versions() -> None:
     assert engine.recomputed_turns == 0
 
 
-def test_kept_kv_needs_no_new_prefill_when_a_decode_goes_on_under_new_weights() -> None:
+def test_kept_kv_needs_no_new_prefill_under_new_weights() -> None:
     engine = FakeEngine()
     turn = engine.submit([1] * 3, 4)
     engine.step()
@@ -192,7 +192,7 @@ def test_the_same_version_again_recomputes_nothing() -> None:
     assert len(engine.turns[turn].prefills) == 1
 
 
-def test_an_update_that_waits_starts_nothing_until_running_turns_have_ended() -> None:
+def test_an_update_with_wait_starts_no_turn_until_running_ones_have_ended() -> None:
     engine = FakeEngine(max_running_turns=2)
     turn = engine.submit([1], 3)
     engine.step()
@@ -216,7 +216,7 @@ def test_an_update_with_abort_ends_turns_under_their_own_version() -> None:
     assert engine.turns[turn].versions == [0]
 
 
-def test_frozen_turns_are_not_waited_for() -> None:
+def test_an_update_with_wait_does_not_wait_for_frozen_turns() -> None:
     engine = FakeEngine()
     turn = engine.submit([1], 3)
     engine.step()
@@ -230,7 +230,7 @@ def test_frozen_turns_are_not_waited_for() -> None:
     assert engine.turns[turn].versions == [0, 1, 1]
 
 
-def test_asking_for_a_swap_again_changes_how_it_is_done() -> None:
+def test_a_repeated_swap_request_changes_its_mode() -> None:
     engine = FakeEngine()
     turn = engine.submit([1], 9)
     engine.step()

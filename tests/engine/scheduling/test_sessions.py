@@ -30,7 +30,7 @@ def crowd_out(engine: FakeEngine, turns: int, *, session: int = 0) -> None:
         play(engine, prompt_of(20 + number), session=session and session + number)
 
 
-def test_a_session_that_waits_keeps_its_context_while_ones_that_have_ended_lose_theirs() -> None:
+def test_contexts_of_waiting_sessions_outlast_those_of_ended_ones() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     play(engine, prompt_of(1), session=1)
     play(engine, prompt_of(2), session=2)
@@ -42,7 +42,7 @@ def test_a_session_that_waits_keeps_its_context_while_ones_that_have_ended_lose_
     assert play(engine, prompt_of(1)) == 8
 
 
-def test_without_sessions_what_was_used_least_lately_leaves() -> None:
+def test_without_sessions_the_least_recently_used_context_is_evicted() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     play(engine, prompt_of(1))
 
@@ -51,7 +51,7 @@ def test_without_sessions_what_was_used_least_lately_leaves() -> None:
     assert play(engine, prompt_of(1)) == 0
 
 
-def test_of_sessions_that_wait_the_one_that_did_so_for_longest_gives_way() -> None:
+def test_of_waiting_sessions_the_longest_waiting_is_evicted_first() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     for session in (1, 2, 3):
         play(engine, prompt_of(session), session=session)
@@ -61,7 +61,7 @@ def test_of_sessions_that_wait_the_one_that_did_so_for_longest_gives_way() -> No
     assert [play(engine, prompt_of(session)) for session in (3, 1)] == [8, 0]
 
 
-def test_waiting_sessions_refuse_nobody_room() -> None:
+def test_waiting_sessions_do_not_block_new_turns() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     for session in (1, 2, 3, 4):
         play(engine, prompt_of(session), session=session)
@@ -70,7 +70,7 @@ def test_waiting_sessions_refuse_nobody_room() -> None:
     assert engine.scheduler.free_blocks == BLOCKS
 
 
-def test_a_session_wants_its_newest_context_only() -> None:
+def test_a_session_protects_its_newest_context_only() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     play(engine, prompt_of(1), session=1)
     play(engine, prompt_of(2), session=1)  # the agent has begun another conversation
@@ -95,7 +95,7 @@ def test_a_prompt_is_kept_for_the_last_of_its_group() -> None:
     assert play(engine, prompt_of(1)) == 0
 
 
-def test_whoever_begins_a_new_conversation_has_no_sessions() -> None:
+def test_sessions_end_with_their_connection() -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     play(engine, prompt_of(1), session=1)
     engine.scheduler.forget_orchestrator()
@@ -106,7 +106,7 @@ def test_whoever_begins_a_new_conversation_has_no_sessions() -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
-def test_a_swap_forgets_what_sessions_wait_for(mode: PauseMode) -> None:
+def test_a_swap_discards_the_contexts_of_waiting_sessions(mode: PauseMode) -> None:
     engine = FakeEngine(num_blocks=BLOCKS)
     play(engine, prompt_of(1), session=1)
     running = engine.submit(prompt_of(2), 9, session=2)
@@ -126,7 +126,7 @@ def test_a_swap_forgets_what_sessions_wait_for(mode: PauseMode) -> None:
     engine.scheduler.check()
 
 
-def test_a_peer_that_ends_no_session_has_as_many_kept_as_there_are_blocks() -> None:
+def test_sessions_that_never_end_are_limited_by_the_number_of_blocks() -> None:
     engine = FakeEngine(num_blocks=4)
     for session in range(1, 7):  # all of one context, so that none loses it for want of room
         play(engine, [1] * 6, session=session, max_tokens=1)

@@ -185,7 +185,7 @@ def test_a_version_without_memory_is_refused_once_and_the_next_is_taken(
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_no_numbers_are_refused_by_name(
+def test_weights_with_nan_are_refused_by_name(
     number: float, staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
 ) -> None:
     gate.opened.set()
@@ -203,12 +203,12 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     assert isinstance(answers(staging)[-1], WeightsStaged)
 
 
-def test_large_weights_are_numbers_though_their_sum_is_none() -> None:
+def test_large_finite_weights_are_accepted_though_their_sum_overflows() -> None:
     assert _is_finite(torch.full((10,), 3e38))
     assert not _is_finite(torch.tensor([3e38, 3e38, math.inf]))
 
 
-def test_a_failed_version_is_answered_once_however_much_of_it_follows(
+def test_a_failed_version_gets_one_reply(
     staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
 ) -> None:
     gate.opened.set()
@@ -276,7 +276,7 @@ def test_starting_a_version_gives_up_the_one_under_way_and_says_so(
     assert (staged.version, staging.is_staged(1), staging.is_staged(2)) == (2, False, True)
 
 
-def test_tensors_after_the_last_ones_are_complained_of_and_ignored(
+def test_tensors_after_the_last_message_are_rejected(
     staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
 ) -> None:
     gate.opened.set()
@@ -322,7 +322,7 @@ def test_without_memory_for_a_second_set_of_weights_each_version_is_refused_and_
         staging.close()
 
 
-def test_what_is_abandoned_is_not_answered_and_can_be_begun_anew(
+def test_an_abandoned_version_gets_no_reply_and_can_be_started_again(
     staging: Staging, gate: Gate, channel: WeightSender, directories: list[Path]
 ) -> None:
     staging.init(channel.init())  # the thread waits in here
@@ -338,14 +338,14 @@ def test_what_is_abandoned_is_not_answered_and_can_be_begun_anew(
     assert not staging.is_staged(1)
 
 
-def test_a_channel_that_does_not_exist_is_complained_of(staging: Staging) -> None:
+def test_an_unknown_channel_is_rejected(staging: Staging) -> None:
     staging.init(InitWeights(channel="carrier-pigeon"))
     (complaint,) = answers(staging)
     assert isinstance(complaint, MessageRejected)
     assert "carrier-pigeon" in complaint.message
 
 
-def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
+def test_weights_of_a_lost_sender_are_refused_and_the_next_sender_is_accepted(
     staging: Staging,
     gate: Gate,
     directories: list[Path],
@@ -370,7 +370,7 @@ def test_weights_whose_sender_is_gone_are_refused_and_the_next_sender_is_heard(
     there.close()
 
 
-def test_nobody_waits_for_weights_that_do_not_come_once_others_are_to(
+def test_a_new_version_ends_the_wait_for_missing_weights(
     staging: Staging, gate: Gate, directories: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_channel, "STALL_TIMEOUT_S", 3600.0)
