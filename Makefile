@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
+.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-agents       litellm and OpenAI's Agents SDK (300 MB, 3 min)"
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
+	@echo "make test-verl         verl's rollout side on Ray, over Tidegate's engines (2.1 GB, 10 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
 	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto; TensorBoard (100 MB, 4 min)"
@@ -168,6 +169,17 @@ test-lm-eval: venv .venv-lm-eval/.ready
 test-ray: .venv-ray/.ready
 	RAY_USAGE_STATS_ENABLED=0 .venv-ray/bin/python -m pytest -s tests/integrations/on_ray
 
+# verl brings Ray and pins older releases of transformers and tensordict: it gets its own Python.
+.venv-verl/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python $(PIP_INSTALL) "torch==2.13.0"
+	.venv-verl/bin/python $(PIP_INSTALL) -e ".[examples,gateway]" "verl==0.9.1" "TransferQueue==0.1.11" \
+	  cachetools fastapi psutil pytest pytest-asyncio pytest-timeout
+	touch $@
+
+test-verl: .venv-verl/.ready
+	RAY_USAGE_STATS_ENABLED=0 .venv-verl/bin/python -m pytest -W default -s tests/integrations/on_verl
+
 test-namespaces: venv
 	TIDEGATE_NAMESPACES=1 $(BIN)/python -m pytest tests/orchestrator/trainer/test_network_namespaces.py
 
@@ -229,4 +241,4 @@ site: venv
 	$(BIN)/python -m pytest -q tests/test_docs_reference.py tests/test_docs_site.py
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray .venv-verl build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -103,7 +103,7 @@ class RolloutWorker:
         Raises:
             TurnRefused: no engine can ever serve one of the prompts.
         """
-        sampling, n_requested = _sampling(sampling_params)
+        sampling, n_requested = vllm_sampling(sampling_params)
         count = n_requested if n is None else n
         if count < 1:
             raise ConfigError(f"n counts completions of each prompt, at least 1; got n={count}")
@@ -297,7 +297,7 @@ def _sample(prompt: list[int], turn: GeneratedTurn) -> Sample:
     )
 
 
-def _sampling(params: Any) -> tuple[dict[str, Any], int]:
+def vllm_sampling(params: Any) -> tuple[dict[str, Any], int]:
     """Return keywords of ``generate`` and ``n``; attributes of a vLLM object may be None."""
     if params is None:
         return {}, 1

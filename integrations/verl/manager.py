@@ -1,0 +1,441 @@
+"""Agent-loop manager of verl whose rollouts are a run's: bound, splits and ledger are Tidegate's.
+
+verl's ``TaskRunnerV1`` makes a :class:`Manager` for
+``rollout.agent.agent_loop_manager_class=tidegate.integrations.verl.Manager``. It deals prompts out
+to the replicas' runs. There, an episode is one of verl's own agent loops; its turns are the run's.
+Rows reach verl's replay buffer through TransferQueue, a batch at a time.
+"""
+
+import asyncio
+import contextvars
+import logging
+import queue
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.core_algos import register_adv_est
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ, apply_greedy_sampling_params
+from verl.workers.rollout.replica import TokenOutput
+
+from tidegate.errors import ConfigError, EpisodeError
+from tidegate.integrations.verl.turns import GlobalSteps, token_output, turn_options
+from tidegate.orchestrator.batches.batches import Batch
+from tidegate.orchestrator.episodes.episode import Episode
+from tidegate.orchestrator.telemetry.statistics import RunStatistics
+from tidegate.orchestrator.trainer.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+log = logging.getLogger("tidegate")
+
+_EPISODE: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
+"""Episode that the running agent loop is."""
+
+Advantages = dict[tuple[str, float], float]
+"""Advantage by a rollout's uid and reward: rollouts of a group with equal rewards have the same."""
+
+ESTIMATOR = "tidegate"
+"""Name of :func:`handed_over_advantages` among verl's advantage estimators."""
+
+FAILURE_KEY = "tidegate"
+"""Key under which a failed run writes its error. verl's replay buffer raises it, because it knows
+no such status; without it verl's trainer would wait for rows without end."""
+
+
+class Manager:
+    """Agent-loop manager of verl over the runs of all replicas.
+
+    Each run has its share of verl's prompts, and hands over its share of a batch after each update
+    of weights. So no token that verl trains on is older than the run's ``max_staleness``.
+    """
+
+    current: "ClassVar[Manager | None]" = None
+    """Manager of this process, for :func:`handed_over_advantages`."""
+
+    def __init__(self, servers: list[Any]) -> None:
+        self._servers = servers
+        Manager.current = self
+
+    @classmethod
+    def create(
+        cls,
+        config: DictConfig,
+        llm_client: Any,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: list[Any] | None = None,
+    ) -> Self:
+        """Get the replicas ready for prompts. verl's trainer has launched them.
+
+        Raises:
+            ConfigError: verl's settings or the runs' do not fit.
+        """
+        names = ray.get(llm_client._load_balancer.get_all_servers.remote())
+        check_config(config, replicas=len(names), rewards=reward_loop_worker_handles)
+        servers = [ray.get_actor(name) for name in sorted(names)]
+        ray.get(
+            [
+                server.start_agents.remote(config, teacher_client, reward_loop_worker_handles)
+                for server in servers
+            ]
+        )
+        return cls(servers)
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Take prompts of verl's data loader, and return at once. Rows come by TransferQueue."""
+        chunks = prompts.chunk(len(self._servers))
+        ray.get(
+            [
+                server.submit.remote(chunk)
+                for server, chunk in zip(self._servers, chunks, strict=False)
+            ]
+        )
+
+    def statistics(self) -> list[RunStatistics]:
+        """Return a snapshot of each replica's run, with its ledger and staleness."""
+        statistics: list[RunStatistics] = ray.get(
+            [server.statistics.remote() for server in self._servers]
+        )
+        return statistics
+
+    def advantages(self) -> "Advantages":
+        """Return Tidegate's advantages of the batch handed over last."""
+        parts = ray.get([server.advantages.remote() for server in self._servers])
+        return {key: advantage for part in parts for key, advantage in part.items()}
+
+
+@register_adv_est(ESTIMATOR)
+def handed_over_advantages(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: "np.ndarray[Any, Any]",
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Tidegate's own advantages, as verl's ``algorithm.adv_estimator=tidegate``.
+
+    They are group-relative, as verl's ``grpo``; but the rest of a split group is compared with all
+    of its group, whose other rollouts verl has trained on before. Rows that pad verl's batch get 0.
+
+    Args:
+        token_level_rewards: [R, T] float32, the reward at a response's last token.
+        response_mask: [R, T]: 1 on tokens to train on.
+        index: [R]: uid of each row.
+
+    Returns:
+        Advantages and returns, [R, T] both: the row's advantage on the tokens to train on.
+    """
+    if Manager.current is None:
+        raise ConfigError(
+            f"algorithm.adv_estimator={ESTIMATOR} needs actor_rollout_ref.rollout.agent."
+            "agent_loop_manager_class=tidegate.integrations.verl.Manager"
+        )
+    known = Manager.current.advantages()
+    rewards = token_level_rewards.sum(-1).tolist()
+    own = [known.get((str(uid), reward), 0.0) for uid, reward in zip(index, rewards, strict=True)]
+    advantages = torch.tensor(own).unsqueeze(-1) * response_mask
+    return advantages, advantages
+
+
+def check_config(config: DictConfig, *, replicas: int, rewards: list[Any] | None) -> None:
+    """Raise ConfigError if verl's settings do not fit :class:`Manager`."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "tidegate":
+        raise ConfigError(
+            f"tidegate.integrations.verl.Manager needs actor_rollout_ref.rollout.name=tidegate, "
+            f"got {rollout.name}"
+        )
+    if config.trainer.v1.sampler.max_off_policy_threshold is not None:
+        raise ConfigError(
+            f"trainer.v1.sampler.max_off_policy_threshold is "
+            f"{config.trainer.v1.sampler.max_off_policy_threshold}, and verl would wait for, or "
+            "drop, what Tidegate holds to its own bound: set it to null, and give "
+            "+actor_rollout_ref.rollout.engine_kwargs.tidegate.max_staleness"
+        )
+    if OmegaConf.select(config, "algorithm.filter_groups.enable"):
+        raise ConfigError(
+            "algorithm.filter_groups.enable has verl drop groups and wait for others, which "
+            "Tidegate hands over only after the next update of weights: set it to False"
+        )
+    if rewards is None:
+        raise ConfigError(
+            "a colocated reward model gives rewards only after sampling, and Tidegate needs each "
+            "rollout's at its end: use a reward function, or set "
+            "reward.reward_model.enable_resource_pool=True"
+        )
+    is_separate = config.trainer.v1.trainer_mode == "separate_async"
+    if is_separate and config.actor_rollout_ref.get("hybrid_engine", True):
+        raise ConfigError(
+            "the trainer's own replicas come and go in trainer_mode=separate_async, and rollouts "
+            "stay on one replica: set actor_rollout_ref.hybrid_engine=False"
+        )
+    options = OmegaConf.select(config, "actor_rollout_ref.rollout.engine_kwargs.tidegate") or {}
+    if options.get("groups_per_batch", 0) * replicas != config.data.train_batch_size:
+        raise ConfigError(
+            f"each of the {replicas} replicas hands over groups_per_batch groups after an update, "
+            f"together data.train_batch_size={config.data.train_batch_size}, and "
+            f"groups_per_batch is {options.get('groups_per_batch', 'not given')}: set "
+            f"+actor_rollout_ref.rollout.engine_kwargs.tidegate.groups_per_batch to "
+            f"{config.data.train_batch_size / replicas:g}"
+        )
+    if "episode_timeout_s" in options:
+        raise ConfigError(
+            "a group whose episodes all time out would be missing in verl's batch: leave out "
+            "engine_kwargs.tidegate.episode_timeout_s, and have agent loops limit their time"
+        )
+    is_own = config.algorithm.adv_estimator == ESTIMATOR
+    if options.get("deadline_policy") == "split" and not is_own:
+        raise ConfigError(
+            f"deadline_policy=split hands over a group in parts, and algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator} would compare each part with itself only: set it to "
+            f"{ESTIMATOR}"
+        )
+    if is_own and config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"algorithm.adv_estimator={ESTIMATOR} knows rewards as they were handed over, and "
+            "algorithm.use_kl_in_reward changes them: set it to False, or use_kl_loss instead"
+        )
+
+
+class EpisodeClient:
+    """LLM client of verl's agent loops that generates the running episode's turns."""
+
+    def __init__(self, rollout_config: Any, steps: GlobalSteps) -> None:
+        self._config = rollout_config
+        self._steps = steps
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        **_: Any,
+    ) -> TokenOutput:
+        """Continue a context: the episode's, or a branch of it where the agent loop diverged."""
+        if image_data or video_data or audio_data:
+            raise ConfigError("rollout.name=tidegate serves texts only; use vllm or sglang")
+        row = _EPISODE.get().row_from(prompt_ids)
+        turn = await row.generate(**turn_options(self._config, len(prompt_ids), sampling_params))
+        return token_output(turn, sampling_params, self._steps, aborted=False)
+
+
+@dataclass(slots=True, eq=False)
+class _VerlTask:
+    """A prompt of verl's data loader: the task of a group."""
+
+    fields: dict[str, Any]
+    """Row of the data set, as agent loops get it."""
+    sampling: dict[str, Any]
+    """verl's sampling parameters."""
+    trajectory: dict[str, Any]
+    """What verl notes for its traces."""
+    outputs: dict[int, tuple[int, list[AgentLoopOutput]]] = field(default_factory=dict)
+    """Session number and outputs of each rollout that has ended, by rollout id."""
+    failures: Counter[int] = field(default_factory=Counter)
+    """Number of episodes that have failed, by group: a dropped group is retried as another."""
+
+    @property
+    def uid(self) -> str:
+        """verl's id of the group, and key of its status."""
+        return str(self.fields["uid"])
+
+    @property
+    def partition(self) -> str:
+        """Partition of TransferQueue that the group's rows go to."""
+        return "val" if self.trajectory["validate"] else "train"
+
+
+class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
+    """Worker of verl's agent loops in a replica's actor: runs them as episodes of the run.
+
+    What verl does with a prompt before, and with an output after, is inherited: sampling
+    parameters, agent loops, tools, rewards, and the rows of TransferQueue.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        run: Rollouts,
+        steps: GlobalSteps,
+        teachers: Any,
+        reward_workers: list[Any],
+    ) -> None:
+        client = EpisodeClient(None, steps)
+        super().__init__(config, client, teachers, reward_workers)
+        client._config = self.rollout_config
+        self._run = run
+        self._steps = steps
+        self._prompts: queue.SimpleQueue[_VerlTask | None] = queue.SimpleQueue()
+        self._actor_loop = asyncio.get_running_loop()
+        self._published = asyncio.Event()
+        self.advantages: Advantages = {}
+        """Of the batch handed over last."""
+        self._handing_over: asyncio.Task[None] | None = None
+
+    def published(self) -> None:
+        """Hand over the next batch: new weights are live."""
+        self._published.set()
+
+    async def close(self) -> None:
+        """Take no more prompts, and hand over no more batches."""
+        self._prompts.put(None)
+        if self._handing_over is not None:
+            self._handing_over.cancel()
+
+    # ------------------------------------------------------------ verl's hooks
+
+    async def _run_prompt(
+        self,
+        prompt: dict[str, Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool = False,
+    ) -> None:
+        """Take one prompt, where verl's own worker would run its agent loops."""
+        sessions = prompt.pop("__rollout_n__", None)
+        sampling = dict(sampling_params)
+        if not prompt.pop("__do_sample__", True) and not trajectory["validate"]:
+            apply_greedy_sampling_params(sampling)
+        task = _VerlTask(prompt, sampling, trajectory)
+        await self._mark(task, "running")
+        if trajectory["validate"]:
+            await self._validate(task, sessions or self.rollout_config.val_kwargs.n)
+            return
+        self._prompts.put(task)
+        if self._handing_over is None:
+            self._handing_over = asyncio.create_task(self._hand_over())
+
+    async def _agent_loop_postprocess(
+        self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
+    ) -> list[AgentLoopOutput]:
+        """Return an agent loop's outputs with their reward; verl's own worker writes them too."""
+        outputs = output if isinstance(output, list) else [output]
+        if not outputs:
+            raise EpisodeError("the agent loop has returned no output, and a rollout needs one")
+        await self._compute_score(outputs, kwargs=kwargs)
+        return outputs
+
+    # ------------------------------------------------------------ episodes, on the run's loop
+
+    async def _play(self, episode: Episode, task: _VerlTask, session: int) -> float:
+        _EPISODE.set(episode)
+        outputs: list[AgentLoopOutput] = await self._run_agent_loop(
+            dict(task.sampling),
+            trajectory=task.trajectory,
+            trace=False,
+            session_id=session,
+            **task.fields,
+        )
+        contexts = [row.token_ids for row in episode.rows]
+        for output in outputs:
+            tokens = output.prompt_ids + output.response_ids
+            if not any(context[: len(tokens)] == tokens for context in contexts):
+                raise EpisodeError(
+                    "the agent loop has returned tokens that are not the ones that it generated "
+                    "from and got, so their log-probs and versions are unknown: have it return "
+                    "prompt_ids and response_ids as they were sent and received"
+                )
+        task.outputs[episode.rollout_id] = session, outputs
+        return float(outputs[-1].reward_score)
+
+    def _note_failure(self, task: _VerlTask, group_id: int) -> None:
+        """Have verl replace a group whose episodes have all failed: the run has discarded it."""
+        task.failures[group_id] += 1
+        if task.failures[group_id] == self._run.settings.staleness.group_size:
+            asyncio.run_coroutine_threadsafe(self._mark(task, "failure"), self._actor_loop)
+
+    async def _offered(self) -> AsyncIterator[_VerlTask]:
+        while (task := await asyncio.to_thread(self._prompts.get)) is not None:
+            yield task
+
+    # ------------------------------------------------------------ rows, on the actor's loop
+
+    async def _validate(self, task: _VerlTask, sessions: int) -> None:
+        async def play(episode: Episode, session: int) -> float:
+            return await self._play(episode, task, session)
+
+        evaluation = await self._run.evaluate(range(sessions), episode=play)
+        await asyncio.gather(*(self._write(task, *output) for output in task.outputs.values()))
+        await self._mark(task, "failure" if evaluation.failures else "finished")
+
+    async def _hand_over(self) -> None:
+        """Write a batch after each update of weights.
+
+        So the bound holds when verl trains on it: verl trains on a batch before the next update.
+        """
+
+        async def play(episode: Episode, task: _VerlTask) -> float:
+            try:
+                return await self._play(episode, task, episode.index)
+            except Exception:
+                self._note_failure(task, episode.group_id)
+                raise
+
+        try:
+            await self._run.offer(self._offered(), episode=play)
+            while (batch := await self._run.next_batch()) is not None:
+                self._published.clear()
+                await self._write_batch(batch)
+                await self._published.wait()
+        except Exception as error:
+            log.exception("the replica's run has failed")
+            tag = {"is_prompt": True, "global_steps": 0, "status": f"the run failed: {error}"}
+            await tq.async_kv_put(key=FAILURE_KEY, partition_id="train", tag=tag)
+            raise
+
+    async def _write_batch(self, batch: Batch) -> None:
+        rows: dict[int, list[int]] = {}
+        for row, rollout_id in enumerate(batch.rollout_ids.tolist()):
+            rows.setdefault(rollout_id, []).append(row)
+        tasks: dict[str, _VerlTask] = {}
+        writes = []
+        self.advantages = {}
+        for rollout_id, own in rows.items():
+            task = batch.tasks[own[0]]
+            assert isinstance(task, _VerlTask)
+            tasks[task.uid] = task
+            reward, advantage = batch.rewards[own[0]].item(), batch.advantages[own[0]].item()
+            self.advantages[task.uid, reward] = advantage
+            session, outputs = task.outputs.pop(rollout_id)
+            for output in outputs:
+                self._tag(output, batch, own)
+            writes.append(self._write(task, session, outputs))
+        await asyncio.gather(*writes)
+        # Only now, because verl takes the rows of groups that have finished.
+        await asyncio.gather(*(self._mark(task, "finished") for task in tasks.values()))
+
+    def _tag(self, output: AgentLoopOutput, batch: Batch, rows: list[int]) -> None:
+        """Set an output's mask and global steps by the batch: exactly the tokens to train on."""
+        tokens = output.prompt_ids + output.response_ids
+        row = next(row for row in rows if batch.token_ids[row, : len(tokens)].tolist() == tokens)
+        response = slice(len(output.prompt_ids), len(tokens))
+        trained = batch.loss_mask[row, response]
+        versions = batch.weight_versions[row, response]
+        output.response_mask = [
+            int(own and trains)
+            for own, trains in zip(output.response_mask, trained.tolist(), strict=True)
+        ]
+        output.extra_fields.update(self._steps.of(versions[trained].tolist()))
+
+    async def _write(self, task: _VerlTask, session: int, outputs: list[AgentLoopOutput]) -> None:
+        """Write a rollout's rows as verl's own worker does."""
+        fields = {name: value for name, value in task.fields.items() if name != "agent_name"}
+        is_validation = task.trajectory["validate"]
+        await super()._agent_loop_postprocess(outputs, is_validation, session_id=session, **fields)
+
+    async def _mark(self, task: _VerlTask, status: str) -> None:
+        """Set a group's status. The whole tag, because verl may have cleared the one before."""
+        steps = int(task.fields["global_steps"])
+        tag: Mapping[str, Any] = {"is_prompt": True, "status": status, "global_steps": steps}
+        await tq.async_kv_put(key=task.uid, partition_id=task.partition, tag=dict(tag))
