@@ -337,7 +337,7 @@ class Pause(Message, frozen=True, kw_only=True, tag="pause"):
     mode: PauseMode
     """What happens to running turns: ``abort`` ends, ``keep`` freezes, ``wait`` finishes them."""
     clear_cache: bool = False
-    """Whether to clear the prefix cache, so that later turns compute their context anew."""
+    """Whether to clear the prefix cache, so that later turns recompute their context."""
 
 
 class Resume(Message, frozen=True, kw_only=True, tag="resume"):

@@ -27,7 +27,7 @@ class PublishTimes:
     """Times at which versions were published, on the run loop's clock."""
 
     def __init__(self, version: int) -> None:
-        """``version`` is the one that the run begins with."""
+        """``version``: version at the start of the run."""
         self._known: tuple[Array, Array] = (np.array([-np.inf]), np.array([version]))
         """(times, versions): each version was the trainer's from its time on."""
 

@@ -67,7 +67,7 @@ class BatchShard:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one update. Rows of a group lie side by side."""
+    """The rows of one update. Rows of a group are adjacent."""
 
     token_ids: torch.Tensor
     """[R, T] int64: context of each row, padded on the right."""

@@ -240,7 +240,7 @@ class EngineSide:
         self.handle(self.fleet.lose(engine, why))
 
     def give_up_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that does not answer."""
+        """Remove an engine that did not reply in time."""
         self.handle(self.fleet.lose(engine, why, is_crash=False))
         self.on_silent(engine)
 

@@ -356,7 +356,7 @@ class WeightSettings(SettingsRecord):
     """What a weight update does to the KV of kept turns: ``recompute`` it under the new weights, or
     ``keep`` it."""
     engines_per_update_wave: Count | None = None
-    """Number of engines that swap to new weights at a time, while the others go on; None: all at
+    """Number of engines that swap to new weights at a time, while the others decode; None: all at
     once."""
     weight_channel: WeightChannelName = "shm"
     """How weights travel: shared memory; ``cuda_ipc``, on the GPU that trainer and engines share,
@@ -663,7 +663,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(problem: ErrorDetails) -> str:
-    """Say what is wrong with a setting, by its flat name."""
+    """Return the error message for a setting, by its flat name."""
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     where = problem["loc"]

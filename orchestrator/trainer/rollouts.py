@@ -163,7 +163,7 @@ class Scorer(RunHandle):
         return self.settings.records.run_directory
 
     def statistics(self) -> RunStatistics:
-        """Return a snapshot of the run; after it has ended, the one of its end."""
+        """Return a snapshot of the run; once it has ended, the final one."""
         if self._final is not None:
             return self._final
         return self._read(self._statistics_of)
@@ -247,7 +247,7 @@ class Scorer(RunHandle):
                 raise  # otherwise it is logged already, and must not hide why the block ended
 
     def _sync_records(self) -> None:
-        """Wait until what was recorded, and the statistics as of now, survive a crash."""
+        """Record the current statistics, and wait until all records survive a crash."""
         recorder = self._running.recorder
         if recorder is not None:
             recorder.statistics(self.statistics())
@@ -649,7 +649,7 @@ class Rollouts(Scorer, TrainerHandle):
             self._running.recorder.weights(call.version, call.state_dict, call.parts)
 
     def _begin_batches(self) -> int:
-        """Begin another call of ``batches()``, whose tasks replace those of the one before.
+        """Begin another call of ``batches()``, whose tasks replace the previous call's.
 
         Raises:
             ConfigError: another call waits for a batch; its tasks would never be used.

@@ -111,7 +111,7 @@ class WeightPublish:
     def _content_after(
         self, before: WeightContent, parts: Sequence[UpdateWeights]
     ) -> WeightContent:
-        """Return the version's content, and note for the record what it is made of."""
+        """Return the version's content, and list its parts for the record."""
         content = self._change(before, parts)
         adapters = {
             name: ArchivedAdapter(part.version, part.adapter.scale)

@@ -1,8 +1,8 @@
 """Asyncio shell around :class:`tidegate.orchestrator.core.weight_control.WeightControl`.
 
-The engine side creates it. Trainers' calls wait in it; it feeds engines' messages to the state
-machine and executes the commands. ``WeightControl`` holds the pause that the run wants, and each
-engine's ``PauseGate`` that engine's part.
+The engine side creates one :class:`EngineControl`. It feeds trainers' calls and engines' messages
+to the state machine, carries out the commands, and returns to each caller when its call is
+resolved.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class EngineControlCallbacks(Protocol):
         """Remove an engine that does not answer."""
 
     def refuse_engine(self, engine: str, why: str) -> None:
-        """Remove an engine that refuses the weights that others serve, and tell it why."""
+        """Remove an engine that refused weights that other engines serve, and tell it why."""
 
     def hold_batches(self, is_held: bool) -> None:
         """Hold batches while the trainer's version is undecided, or hand them over again."""
@@ -148,8 +148,9 @@ class EngineControl:
         are bad, and engines are paused first (rollback).
 
         Raises:
-            EngineLagging: an engine that still read it after ``weight_update_timeout_s`` is given
-            up. WeightsRefused: a part would be laid over weights that this process doesn't know.
+            EngineLagging: an engine still read the buffer after ``weight_update_timeout_s``. It is
+                removed.
+            WeightsRefused: a part would be laid over weights that this process doesn't know.
             TidegateError: an earlier publish failed after its call had returned.
         """
         call_id = next(self._call_ids)
@@ -158,7 +159,7 @@ class EngineControl:
         return cast(Reserved, await self._run_call(request))
 
     def release(self) -> None:
-        """Give up the reserved buffer; the version that was abandoned for it stays abandoned."""
+        """Free the reserved buffer; the version that was abandoned for it stays abandoned."""
         self._handle(wc.ReserveAbandoned())
 
     async def publish(
@@ -183,7 +184,7 @@ class EngineControl:
         cancelled one continues without its caller.
 
         Raises:
-            EngineLagging: an engine took longer than ``weight_update_timeout_s``. It is given up.
+            EngineLagging: an engine took longer than ``weight_update_timeout_s``. It is removed.
             WeightsRefused: the weights don't fit the model, or their names and offsets don't fit
                 into a message; the old weights stay live.
             PublishDropped: a newer publish replaced this one, and its write failed.
@@ -209,7 +210,7 @@ class EngineControl:
         """Pause all engines, or resume them if ``mode`` is None; return once all have confirmed.
 
         Afterwards no turn runs, and with ``clear_cache`` no KV is kept for one. ``wait`` takes as
-        long as the longest turn. An engine that does not confirm in time is given up. If the call
+        long as the longest turn. An engine that does not confirm in time is removed. If the call
         is cancelled, the pause may hold all the same; resume to be sure. While engines sleep, it
         takes effect once they are awake.
         """
@@ -236,7 +237,7 @@ class EngineControl:
         """Wake this memory on every engine.
 
         When nothing sleeps any more, engines resume unless another pause holds. Engines that have
-        dropped their weights get the ones released last, if no newer ones came.
+        dropped their weights get the version released last, unless a newer one was published.
 
         Raises:
             SleepFailed: some engine lacks memory for it, or lacks weights and there are none.

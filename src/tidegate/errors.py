@@ -311,7 +311,7 @@ class RunBlocked(TidegateError, TimeoutError):
 
 
 class RunClosed(TidegateError, RuntimeError):
-    """The run has ended and takes no more requests."""
+    """The run has ended and accepts no more requests."""
 
 
 class RunForked(TidegateError, RuntimeError):

@@ -107,7 +107,9 @@ class CollectiveReceiver:
         finally:
             if not transfer.is_round_done:
                 self._leave()
-                self._socket.send(encode(RoundRequest("")))  # lets the others continue without us
+                self._socket.send(
+                    encode(RoundRequest(""))
+                )  # so that the other members continue without this engine
 
     def _advance(self, transfer: "_RoundTransfer", is_wanted: Callable[[], bool]) -> bool:
         """Receive one piece, joining a round if needed; False if the weights are no longer

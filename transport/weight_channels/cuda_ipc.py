@@ -49,7 +49,7 @@ class _Buffer:
 
 
 class CudaIpcSender:
-    """Owns the buffers of the newest version, and of the kept ones."""
+    """Sender that owns the buffers of the newest version and of kept versions."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

@@ -36,7 +36,7 @@ POLL_S = 0.1
 """Polling interval for whether the weights are still wanted."""
 
 SILENT_MAX_S = 2 * STALL_TIMEOUT_S
-"""Timeout without a message from this host's relay, which itself gives up after half of it."""
+"""Timeout without a message from this host's relay, whose own timeout is half as long."""
 
 
 class RelayReceiver:

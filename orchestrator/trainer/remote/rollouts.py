@@ -471,7 +471,7 @@ class TaskFeeder:
         return isinstance(answer, wire.ResultReply) and bool(answer.value)
 
     def _fail(self, error: Exception) -> None:
-        """End the tasks. Once the sent ones are trained, ``batches()`` raises ``error``."""
+        """End the tasks. Once the sent tasks are trained, ``batches()`` raises ``error``."""
         self.failure = error
         with contextlib.suppress(TidegateError):  # the run is lost, too
             self._send([], is_end=True)
