@@ -53,7 +53,7 @@ async def generate(parts: ServerParts, http: HttpRequest) -> Answer:
 @on("POST", "/abort_request", is_control=True)
 async def abort_request(parts: ServerParts, http: HttpRequest) -> Answer:
     """End a request by its rid, or all; each is answered with the tokens that it has."""
-    request = await read(http, requests.AbortRequest)
+    request = await read(http, requests.SglangAbortRequest)
     if request.abort_all or request.rid:
         parts.requests.abort(None if request.abort_all else [request.rid or ""])
     return None

@@ -272,7 +272,7 @@ class SglangGenerateRequest(msgspec.Struct, kw_only=True):
         return value
 
 
-class AbortRequest(msgspec.Struct, kw_only=True):
+class SglangAbortRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /abort_request``; a request that names nothing is ignored."""
 
     rid: str | None = None
