@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 from verl_rollouts import (
     GROUP_SIZE,
     GROUPS_PER_BATCH,
@@ -183,6 +183,24 @@ def test_a_turn_continues_over_an_update_and_tells_both_steps(rollouts: Rollouts
         "min_global_steps": 3,
         "max_global_steps": 4,
     }
+
+
+def test_a_standalone_replica_decodes_on_while_verl_updates_its_weights(
+    rollouts: Rollouts,
+) -> None:
+    (server,) = rollouts.servers.server_handles
+
+    def set_mode(actor: Any, mode: RolloutMode) -> None:
+        actor._mode = mode
+
+    def begin_update(server: Any) -> None:
+        ray.get([server.abort_all_requests.remote(), server.release_kv_cache.remote()])
+
+    ray.get(server.__ray_call__.remote(set_mode, RolloutMode.STANDALONE))
+    try:
+        assert len(while_running(rollouts, begin_update).token_ids) == 300
+    finally:
+        ray.get(server.__ray_call__.remote(set_mode, RolloutMode.HYBRID))
 
 
 def test_a_replica_that_leaves_the_balancer_aborts_running_and_new_requests(
