@@ -68,7 +68,7 @@ def check_arguments(
         checked[name] = _validated(value, hints.get(name, Any), f"{where}.{name}")
     for name, each in named.items():
         if each.default is each.empty and name not in checked:
-            raise ConfigError(f"{where}.{name} is missing; {where}.use can't do without it")
+            raise ConfigError(f"{where}.{name} is missing; {where}.use requires it")
     return checked
 
 

@@ -89,7 +89,7 @@ def plan(
     time.
     """
     if run is not None and from_run is not None:
-        raise ConfigError(f"{run} and --from {from_run} are two runs to plan from; give one")
+        raise ConfigError(f"{run} and --from {from_run} name two runs; give one")
     from_run = from_run or run
     options = dict(locals())
     from tidegate.cli import plan_table
@@ -114,7 +114,9 @@ def _from_options(options: dict[str, Any]) -> "tuple[PlanWorkload, PlanCandidate
 
     for name in ("engines", "mean_tokens", "train_tokens_per_s"):
         if options[name] is None:
-            raise ConfigError(f"--{name.replace('_', '-')} is needed, or --from RUN to measure it")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is required; or give --from RUN to measure it"
+            )
     costs = EngineCosts(
         slots=options["max_running_turns"],
         step_s=options["step_ms"] / 1e3,

@@ -41,7 +41,7 @@ def rows(workload: PlanWorkload, base: PlanCandidate, options: Mapping[str, Any]
     bounds = parsed(options["max_staleness"], int, "--max-staleness")
     if not bounds:
         raise ConfigError(
-            f"--max-staleness {options['max_staleness']!r} names no bound; give one or more, "
+            f"--max-staleness {options['max_staleness']!r} is empty; give one or more bounds, "
             f"such as 0,2"
         )
     found = [measured(row) for row in staleness_rows(workload, base, bounds)]

@@ -87,14 +87,14 @@ class Http:
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
             raise EngineLost(
-                f"{self.url} doesn't answer {method} {path}: {why}. See that the engine runs, has "
-                f"loaded its model, and listens there"
+                f"{self.url} did not respond to {method} {path}: {why}. Check that the engine "
+                f"runs, has loaded its model, and listens there"
             ) from None
         finally:
             connection.close()
         if answer.status == UNAUTHORIZED:
             sent = "another key than it was sent" if self._headers else "a key"
-            raise ConfigError(f"{self.url} wants {sent}; {server_keys.HINT}")
+            raise ConfigError(f"{self.url} requires {sent}; {server_keys.HINT}")
         return HttpReply(status=answer.status, body=_parsed(raw))
 
 
@@ -113,7 +113,7 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         is_address = False
     if not is_address:
-        raise ConfigError(f"{url!r} is no engine's address; write it as http://HOST:PORT")
+        raise ConfigError(f"{url!r} is not an engine's address; write it as http://HOST:PORT")
     return parts
 
 

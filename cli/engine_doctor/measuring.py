@@ -61,7 +61,7 @@ def examined(url: str) -> ExaminedEngine:
     if (identity := identify_vllm(http)) is not None:
         return ExaminedVllm(http, identity)
     raise ConfigError(
-        f"{http.url} answers, but neither as SGLang (/model_info) nor as vLLM (/v1/models); give "
+        f"{http.url} is neither an SGLang (/model_info) nor a vLLM server (/v1/models); give "
         f"the address of the engine itself, not of a router or a web page"
     )
 
@@ -96,17 +96,17 @@ def measure(
     if model is not None:
         progress("loading the model to compare with")
         reference = _load(model)
-    progress("asking it for tokens")
+    progress("requesting tokens")
     prompt = drawn_prompt(engine, reference, 24)
     greedy = engine.generate(ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
     if len(greedy.logprobs) != len(greedy.token_ids) or not greedy.token_ids:
         raise EngineLost(
-            f"it told {len(greedy.logprobs)} log-probs of {len(greedy.token_ids)} tokens: nothing "
-            f"can be trained on that"
+            f"the engine returned {len(greedy.logprobs)} log-probs for {len(greedy.token_ids)} tokens; "
+            f"training needs one for each"
         )
     progress("measuring log-probs")
     mode = logprob_mode(engine, prompt)
-    progress("asking again")
+    progress("repeating requests")
     repeats = repeats_of(engine, prompt, greedy)
     progress("looking at its prefix cache")
     cache = prefix_cache(engine, _long_prompt(engine, reference))

@@ -42,10 +42,10 @@ def weight_update(
     try:
         if (refused := _load(engine, other[0])) is not None:
             return UpdateProbe(refused=refused)
-        progress("asking it with other weights")
+        progress("generating with other weights")
         cleared = _distance(engine.generate(request), prompt, other[1], served[1])
         _restore_weights(engine, served[0], clears_cache=False)
-        progress("asking it with its own weights again")
+        progress("generating with its own weights again")
         kept = _distance(engine.generate(request), prompt, served[1], other[1])
         salt = f"doctor-{secrets.token_hex(4)}"
         salted = engine.generate(replace(request, cache_salt=salt))
@@ -70,8 +70,8 @@ def _restore_weights(engine: ExaminedEngine, directory: Path, *, clears_cache: b
         why = str(error)
     if why is not None:
         raise EngineLost(
-            f"it can't be given its own weights again, of {directory.resolve()}: {why}. Start it "
-            f"anew: what it serves now is not its model"
+            f"the engine did not get its own weights back from {directory.resolve()}: {why}. Restart "
+            f"it, because it serves other weights now"
         )
 
 

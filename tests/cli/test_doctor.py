@@ -71,7 +71,7 @@ def test_an_engine_that_requires_a_key_gets_the_environments_key(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sglang(model, api_key="sesame") as url:
-        with pytest.raises(ConfigError, match=r"wants a key.*TIDEGATE_ENGINE_KEY"):
+        with pytest.raises(ConfigError, match=r"requires a key.*TIDEGATE_ENGINE_KEY"):
             examined(url)
         monkeypatch.setenv("TIDEGATE_ENGINE_KEY", "sesame")
         assert examined(url.removeprefix("http://")).identity.kind == "sglang"
@@ -186,13 +186,16 @@ def test_an_unreachable_engine_gives_one_line_and_status_2(
     assert status_of(["doctor", "http://127.0.0.1:9"], monkeypatch) == 2
     output = capsys.readouterr().err.strip().splitlines()
     assert len(output) == 1
-    assert "http://127.0.0.1:9 doesn't answer" in output[0]
+    assert "http://127.0.0.1:9 did not respond" in output[0]
 
 
 def test_a_server_that_is_not_an_engine_is_refused(model: Path) -> None:
     from starlette.applications import Starlette
 
-    with served(lambda: (Starlette(), None)) as url, pytest.raises(ConfigError, match="neither"):
+    with (
+        served(lambda: (Starlette(), None)) as url,
+        pytest.raises(ConfigError, match="is neither an SGLang"),
+    ):
         examined(url)
 
 

@@ -186,7 +186,7 @@ def test_an_engine_that_refuses_its_original_weights_raises(model: Path) -> None
             return await update(body | {"model_path": path})
 
         double.posts["/update_weights_from_disk"] = twice
-        with pytest.raises(EngineLost, match=r"its own weights again.*Start\s+it anew"):
+        with pytest.raises(EngineLost, match=r"its own weights back.*Restart\s+it"):
             measure(examined(url), model, updates=True)
     assert list(model.parent.iterdir()) == [model]
 
@@ -206,7 +206,7 @@ def test_an_engine_that_times_out_on_its_original_weights_raises(
             return await update(body)
 
         double.posts["/update_weights_from_disk"] = silent_from_the_third_on
-        with pytest.raises(EngineLost, match=r"timed out.*Start\s+it anew"):
+        with pytest.raises(EngineLost, match=r"timed out.*Restart\s+it"):
             measure(examined(url), model, updates=True)
     assert list(model.parent.iterdir()) == [model]
 

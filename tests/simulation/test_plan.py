@@ -177,14 +177,14 @@ def test_plan_json_has_one_row_per_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--engines is needed, or --from RUN"),
+        ([], "--engines is required; or give --from RUN"),
         ([*FEW, "--max-staleness", "two"], "--max-staleness 'two' can't be read"),
-        ([*FEW, "--max-staleness", ","], "--max-staleness ',' names no bound"),
+        ([*FEW, "--max-staleness", ","], "--max-staleness ',' is empty"),
         ([*FEW, "--pause-mode", "stop"], "a pause mode is abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
         (["--from", "nowhere"], "is this the directory of a recorded run?"),
         (["nowhere"], "is this the directory of a recorded run?"),
-        (["runs/one", "--from", "runs/other"], "are two runs to plan from; give one"),
+        (["runs/one", "--from", "runs/other"], "name two runs; give one"),
     ],
 )
 def test_an_impossible_plan_gives_a_one_line_error(
