@@ -101,8 +101,8 @@ def measure(
     greedy = engine.generate(ProbeRequest(token_ids=prompt, tokens_max=OUTPUT_TOKENS))
     if len(greedy.logprobs) != len(greedy.token_ids) or not greedy.token_ids:
         raise EngineLost(
-            f"the engine returned {len(greedy.logprobs)} log-probs for {len(greedy.token_ids)} tokens; "
-            f"training needs one for each"
+            f"the engine returned {len(greedy.logprobs)} log-probs for {len(greedy.token_ids)} "
+            f"tokens; training needs one for each"
         )
     progress("measuring log-probs")
     mode = logprob_mode(engine, prompt)

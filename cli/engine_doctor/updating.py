@@ -70,8 +70,8 @@ def _restore_weights(engine: ExaminedEngine, directory: Path, *, clears_cache: b
         why = str(error)
     if why is not None:
         raise EngineLost(
-            f"the engine did not get its own weights back from {directory.resolve()}: {why}. Restart "
-            f"it, because it serves other weights now"
+            f"the engine did not get its own weights back from {directory.resolve()}: {why}. "
+            f"Restart it, because it serves other weights now"
         )
 
 
