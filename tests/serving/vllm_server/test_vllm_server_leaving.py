@@ -18,9 +18,13 @@ ENDLESS = {"ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "hi"}]
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [[3, 4, 5], [6]], "n": 2, "max_tokens": 1000, **ENDLESS},
-    "/v1/chat/completions": {"messages": MESSAGES, **ENDLESS},
+    "/v1/chat/completions": {"messages": MESSAGES, "n": 2, **ENDLESS},
     "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES], **ENDLESS},
     "/inference/v1/generate": {"token_ids": [3, 4, 5], "sampling_params": {"n": 2, **ENDLESS}},
+    "/generate": {  # SGLang's
+        "input_ids": [[3, 4, 5], [6]],
+        "sampling_params": {"n": 2, "max_new_tokens": 1000, **ENDLESS},
+    },
 }
 
 
@@ -96,7 +100,8 @@ def test_a_client_that_leaves_while_its_prompt_is_scored_leaves_no_turn_behind(
 def test_an_abort_frees_requests_whose_clients_have_left(
     client: Client, server: tidegate.VLLMServer
 ) -> None:
-    many = [send(server, path, body) for path, body in REQUESTS.items() for _ in range(8)]
+    one_each = {path: body for path, body in REQUESTS.items() if path != "/generate"}
+    many = [send(server, path, body) for path, body in one_each.items() for _ in range(8)]
     client.wait_until(lambda: client.num_running() == len(many))
     for connection in many:
         connection.close()
