@@ -431,7 +431,7 @@ class Core:
         self.tasks.put_back(key, group.task, group.body)
         self.are_tasks_exhausted = False  # this task is available again
         if self.pending_after_resume.pop(key, None) is not None:
-            return commands  # it is taken once the user's iterator gives it again
+            return commands  # the task is taken once the user's iterator gives it again
         return [*commands, ev.RequeueTask(group.task, key)]
 
     def _expire(self) -> list[ev.Command]:

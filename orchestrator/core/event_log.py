@@ -1,6 +1,6 @@
 """Codec of the journal's records: events to bytes, and bytes to events that a core handles again.
 
-The journal writes the records; a resume and a replay feed them to a new core, which then has the
+The journal stores the records; a resume and a replay feed them to a new core, which then has the
 same state. A task is written if it is plain data; other tasks come from the user's iterator again.
 An event's record includes the tokens that the episode appended since its last turn.
 """

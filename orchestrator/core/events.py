@@ -109,7 +109,7 @@ class EngineLeft(Struct, frozen=True, gc=False):
     engine: str
     is_crash: bool = True
     """Whether one of its turns may have caused the loss: the engine died, failed or went silent.
-    False if it left on request, or was given up because of its weights."""
+    False if it left on request, or was removed because of its weights."""
 
 
 @final

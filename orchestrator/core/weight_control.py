@@ -171,7 +171,7 @@ class PublishRequested(Struct, frozen=True):
 
 
 class ReserveAbandoned(Struct, frozen=True):
-    """The reserved buffer is given up without a publish."""
+    """The reserved buffer is freed without a publish."""
 
 
 class PauseRequested(Struct, frozen=True):
@@ -1339,7 +1339,7 @@ class WeightControl:
                 self._unsettled_pauses.discard(name)
 
     def _end_pause(self, call: _Call) -> None:
-        """End a pause or resume: all engines have confirmed it, or late ones are given up."""
+        """End a pause or resume: all engines have confirmed it, or late ones are removed."""
         if self._stop_waiting(call):
             state = "resumed" if call.mode is None else f"paused by mode {call.mode!r}"
             why = f"it has not {state} within {self._pause_timeout_s:.0f} s"
@@ -1418,7 +1418,7 @@ class WeightControl:
         self._wait(call, self._weights_timeout_s)
 
     def _end_requests(self, call: _Call) -> None:
-        """End a sleep or wake: all engines have answered, or late ones are given up."""
+        """End a sleep or wake: all engines have answered, or late ones are removed."""
         what = "sleep" if isinstance(call.request, SleepRequested) else "wake"
         if self._stop_waiting(call):
             why = f"no {what} within {self._weights_timeout_s:.0f} s"

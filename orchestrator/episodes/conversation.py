@@ -461,7 +461,7 @@ class Conversation(Generic[Row]):
         start: int,
         prompt: str,
     ) -> str | None:
-        """Return the text that the template adds after a turn; None if it changed what was before.
+        """Return the text that the template adds after a turn; None if it changed the text before.
 
         A second rendering with other text in the first message after the turn shows where that
         message's own text begins: the turn's end is the last end-of-turn mark before it.

@@ -35,7 +35,7 @@ class Engine:
     stuck_since_s: float | None = None
     """Time since which the next step is missing or always refused; None if neither."""
     may_return: bool = False
-    """Whether the engine was given up only for its silence, so that a hello lets it rejoin."""
+    """Whether the engine was removed only for its silence, so that it may rejoin by a hello."""
 
     def count(self, step: StepArrived) -> None:
         """Add a new step to the counters."""

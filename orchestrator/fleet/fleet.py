@@ -210,7 +210,7 @@ class Fleet:
         weight_channel: str | None = None,
     ) -> None:
         """``is_deterministic``, ``quantization``, ``kv_policy`` and ``weight_channel`` are the
-        run's settings: engines with other ones are refused."""
+        run's settings: engines with other values are refused."""
         self._settings = settings
         self._requirements = EngineRequirements(
             is_deterministic, quantization, kv_policy, weight_channel

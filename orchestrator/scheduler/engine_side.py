@@ -108,7 +108,7 @@ class EngineSide:
             post=self.outbox.post,
         )
         self.on_silent: Callable[[str], None] = lambda engine: None
-        """Called with the name of each engine that was given up because it did not answer."""
+        """Called with the name of each engine that was removed because it did not reply."""
 
     @property
     def core(self) -> Core:

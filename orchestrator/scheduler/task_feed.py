@@ -94,7 +94,7 @@ class TaskIterators:
         self._source.put_back(task, key)
 
     def close(self) -> None:
-        """Take no more tasks."""
+        """Stop taking tasks."""
         if self._source is not None:
             self._source.close()
 

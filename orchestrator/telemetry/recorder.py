@@ -123,7 +123,7 @@ class Recorder:
         return False
 
     def statistics(self, statistics: RunStatistics) -> None:
-        """Record the run as of now, for those who read it after a crash."""
+        """Record the run's current statistics, which remain readable after a crash."""
 
     def sync(self) -> None:
         """Wait until all that was recorded so far survives a crash of the process.
@@ -136,7 +136,7 @@ class Recorder:
         """Record the run's statistics so far, and facts such as ``reward_after``."""
 
     def close(self) -> None:
-        """Write what is left. Harmless if repeated."""
+        """Write all queued records. Harmless if repeated."""
 
 
 class RunObservers(Protocol):

@@ -90,8 +90,8 @@ class RunForecast:
     batch_interval_s: float
     """Mean seconds from one batch to the next."""
     attainable_batch_interval_s: float
-    """Mean seconds from one batch to the next without avoidable waiting: what the slower one of
-    rollout and trainer takes."""
+    """Mean seconds from one batch to the next without avoidable waiting: the time of the
+    slower of rollout and trainer."""
     advice: str
     """Advice on ``max_staleness``, in one sentence."""
 

@@ -1,7 +1,7 @@
 """Idle shares of trainer and engines, and the trainer's time by activity.
 
 The trainer's handle marks each change of activity. The window measured begins when the first batch
-is asked for and ends with the trainer's last activity, so set-up, warm-up and evaluation don't
+is requested and ends with the trainer's last activity, so set-up, warm-up and evaluation don't
 count.
 """
 
@@ -44,7 +44,7 @@ class Timekeeper:
         self._recorder = recorder
         self._now_us = now_us
         self._since_us: int | None = None
-        """When the present activity began; None before the first batch is asked for."""
+        """When the present activity began; None before the first batch request."""
         self._spent_us: Counter[TrainerActivity] = Counter()
         self.publishes = 0
         """Number of publishes in the measured time."""

@@ -11,7 +11,7 @@ from typing import Literal
 StuckKind = Literal["engine", "turn", "episode", "publish", "trainer", "tasks", "loop", "memory"]
 
 STUCK_MAX = 100
-"""Findings kept at a time, the longest first; further ones are alike."""
+"""Findings kept at a time, the longest first; further findings are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Stuck:
     name: str
     """Name of the engine, rollout or task, such as ``rollout 7``; unique within its kind."""
     where: str
-    """What was last seen of it, such as the line of code that it waits in."""
+    """Its last known state, such as the line of code that it waits in."""
     waited_s: float
     """Seconds without progress."""
 
