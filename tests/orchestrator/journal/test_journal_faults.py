@@ -55,7 +55,9 @@ def test_a_full_disk_ends_the_journal_and_loses_nothing_that_was_committed(path:
     journal.flush(WAIT_S)
     limit_pages(journal, 8)
     lsn = journal.append(bytes(20 * PAGE_BYTES))
-    with pytest.raises(JournalFailed, match=r"database or disk is full\. Everything reported as committed"):
+    with pytest.raises(
+        JournalFailed, match=r"database or disk is full\. Everything reported as committed"
+    ):
         journal.flush(WAIT_S)
     with pytest.raises(JournalFailed, match="free disk space or repair the disk, then resume"):
         journal.append(b"one more")
