@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train agents with asynchronous rollouts.")
     add = parser.add_argument
     add("--task", choices=(*SUBJECTS, "both"), default="both")
-    add("--model", type=Path, help="Hugging Face directory; left out, a small one is made")
+    add("--model", type=Path, help="Hugging Face directory; default: create a small model")
     add("--versions", type=int, default=40, help="weight versions to make")
     add("--groups-per-batch", type=int, default=16)
     add("--held-out", type=int, default=256, help="tasks that measure, before and after")
@@ -100,7 +100,7 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
     subject = SUBJECTS[name]
     model, warm_up = find_model(name, options)
     held_out = list(itertools.islice(subject.tasks("held_out", HELD_OUT_SEED), options.held_out))
-    wanted = options.versions * options.groups_per_batch
+    num_tasks = options.versions * options.groups_per_batch
     async with (
         tidegate.EnvironmentPool(
             processes=2, call_timeout_s=CALL_TIMEOUT_S, memory_bytes=WORKER_BYTES
@@ -121,7 +121,7 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
             rollouts,
             episode,
             model=model,
-            training=itertools.islice(subject.tasks("train", options.seed), wanted),
+            training=itertools.islice(subject.tasks("train", options.seed), num_tasks),
             held_out=held_out,
             batches=options.versions,
             learning_rate=LEARNING_RATE,
@@ -196,8 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
     agree = True
     try:
         for name in SUBJECTS if options.task == "both" else (options.task,):
-            said, agrees = run(name, options, options.runs / f"{base}-{name}")
-            lines += said
+            report_lines, agrees = run(name, options, options.runs / f"{base}-{name}")
+            lines += report_lines
             agree = agree and agrees
     except tidegate.TidegateError as error:
         print(f"error: {error}", file=sys.stderr)

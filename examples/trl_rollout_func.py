@@ -157,7 +157,7 @@ def _lora() -> Any:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
-    add("--model", type=Path, help="a Hugging Face directory; left out, a small one is made")
+    add("--model", type=Path, help="a Hugging Face directory; default: create a small model")
     add("--engines", type=int, default=2)
     add("--steps", type=int, default=12)
     add("--num-generations", type=int, default=8, help="completions of each prompt")

@@ -60,7 +60,7 @@ def test_an_agent_trains_within_its_bound_and_every_token_agrees(
     assert psutil.Process().children(recursive=True) == []
 
 
-def test_a_model_that_cannot_be_found_is_said_to_be_missing(
+def test_a_missing_model_directory_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--model", "nowhere", "--runs", str(tmp_path), "--task", "lake"]) == 2
@@ -79,7 +79,7 @@ async def called_here(name: str, arguments: Any) -> ToolAnswer:
         return ToolAnswer(f"error: {error}", is_error=True)
 
 
-async def test_what_is_demonstrated_is_the_context_of_an_agent_that_does_so(
+async def test_demonstrations_equal_the_context_of_an_agent_with_these_calls(
     hardly_warm: Path, tidegate_serve: ServeInTests
 ) -> None:
     """The demonstration equals the recorded context of such an agent, token for token."""
@@ -100,7 +100,7 @@ async def test_what_is_demonstrated_is_the_context_of_an_agent_that_does_so(
     assert contexts == [lessons.demonstrate(task, sums(task)).token_ids]
 
 
-async def test_a_call_that_fails_is_answered_and_may_be_mended(
+async def test_a_failed_call_is_answered_and_may_be_retried(
     hardly_warm: Path, tidegate_serve: ServeInTests
 ) -> None:
     task = next(task for task in tasks("train", 1) if len(task.expression.split()) == 3)
@@ -112,7 +112,9 @@ async def test_a_call_that_fails_is_answered_and_may_be_mended(
     assert (agent.counts.made, agent.counts.failed) == (2, 1)
 
 
-async def test_who_only_calls_gets_nothing(hardly_warm: Path, tidegate_serve: ServeInTests) -> None:
+async def test_an_episode_of_calls_without_an_answer_has_no_reward(
+    hardly_warm: Path, tidegate_serve: ServeInTests
+) -> None:
     agent = ToolAgent(called_here, SCHEMAS)
     async with tidegate_serve(model=hardly_warm, says=tool_call_text("1+1")) as rollouts:
         evaluation = await rollouts.evaluate([next(tasks("train", 1))], episode=agent)
@@ -120,7 +122,7 @@ async def test_who_only_calls_gets_nothing(hardly_warm: Path, tidegate_serve: Se
     assert agent.counts.made == TURNS_MAX
 
 
-async def test_the_calculator_of_a_pool_is_described_and_answers() -> None:
+async def test_the_calculator_in_a_pool_is_described_and_answers() -> None:
     async with EnvironmentPool(processes=1) as pool:
         agent = await ToolAgent.with_tools(pool)
         assert await agent.use_tool("calculate", {"expression": "12-14"}) == ToolAnswer("-2")
@@ -130,7 +132,7 @@ async def test_the_calculator_of_a_pool_is_described_and_answers() -> None:
     assert "not a sum of two numbers" in wrong.text
 
 
-def test_the_template_is_that_of_transformers_too(hardly_warm: Path) -> None:
+def test_the_chat_template_renders_as_in_transformers(hardly_warm: Path) -> None:
     expected: Any = AutoTokenizer.from_pretrained(hardly_warm)
     lessons = ToolLessons(agent_tokenizer(), 0)
     task = next(tasks("train", 1))
@@ -151,7 +153,7 @@ def test_every_useful_turn_fits_its_limit() -> None:
 # ---------------------------------------------------------------- the FrozenLake player
 
 
-async def test_lessons_walk_as_a_player_would(
+async def test_demonstrated_walks_are_valid_episodes(
     hardly_warm: Path, tidegate_serve: ServeInTests
 ) -> None:
     """Lake, observations and reward equal the environment's, token for token."""

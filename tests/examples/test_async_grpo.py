@@ -131,9 +131,7 @@ def test_without_a_mode_all_are_run_on_the_same_tasks_and_compared(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_the_same_script_trains_any_directory_it_is_given(
-    tmp_path: Path, architecture: str
-) -> None:
+def test_the_script_trains_any_given_model_directory(tmp_path: Path, architecture: str) -> None:
     path = make_model_directory(tmp_path / "model", architecture)
     common = ["--mode", "async", "--model", str(path), "--runs", str(tmp_path), "--name", "run"]
     assert main([*common, *SHORT]) == 0
@@ -148,7 +146,7 @@ def test_the_same_script_trains_any_directory_it_is_given(
         (["--engines", "-2"], "engines=-2"),
     ],
 )
-def test_wrong_input_says_what_is_wrong_and_ends_with_status_2(
+def test_invalid_input_is_reported_with_status_2(
     hardly_warm: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -161,7 +159,7 @@ def test_wrong_input_says_what_is_wrong_and_ends_with_status_2(
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_the_demo_ends_cleanly_when_told_to(
+def test_the_demo_ends_cleanly_on_a_signal(
     hardly_warm: Path, tmp_path: Path, signal_number: int
 ) -> None:
     command = [sys.executable, "-m", "examples.async_grpo", "--model", str(hardly_warm)]

@@ -95,7 +95,7 @@ async def test_a_guess_ends_the_episode_right_or_wrong() -> None:
     assert episode.script == ["8"]
 
 
-async def test_a_malformed_call_is_answered_and_may_be_mended() -> None:
+async def test_a_malformed_call_is_answered_and_may_be_retried() -> None:
     task = task_of("1 + 1", "2")
     episode = ScriptedEpisode(["?1+", "2"])
 

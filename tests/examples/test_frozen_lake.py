@@ -41,7 +41,9 @@ async def test_every_lake_can_be_crossed_in_time(tidegate_serve: ServeInTests) -
     assert episode.counts.turns >= 30 * 6
 
 
-async def test_who_falls_into_a_hole_or_mumbles_gets_nothing(tidegate_serve: ServeInTests) -> None:
+async def test_an_episode_of_invalid_actions_has_no_reward(
+    tidegate_serve: ServeInTests,
+) -> None:
     episode = environment_episode(Lake, max_turns=MOVES_MAX, max_tokens=1)
     async with tidegate_serve(says="z") as rollouts:
         evaluation = await rollouts.evaluate([0], episode=episode)

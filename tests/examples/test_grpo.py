@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_all_rows_at_once(
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_rows_go_together_with_those_of_like_length_and_each_goes_once(
+def test_micro_batches_group_rows_of_similar_length_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = torch.tensor([0, 2, 3, 4, 5])

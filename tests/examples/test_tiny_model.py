@@ -72,7 +72,7 @@ def test_the_tokenizer_is_the_same_through_tokenizers_and_transformers(made: Mad
     assert len(reference) == plain.get_vocab_size() == 80
 
 
-def test_everything_the_task_says_survives_the_tokenizer(some_tasks: Iterator[Task]) -> None:
+def test_the_tasks_texts_round_trip_through_the_tokenizer(some_tasks: Iterator[Task]) -> None:
     tokenizer = make_tokenizer()
     texts = ["?-18+9", ">-9\n", ">error\n", "-27", next(some_tasks).question]
 
@@ -125,7 +125,7 @@ async def test_the_demonstrated_tool_path_solves_every_task_within_the_limits() 
         assert await solve(Demonstrator(tool_actions(task)), task) == 1.0
 
 
-def test_mastery_is_the_chance_of_the_ways_that_were_demonstrated(
+def test_skill_is_the_probability_of_the_demonstrated_paths(
     made: Made, some_tasks: Iterator[Task]
 ) -> None:
     model, tokenizer = Qwen3ForCausalLM.from_pretrained(made.directory), make_tokenizer()
@@ -172,7 +172,7 @@ def test_a_phase_that_does_not_cool_keeps_its_rate_and_has_no_last_step() -> Non
     assert not phase.is_over(1000)
 
 
-def test_a_finished_model_is_found_and_not_made_again(made: Made) -> None:
+def test_a_finished_model_is_reused(made: Made) -> None:
     (made.directory / "model.safetensors").touch()
     before = (made.directory / "model.safetensors").stat().st_mtime_ns
 
@@ -195,7 +195,7 @@ def test_the_same_seed_makes_the_same_weights_and_another_seed_others(
 
 
 @pytest.mark.parametrize("marker", [None, "{", '{"recipe": "old"}'])
-def test_a_half_made_directory_is_made_again(tmp_path: Path, marker: str | None) -> None:
+def test_an_incomplete_model_directory_is_created_again(tmp_path: Path, marker: str | None) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("someone's own")
     if marker is not None:
@@ -207,7 +207,7 @@ def test_a_half_made_directory_is_made_again(tmp_path: Path, marker: str | None)
     assert (tmp_path / "notes.txt").read_text() == "someone's own"
 
 
-def test_another_seed_is_made_anew_in_the_same_directory(tmp_path: Path) -> None:
+def test_another_seed_replaces_the_model_in_the_same_directory(tmp_path: Path) -> None:
     first = make_model(tmp_path, seed=0, steps_max=1)
     second = make_model(tmp_path, seed=1, steps_max=1)
 
@@ -215,7 +215,7 @@ def test_another_seed_is_made_anew_in_the_same_directory(tmp_path: Path) -> None
     assert json.loads((tmp_path / MARKER).read_text())["seed"] == 1
 
 
-def test_the_callers_randomness_and_threads_are_left_alone(tmp_path: Path) -> None:
+def test_the_callers_random_state_and_threads_are_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(17)
     expected = torch.rand(3)
     threads = torch.get_num_threads()
