@@ -229,7 +229,8 @@ class Completer:
         return await self.chat_prompt(
             request,
             request.messages,
-            request.offered_tools,
+            # With tool_choice="none", too, as in vLLM: TRL's client parses calls itself.
+            request.tools or None,
             prefix=required_prefix(request),
             is_large=is_large,
         )

@@ -194,10 +194,13 @@ def test_the_tools_example_gets_a_text_and_a_forced_call_is_refused(
     asked: Any = {"model": "tiny", "messages": CONVERSATION, "tools": [WEATHER], "max_tokens": 4}
     answer = open_ai.chat.completions.create(**asked)
     assert not answer.choices[0].message.tool_calls
-    without = open_ai.chat.completions.create(**asked | {"tool_choice": "none"})
+    uncalled = open_ai.chat.completions.create(**asked | {"tool_choice": "none"})
+    without = open_ai.chat.completions.create(**asked | {"tools": openai.omit})
     assert answer.usage is not None
+    assert uncalled.usage is not None
     assert without.usage is not None
     assert answer.usage.prompt_tokens > without.usage.prompt_tokens  # the model was shown them
+    assert answer.usage.prompt_tokens == uncalled.usage.prompt_tokens
     with pytest.raises(openai.BadRequestError, match="no call can be forced"):
         open_ai.chat.completions.create(**asked | {"tool_choice": "required"})
 
