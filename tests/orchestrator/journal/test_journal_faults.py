@@ -230,7 +230,7 @@ def test_a_journal_of_a_newer_version_is_refused_and_left_as_it_is(path: Path) -
 def test_a_journal_of_no_version_there_ever_was_is_refused(path: Path) -> None:
     filled(path, 3)
     edit(path, "PRAGMA user_version = -1")
-    with pytest.raises(JournalCorrupt, match="there is no schema version -1"):
+    with pytest.raises(JournalCorrupt, match="schema version -1 does not exist"):
         Journal.open(path)
 
 

@@ -91,7 +91,7 @@ def test_ray_carries_weights_by_relay_unless_told_otherwise() -> None:
             "pause_mode is set twice, by itself and in weights",
         ),
         ({"group_size": 0, "max_tokens": 0}, "group_size=0: .*; max_tokens=0: "),
-        ({"group_size": 0, "journal": True}, "group_size=0: .*; journal=True keeps it in"),
+        ({"group_size": 0, "journal": True}, "group_size=0: .*; journal=True writes to"),
         ({"engine_urls": ["vllm+http://h:1", 2]}, r"engine_urls\.1=2"),
     ],
 )

@@ -183,7 +183,7 @@ async def test_episodes_that_hang_each_in_its_way_are_named_and_cost_their_rollo
         async with tidegate.serve(model=model, **settings) as rollouts:
             tasks = ["never", "in a thread", "deaf", "healthy"]
             evaluation = asyncio.create_task(rollouts.evaluate(tasks, episode=hangs))
-            why = "after turn 1 its episode neither asks for another nor returns; task"
+            why = "after turn 1 its episode neither requests another nor returns; task"
             hung = {f"rollout {n}": f"{why} {task!r}" for n, task in enumerate(tasks[:3])}
             await until(lambda: {s.name: s.where for s in rollouts.statistics().stuck} == hung)
             assert (await evaluation).rewards == [None, None, None, 1.0]
