@@ -260,7 +260,7 @@ async def test_an_older_call_is_told_that_the_newer_weights_could_not_be_written
         no_tensor: Any = {"lm_head.weight": "not a tensor"}
         with pytest.raises(Exception, match=r"lm_head|str"):
             await rollouts.publish(no_tensor)
-        with pytest.raises(PublishDropped, match="v1 were given up"):
+        with pytest.raises(PublishDropped, match="v1 were replaced"):
             await first
         assert engine.weight_version == 0
         assert await rollouts.publish({}) == 2
