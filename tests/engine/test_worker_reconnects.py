@@ -202,7 +202,7 @@ def test_an_engine_whose_steps_are_rejected_repeatedly_exits_with_the_reason(
         assert fresh.welcome().first_seq == 0
     fresh.send(MessageRejected(message="step 0: no such column"))
     reason = fresh.await_one(Goodbye).reason
-    assert "complained 3 times" in reason
+    assert "rejected 3 messages" in reason
     assert "step 0: no such column" in reason
     assert fresh.exit_status() == 1
     assert f"error: {reason}" in fresh.stderr.read_text()

@@ -294,7 +294,7 @@ def test_a_version_whose_successor_could_not_be_written_is_dropped() -> None:
     run.fails("a", 1, "given up, for v2 was started")
     assert run.result(waiting).version == 2
     run.do(wc.ReserveAbandoned())
-    with pytest.raises(PublishDropped, match="v1 were given up"):
+    with pytest.raises(PublishDropped, match="v1 were replaced"):
         run.result(run.call)
 
 
