@@ -74,20 +74,21 @@ class StalenessSettings(SettingsRecord):
     """Groups and batches, and how old their tokens may get before training."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """η: the largest number of versions between a trained token and the trainer. 0 is synchronous.
-    """
+    """Staleness bound η: largest number of weight versions by which a trained token's version may
+    be older than the trainer's. 0 is synchronous."""
     group_size: Count = 8
-    """Rollouts per task."""
+    """Number of rollouts per task."""
     groups_per_batch: Count = 8
-    """Groups in one batch."""
+    """Number of groups in a training batch."""
     outstanding_groups_limit: Count | None = None
     """Largest number of groups admitted and not yet trained, if fewer than
     ``(max_staleness + 1) * groups_per_batch``."""
     consumption_order: Order | InstanceOf[Window] = "admission"
     """Order in which groups are handed over; see :mod:`tidegate.policies.asynchrony`."""
     deadline_policy: DeadlinePolicy = "wait"
-    """What happens to a group whose tokens reach the staleness bound: the batch waits for it, they
-    are masked, the group is split, or it is dropped."""
+    """What happens to an unfinished group whose oldest tokens reach the staleness bound: ``wait``
+    holds the batch until the group ends, ``mask`` masks the old tokens, ``split`` trains on the
+    finished rollouts first, and ``drop`` discards the group."""
     staleness_policy: InstanceOf[StalenessPolicy] | None = None
     """A staleness policy object, in place of ``max_staleness``, ``groups_per_batch``,
     ``outstanding_groups_limit``, ``consumption_order`` and ``deadline_policy``."""
@@ -139,9 +140,10 @@ class PlacementSettings(SettingsRecord):
     routing_policy: InstanceOf[RoutingPolicy] = LeastLoaded()
     """Chooses the engine that a new turn is sent to."""
     engine_speeds: InstanceOf[EngineSpeeds] | None = None
-    """Weighs engines' loads by their speeds; None takes all engines for equally fast."""
+    """Measures engines' speeds, by which routing weighs their loads; None treats all engines as
+    equally fast."""
     migration_policy: InstanceOf[MigrationPolicy] | None = None
-    """Chooses running turns to move to another engine; None moves none."""
+    """Chooses running turns to move to another engine; None never moves a turn."""
 
     def rules(self) -> PlacementRules:
         """Return these policies as the core takes them."""
@@ -153,7 +155,7 @@ class PlacementSettings(SettingsRecord):
 
 
 class SamplingSettings(SettingsRecord):
-    """Sampling of turns for which ``Episode.generate`` is not told otherwise."""
+    """Default sampling parameters of turns; arguments of ``Episode.generate`` override them."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature; 0 is greedy."""
@@ -163,19 +165,19 @@ class SamplingSettings(SettingsRecord):
     """Name of the LoRA adapter that turns are sampled with; publish it before the first batch.
     Empty: none."""
     seed: int = 0
-    """Seed of the run, from which every turn's random numbers follow."""
+    """Seed of the run; the random numbers of every turn derive from it."""
 
 
 class EpisodeSettings(SettingsRecord):
     """Time limits of an episode."""
 
     episode_timeout_s: Seconds = 600.0
-    """An episode that takes longer is discarded and counted. Time in which it is parked does not
-    count."""
+    """Longest duration of an episode; a longer one is cancelled, and its rollout is discarded. Time
+    while the episode is parked does not count."""
     episode_park_after_s: Seconds | None = None
-    """An episode that has run this long is parked before its next turn, leaves the engines to
-    others, and continues under newer weights; then again after as long. None parks an episode only
-    when it asks for that, see ``Episode.park``."""
+    """Running time after which an episode is parked: before its next turn it waits for newer
+    weights, while other episodes use the engines. The time then starts again. None parks an episode
+    only when it calls ``Episode.park``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -193,37 +195,39 @@ class FleetSettings(SettingsRecord):
     """Engines that serve the run: how many, where they run, and how they connect."""
 
     engines: Annotated[int, Field(ge=0)] = 1
-    """Engine processes to start on this machine; 0 waits for others to connect to
-    ``listen_address``."""
+    """Number of engine processes to start on this machine; with 0, engines started elsewhere
+    connect to ``listen_address``."""
     engine_urls: tuple[str, ...] = ()
-    """Inference servers that already run, such as ``vllm+http://127.0.0.1:8000``: each serves the
-    run as an engine, by an adapter process that the run starts. Only they do, unless ``engines``
-    is set too; see docs/vllm-engine.md."""
+    """Running inference servers to use as engines, such as ``vllm+http://127.0.0.1:8000``. The run
+    starts an adapter process for each of them, and engines of its own only if ``engines`` is set
+    too; see docs/vllm-engine.md."""
     cluster: Cluster | None = None
-    """Cluster that places engines: Ray, on its nodes, where the model must be under the same path;
-    None starts them on this machine. With Ray, keys are made for the run if none are given, and
-    ``weight_channel`` is ``relay`` unless set."""
+    """``ray`` starts the engines on the nodes of a Ray cluster, on which the model must have the
+    same path; None starts them on this machine. With Ray, the run makes CURVE keys if none are
+    given, and ``weight_channel`` defaults to ``relay``."""
     gpus_per_engine: Annotated[float, Field(ge=0)] = 0
-    """GPUs that Ray reserves for each engine that it places."""
+    """Number of GPUs that Ray reserves for each engine."""
     placement_group: str | None = None
-    """Name of a Ray placement group that engines go into, bundle by bundle, if trainer ranks or
-    environments are to be beside them; None gives each engine a group of its own."""
+    """Name of a Ray placement group for the engines, one bundle each, so that they can share nodes
+    with trainer ranks or environments; None makes a group for each engine."""
     listen_address: str | None = None
-    """Address that engines connect to; None is a private ipc socket."""
+    """ZeroMQ address that engines connect to; None makes a private ipc socket."""
     curve_key_directory: Path | None = None
-    """Directory that ``tidegate keys`` made: only engines with keys may connect then, from any
-    host."""
+    """Directory of CURVE keys, made by ``tidegate keys``. With keys, engines may connect from any
+    host, and engines without a key are refused."""
     engine_start_timeout_s: Seconds = 120.0
-    """Time for all engines to join when the run starts, and for one to join when none is left."""
+    """Longest wait for all engines to join when the run starts, and for a new engine when all are
+    lost."""
     engine_timeout_s: Seconds = 30.0
-    """An engine silent for this long is lost, and its turns continue on others."""
+    """Silence after which an engine counts as lost; its turns continue on other engines."""
     orchestrator_timeout_s: Seconds = 60.0
-    """Engines that hear nothing from the run for this long end; a run must be resumed within it to
-    find its engines again."""
+    """Silence of the run after which its engines exit. A crashed run that is resumed sooner finds
+    its engines still running."""
     heartbeat_interval_s: Seconds = 1.0
-    """Longest silence between two messages of an engine or of the run, which a heartbeat breaks."""
+    """Silence after which an engine, or the run, sends a heartbeat."""
     credit_steps: Count = 256
-    """Step messages that an engine may send ahead of the orchestrator's acknowledgement."""
+    """Largest number of step messages that an engine sends before the orchestrator acknowledges
+    them."""
 
     @property
     def engines_started(self) -> int:
@@ -301,41 +305,41 @@ class EngineSettings(SettingsRecord):
     """How each engine that the run starts computes: options of its worker process."""
 
     max_running_turns: Count = 64
-    """Decode slots per engine."""
+    """Number of decode slots per engine."""
     num_kv_blocks: Count | None = None
-    """KV blocks per engine; None sizes the cache by the engine's memory budget."""
+    """Number of KV blocks per engine; None sizes the KV cache by the engine's memory budget."""
     logits_processors: tuple[str, ...] = ()
-    """Modules of logits processors, each with a dict ``PROCESSORS``, that engines import; from the
-    directory that the run is started in, or PYTHONPATH."""
+    """Names of Python modules that engines import logits processors from; each has a dict
+    ``PROCESSORS``. Found in the run's working directory or in PYTHONPATH."""
     quantization: Quantization | None = None
-    """Type that engines round each version's layer weights to; trainer and published weights stay
-    as they are. Log-probs are those sampled from, so those of the rounded weights: have the loss
-    correct for the difference. An audit rounds alike."""
+    """Type that engines round the layers' matrices to; the trainer's and the published weights stay
+    exact. Recorded log-probs are those of the rounded weights, so the loss must correct for the
+    difference. The audit rounds in the same way."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes per engine, which share out each layer of the model: for models that are too large
-    for one process, or too slow. They swap to new weights together or not at all."""
+    """Number of processes per engine, between which each layer is split, for models that are too
+    large or too slow for one process. All of them swap to new weights together, or none does."""
     deterministic: bool = False
-    """Have engines give each turn the same tokens and log-probs to the last bit, whatever else is
-    in the batch, and however the turn is chunked, preempted or moved; costs some speed. The bits
-    depend on the kind of processor, the compiler and the engines' ``--block-tokens``, which
-    ``statistics().engines[…].block_tokens`` and a run's directory have."""
+    """Makes engines batch-invariant: a turn's tokens and log-probs are the same to the last bit,
+    whatever else is in the batch, and however the turn is chunked, preempted or moved. Costs some
+    speed. The bits depend on the kind of processor, the compiler and the engines'
+    ``--block-tokens`` (``statistics().engines[…].block_tokens``)."""
     speculative_method: str | None = None
-    """Source of draft tokens, of which an engine verifies several in one step; changes speed only.
-    ``lookup`` drafts from what a turn has read and written before; ``rollouts`` also from earlier
-    samples of its prompt; ``draft:DIRECTORY`` by a smaller model with the same vocabulary."""
+    """Source of draft tokens for speculative decoding, which changes speed only. ``lookup`` drafts
+    from the turn's own context; ``rollouts`` also from earlier samples of its prompt;
+    ``draft:DIRECTORY`` by a smaller model with the same vocabulary. None: no drafts."""
     dtype: Dtype = "auto"
-    """Type that engines compute in; ``auto``: as the model directory is stored, a float16 one in
-    float32, which is exact. ``statistics().engines[…].dtype`` has the type in use."""
+    """Type that engines compute in. ``auto`` is the type that the model directory is stored in, or
+    float32 for a float16 directory. ``statistics().engines[…].dtype`` reports the type in use."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
-    """Device that the run's engines compute on: ``cpu``, ``cuda`` or ``cuda:1`` (which takes a CUDA
-    build of torch, and Triton). Several engines share it."""
+    """Device that the run's engines compute on, and share if there are several: ``cpu``, ``cuda``
+    or ``cuda:N``. CUDA needs a CUDA build of torch, and Triton."""
     threads_per_engine: Count | None = None
-    """torch threads of each engine process. None: ``OMP_NUM_THREADS`` if it is set, else the
-    host's cores shared out among the engines' processes and the trainer, at least 1."""
+    """Number of torch threads of each engine process. None takes ``OMP_NUM_THREADS`` if it is set,
+    else divides the host's cores among the engine processes and the trainer, at least 1 each."""
     step_time_min_s: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Shortest time that an engine takes for a step: it computes the step as ever, then sleeps for
-    the rest. Makes a small model on a CPU as slow as a large one on an accelerator, to see how a
-    run behaves when generation limits it. 0 leaves engines as fast as they are."""
+    """Shortest duration of a decode step; an engine that is faster sleeps for the rest. A small
+    model on a CPU then has the step time of a large one on an accelerator, which shows how a run
+    behaves when generation limits it. 0 does not slow engines."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -356,23 +360,23 @@ class WeightSettings(SettingsRecord):
     """What a weight update does to the KV of kept turns: ``recompute`` it under the new weights, or
     ``keep`` it."""
     engines_per_update_wave: Count | None = None
-    """Number of engines that swap to new weights at a time, while the others decode; None: all at
-    once."""
+    """Number of engines that take new weights at the same time, while the others decode; None
+    updates all engines at once."""
     weight_channel: WeightChannelName = "shm"
-    """How weights travel: shared memory; ``cuda_ipc``, on the GPU that trainer and engines share,
-    ``device``, which they never leave; ZeroMQ, to engines on any host; ``relay``, the same but
-    once to each host, which hands them on to its engines and the next host; ``collective``, by
-    torch.distributed, for trusted networks: it does not encrypt; or ``disk``, safetensors files
-    in the run's directory."""
+    """How weights reach the engines. ``shm``: shared memory of this host. ``cuda_ipc``: within the
+    GPU that trainer and engines share. ``zmq``: ZeroMQ to each engine, on any host. ``relay``:
+    ZeroMQ once to each host, which forwards to its engines and to the next host. ``collective``:
+    torch.distributed, unencrypted, for trusted networks. ``disk``: safetensors files in the run's
+    directory."""
     weight_deltas: bool = False
-    """Send only those tensors of a whole published set that have changed since one was sent whole,
-    found by their hashes: for trainers that freeze some, and weights that travel far. Takes a
-    thread about a second per gigabyte."""
+    """Sends only the tensors that have changed since the last full set, found by their hashes.
+    Helps trainers that freeze part of the model. Hashing takes a thread about 1 s per gigabyte."""
     weight_checksums: bool = False
-    """Have engines check each tensor that is published, at a second per gigabyte on either side."""
+    """Makes engines check each published tensor against its checksum; takes trainer and engine
+    about 1 s per gigabyte each."""
     weight_update_timeout_s: Seconds = 120.0
-    """Time for every engine to serve a published version; with ``engines_per_update_wave``, for
-    each wave."""
+    """Longest time until all engines serve a published version; with ``engines_per_update_wave``,
+    the engines of one wave."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -391,17 +395,20 @@ class RecordSettings(SettingsRecord):
     run_directory: Path | None = None
     """Directory for trajectories, weights, metrics and a trace; None records nothing."""
     dashboard_address: str | None = None
-    """HOST:PORT under which to show the run, and its metrics to Prometheus; port 0 takes a free
-    one, which ``dashboard_url`` has. On addresses of other hosts, visitors need a token."""
+    """HOST:PORT of the dashboard and of the metrics for Prometheus. Port 0 takes a free one, which
+    ``dashboard_url`` reports. If other hosts can reach the address, visitors need a token."""
     journal: bool = False
     """Keep a journal in the run's directory, from which ``serve(resume=)`` continues after a crash.
     """
     keep_full_journal: bool = False
-    """Never let snapshots replace the journal's events, so that all can be replayed."""
+    """Keeps all events of the journal, so that ``tidegate replay`` covers the whole run. False
+    deletes events that a snapshot covers."""
     resume_partial_rollouts: bool = True
-    """After a crash, rollouts continue from the tokens they had; False begins them again."""
+    """Whether rollouts that a crash interrupted continue from their tokens; False starts them
+    again."""
     stuck_after_s: Seconds = 60.0
-    """What makes no progress for this long is named in the log and in ``statistics().stuck``."""
+    """Time without progress after which the watchdog names an episode, engine, publish or task
+    iterator in the log and in ``statistics().stuck``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
