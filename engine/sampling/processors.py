@@ -26,6 +26,9 @@ from tidegate.transport.sampling import LogitsProcessor
 BAD_SEQUENCES_MAX = 128
 """Token sequences of one turn's ``bad_words``, as in vLLM: each is compared for every token."""
 
+BAD_WORD_CHARACTERS_MAX = 1000
+"""Characters of one of ``bad_words``, as of a stop string: words are tokenised in the engine."""
+
 
 class ProcessorRegistry:
     """All processors that an engine offers, by name."""
@@ -164,14 +167,17 @@ def bad_words(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogitsPro
     a space if that only exchanges its first token. The last token of a sequence is excluded where
     the output ends with the others.
     """
-    sequences = [
-        sequence
-        for word in msgspec.convert(arguments, _Words).words
-        for sequence in _sequences_of(word, setup)
-    ]
-    if not 1 <= len(sequences) <= BAD_SEQUENCES_MAX:
+    words = msgspec.convert(arguments, _Words).words
+    if not 1 <= len(words) <= BAD_SEQUENCES_MAX:  # before they are tokenised
+        raise ValueError(f"bad_words takes 1 to {BAD_SEQUENCES_MAX} words, got {len(words)}")
+    if (length := max(map(len, words))) > BAD_WORD_CHARACTERS_MAX:
         raise ValueError(
-            f"words must be 1 to {BAD_SEQUENCES_MAX} sequences of tokens, got {len(sequences)}"
+            f"a word must have at most {BAD_WORD_CHARACTERS_MAX} characters, got {length}"
+        )
+    sequences = [sequence for word in words for sequence in _sequences_of(word, setup)]
+    if len(sequences) > BAD_SEQUENCES_MAX:
+        raise ValueError(
+            f"words must be at most {BAD_SEQUENCES_MAX} sequences of tokens, got {len(sequences)}"
         )
     longest = max(map(len, sequences))
 

@@ -177,7 +177,12 @@ def test_bad_words_are_the_token_sequences_that_vllm_bans(tmp_path: Path) -> Non
     assert banned(["ab"], 4, 0) == banned(["ab"], 4, 3) == [1]
     assert banned(["ab"], 0, 4) == []
     assert banned([" acb", "c"], 0, 4) == [1, 4]
-    for words, reported in [([], "got 0"), ([""], "got ''"), (["b"] * 129, "1 to 128 .* got 129")]:
+    for words, reported in [
+        ([], "got 0"),
+        ([""], "got ''"),
+        (["b"] * 129, "1 to 128 .* got 129"),
+        (["b" * 1001], "at most 1000 .* got 1001"),
+    ]:
         with pytest.raises(TurnRefused, match=reported):
             banned(words)
 
