@@ -115,10 +115,10 @@ class _Handlers:
     async def generate(self, http: HttpRequest) -> Response:
         """Answer ``POST /inference/v1/generate``, vLLM's path with tokens in and tokens out."""
         session = self._session(http)
-        asked = decode_json(await _body(http), GenerateRequest)
-        request = completion_of(asked)
+        generate_request = decode_json(await _body(http), GenerateRequest)
+        request = completion_of(generate_request)
         options = generate_options(request)
-        if asked.sampling_params.max_tokens is None:
+        if generate_request.sampling_params.max_tokens is None:
             del options["max_tokens"]
         return await answer(
             http, await self._begin(http, session, request, options), body_of=generated_tokens

@@ -61,10 +61,10 @@ async def abort_request(parts: ServerParts, http: HttpRequest) -> Answer:
 
 @on("GET", "/health_generate")
 async def health_generate(parts: ServerParts, http: HttpRequest) -> Answer:
-    """Generate one token, unless engines are paused or busy."""
+    """Generate one token, unless engines are paused, asleep or busy."""
     limits_of(parts.scheduler)
-    if parts.pauses.is_paused:
-        raise ApiError(503, "generation is paused")
+    if parts.pauses.is_sleeping:
+        raise ApiError(503, "generation is paused, or memory is released")
     if not len(parts.requests):
         sampling = requests.SglangSampling(max_new_tokens=1, temperature=0.0)
         rid = f"HEALTH_CHECK_{secrets.token_hex(16)}"

@@ -52,6 +52,8 @@ class BegunOutput:
     text: str = ""
     last: Output | None = None
     """Last part of the output; None while it runs."""
+    _prompt_fields: dict[str, msgspec.Raw] | None = None
+    """Encoded log-probs of the prompt, made once because every event of a stream has them."""
 
     @property
     def prompt(self) -> Prompt:
@@ -121,14 +123,17 @@ class BegunOutput:
 
     def _logprob_fields(self) -> dict[str, Any]:
         output = zip(self.logprobs, self.token_ids, strict=True)
-        prompt, prompt_tops = self._prompt_logprobs()
+        if self._prompt_fields is None:
+            names = ("input_token_logprobs", "input_top_logprobs")
+            columns = zip(names, self._prompt_logprobs(), strict=True)
+            self._prompt_fields = {n: msgspec.Raw(msgspec.json.encode(each)) for n, each in columns}
         fields: dict[str, Any] = {
-            "input_token_logprobs": prompt,
+            "input_token_logprobs": self._prompt_fields["input_token_logprobs"],
             "output_token_logprobs": [self._entry(*each) for each in output],
             "output_token_logprobs_length": len(self.token_ids),
         }
         if self.request.top_logprobs_num:
-            fields["input_top_logprobs"] = prompt_tops
+            fields["input_top_logprobs"] = self._prompt_fields["input_top_logprobs"]
             fields["output_top_logprobs"] = [
                 [self._entry(logprob, token) for token, logprob in top.items()] for top in self.tops
             ]
@@ -136,25 +141,24 @@ class BegunOutput:
 
     def _prompt_logprobs(self) -> tuple[list[Entry], list[list[Entry] | None]]:
         """Return entries of the prompt's tokens; of the first one SGLang reports no log-prob."""
-        told = self.begun.facts.prompt_logprobs[0]
-        if told is None:
+        prompt_logprobs = self.begun.facts.prompt_logprobs[0]
+        if prompt_logprobs is None:
             return [], []
-        ids, start, most = (
-            self.prompt.token_ids,
-            self.request.logprob_start_len,
-            self.request.top_logprobs_num,
-        )
+        ids, num_top = self.prompt.token_ids, self.request.top_logprobs_num
+        start = min(self.request.logprob_start_len, len(ids))
         entries = [self._entry(None, token) for token in ids[start : start + 1]]
         tops: list[list[Entry] | None] = [None] * len(entries)
-        for token, by_id in itertools.islice(zip(ids, told, strict=True), start + 1, None):
+        for token, by_id in itertools.islice(
+            zip(ids, prompt_logprobs, strict=True), start + 1, None
+        ):
             assert by_id is not None, "only the first token of a prompt has no log-prob"
             entries.append(self._entry(by_id[str(token)]["logprob"], token))
-            likely = sorted(
-                (each["rank"], int(other), each["logprob"])
-                for other, each in by_id.items()
-                if each["rank"] is not None and each["rank"] <= most
+            top = sorted(
+                (each["rank"], int(top_id), each["logprob"])
+                for top_id, each in by_id.items()
+                if each["rank"] is not None and each["rank"] <= num_top
             )
-            tops.append([self._entry(logprob, other) for _, other, logprob in likely])
+            tops.append([self._entry(logprob, top_id) for _, top_id, logprob in top])
         return entries, tops
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
@@ -172,13 +176,10 @@ async def begin(parts: ServerParts, body: SglangGenerateRequest) -> list[BegunOu
         ApiError: the request can't be honoured.
     """
     outputs: list[BegunOutput] = []
-    checked = [
-        (prompt, await _checked(parts, prompt, copy))
-        for prompt in body.prompts()
-        for copy in range(prompt.sampling.copies)
-    ]
-    for _, each in checked:
-        refuse_many(len(checked), each.sampling)
+    prompts = body.prompts()
+    refuse_many(sum(prompt.sampling.copies for prompt in prompts))
+    checked = [(prompt, each) for prompt in prompts for each in await _checked(parts, prompt)]
+    parts.completer.refuse_large([each for _, each in checked])
     try:
         for prompt, each in checked:
             begun = await parts.completer.begin(each)
@@ -190,7 +191,8 @@ async def begin(parts: ServerParts, body: SglangGenerateRequest) -> list[BegunOu
     return outputs
 
 
-async def _checked(parts: ServerParts, prompt: PromptRequest, copy: int) -> CheckedRequest:
+async def _checked(parts: ServerParts, prompt: PromptRequest) -> list[CheckedRequest]:
+    """Return a request for each output of a prompt, because each may have its own seed."""
     ids = prompt.input_ids
     if ids is None:
         parts.completer.refuse_long(prompt.text or "")
@@ -216,18 +218,22 @@ async def _checked(parts: ServerParts, prompt: PromptRequest, copy: int) -> Chec
         )
     if prompt.rid and parts.requests.has(prompt.rid):
         raise ApiError(400, f"Duplicate request ID detected: {prompt.rid}")
-    return CheckedRequest(
-        prompt.rid or secrets.token_hex(16),
-        prompt.lora_path,
-        [Prompt(ids, prompt.text)],
-        prompt.sampling.as_sampling(
-            copy,
-            top_logprobs=prompt.num_top_logprobs,
-            prompt_logprobs=prompt.num_prompt_logprobs,
-        ),
-        new,
-        checked_cache_salt(prompt.extra_key or None),
-    )
+    salt = checked_cache_salt(prompt.extra_key or None)
+    return [
+        CheckedRequest(
+            prompt.rid or secrets.token_hex(16),
+            prompt.lora_path,
+            [Prompt(ids, prompt.text)],
+            prompt.sampling.as_sampling(
+                copy,
+                top_logprobs=prompt.num_top_logprobs,
+                prompt_logprobs=prompt.num_prompt_logprobs,
+            ),
+            new,
+            salt,
+        )
+        for copy in range(prompt.sampling.copies)
+    ]
 
 
 # ---------------------------------------------------------------- answering

@@ -171,7 +171,7 @@ class UpdateGroups:
                 world_size=request.world_size,
                 own_host=None,
             )
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # torch's for a port out of range
             where = f"{request.master_address}:{request.master_port}"
             raise UpdateError(f"no trainer at {where}: {error}") from None
 
@@ -194,10 +194,11 @@ class UpdateGroups:
             "dtype_names": [dtype.removeprefix("torch.") for dtype in request.dtypes],
             "shapes": request.shapes,
         }
-        tensors = {
-            each.name: torch.empty(each.shape, dtype=each.dtype)
-            for each in announced_tensors(columns)
-        }
+        announced = announced_tensors(columns)
+        try:
+            tensors = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in announced}
+        except (RuntimeError, TypeError) as error:
+            raise UpdateError(f"the announced tensors can't be allocated: {error}") from None
         try:
             for tensor in tensors.values():
                 group.broadcast(tensor)

@@ -5,9 +5,10 @@ counts their tokens apart. Independent of HTTP and of response bodies.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,14 +129,28 @@ class ActiveRequests:
         self._requests: dict[ActiveRequest, None] = {}
         self._ids: Counter[str] = Counter()
         """Number of requests of each id in ``_requests``."""
+        self._scoring: Counter[str] = Counter()
+        """Number of requests of each adapter whose prompts are being scored."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def adapters(self) -> set[str]:
-        """Return the adapters of the requests being answered."""
+        """Return the adapters of the requests being answered, and of prompts being scored."""
         choices = (choice for request in self._requests for choice in request.choices)
-        return {choice.options["adapter"] for choice in choices if "adapter" in choice.options}
+        used = {choice.options["adapter"] for choice in choices if "adapter" in choice.options}
+        return used.union(self._scoring)
+
+    @contextlib.contextmanager
+    def scoring(self, adapter: str) -> Iterator[None]:
+        """Keep an adapter in use while prompts are scored, before their request begins."""
+        self._scoring[adapter] += 1
+        try:
+            yield
+        finally:
+            self._scoring[adapter] -= 1
+            if not self._scoring[adapter]:
+                del self._scoring[adapter]
 
     def has(self, request_id: str) -> bool:
         """Whether a request of this id is being answered."""

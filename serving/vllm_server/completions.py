@@ -175,7 +175,7 @@ class Completer:
         """Begin ``/v1/completions``."""
         adds = request.add_special_tokens is not False
         given = request.prompts
-        refuse_many(len(given), request)
+        refuse_many(len(given) * request.choices_per_prompt)
         for text in given:
             if isinstance(text, str) and request.truncate_prompt_tokens is None:
                 self.refuse_long(text)
@@ -240,7 +240,7 @@ class Completer:
     ) -> tuple[BegunRequest, ResponseBodies]:
         """Begin ``/v1/chat/completions/batch``."""
         request.refuse_unserved_in_batches()
-        refuse_many(len(request.messages), request)
+        refuse_many(len(request.messages) * request.choices_per_prompt)
         prompts = [
             await self.chat_prompt(request, messages, None, is_large=is_large)
             for messages in request.messages
@@ -262,8 +262,8 @@ class Completer:
     def _truncated(
         self, request: CompletionRequest | VllmChatRequest, prompts: Sequence[Prompt]
     ) -> list[Prompt]:
-        most = limits_of(self._scheduler).context_tokens_max
-        kept = [request.truncated(prompt.token_ids, most) for prompt in prompts]
+        context_tokens_max = limits_of(self._scheduler).context_tokens_max
+        kept = [request.truncated(prompt.token_ids, context_tokens_max) for prompt in prompts]
         pairs = zip(prompts, kept, strict=True)
         return [p if len(ids) == len(p.token_ids) else Prompt(ids) for p, ids in pairs]
 
@@ -303,8 +303,8 @@ class Completer:
         prompt = await encoded(plain, request.rendering)
         if not prefix:
             return prompt
-        said = [i for i, message in enumerate(plain) if message.get("role") == "assistant"]
-        earlier = plain[: said[-1] + 1] if said else plain
+        assistant = [i for i, message in enumerate(plain) if message.get("role") == "assistant"]
+        earlier = plain[: assistant[-1] + 1] if assistant else plain
         replaced = await encoded(
             earlier, dataclasses.replace(request.rendering, add_generation_prompt=False)
         )
@@ -316,6 +316,7 @@ class Completer:
         As NeMo-RL's vLLM splices ``required_prefix_token_ids``: the template's tokens begin with
         that stop token, which ``prefix`` lacks if its last turn was cut off.
         """
+        _refuse_unknown(prefix, limits_of(self._scheduler))
         stops = self._model.stop_token_ids
         cut = max((i for i, id_ in enumerate(rendered[:replaced]) if id_ in stops), default=None)
         if len(rendered) <= replaced or cut is None:
@@ -359,11 +360,10 @@ class Completer:
         options = generate_options(sampling, self._model.stop_token_ids)
         for prompt in checked.prompts:
             _refuse_prompt(prompt, limits)
-        refuse_many(len(checked.prompts), sampling)
-        tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
-        output_limits = [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
-        self._refuse_large(checked, output_limits)
-        prompt_logprobs = await self._prompt_logprobs(checked, adapter)
+        refuse_many(len(checked.prompts) * each)
+        self.refuse_large([checked])
+        with self._requests.scoring(adapter):
+            prompt_logprobs = await self._prompt_logprobs(checked, adapter)
         prompts = [prompt for prompt in checked.prompts for _ in range(each)]
         facts = RequestFacts(
             checked.request_id,
@@ -383,7 +383,7 @@ class Completer:
                 prompt,
                 {**options, "max_tokens": limit, "seed": seed},
             )
-            for prompt, limit in zip(checked.prompts, output_limits, strict=True)
+            for prompt, limit in zip(checked.prompts, self._output_limits(checked), strict=True)
             if limit
             for seed in _seeds(sampling.own_seed, each)
         ]
@@ -393,24 +393,32 @@ class Completer:
         facts = dataclasses.replace(facts, created_s=request.created_s)
         return BegunRequest(request, readers, facts, options.get("top_logprobs", 0))
 
-    def _refuse_large(self, checked: CheckedRequest, output_limits: Sequence[int]) -> None:
-        """Refuse a request whose answer could take too much memory."""
-        sampling, most = checked.sampling, self._max_logprobs
-        each = sampling.choices_per_prompt
-        for name, top in (
-            ("logprobs", sampling.num_top_logprobs),
-            ("prompt_logprobs", sampling.num_prompt_logprobs),
-        ):
-            if top is not None and not 0 <= top <= most:
-                why = f"Requested {name} of {top}, which is not within 0 and max_logprobs: {most}"
-                raise ApiError(400, why, param=name)
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in checked.prompts)
-        if prompt_tokens * each > PROMPT_TOKENS_MAX:
+    def _output_limits(self, checked: CheckedRequest) -> list[int]:
+        """Return the limit of output tokens of each prompt's choices."""
+        limits = limits_of(self._scheduler)
+        tokens_max = self._tokens_default if checked.tokens_max is None else checked.tokens_max
+        return [_output_limit(prompt, tokens_max, limits) for prompt in checked.prompts]
+
+    def refuse_large(self, requests: Sequence[CheckedRequest]) -> None:
+        """Raise ApiError if the answers of requests together could take too much memory."""
+        prompt_tokens = entries = 0
+        for each in requests:
+            sampling, choices = each.sampling, each.sampling.choices_per_prompt
+            for name, top in (
+                ("logprobs", sampling.num_top_logprobs),
+                ("prompt_logprobs", sampling.num_prompt_logprobs),
+            ):
+                if top is not None and not 0 <= top <= self._max_logprobs:
+                    limit = f"not within 0 and max_logprobs: {self._max_logprobs}"
+                    raise ApiError(400, f"Requested {name} of {top}, which is {limit}", param=name)
+            tokens = sum(len(prompt.token_ids) for prompt in each.prompts) * choices
+            prompt_tokens += tokens
+            entries += sum(self._output_limits(each)) * choices * (sampling.num_top_logprobs or 0)
+            if sampling.num_prompt_logprobs is not None:  # an echo repeats them in each choice
+                entries += tokens * (1 + sampling.num_prompt_logprobs)
+        if prompt_tokens > PROMPT_TOKENS_MAX:
             why = f"prompts of all choices together have at most {PROMPT_TOKENS_MAX} tokens"
-            raise ApiError(400, f"{why}, got {prompt_tokens * each}", param="n")
-        entries = sum(output_limits) * each * (sampling.num_top_logprobs or 0)
-        if sampling.num_prompt_logprobs is not None:  # an echo repeats them in each choice
-            entries += prompt_tokens * each * (1 + sampling.num_prompt_logprobs)
+            raise ApiError(400, f"{why}, got {prompt_tokens}", param="n")
         if entries > LOGPROBS_ENTRIES_MAX:
             raise ApiError(
                 400,
@@ -468,8 +476,8 @@ class Completer:
         rows = zip(prompt.token_ids[1:], ranks, *columns, strict=True)
         for token, own, logprob, top_ids, top_logprobs in rows:
             entry = {str(token): self._logprob(token, logprob, own)}
-            for rank, (likely, its) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
-                entry[str(likely)] = self._logprob(likely, its, rank)
+            for rank, (top_id, top) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
+                entry[str(top_id)] = self._logprob(top_id, top, rank)
             logprobs.append(entry)
         return logprobs
 
@@ -488,9 +496,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(text for text in texts if text is not None)}
 
 
-def refuse_many(prompts: int, sampling: Sampling) -> None:
+def refuse_many(choices: int) -> None:
     """Raise ApiError if a request has too many choices."""
-    choices = prompts * sampling.choices_per_prompt
     if choices > CHOICES_MAX:
         raise ApiError(400, f"a request has at most {CHOICES_MAX} choices, got {choices}")
 
@@ -506,9 +513,13 @@ def _refuse_prompt(prompt: Prompt, limits: Limits) -> None:
             f"your prompt contains {len(ids)} input tokens, which leaves none to generate. Please "
             f"reduce the length of the input prompt.",
         )
-    strange = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
-    if strange is not None:
-        raise ApiError(400, f"Token id {strange} is out of vocabulary")
+    _refuse_unknown(ids, limits)
+
+
+def _refuse_unknown(token_ids: Sequence[int], limits: Limits) -> None:
+    unknown = next((i for i in token_ids if not 0 <= i < limits.vocab_size), None)
+    if unknown is not None:
+        raise ApiError(400, f"Token id {unknown} is out of vocabulary")
 
 
 def _output_limit(prompt: Prompt, tokens_max: float | None, limits: Limits) -> int:

@@ -88,7 +88,7 @@ class BatchChatRequest(VllmChatRequest, kw_only=True):
     messages: list[list[dict[str, Any]]]  # type: ignore[assignment]
 
     def refuse_unserved_in_batches(self) -> None:
-        """Check that there are conversations, one choice for each, and neither stream nor tools.
+        """Check that there are conversations, one choice for each, and no stream, tools or prefix.
 
         Raises:
             ApiError: the batch has something that vLLM refuses in batches, too.
@@ -96,8 +96,10 @@ class BatchChatRequest(VllmChatRequest, kw_only=True):
         if not self.messages or not all(self.messages):
             raise ApiError(400, "messages must be conversations, none empty", param="messages")
         many = self.choices_per_prompt != 1
-        for name, is_asked in (("stream", self.stream), ("tools", self.tools), ("n", many)):
-            if is_asked:
+        unserved: dict[str, Any] = {"stream": self.stream, "tools": self.tools, "n": many}
+        unserved["required_prefix_token_ids"] = self.required_prefix_token_ids
+        for name, is_requested in unserved.items():
+            if is_requested:
                 raise ApiError(400, f"Batch chat completions do not support {name}.", param=name)
 
 

@@ -262,6 +262,8 @@ class WeightUpdates:
                 why = f"No adapter found for '{path}'; {_ONLY_BELOW}"
                 raise ApiError(404, why, param="lora_path")
             await self._load_adapter(name, real, path)
+            if path != self._lora_path(name):  # the LoRA directory has no copy of it to load again
+                self._on_demand.pop(name, None)
 
     async def adapter_of(self, model: str | None) -> str:
         """Return the adapter of a request's model name; empty: the model itself.
@@ -273,7 +275,8 @@ class WeightUpdates:
             ApiError: no model or adapter has this name.
         """
         path = self._lora_path(model)
-        if model is not None and path is not None and not self._info.knows(model):
+        # An unknown name is refused without the lock, which an update may hold for minutes.
+        if model and path and not self._info.knows(model) and self._adapter_at(path) is not None:
             async with self._one_at_a_time:
                 if not self._info.knows(model) and (real := self._adapter_at(path)) is not None:
                     await self._load_adapter(model, real, path)
@@ -312,12 +315,12 @@ class WeightUpdates:
 
     async def _unload(self, name: str) -> None:
         path = self._info.adapters.pop(name)
-        self._on_demand.pop(name, None)
         try:
             await self._publish(AdapterRemoval(self._run, name, "live"), None)
         except BaseException:
             self._info.adapters[name] = path
             raise
+        self._on_demand.pop(name, None)
 
     # ------------------------------------------------------------ publishing
 

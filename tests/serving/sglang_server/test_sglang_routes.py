@@ -2,6 +2,7 @@
 them."""
 
 import base64
+import json
 import os
 import pickle
 from pathlib import Path
@@ -127,7 +128,9 @@ def test_a_pause_outlasts_the_release_of_memory(client: Client) -> None:
     assert client.get("/is_paused") == {"is_paused": True}
     client.post("/continue_generation", {})
     assert client.post("/release_memory_occupation") is None
+    assert client.http.get("/health_generate").status_code == 503
     assert client.post("/resume_memory_occupation") is None
+    assert client.http.get("/health_generate").status_code == 200
     assert client.post("/generate", GREEDY)["output_ids"]
     assert "tags name some of" in refused(client, "/resume_memory_occupation", {"tags": ["gpu"]})
 
@@ -224,6 +227,11 @@ def test_what_groups_and_updates_cannot_do_is_refused_with_its_reason(
         assert "backend 'gloo'" in refused(client, "/init_weights_update_group", group)
     far = group | {"backend": "gloo", "rank_offset": 2}
     assert "rank_offset 2 of 2" in refused(client, "/init_weights_update_group", far)
+    for port in (70_000, -1):
+        unknown = group | {"backend": "gloo", "master_port": port}
+        assert f"no trainer at 127.0.0.1:{port}" in refused(
+            client, "/init_weights_update_group", unknown
+        )
     other = group | {"backend": "mpi"}
     assert "gloo or nccl" in refused(client, "/init_weights_update_group", other)
     tensors = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
@@ -247,6 +255,11 @@ def test_what_groups_and_updates_cannot_do_is_refused_with_its_reason(
         ({"sampling_params": {"stop_regex": "x"}}, "stop_regex is not served"),
         ({"sampling_params": {"max_new_tokens": -1}}, "at least 0"),
         ({"sampling_params": {"n": 0}}, "at least 1"),
+        ({"sampling_params": {"n": 10**12}}, "at most 1024 choices"),
+        (
+            {"sampling_params": {"n": 1024}, "return_logprob": True, "top_logprobs_num": 20},
+            "the answer would have up to",
+        ),
         ({"top_logprobs_num": [1, 2]}, "2 entries for 1 prompts"),
         ({"input_ids": [PROMPT, 3]}, "lists of token ids"),
         ({"lora_path": "no"}, "does not exist"),
@@ -259,6 +272,21 @@ def test_what_a_request_cannot_have_is_refused_by_name(
     answer = client.http.post("/generate", json={"input_ids": PROMPT, **fields})
     assert answer.status_code in (400, 404)
     assert why in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("start", [1, len(PROMPT), 2**70])
+@pytest.mark.parametrize("streams", [False, True])
+def test_log_probs_of_a_prompt_begin_anywhere_and_are_in_every_event_of_a_stream(
+    client: Client, start: int, streams: bool
+) -> None:
+    fields = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 1}
+    answer = client.http.post("/generate", json=GREEDY | fields | {"stream": streams})
+    assert answer.status_code == 200, answer.text
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    for text in events if streams else [answer.text]:
+        meta = json.loads(text)["meta_info"]
+        assert [entry[1] for entry in meta["input_token_logprobs"]] == PROMPT[start:]
+        assert len(meta["input_top_logprobs"]) == len(PROMPT[start:])
 
 
 def test_generate_wants_the_api_key_as_sglangs_does(model: Path) -> None:

@@ -1,5 +1,6 @@
 """Adapters that are loaded from ``--lora-directory`` when a request first names them."""
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,13 @@ import pytest
 import tidegate
 from tests.held_credit import turns_go_on_until
 from tests.models import make_model
-from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, LONG, PROMPT, Client
+from tests.serving.vllm_server.vllm_serving import (
+    CONTEXT_TOKENS_MAX,
+    LONG,
+    PROMPT,
+    BackgroundRequest,
+    Client,
+)
 from tidegate.errors import ConfigError
 from tidegate.serving.vllm_server import weight_updates
 from tidegate.transport.messages import FinishWeightUpdate
@@ -89,6 +96,38 @@ def test_the_adapter_that_was_not_named_for_longest_is_unloaded_unless_it_is_in_
         logprobs(client, second)
     assert listed() == [first, second]
     assert running.answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_adapter_stays_loaded_while_a_prompt_is_scored_with_it(
+    client: Client, server: tidegate.VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_updates, "LORA_DIRECTORY_ADAPTERS_MAX", 1)
+    first, second = ADAPTERS
+    scheduler = server._handle._running.scheduler
+    assert scheduler is not None
+    client.post("/tokenize", {"prompt": "a", "model": first})
+    client.post("/pause", mode="keep", clear_cache="false")
+    body = {"prompt": PROMPT, "model": first, "max_tokens": 1, "prompt_logprobs": 0}
+    scored = BackgroundRequest(server, "/v1/completions", body)
+    client.wait_until(lambda: any(scheduler.scores._sent.values()))
+    client.post("/tokenize", {"prompt": "a", "model": second})
+    client.post("/resume")
+    assert len(scored.answer["choices"][0]["prompt_logprobs"]) == len(PROMPT)
+
+
+def test_an_adapter_that_was_loaded_by_name_from_elsewhere_is_not_unloaded_for_others(
+    client: Client, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_updates, "LORA_DIRECTORY_ADAPTERS_MAX", 1)
+    first, second = ADAPTERS
+    own = logprobs(client, first)
+    body = {"lora_name": first, "lora_path": str(directory / "elsewhere" / "x")}
+    shutil.copytree(directory / second, directory / "elsewhere" / "x")
+    client.post("/load_lora_adapter", body)
+    replaced = logprobs(client, first)
+    assert replaced != own
+    logprobs(client, second)
+    assert logprobs(client, first) == replaced
 
 
 @pytest.mark.parametrize("name", ["no", "empty", ".", "..", "../model", f"x/../{ADAPTERS[0]}"])

@@ -104,6 +104,17 @@ def test_a_prefix_that_no_message_follows_is_refused(client: Client) -> None:
     assert "prompt_token_ids" in client.refusal(CHAT, wrong)["message"]
 
 
+@pytest.mark.parametrize("token", [-1, 2**40])
+def test_a_prefix_that_cannot_be_honoured_is_refused(client: Client, token: int) -> None:
+    body: dict[str, Any] = {"messages": QUESTION, "required_prefix_token_ids": [5, token]}
+    assistant = {"role": "assistant", "content": "3"}
+    longer = body | {"messages": [*QUESTION, assistant, MORE], "return_token_strs": True}
+    refused = client.refusal("/tokenize", longer)
+    assert refused["message"] == f"Token id {token} is out of vocabulary"
+    refused = client.refusal(f"{CHAT}/batch", body | {"messages": [QUESTION]})
+    assert refused["param"] == "required_prefix_token_ids"
+
+
 def test_an_answer_to_a_prompt_that_is_too_long_names_the_context_length(client: Client) -> None:
     # By these words its server tells a full context from other refusals.
     long = [{"role": "user", "content": "word " * 2000}]
