@@ -157,7 +157,7 @@ def test_part_of_a_set_is_laid_over_the_whole_also_for_an_engine_that_comes_late
         ({"handle": b"\x02c" + bytes(3)}, "a handle of 5 bytes"),
         ({"nbytes": 2**62}, "can't be on a GPU"),
         ({"ref_counter_handle": b"/dev/shm/mine"}, "is not a name of torch"),
-        ({"ref_counter_offset": 2**40}, "none of them"),
+        ({"ref_counter_offset": 2**40}, "does not exist"),
         ({"gpu": "another"}, "on GPU 'another'"),
         (None, "has no IPC handle"),
     ],

@@ -163,7 +163,7 @@ def test_a_byte_changed_on_the_way_is_refused_with_the_tensors_name_and_both_sum
     [failed] = qwen.send(4, update, None)
     assert isinstance(failed, WeightsFailed)
     assert f"tensor {spec.name!r} has the checksum 0x" in failed.message
-    assert f"where {sums[spec.name]:#010x} was sent" in failed.message
+    assert f"but {sums[spec.name]:#010x} was sent" in failed.message
     assert not qwen.staging.is_staged(4)
 
 

@@ -91,7 +91,7 @@ async def test_a_policy_and_what_it_would_contradict_are_not_both_taken(
     tidegate_serve: ServeInTests, tidegate_engine: Engine
 ) -> None:
     policy = tidegate.Synchronous(groups_per_batch=2)
-    with pytest.raises(ConfigError, match="leave out max_staleness"):
+    with pytest.raises(ConfigError, match="omit max_staleness"):
         async with tidegate_serve(
             engines=[tidegate_engine()], staleness_policy=policy, max_staleness=3
         ):

@@ -87,7 +87,7 @@ def mismatch(policy: Any, batch: tidegate.Batch, version: int) -> float:
 
 def test_rounding_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
     own = make_model_directory(tmp_path / "own")
-    with pytest.raises(ConfigError, match="sums depend on the batch"):
+    with pytest.raises(ConfigError, match="products depend on the batch"):
         tidegate.serve_sync(model=own, quantization="fp8", deterministic=True)
     with (
         pytest.raises(EngineStartFailed, match="transformers computes in full precision"),

@@ -99,7 +99,7 @@ def test_nothing_in_a_pickle_is_run(
         ({"dtype": torch.Tensor}, "no tensor's"),
         ({"counter": b"/tidegate-weights"}, "reference counters"),
         ({"counter": b"/torch_1_2_3/../x"}, "reference counters"),
-        ({"counter_offset": 10_000}, "10000 is none of them"),
+        ({"counter_offset": 10_000}, "counter 10000 does not exist"),
         ({"event": b"e" * 63}, "an event has 64 bytes, got 63"),
         ({"memory": "text"}, "memory can't be str"),
         ({"storage_bytes": None}, "storage_bytes can't be NoneType"),

@@ -236,8 +236,8 @@ def test_weights_are_reloaded_from_a_directory_and_named_later(
     assert "must be a directory" in client.refusal("/collective_rpc", strange)["message"]
     rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(models[2])}}
     assert client.post("/collective_rpc", rpc) == {"results": [None]}
-    told = client.post("/update_weight_version", {"new_version": "7"})
-    assert told == {"success": True, "new_version": "7"}
+    response = client.post("/update_weight_version", {"new_version": "7"})
+    assert response.items() >= {"success": True, "new_version": "7"}.items()
     assert client.get("/weight_info") == {"weight_version": "7"}
     expect(client, models[2])
     assert client.refusal("/collective_rpc", {"method": "shutdown"})["code"] == 501
