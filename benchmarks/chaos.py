@@ -33,7 +33,7 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 from benchmarks.chaos_trainer import (
-    DIARY_FILE,
+    EVENTS_FILE,
     RESULT_FILE,
     STOP_FILE,
     Options,
@@ -197,7 +197,7 @@ class Chaos:
         deadline_s = time.monotonic() + FIRST_BATCH_TIMEOUT_S
         while not self.trainer.ends and time.monotonic() < deadline_s:
             self._keep_going(time.monotonic())
-            if any(x["event"] == "received" for x in read_lines(self.directory / DIARY_FILE)):
+            if any(x["event"] == "received" for x in read_lines(self.directory / EVENTS_FILE)):
                 return
             time.sleep(TICK_S)
 
@@ -230,22 +230,22 @@ def start_engine(name: str, options: Options) -> Process:
 
 def rows(chaos: Chaos, ended_well: bool) -> list[Row]:
     """Return all measured and checked lines."""
-    told = [
+    results = [
         Row("kills", sum(m.kills for m in chaos.members), "processes"),
         Row("kills_of_trainer_and_orchestrator", chaos.trainer.kills, "processes"),
         Row("engines_that_ended_by_themselves", early_ends(chaos), "processes"),
         Row("run_ended_well", float(ended_well), "", "1", ended_well),
     ]
-    diary = read_lines(chaos.directory / DIARY_FILE)
-    told.append(Row("first_batch_after_a_restart", recovery_s(diary), "s, median"))
+    events = read_lines(chaos.directory / EVENTS_FILE)
+    results.append(Row("first_batch_after_a_restart", recovery_s(events), "s, median"))
     path = chaos.directory / RESULT_FILE
     if not path.exists():
-        return told
+        return results
     result = json.loads(path.read_text())
     trained = [TrainedBatch(**batch) for batch in result["trained"]]
-    received = sum(line["event"] == "received" for line in diary)
+    received = sum(line["event"] == "received" for line in events)
     return [
-        *told,
+        *results,
         Row("batches", len(trained), "batches"),
         Row("batches_trained_again", received - len(trained), "batches, in lives that were lost"),
         *check_tasks(trained),
@@ -260,11 +260,11 @@ def early_ends(chaos: Chaos) -> int:
     return sum(max(0, len(engine.ends) - 1) for engine in chaos.engines)
 
 
-def recovery_s(diary: list[dict[str, Any]]) -> float:
+def recovery_s(events: list[dict[str, Any]]) -> float:
     """Return the median time from a start of the trainer to its first batch, of starts that got so
     far."""
     waits, started_s = [], None
-    for line in diary:
+    for line in events:
         if line["event"] == "started":
             started_s = line["at_s"]
         elif line["event"] == "received" and started_s is not None:

@@ -23,7 +23,7 @@ from examples.calculator import Episode, Task, solve, tasks
 from examples.grpo import load_trainer, train_step
 
 CHECKPOINT_FILE = "checkpoint.pt"
-DIARY_FILE = "diary.jsonl"
+EVENTS_FILE = "events.jsonl"
 LOG_FILE = "trainer.log"
 RESULT_FILE = "result.json"
 STOP_FILE = "stop"
@@ -121,7 +121,7 @@ def describe(batch: tidegate.Batch, number: int) -> TrainedBatch:
     )
 
 
-class Diary:
+class EventLog:
     """Event log of all restarts, including those that never got far."""
 
     def __init__(self, path: Path) -> None:
@@ -136,10 +136,10 @@ class Diary:
 
 async def train(options: Options) -> None:
     """Resume from the checkpoint, if there is one, and train until told to stop."""
-    diary = Diary(options.directory / DIARY_FILE)
-    diary.note("started")
+    events = EventLog(options.directory / EVENTS_FILE)
+    events.note("started")
     trainer = Trainer(options)
-    diary.note("loaded", batches=len(trainer.trained))
+    events.note("loaded", batches=len(trainer.trained))
     async with tidegate.serve(
         resume=True if trainer.state is None else trainer.state,
         model=options.model,
@@ -154,17 +154,17 @@ async def train(options: Options) -> None:
         heartbeat_interval_s=0.5,
         seed=options.seed,
     ) as rollouts:
-        diary.note("serving", is_resumed=rollouts.is_resumed)
+        events.note("serving", is_resumed=rollouts.is_resumed)
         if rollouts.is_resumed:
             await rollouts.publish(trainer.model.state_dict())
-            diary.note("published", version=rollouts.version)
+            events.note("published", version=rollouts.version)
         async for batch in rollouts.batches(numbered(options.seed), episode=solve_numbered):
             state = rollouts.state_dict()
-            diary.note("received", number=state["batches"])
+            events.note("received", number=state["batches"])
             trainer.train(batch, state)
             await rollouts.ack(state)
             version = await rollouts.publish(trainer.model.state_dict())
-            diary.note("published", version=version)
+            events.note("published", version=version)
             if (options.directory / STOP_FILE).exists():
                 break
         write_result(options.directory, trainer, rollouts)

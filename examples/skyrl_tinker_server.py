@@ -102,8 +102,8 @@ def wait_until_healthy(process: "subprocess.Popen[bytes]", url: str) -> None:
 def samples_of(sampler: Any, prompt: list[int], options: argparse.Namespace) -> list[Any]:
     """Sample continuations of the prompt, with log-probs."""
     params = types.SamplingParams(max_tokens=options.max_tokens, temperature=1.0, seed=1)
-    asked = types.ModelInput.from_ints(prompt)
-    sequences: list[Any] = sampler.sample(asked, options.samples, params).result().sequences
+    model_input = types.ModelInput.from_ints(prompt)
+    sequences: list[Any] = sampler.sample(model_input, options.samples, params).result().sequences
     return sequences
 
 

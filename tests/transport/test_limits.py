@@ -76,15 +76,15 @@ def test_long_texts_are_cut_and_short_ones_are_not() -> None:
 
 
 def test_a_peer_is_answered_so_often_in_a_while_and_again_in_the_next() -> None:
-    patience = RateLimiter(replies_max=2, interval_s=1.0)
-    assert [patience.has(b"a", 0.0) for _ in range(3)] == [True, True, False]
-    assert patience.has(b"b", 0.9)
-    assert not patience.has(b"a", 0.99)
-    assert patience.has(b"a", 1.0)
+    limiter = RateLimiter(replies_max=2, interval_s=1.0)
+    assert [limiter.has(b"a", 0.0) for _ in range(3)] == [True, True, False]
+    assert limiter.has(b"b", 0.9)
+    assert not limiter.has(b"a", 0.99)
+    assert limiter.has(b"a", 1.0)
 
 
 def test_ever_new_peers_are_not_remembered_for_ever() -> None:
-    patience = RateLimiter(replies_max=1, interval_s=1.0)
-    answered = sum(patience.has(b"%d" % peer, 0.0) for peer in range(3 * PEERS_MAX))
+    limiter = RateLimiter(replies_max=1, interval_s=1.0)
+    answered = sum(limiter.has(b"%d" % peer, 0.0) for peer in range(3 * PEERS_MAX))
     assert answered == PEERS_MAX
-    assert patience.has(b"late", 1.0)
+    assert limiter.has(b"late", 1.0)

@@ -157,11 +157,11 @@ class Communicator:
         import torch
 
         number = torch.zeros(1, device=self._device)
-        told = torch.empty_like(number)
+        total = torch.empty_like(number)
         with self._on_device():
             code = self._library.ncclAllReduce(
                 ctypes.c_void_p(number.data_ptr()),
-                ctypes.c_void_p(told.data_ptr()),
+                ctypes.c_void_p(total.data_ptr()),
                 ctypes.c_size_t(1),
                 ctypes.c_int(_TYPES["float32"]),
                 ctypes.c_int(_SUM),
@@ -244,8 +244,8 @@ def _check(library: ctypes.CDLL, code: int, what: str) -> None:
     if code == 0:
         return
     library.ncclGetErrorString.restype = ctypes.c_char_p
-    told = library.ncclGetErrorString(ctypes.c_int(code))
+    reason = library.ncclGetErrorString(ctypes.c_int(code))
     raise NcclFailed(
-        f"NCCL: {what} failed: {(told or b'?').decode(errors='replace')}. Both ends need a GPU "
+        f"NCCL: {what} failed: {(reason or b'?').decode(errors='replace')}. Both ends need a GPU "
         "each; set NCCL_DEBUG=WARN in their environment for details"
     )

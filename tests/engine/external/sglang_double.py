@@ -203,7 +203,7 @@ class SglangDouble:
             self.sampler.retract(request)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
-    async def go_on(self, body: dict[str, Any]) -> Response:
+    async def continue_generation(self, body: dict[str, Any]) -> Response:
         self.paused = None
         self._went_on.set()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
@@ -315,7 +315,7 @@ def _routes(double: SglangDouble) -> Starlette:
     posts = double.posts = {
         "/generate": double.generate,
         "/pause_generation": double.pause,
-        "/continue_generation": double.go_on,
+        "/continue_generation": double.continue_generation,
         "/abort_request": double.abort,
         "/update_weights_from_disk": double.update,
         "/update_weight_version": double.relabel,

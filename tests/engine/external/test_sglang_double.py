@@ -48,7 +48,7 @@ async def answer_over_an_update(
         await double.pause({"mode": mode})
         update = {"model_path": str(models[1]), "weight_version": "new"}
         await double.update(update | {"flush_cache": mode == "retract"})
-        await double.go_on({})
+        await double.continue_generation({})
         await asking
     return double.message(request)["meta_info"], request.tokens
 

@@ -228,7 +228,7 @@ def asking_for_everything(seed: int, **others: Any) -> SamplingParams:
     return SamplingParams(**(options | others))
 
 
-def go_on(
+def continue_sampling(
     turns: list[EngineSequence], steps: int, start: int = 0, compiled: Native | None = None
 ) -> list[list[Any]]:
     """Return the output of ``steps`` steps of each turn; logits are random, and each turn's own."""
@@ -244,12 +244,15 @@ def go_on(
 
 
 def test_a_turn_that_is_moved_is_sampled_as_if_it_had_stayed() -> None:
-    stayed = go_on([make_turn(asking_for_everything(7), [5, 3, 5])], 24)[0]
+    stayed = continue_sampling([make_turn(asking_for_everything(7), [5, 3, 5])], 24)[0]
     for moved_after in (1, 10, 23):
         output = [token_id for token_id, *_ in stayed[:moved_after]]
         asked = asking_for_everything(7, max_tokens=30 - moved_after)
         moved = make_turn(asked, [5, 3, 5], output)
-        assert go_on([moved], 24 - moved_after, start=moved_after)[0] == stayed[moved_after:]
+        assert (
+            continue_sampling([moved], 24 - moved_after, start=moved_after)[0]
+            == stayed[moved_after:]
+        )
 
 
 @pytest.mark.parametrize("compiled", [None, native(torch.float32)], ids=["torch", "compiled"])
@@ -264,9 +267,9 @@ def test_a_rows_sample_does_not_depend_on_other_rows_options(
         SamplingParams(max_tokens=30, seed=4, top_logprobs=2),
         SamplingParams(max_tokens=30, seed=5, min_p=0.1, temperature=0.3),
     ]
-    together = go_on([make_turn(asked, [4, 4, 9]) for asked in askers], 12, 0, compiled)
+    together = continue_sampling([make_turn(asked, [4, 4, 9]) for asked in askers], 12, 0, compiled)
     for asked, result in zip(askers, together, strict=True):
-        assert go_on([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [result]
+        assert continue_sampling([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [result]
     assert [details for *_, details in together[1]] == [None] * 12
 
 

@@ -311,14 +311,14 @@ def test_late_tokens_of_an_evaluation_are_not_trainings() -> None:
 # ---------------------------------------------------------------- between two loops
 
 
-class Desk:
+class RequestingTrainer:
     """A :class:`BatchRequestQueue` whose core has a batch per request, numbered anew after a
     return."""
 
     def __init__(self) -> None:
         self.asked: list[ev.Event] = []
         self.number = 0
-        self.desk = BatchRequestQueue(
+        self.requests = BatchRequestQueue(
             PendingFutures(), self.handle, lambda action: action(), lambda: None
         )
 
@@ -327,46 +327,46 @@ class Desk:
         match event:
             case ev.BatchRequested():
                 self.number += 1
-                self.desk.hand_over(ev.HandOver([], 0, self.number))
+                self.requests.hand_over(ev.HandOver([], 0, self.number))
             case ev.BatchReturned():
                 self.number -= 1
 
 
 async def test_an_offer_that_nobody_took_goes_back_when_a_publish_begins() -> None:
-    core = Desk()
+    core = RequestingTrainer()
     request = BatchRequest()
-    assert await core.desk.wait(request)
+    assert await core.requests.wait(request)
     seen = request.batch
-    core.desk.hold(True)
+    core.requests.hold(True)
     assert seen is not None
     assert not request.take(seen)
     assert core.asked == [ev.BatchRequested(), ev.BatchReturned(1, is_held=True)]
-    core.desk.hold(False)
-    assert await core.desk.wait(request)
+    core.requests.hold(False)
+    assert await core.requests.wait(request)
     assert request.batch is not None
     assert request.take(request.batch)
 
 
 async def test_a_batch_that_was_taken_outlives_a_publish() -> None:
-    core = Desk()
+    core = RequestingTrainer()
     request = BatchRequest()
-    assert await core.desk.wait(request)
+    assert await core.requests.wait(request)
     assert request.batch is not None
     assert request.take(request.batch)
-    core.desk.hold(True)
-    core.desk.acknowledge(request)
-    core.desk.close(request)  # of a call that is over: nothing goes back
+    core.requests.hold(True)
+    core.requests.acknowledge(request)
+    core.requests.close(request)  # of a call that is over: nothing goes back
     assert core.asked == [ev.BatchRequested()]
 
 
 async def test_one_batch_at_a_time_is_on_offer() -> None:
-    core = Desk()
+    core = RequestingTrainer()
     first, second = BatchRequest(), BatchRequest()
-    assert await core.desk.wait(first)
-    waits = asyncio.ensure_future(core.desk.wait(second))
+    assert await core.requests.wait(first)
+    waits = asyncio.ensure_future(core.requests.wait(second))
     await asyncio.sleep(0)
     assert core.asked == [ev.BatchRequested()]
-    core.desk.close(first)
+    core.requests.close(first)
     assert await waits
     assert second.batch is not None
     assert second.batch.number == 1
