@@ -44,7 +44,8 @@ KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 """Signals that the keeper waits for: a request to end, and the worker's end."""
 
 KILLING_S = 5.0
-"""How long the keeper kills a worker's descendants; a fork bomb may outrun it for that time."""
+"""Longest time that the keeper kills a worker's descendants, because a fork bomb can start new ones
+faster than the keeper kills them; then the keeper gives up."""
 
 KILLING_POLL_S = 0.005
 """Pause between two rounds of killing, for killed processes to end."""

@@ -1,7 +1,7 @@
 """Numbers of a recorded run, read from `run.json` and `metrics.jsonl` of all its processes.
 
-Reports, comparisons and the dashboard read them. A killed run has the numbers that its last process
-recorded, at most a second older than its last batch.
+Reports, comparisons and the dashboard read them. The numbers of a killed run are those that
+its last process wrote last, at most a second before its last batch.
 """
 
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class Facts:
     context_tokens: int
     """Context tokens that turns started from; 0 if engines don't report them."""
     cached_context_tokens: int
-    """Prefilled tokens whose KV the engines had in cache."""
+    """Number of ``context_tokens`` whose KV was in a prefix cache and was not computed."""
     draft_tokens: int
     """Draft tokens that engines verified."""
     accepted_draft_tokens: int
@@ -97,7 +97,7 @@ class Facts:
     weight_swap_stall_s: float | None
     """Mean seconds that a swap of weights stalls an engine's turns."""
     publish_s: float | None
-    """Mean seconds from a publish to its weights being live, as the trainer waited for it."""
+    """Mean seconds that the trainer waited in ``publish`` for its weights to be live."""
     episode_activity_s: Mapping[str, float]
     """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
 

@@ -153,9 +153,9 @@ class SessionAffinity(RoutingPolicy):
     """Keeps a rollout on the engine that holds its KV, unless that engine is much more loaded.
 
     A rollout stays while the engine that sampled its last tokens has at most ``margin_turns`` turns
-    above the least loaded engine's load. Staying saves the prefill of the context and costs slower
-    tokens: at 0.12 ms per turn in a step, eight more turns make 1,000 tokens slower by a second, in
-    which 25,000 tokens can be prefilled.
+    above the least loaded engine's load. Staying saves the prefill of the context, but a fuller
+    engine decodes slower. Each turn adds 0.12 ms to a step, so 8 more turns delay a turn of 1,000
+    tokens by about 1 s; a prefill of 25,000 tokens takes as long.
     """
 
     margin_turns: int = 8
@@ -184,7 +184,7 @@ class PrefixAffinity(RoutingPolicy):
     """
 
     margin_turns: int = 16
-    """At least the rollouts per group, or some of each group always go elsewhere."""
+    """Must be at least ``group_size``; otherwise part of each group always goes elsewhere."""
     otherwise: RoutingPolicy = field(default_factory=LeastLoaded)
 
     def __post_init__(self) -> None:

@@ -39,7 +39,8 @@ from tidegate.transport.zeromq import (
 
 BUSY_WAKEUPS = 16
 BUSY_WITHIN_S = 0.032
-"""This many wakeups within this time, more than 500 a second, switch to polling by timer."""
+"""``BUSY_WAKEUPS`` wakeups within ``BUSY_WITHIN_S`` seconds (500 a second) switch to polling by
+timer."""
 
 WAKEUPS_PER_SEND = 4
 """No switch if more than one message per this many wakeups is sent, because peers may wait for the
@@ -51,26 +52,25 @@ per poll at a thousand messages a second."""
 
 QUIET_POLL_INTERVAL_S = 0.032
 """Longest polling interval in seconds, used while only acknowledgements are sent, because then only
-tokens of running turns arrive. The interval doubles up to this value, so the end of a stream is
-noticed within twice the time that nothing has been sent. One poll costs 400 us beside its messages,
-mostly because other threads got the CPU."""
+tokens of running turns arrive. The interval starts at ``POLL_INTERVAL_S`` and doubles up to this
+value. One poll takes 400 us of wall time beside its messages, because other threads run first."""
 
 MESSAGES_PER_ACK = 16
-"""At least this many messages per acknowledgement count as quiet: with less credit an engine would
-wait for the next poll. An engine also waits if it uses up its credit between two polls: with 256
-steps at 8,000 a second, with 16 at 500."""
+"""A stream is quiet if at least this many messages arrive per acknowledgement that is sent. An
+engine that gets credit for fewer steps would use it up, and wait for the next poll: between two
+polls of 32 ms, 16 steps of credit are used up at 500 steps a second, 256 steps at 8,000."""
 
 UNPRODUCTIVE_POLLS_MAX = 3
-"""Consecutive polls that find nothing, or messages that need answers, before switching back to
-wakeups."""
+"""Number of consecutive polls that find no message, or mainly messages that need answers, after
+which the socket is read at wakeups again."""
 
 
 class PollSchedule:
     """Decides when to read one socket: at each wakeup of its descriptor, or by timer.
 
     At 1,000 steps a second 2.1 times the tokens per CPU-second are received as by wakeups alone
-    (``benchmarks.transport tokens``, the paced stream, median of 5 pairs). As fast as messages go,
-    it makes no difference.
+    (``benchmarks.transport tokens``, the paced stream, median of 5 pairs). An unpaced stream is
+    received as fast either way.
     """
 
     __slots__ = (
@@ -162,9 +162,9 @@ def _libzmq() -> Any:
 
 
 FRAMES_PER_DRAIN = 64
-"""Messages read before other callbacks get a turn, at most. A step that ends 16 turns may take 1 ms
-to take in, so this keeps the loop for less than 0.1 s. As many messages a second are received as
-with 1,024 (1.04, ``benchmarks.transport messages``, median of 5 pairs)."""
+"""Largest number of messages read before other callbacks get a turn. A step that ends 16 turns may
+take 1 ms to process, so 64 messages occupy the loop for less than 0.1 s. A limit of 1,024 receives
+no more messages a second (ratio 1.04, ``benchmarks.transport messages``, median of 5 pairs)."""
 
 BYTES_PER_DRAIN = 16 * 1024 * 1024
 """Maximum bytes per read, for large messages: some milliseconds of copying."""

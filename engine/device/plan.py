@@ -22,8 +22,8 @@ from tidegate.kernels.optional_triton import next_power_of_2
 from tidegate.kernels.paged_attention import PagedRows
 
 TABLE_BLOCKS_MIN = 16
-"""Smallest width of a block table; widths are powers of two, because Triton specialises a kernel
-for strides that are multiples of 16 and compiles it anew for others."""
+"""Smallest width of a block table. All widths are powers of two from 16 on, hence multiples of 16:
+Triton compiles a kernel once for such strides, and again for other strides."""
 
 SINGLE, SEVERAL = range(2)
 """Kinds of rows: of one token, and of several."""
@@ -49,7 +49,7 @@ class DevicePlan:
     slots: torch.Tensor
     """[T], int64, where keys and values are written: ``block * block_tokens + offset``."""
     output_tokens: torch.Tensor
-    """[S], int64: the tokens to sample after, then those to score."""
+    """[S], int64: indices of tokens whose next token is sampled, then of tokens to score."""
     groups: Sequence[TokenGroup]
     """Attention groups, in the order of their tokens; together they cover all T."""
 

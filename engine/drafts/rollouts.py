@@ -23,7 +23,8 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 96, 32
 """Overhead of a prompt's and a sample's objects, counted in tokens of 4 bytes."""
 
 SAMPLES_MAX = 8
-"""Samples kept per prompt, the latest. More cost more at a sequence's start than they help."""
+"""Number of samples kept per prompt, the newest ones. Indexing further samples at a sequence's
+start takes more time than their drafts save."""
 
 
 class _PromptSamples:
@@ -42,7 +43,7 @@ class _PromptSamples:
         """Number of dropped samples that ``ends`` still refers to."""
 
     def add(self, sample: Tokens) -> Tokens | None:
-        """Keep a sample; return the oldest sample if that exceeds ``SAMPLES_MAX``."""
+        """Add a sample; drop and return the oldest one if there are more than ``SAMPLES_MAX``."""
         self.samples.append(sample)
         if self.ends:
             self.index(sample)
@@ -77,8 +78,9 @@ class _Follower:
         self.prompt = prompt
         self.sample: Tokens | None = None
         self.index = 0
-        """Index in ``sample`` that corresponds to position ``length`` of the sequence."""
+        """Index in ``sample`` of the token that follows the sequence's first ``length`` tokens."""
         self.length = 0
+        """Length of the sequence at the last proposal, in tokens."""
 
     def propose(self, sequence: EngineSequence, count: int) -> Tokens:
         """Return the sample's next tokens, or another sample's if the sequence has diverged."""

@@ -437,7 +437,8 @@ class VllmAdapter(OptionalAdapterMethods):
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
         """Pause with the mode in the query: vLLM ignores a body, and would use ``abort``.
 
-        Caches are kept, because no request with another salt uses them.
+        Prefix caches are kept: each weight version has its own cache salt, so no request reuses KV
+        of another version.
         """
         query = {"mode": mode, "clear_cache": "false"}
         await self._control("/pause", query=query, timeout_s=PAUSE_TIMEOUT_S)
@@ -465,7 +466,7 @@ class VllmAdapter(OptionalAdapterMethods):
         await self._weights.load_tensors(tensors, label)
 
     async def rename_weights(self, label: str) -> None:
-        """Relabel the weights, and with them later tokens."""
+        """Set the version label of the live weights, which later tokens are attributed to."""
         await self._weights.rename(label)
 
     async def load_lora(self, name: str, directory: Path) -> None:

@@ -88,8 +88,8 @@ class MultiRankSleepController(SleepController):
     def wake(self, message: Wake) -> Message:
         """Allocate the memory again on all ranks.
 
-        If a rank fails, memory that is awake stays awake, and the rest is reported as asleep;
-        another request wakes the rest.
+        If a rank fails, memory that is awake on all ranks stays awake. All other memory is reported
+        as asleep, and another request wakes it.
         """
         tags = set(self.asleep).intersection(message.tags)
         self._peers.broadcast(rank.RankWake(message))

@@ -431,9 +431,9 @@ class Rollouts(Scorer, TrainerHandle):
         """Return the next batch, or None once the tasks are used up; raises as :meth:`batches`.
 
         A cancelled call loses no batch: the batch goes back to the run, and a later call gets it
-        unless its groups are too stale by then. A trainer may call this during its train step. If
-        it then publishes after each batch, each batch's staleness is counted at the version that
-        will train it.
+        unless its groups are too stale by then. A trainer may call this during a train step,
+        to prefetch. Provided that it publishes after each batch, a prefetched batch's staleness
+        includes the publish of that step.
         """
         self._mark("train")
         request = BatchRequest()
@@ -471,8 +471,8 @@ class Rollouts(Scorer, TrainerHandle):
         """Report that the trainer did not train on these rows of ``batch``, counted from 0.
 
         The rows' tokens then count as discarded for ``reason``, and no longer as trained; their
-        tasks are not repeated. Report rows before the next batch but one, and before a checkpoint
-        that includes the batch. ``batch`` may be the batch's number.
+        tasks are not repeated. Call this before two further batches have been handed over, and
+        before a checkpoint that includes the batch. ``batch`` may be the batch's number.
 
         Raises:
             ConfigError: the run no longer keeps the batch, or the batch has no such rows.
@@ -559,8 +559,8 @@ class Rollouts(Scorer, TrainerHandle):
         the next publish or batch.
 
         A publish started during another one replaces it on engines that have not staged it yet;
-        both calls return when the newer weights arrive. No batch is handed over until it is certain
-        that the version succeeds, so no batch's staleness is overstated.
+        both calls return when the newer weights arrive. Batches are held back until the version is
+        certain to succeed; a version that fails adds nothing to any batch's staleness.
 
         Raises:
             WeightsRefused: names, shapes or dtypes don't fit the model; the old weights stay live.
@@ -684,8 +684,8 @@ class Rollouts(Scorer, TrainerHandle):
     def _take(self, request: BatchRequest) -> "Batch | None":
         """Take the batch offered to a request; return None if the offer was withdrawn.
 
-        The batch is built before it is taken and acknowledged last, so that after an exception in
-        between :meth:`_close_request` can give it back.
+        First the tensors are built, then the batch is taken, and last it is acknowledged: after an
+        exception in between, :meth:`_close_request` can give the batch back.
         """
         from tidegate.orchestrator.batches.batches import batch_of_rows  # imports torch
 
@@ -838,7 +838,7 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
 
 
 def warn_if_oversubscribed(settings: RunSettings) -> None:
-    """Warn if torch has more threads in the trainer's process than engines leave cores free.
+    """Warn if the trainer's torch has more threads than the engines leave free cores.
 
     OpenMP's threads spin while they wait for each other. With fewer cores than threads, they spin
     for threads that are not running: one run took eight times as long.

@@ -32,8 +32,8 @@ class MeasuredRun:
     measured: Prediction
     """Figures measured in the run."""
     unaccounted_slowdown: float
-    """Ratio of the real time per token to the time in engine steps; ``workload.costs`` already
-    includes it."""
+    """Real time per token divided by the engines' step time per token. ``workload.costs`` is
+    already multiplied by this ratio."""
 
 
 def measured_run(directory: Path) -> MeasuredRun:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 WRITES_KEPT = 2
-"""Sets of weights that stay in shared memory: the newest, and the one before, which the run may
-still read because its publish was cancelled."""
+"""Number of weight sets that stay in shared memory: the newest set and the one before. If the
+trainer cancels a publish, the run may still be reading that publish's set."""
 
 
 class WeightUpload:
@@ -37,7 +37,7 @@ class WeightUpload:
         self._shared = ShmSender()
         self._writes = 0
         self.reads_shared_memory = False
-        """Whether the run can read this trainer's shared memory, by its welcome."""
+        """Whether the run can read this trainer's shared memory, as its welcome says."""
 
     @property
     def init(self) -> InitWeights:
@@ -99,7 +99,7 @@ UPLOADS_MAX = 2
 
 
 class ReceivedWeights:
-    """Receiver of weights, on the run's side: holds what one trainer process has not published."""
+    """Receiver of weights on the run's side: holds a trainer's uploads until their publish."""
 
     def __init__(self, shared_memory: InitWeights | None) -> None:
         self._receiver: WeightReceiver | None = None
