@@ -1,4 +1,4 @@
-"""Agent-loop manager of verl whose rollouts are a run's: bound, splits and ledger are Tidegate's.
+"""Agent-loop manager of verl whose rollouts are a run's: bound and ledger are Tidegate's.
 
 verl's ``TaskRunnerV1`` makes a :class:`Manager` for
 ``rollout.agent.agent_loop_manager_class=tidegate.integrations.verl.Manager``. It deals prompts out
@@ -8,10 +8,11 @@ Rows reach verl's replay buffer through TransferQueue, a batch at a time.
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import queue
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -28,6 +29,7 @@ from verl.workers.rollout.replica import TokenOutput
 from tidegate.errors import ConfigError, EpisodeError
 from tidegate.integrations.verl.turns import GlobalSteps, token_output, turn_options
 from tidegate.orchestrator.batches.batches import Batch
+from tidegate.orchestrator.core.groups import KEPT_ROLLOUTS_MIN
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.trainer.rollouts import Rollouts
@@ -63,6 +65,8 @@ class Manager:
 
     def __init__(self, servers: list[Any]) -> None:
         self._servers = servers
+        self._dealt = [0] * len(servers)
+        """Number of training prompts that each replica has got."""
         Manager.current = self
 
     @classmethod
@@ -91,11 +95,19 @@ class Manager:
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Take prompts of verl's data loader, and return at once. Rows come by TransferQueue."""
-        chunks = prompts.chunk(len(self._servers))
+        if "validate" in prompts and prompts["validate"]:
+            counts = shares(len(prompts), [0] * len(self._servers))
+        else:
+            failed = ray.get([server.failed_prompts.remote() for server in self._servers])
+            supplies = [dealt - failed for dealt, failed in zip(self._dealt, failed, strict=True)]
+            counts = shares(len(prompts), supplies)
+            self._dealt = [dealt + count for dealt, count in zip(self._dealt, counts, strict=True)]
+        ends = list(itertools.accumulate(counts))
         ray.get(
             [
-                server.submit.remote(chunk)
-                for server, chunk in zip(self._servers, chunks, strict=False)
+                server.submit.remote(prompts[end - count : end])
+                for server, count, end in zip(self._servers, counts, ends, strict=True)
+                if count
             ]
         )
 
@@ -112,6 +124,23 @@ class Manager:
         return {key: advantage for part in parts for key, advantage in part.items()}
 
 
+def shares(prompts: int, supplies: Sequence[int]) -> list[int]:
+    """Return how many of some prompts each replica gets, so that supplies stay equal.
+
+    Every replica hands over equally many groups after each update. A replica whose failed prompts
+    were replaced on another one would never fill its share of a batch, and verl would wait.
+
+    Args:
+        prompts: number of prompts to deal out.
+        supplies: number of prompts that each replica has got before and that have not failed.
+    """
+    counts = [0] * len(supplies)
+    for _ in range(prompts):
+        least = min(range(len(supplies)), key=lambda replica: supplies[replica] + counts[replica])
+        counts[least] += 1
+    return counts
+
+
 @register_adv_est(ESTIMATOR)
 def handed_over_advantages(
     token_level_rewards: torch.Tensor,
@@ -121,8 +150,7 @@ def handed_over_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return Tidegate's own advantages, as verl's ``algorithm.adv_estimator=tidegate``.
 
-    They are group-relative, as verl's ``grpo``; but the rest of a split group is compared with all
-    of its group, whose other rollouts verl has trained on before. Rows that pad verl's batch get 0.
+    They are group-relative, as verl's ``grpo``. Rows that pad verl's batch get 0.
 
     Args:
         token_level_rewards: [R, T] float32, the reward at a response's last token.
@@ -159,6 +187,13 @@ def check_config(config: DictConfig, *, replicas: int, rewards: list[Any] | None
             "drop, what Tidegate holds to its own bound: set it to null, and give "
             "+actor_rollout_ref.rollout.engine_kwargs.tidegate.max_staleness"
         )
+    refills = OmegaConf.select(config, "trainer.v1.sampler.sync_refill_failed_groups")
+    if config.trainer.v1.trainer_mode == "sync" and not refills:
+        raise ConfigError(
+            "trainer_mode=sync does not replace a group whose episodes all fail, and Tidegate "
+            "waits for a whole batch: set trainer.v1.sampler.sync_refill_failed_groups=True, or "
+            "trainer.v1.trainer_mode=colocate_async"
+        )
     if OmegaConf.select(config, "algorithm.filter_groups.enable"):
         raise ConfigError(
             "algorithm.filter_groups.enable has verl drop groups and wait for others, which "
@@ -190,14 +225,13 @@ def check_config(config: DictConfig, *, replicas: int, rewards: list[Any] | None
             "a group whose episodes all time out would be missing in verl's batch: leave out "
             "engine_kwargs.tidegate.episode_timeout_s, and have agent loops limit their time"
         )
-    is_own = config.algorithm.adv_estimator == ESTIMATOR
-    if options.get("deadline_policy") == "split" and not is_own:
+    if options.get("deadline_policy") == "split":
         raise ConfigError(
-            f"deadline_policy=split hands over a group in parts, and algorithm.adv_estimator="
-            f"{config.algorithm.adv_estimator} would compare each part with itself only: set it to "
-            f"{ESTIMATOR}"
+            "deadline_policy=split hands over the rest of a group beside a whole batch, and verl "
+            "would train on it, or on another group, an update later than the bound allows: choose "
+            "wait, mask or drop"
         )
-    if is_own and config.algorithm.use_kl_in_reward:
+    if config.algorithm.adv_estimator == ESTIMATOR and config.algorithm.use_kl_in_reward:
         raise ConfigError(
             f"algorithm.adv_estimator={ESTIMATOR} knows rewards as they were handed over, and "
             "algorithm.use_kl_in_reward changes them: set it to False, or use_kl_loss instead"
@@ -242,8 +276,10 @@ class _VerlTask:
     """What verl notes for its traces."""
     outputs: dict[int, tuple[int, list[AgentLoopOutput]]] = field(default_factory=dict)
     """Session number and outputs of each rollout that has ended, by rollout id."""
+    ended: Counter[int] = field(default_factory=Counter)
+    """Number of episodes that have ended, by group: a dropped group is retried as another."""
     failures: Counter[int] = field(default_factory=Counter)
-    """Number of episodes that have failed, by group: a dropped group is retried as another."""
+    """Number of episodes that have failed, by group."""
 
     @property
     def uid(self) -> str:
@@ -282,6 +318,8 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         self.advantages: Advantages = {}
         """Of the batch handed over last."""
         self._handing_over: asyncio.Task[None] | None = None
+        self.failed_prompts = 0
+        """Number of training prompts with too few rollouts for a group, which verl replaces."""
 
     def published(self) -> None:
         """Hand over the next batch: new weights are live."""
@@ -349,10 +387,14 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         task.outputs[episode.rollout_id] = session, outputs
         return float(outputs[-1].reward_score)
 
-    def _note_failure(self, task: _VerlTask, group_id: int) -> None:
-        """Have verl replace a group whose episodes have all failed: the run has discarded it."""
-        task.failures[group_id] += 1
-        if task.failures[group_id] == self._run.settings.staleness.group_size:
+    def _count_end(self, task: _VerlTask, group_id: int, *, has_failed: bool) -> None:
+        """Have verl replace a group that has ended with too few rollouts: the run discards it."""
+        task.ended[group_id] += 1
+        task.failures[group_id] += has_failed
+        size = self._run.settings.staleness.group_size
+        kept = size - task.failures[group_id]
+        if task.ended[group_id] == size and kept < min(size, KEPT_ROLLOUTS_MIN):
+            self.failed_prompts += 1  # before the status, on which verl submits another prompt
             asyncio.run_coroutine_threadsafe(self._mark(task, "failure"), self._actor_loop)
 
     async def _offered(self) -> AsyncIterator[_VerlTask]:
@@ -365,9 +407,15 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         async def play(episode: Episode, session: int) -> float:
             return await self._play(episode, task, session)
 
-        evaluation = await self._run.evaluate(range(sessions), episode=play)
-        await asyncio.gather(*(self._write(task, *output) for output in task.outputs.values()))
-        await self._mark(task, "failure" if evaluation.failures else "finished")
+        try:
+            evaluation = await self._run.evaluate(range(sessions), episode=play)
+            await asyncio.gather(*(self._write(task, *output) for output in task.outputs.values()))
+            status = "failure" if evaluation.failures else "finished"
+        except Exception:
+            # verl waits for a status, and would never see an error of this background task.
+            log.exception("uid=%s validation failed", task.uid)
+            status = "failure"
+        await self._mark(task, status)
 
     async def _hand_over(self) -> None:
         """Write a batch after each update of weights.
@@ -377,10 +425,12 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
 
         async def play(episode: Episode, task: _VerlTask) -> float:
             try:
-                return await self._play(episode, task, episode.index)
+                reward = await self._play(episode, task, episode.index)
             except Exception:
-                self._note_failure(task, episode.group_id)
+                self._count_end(task, episode.group_id, has_failed=True)
                 raise
+            self._count_end(task, episode.group_id, has_failed=False)
+            return reward
 
         try:
             await self._run.offer(self._offered(), episode=play)

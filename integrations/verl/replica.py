@@ -266,6 +266,10 @@ class TidegateServer:
         assert self._agents is not None, "Manager.create() has called start_agents()"
         await self._agents.generate_sequences(prompts)
 
+    async def failed_prompts(self) -> int:
+        """Return the number of training prompts with too few rollouts for a group."""
+        return 0 if self._agents is None else self._agents.failed_prompts
+
     async def advantages(self) -> "Advantages":
         """Return the advantages of the batch handed over last."""
         return {} if self._agents is None else self._agents.advantages

@@ -37,7 +37,7 @@ from verl_rollouts import (
 
 from examples.verl_grpo import make_random_model
 from tidegate.errors import ConfigError
-from tidegate.integrations.verl.manager import check_config
+from tidegate.integrations.verl.manager import check_config, shares
 
 # Ray's workers do not have this directory on their path.
 ray.cloudpickle.register_pickle_by_value(verl_rollouts)
@@ -359,12 +359,13 @@ def test_validation_rows_reach_verls_buffer_and_are_not_trained_on(rollouts: Rol
         ("actor_rollout_ref.rollout.name", "vllm", "needs .*rollout.name=tidegate, got vllm"),
         ("trainer.v1.sampler.max_off_policy_threshold", 8, "set it to null"),
         ("algorithm.filter_groups", {"enable": True}, "set it to False"),
+        ("trainer.v1.trainer_mode", "sync", "sync_refill_failed_groups=True"),
         ("trainer.v1.trainer_mode", "separate_async", "hybrid_engine=False"),
         ("data.train_batch_size", 6, "groups_per_batch to 6"),
         (
             "actor_rollout_ref.rollout.engine_kwargs.tidegate.deadline_policy",
             "split",
-            "algorithm.adv_estimator=grpo .*set it to tidegate",
+            "deadline_policy=split .*choose wait, mask or drop",
         ),
     ],
 )
@@ -375,6 +376,12 @@ def test_settings_of_verl_that_do_not_fit_are_refused_by_name(
     OmegaConf.update(config, name, value, force_add=True)
     with pytest.raises(ConfigError, match=message):
         check_config(config, replicas=1, rewards=[object()])
+
+
+def test_a_failed_prompt_is_replaced_on_the_replica_that_lost_it() -> None:
+    assert shares(4, [0, 0]) == [2, 2]
+    assert shares(1, [2, 1]) == [0, 1]
+    assert shares(6, [0, 0, 0, 0]) == [2, 2, 1, 1]
 
 
 def test_a_colocated_reward_model_is_refused(rollouts: Rollouts) -> None:
