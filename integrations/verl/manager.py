@@ -95,7 +95,8 @@ class Manager:
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Take prompts of verl's data loader, and return at once. Rows come by TransferQueue."""
-        if "validate" in prompts and prompts["validate"]:
+        is_validation = "validate" in prompts and bool(prompts["validate"])
+        if is_validation:
             counts = shares(len(prompts), [0] * len(self._servers))
         else:
             failed = ray.get([server.failed_prompts.remote() for server in self._servers])
