@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
+.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -34,6 +34,8 @@ help:
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
 	@echo "make test-verl         verl's rollout side on Ray, over Tidegate's engines (2.1 GB, 10 min)"
+	@echo "make test-slime        slime's plugin contract tests, from your checkout: SLIME=DIR (1 min)"
+	@echo "make test-prime-rl     prime-rl's client over the server, from your checkout: PRIME_RL=DIR (1 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
 	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto; TensorBoard (100 MB, 4 min)"
@@ -179,6 +181,17 @@ test-ray: .venv-ray/.ready
 
 test-verl: .venv-verl/.ready
 	RAY_USAGE_STATS_ENABLED=0 .venv-verl/bin/python -m pytest -W default -s tests/integrations/on_verl
+
+# slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
+test-slime: venv
+	@test -d "$(SLIME)" || { echo "make: SLIME=DIR must name a checkout of slime, tried with 624b824a8" >&2; exit 2; }
+	$(BIN)/python $(PIP_INSTALL) pylatexenc
+	TIDEGATE_SLIME=$(abspath $(SLIME)) $(BIN)/python -m pytest tests/integrations/test_slime.py
+
+test-prime-rl: venv
+	@test -d "$(PRIME_RL)" || { echo "make: PRIME_RL=DIR must name a checkout of prime-rl, tried with 559b44772" >&2; exit 2; }
+	$(BIN)/python $(PIP_INSTALL) tenacity loguru
+	TIDEGATE_PRIME_RL=$(abspath $(PRIME_RL)) $(BIN)/python -m pytest tests/serving/vllm_server/test_prime_rl_client.py
 
 test-namespaces: venv
 	TIDEGATE_NAMESPACES=1 $(BIN)/python -m pytest tests/orchestrator/trainer/test_network_namespaces.py

@@ -1,7 +1,6 @@
 """The rollout function for slime, with slime's own classes and contract tests from a checkout.
 
-    pip install pylatexenc
-    TIDEGATE_SLIME=CHECKOUT python -m pytest tests/integrations/test_slime.py
+    make test-slime SLIME=CHECKOUT
 
 Tried with slime 0.3.1, commit 624b824a8. Its training loop needs GPUs and was not run.
 """

@@ -1,7 +1,7 @@
 """prime-rl's own client, from a checkout of its repository, against the server.
 
     pip install tenacity loguru
-    TIDEGATE_PRIME_RL=CHECKOUT python -m pytest tests/serving/vllm_server/test_prime_rl_client.py
+    make test-prime-rl PRIME_RL=CHECKOUT
 
 Tried with commit 559b44772. Only packages that it imports for types are stubbed: verifiers,
 renderers and vLLM.
