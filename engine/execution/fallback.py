@@ -41,6 +41,16 @@ PROBE_DIFFERENCE_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 """Limit, by dtype, of the mean difference of log-probs over the vocabulary when a context is read
 in chunks. Chunks only add in another order; a model with other state is off by nats."""
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the argument of a ``transformers`` model that takes its KV cache."""
+
+CACHE_ARGUMENT = (
+    "cache"
+    if hasattr(transformers.modeling_outputs.CausalLMOutputWithPast, "cache")
+    else "past_key_values"
+)
+"""Its name in the installed release: ``cache`` since 5.24."""
+
 KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Cache layers of transformers that hold keys and values only."""
 
@@ -212,11 +222,11 @@ def _read_all(
     output = module(
         input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
         attention_mask=torch.ones(1, len(slots), dtype=torch.long),
-        past_key_values=cache,
         use_cache=True,
+        **cache_argument(module, cache),
         **_last_logits_only(module, last_tokens),
     )
-    for parts, computed in zip(caches, _layers(module, output, len(slots)), strict=True):
+    for parts, computed in zip(caches, _layers(module, cache, len(slots)), strict=True):
         for part, new in zip(parts, computed, strict=True):
             part.index_copy_(0, slots[past:], new[0, :, past:].transpose(0, 1))
     logits: torch.Tensor = output.logits[0, -last_tokens:]
@@ -233,6 +243,17 @@ def _capture_head_inputs(module: Any) -> Iterator[list[torch.Tensor]]:
         yield inputs
     finally:
         hook.remove()
+
+
+def cache_argument(module: Any, cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that hands ``cache`` to a ``transformers`` model.
+
+    transformers 5.24 renamed ``past_key_values`` to ``cache``. A model with code of its own may
+    have either name under any release, so the model's signature decides where it names one.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    named = [name for name in (CACHE_ARGUMENT, *CACHE_ARGUMENTS) if name in parameters]
+    return {(named or [CACHE_ARGUMENT])[0]: cache}
 
 
 def _last_logits_only(module: Any, last_tokens: int) -> dict[str, int]:
@@ -253,16 +274,17 @@ def _slots(
 def _allocate(module: Any, positions: int) -> list[Cache]:
     """Allocate each layer's keys and values, with the shapes seen in a forward
     pass of one token."""
+    cache = transformers.DynamicCache()
     with torch.inference_mode():
-        output = module(
+        module(
             input_ids=torch.zeros(1, 1, dtype=torch.long),
             attention_mask=torch.ones(1, 1, dtype=torch.long),
-            past_key_values=transformers.DynamicCache(),
             use_cache=True,
+            **cache_argument(module, cache),
         )
     return [
         (_empty_cache(keys, positions), _empty_cache(values, positions))
-        for keys, values in _layers(module, output, 1)
+        for keys, values in _layers(module, cache, 1)
     ]
 
 
@@ -270,14 +292,13 @@ def _empty_cache(example: torch.Tensor, positions: int) -> torch.Tensor:
     return example.new_zeros(positions, example.shape[1], example.shape[3])
 
 
-def _layers(module: Any, output: Any, positions: int) -> list[Cache]:
+def _layers(module: Any, cache: Any, positions: int) -> list[Cache]:
     """Return each layer's cached keys and values, [1, K, positions, D] each.
 
     Raises:
         ModelError: a layer caches something else, or nothing.
     """
-    cache = getattr(output, "past_key_values", None)
-    layers = [(layer.keys, layer.values) for layer in getattr(cache, "layers", [])]
+    layers = [(layer.keys, layer.values) for layer in cache.layers]
     for number, parts in enumerate(layers):
         for part in parts:
             if part is None or part.dim() != 4 or part.shape[2] != positions:

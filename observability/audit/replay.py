@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens under archived weights, for `tidegate audit`.
 
 Computed with `transformers`. Penalties, biases and processors are written again from their
-formulas, without the engine's code, so that an engine's fault can't hide in its own proof.
+formulas, without the engine's sampling code, so that an engine's fault can't hide in its own proof.
 User-defined processors and grammars can't be replayed: see :func:`replay_plan.is_replayable`.
 
 Letters in shapes: B contexts, P past positions, T new ones, N tokens, V vocabulary, H heads, D
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from tidegate.engine.execution.fallback import cache_argument
 from tidegate.observability.audit.archived_model import load_version
 from tidegate.observability.audit.replay_plan import Replay, Segment
 from tidegate.transport.messages import SamplingParams
@@ -172,12 +173,13 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
         )
         mask[row, past - stage.start : past + count] = 1
     starts = torch.tensor([stage.start for stage in stages])
+    cache = _joined_pasts([pasts.pop(id(r), []) for r in batch], past)
     output = model(
         input_ids=token_ids,
         attention_mask=mask,
         position_ids=starts[:, None] + torch.arange(new),
-        past_key_values=_joined_pasts([pasts.pop(id(r), []) for r in batch], past),
         use_cache=True,
+        **cache_argument(model, cache),
     )
     _store_logprobs(output.logits, batch)
     for row, (replay, stage) in enumerate(zip(batch, stages, strict=True)):
@@ -185,7 +187,7 @@ def _read(model: Any, batch: list[Replay], pasts: dict[int, Layers]) -> None:
             positions = slice(past - stage.start, past + stage.end - stage.start)
             pasts[id(replay)] = [
                 (layer.keys[row, :, positions].clone(), layer.values[row, :, positions].clone())
-                for layer in output.past_key_values.layers
+                for layer in cache.layers
             ]
 
 

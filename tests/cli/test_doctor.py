@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.engine.external.sglang_double import SglangDouble, make_app
 from tests.models import make_model_directory
@@ -26,6 +27,7 @@ from tidegate.cli.engine_doctor.measurements import (
     TokenizerCheck,
 )
 from tidegate.cli.engine_doctor.measuring import drawn_prompt, examined, measure
+from tidegate.engine.execution.fallback import cache_argument
 from tidegate.errors import ConfigError, EngineLost
 
 pytestmark = pytest.mark.wire
@@ -172,8 +174,9 @@ def test_kv_of_other_weights_in_the_prefix_cache_is_detected(
         find_prefix(request)
         if request.cache is not None:
             tokens = torch.tensor([request.tokens[: request.cached]])
+            request.cache = transformers.DynamicCache()
             with torch.no_grad():
-                request.cache = stale.model(tokens, use_cache=True).past_key_values
+                stale.model(tokens, **cache_argument(stale.model, request.cache))
 
     double.sampler.find_prefix = find_stale  # type: ignore[method-assign]
     with served(lambda: (make_app(double), double.sample_for_ever)) as url:

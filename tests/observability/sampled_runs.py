@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
+from tidegate.engine.execution.fallback import cache_argument
 from tidegate.observability.recording import RunRecorder
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
@@ -98,8 +99,11 @@ class Sampler:
     def _read_one(self, version: int) -> torch.Tensor:
         token_id = self.rollout.token_ids[len(self.history)]
         with torch.no_grad():
-            output = self.models[version](
-                input_ids=torch.tensor([[token_id]]), past_key_values=self.cache, use_cache=True
+            model = self.models[version]
+            output = model(
+                input_ids=torch.tensor([[token_id]]),
+                use_cache=True,
+                **cache_argument(model, self.cache),
             )
         self.history.append(version)
         logits: torch.Tensor = output.logits[:, -1]

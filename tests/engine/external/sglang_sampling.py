@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 
 from tests.engine.external.sglang_double_loras import Loras
+from tidegate.engine.execution.fallback import cache_argument
 
 
 @dataclass(eq=False)
@@ -75,10 +77,10 @@ class Sampler:
         have = request.cache.get_seq_length() if request.cache is not None else 0
         assert self.loras is not None
         with self.loras.added(request.body.get("lora_path")):
-            out = self.model(
-                torch.tensor([request.tokens[have:]]), past_key_values=request.cache, use_cache=True
-            )
-        request.cache = out.past_key_values
+            if request.cache is None:
+                request.cache = transformers.DynamicCache()
+            tokens = torch.tensor([request.tokens[have:]])
+            out = self.model(tokens, use_cache=True, **cache_argument(self.model, request.cache))
         sampling = request.body["sampling_params"]
         temperature = sampling.get("temperature", 1.0)
         logits = out.logits[0, -1] / (temperature or 1.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tidegate.engine.execution.fallback import cache_argument
 from tidegate.engine.external.adapter import Capabilities, GeneratedChunk, GenerationRequest
 from tidegate.engine.external.sglang import SglangAdapter
 from tidegate.transport.messages import SamplingParams
@@ -81,14 +82,14 @@ def off_by(models: list[Path], stream: Stream, spans: list[tuple[int, int]]) -> 
 
     auto: Any = transformers.AutoModelForCausalLM
     true: list[float] = []
-    cache, computed = None, 0
+    cache, computed = transformers.DynamicCache(), 0
     context = PROMPT + stream.tokens
     for number, tokens in spans:
         model = auto.from_pretrained(models[number], dtype=torch.float32).eval()
         end = len(PROMPT) + len(true) + tokens - 1
         with torch.no_grad():
-            out = model(torch.tensor([context[computed:end]]), past_key_values=cache)
-        cache = out.past_key_values
+            unread = torch.tensor([context[computed:end]])
+            out = model(unread, use_cache=True, **cache_argument(model, cache))
         logprobs = torch.log_softmax(out.logits[0, -tokens:], -1)
         sampled = torch.tensor(stream.tokens[len(true) : len(true) + tokens])
         true += logprobs.gather(1, sampled[:, None])[:, 0].tolist()
