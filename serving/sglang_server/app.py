@@ -69,6 +69,7 @@ async def health_generate(parts: ServerParts, http: HttpRequest) -> Answer:
         sampling = requests.SglangSampling(max_new_tokens=1, temperature=0.0)
         rid = f"HEALTH_CHECK_{secrets.token_hex(16)}"
         probe = requests.SglangGenerateRequest(input_ids=[0], sampling_params=sampling, rid=rid)
+        await http.body()  # an unread body would be taken for a client that leaves
         await generation.answer(parts, http, probe)
     return None
 

@@ -4,6 +4,7 @@ Called by the handlers of :mod:`app`. Prompts become choices by the vLLM-compati
 :class:`Completer`; this module adds SGLang's checks and writes SGLang's bodies.
 """
 
+import contextlib
 import itertools
 import secrets
 import time
@@ -77,7 +78,8 @@ class BegunOutput:
     def finish(self) -> None:
         """Add all that is left of an output that has ended."""
         reader = self.reader
-        self.add(Output(0, [], [], [], "", "length") if reader is None else reader.rest())
+        reason = "abort" if self.begun.request.aborted_before_start else "length"
+        self.add(Output(0, [], [], [], "", reason) if reader is None else reader.rest())
 
     # ------------------------------------------------------------ bodies
 
@@ -175,8 +177,20 @@ async def begin(parts: ServerParts, body: SglangGenerateRequest) -> list[BegunOu
     Raises:
         ApiError: the request can't be honoured.
     """
-    outputs: list[BegunOutput] = []
     prompts = body.prompts()
+    with contextlib.ExitStack() as reserved:
+        try:
+            own_ids = [prompt.rid for prompt in prompts if prompt.rid]
+            reserved.enter_context(parts.requests.reserve(own_ids))
+        except ValueError as error:
+            raise ApiError(400, f"Duplicate request ID detected: {error}") from None
+        return await _begin_prompts(parts, body, prompts)
+
+
+async def _begin_prompts(
+    parts: ServerParts, body: SglangGenerateRequest, prompts: Sequence[PromptRequest]
+) -> list[BegunOutput]:
+    outputs: list[BegunOutput] = []
     refuse_many(sum(prompt.sampling.copies for prompt in prompts))
     checked = [(prompt, each) for prompt in prompts for each in await _checked(parts, prompt)]
     parts.completer.refuse_large([each for _, each in checked])
@@ -216,8 +230,6 @@ async def _checked(parts: ServerParts, prompt: PromptRequest) -> list[CheckedReq
             f"input messages and {new} tokens for the completion. Please reduce the number of "
             f"tokens in the input messages or the completion to fit within the limit.",
         )
-    if prompt.rid and parts.requests.has(prompt.rid):
-        raise ApiError(400, f"Duplicate request ID detected: {prompt.rid}")
     salt = checked_cache_salt(prompt.extra_key or None)
     return [
         CheckedRequest(

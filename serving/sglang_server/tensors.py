@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import re
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,9 @@ class UpdateGroups:
 
     def __init__(self) -> None:
         self._groups: dict[str, BroadcastGroup] = {}
+        self._joining: set[str] = set()
+        """Names of groups that a thread is joining; ``_lock`` guards the set."""
+        self._lock = threading.Lock()
 
     def join(self, request: GroupRequest) -> None:
         """Join a group whose rank 0 is the trainer, which listens or is about to.
@@ -144,12 +148,24 @@ class UpdateGroups:
         Raises:
             UpdateError: the group can't be joined.
         """
+        name = request.group_name
+        with self._lock:
+            if name in self._groups:
+                raise UpdateError(f"the group {name!r} exists; destroy it first")
+            if name in self._joining:
+                raise UpdateError(f"the group {name!r} is being joined by another request")
+            self._joining.add(name)
+        try:
+            self._groups[name] = self._joined(request)
+        finally:
+            with self._lock:
+                self._joining.discard(name)
+
+    def _joined(self, request: GroupRequest) -> "BroadcastGroup":
         import torch
 
         from tidegate.transport.weight_channels.collective import join_custom_group, open_store
 
-        if request.group_name in self._groups:
-            raise UpdateError(f"the group {request.group_name!r} exists; destroy it first")
         if request.backend not in ("gloo", "nccl"):
             raise UpdateError(f"backend is gloo or nccl, got {request.backend!r}")
         if request.backend == "nccl" and not torch.cuda.is_available():
@@ -163,7 +179,7 @@ class UpdateGroups:
                 f"{request.rank_offset} of {request.world_size}"
             )
         try:
-            self._groups[request.group_name] = join_custom_group(
+            return join_custom_group(
                 open_store(request.master_address, request.master_port),
                 request.group_name,
                 backend=request.backend,

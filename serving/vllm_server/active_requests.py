@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidegate.errors import RunClosed
 from tidegate.orchestrator.core import events as ev
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
+
+Scores = TypeVar("Scores")
 
 REWARD = 0.0
 """Reward that these episodes return, because every episode returns one; nobody reads it."""
@@ -102,6 +104,8 @@ class ActiveRequest:
     """Unix time, for the answer's ``created``."""
     began_s: float = field(default_factory=time.monotonic)
     """Monotonic time, for latencies."""
+    aborted_before_start: bool = False
+    """Whether the request was aborted while its prompts were scored, so that it has no tokens."""
 
     async def wait(self) -> None:
         """Wait until every choice has ended; raise the first error of a choice, if there is one.
@@ -121,6 +125,15 @@ class ActiveRequest:
             choice.abort()
 
 
+@dataclass(slots=True, eq=False)
+class _ScoredRequest:
+    """A request whose prompts are being scored, before its choices begin."""
+
+    request_id: str
+    adapter: str
+    scoring: "asyncio.Task[Any]"
+
+
 class ActiveRequests:
     """Begins requests as rollouts of the run, and aborts them by id."""
 
@@ -129,45 +142,75 @@ class ActiveRequests:
         self._requests: dict[ActiveRequest, None] = {}
         self._ids: Counter[str] = Counter()
         """Number of requests of each id in ``_requests``."""
-        self._scoring: Counter[str] = Counter()
-        """Number of requests of each adapter whose prompts are being scored."""
+        self._scored: dict[_ScoredRequest, None] = {}
+        """Requests whose prompts are being scored; they are not in ``_requests`` yet."""
+        self._reserved: set[str] = set()
+        """Ids of :meth:`reserve`."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        """Number of requests that are answered, those whose prompts are being scored included."""
+        return len(self._requests) + len(self._scored)
 
     def adapters(self) -> set[str]:
         """Return the adapters of the requests being answered, and of prompts being scored."""
         choices = (choice for request in self._requests for choice in request.choices)
         used = {choice.options["adapter"] for choice in choices if "adapter" in choice.options}
-        return used.union(self._scoring)
+        return used.union(scored.adapter for scored in self._scored)
+
+    async def score(
+        self, request_id: str, adapter: str, scoring: Coroutine[Any, Any, Scores]
+    ) -> Scores | None:
+        """Score a request's prompts before it begins; return None if it is aborted meanwhile.
+
+        The adapter counts as used. Cancelling this cancels the scoring.
+        """
+        task = asyncio.get_running_loop().create_task(scoring, name=f"score-{request_id}")
+        scored = _ScoredRequest(request_id, adapter, task)
+        self._scored[scored] = None
+        try:
+            await asyncio.wait([task])
+            return None if task.cancelled() else task.result()
+        finally:
+            task.cancel()
+            del self._scored[scored]
 
     @contextlib.contextmanager
-    def scoring(self, adapter: str) -> Iterator[None]:
-        """Keep an adapter in use while prompts are scored, before their request begins."""
-        self._scoring[adapter] += 1
+    def reserve(self, request_ids: Sequence[str]) -> Iterator[None]:
+        """Keep ids, by which callers name requests, from other requests until these have begun.
+
+        Raises:
+            ValueError: an id is taken, or given twice; the message is the id.
+        """
+        for place, request_id in enumerate(request_ids):
+            is_taken = request_id in self._reserved or request_id in self._ids
+            if is_taken or request_id in request_ids[:place]:
+                raise ValueError(request_id)
+        self._reserved.update(request_ids)
         try:
             yield
         finally:
-            self._scoring[adapter] -= 1
-            if not self._scoring[adapter]:
-                del self._scoring[adapter]
-
-    def has(self, request_id: str) -> bool:
-        """Whether a request of this id is being answered."""
-        return request_id in self._ids
+            self._reserved.difference_update(request_ids)
 
     def begin(
-        self, request_id: str, choices: Sequence[tuple[Prompt, Mapping[str, Any]]]
+        self,
+        request_id: str,
+        choices: Sequence[tuple[Prompt, Mapping[str, Any]]],
+        *,
+        aborted_before_start: bool = False,
     ) -> ActiveRequest:
-        """Begin a choice for each prompt with its options of :meth:`Episode.generate`."""
+        """Begin a choice for each prompt with its options of :meth:`Episode.generate`.
+
+        Choices of a request that was ``aborted_before_start`` end without a token.
+        """
         loop = asyncio.get_running_loop()
-        request = ActiveRequest(request_id)
+        request = ActiveRequest(request_id, aborted_before_start=aborted_before_start)
         if not choices:
             return request
         self._requests[request] = None
         self._ids[request_id] += 1
         for index, (prompt, options) in enumerate(choices):
-            choice = ActiveChoice(index, prompt, options, loop.create_future())
+            ended = loop.create_future()
+            choice = ActiveChoice(index, prompt, options, ended, is_aborted=aborted_before_start)
             request.choices.append(choice)
             choice.ended.add_done_callback(lambda _: self._forget_if_over(request))
         for choice in request.choices:
@@ -180,6 +223,9 @@ class ActiveRequests:
         for request in list(self._requests):
             if ids is None or request.request_id in ids:
                 request.abort()
+        for scored in self._scored:
+            if ids is None or scored.request_id in ids:
+                scored.scoring.cancel()
 
     async def wait_until_aborted(self) -> None:
         """Wait until every choice that was aborted has ended."""

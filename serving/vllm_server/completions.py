@@ -362,8 +362,11 @@ class Completer:
             _refuse_prompt(prompt, limits)
         refuse_many(len(checked.prompts) * each)
         self.refuse_large([checked])
-        with self._requests.scoring(adapter):
-            prompt_logprobs = await self._prompt_logprobs(checked, adapter)
+        no_logprobs: list[PromptLogprobs | None] = [None] * len(checked.prompts)
+        scores: list[PromptLogprobs | None] | None = no_logprobs
+        if sampling.num_prompt_logprobs is not None:
+            scoring = self._prompt_logprobs(checked, sampling.num_prompt_logprobs, adapter)
+            scores = await self._requests.score(checked.request_id, adapter, scoring)
         prompts = [prompt for prompt in checked.prompts for _ in range(each)]
         facts = RequestFacts(
             checked.request_id,
@@ -371,7 +374,7 @@ class Completer:
             0,
             self.tokenizer,
             prompts,
-            [logprobs for logprobs in prompt_logprobs for _ in range(each)],
+            [logprobs for logprobs in scores or no_logprobs for _ in range(each)],
             each,
         )
         if adapter:
@@ -387,7 +390,9 @@ class Completer:
             if limit
             for seed in _seeds(sampling.own_seed, each)
         ]
-        request = self._requests.begin(checked.request_id, choices)
+        request = self._requests.begin(
+            checked.request_id, choices, aborted_before_start=scores is None
+        )
         stops = self._stop_conditions(sampling, options)
         readers = [OutputReader(c, stops, self.tokenizer, self._labels) for c in request.choices]
         facts = dataclasses.replace(facts, created_s=request.created_s)
@@ -437,11 +442,8 @@ class Completer:
         )
 
     async def _prompt_logprobs(
-        self, checked: CheckedRequest, adapter: str
-    ) -> Sequence[PromptLogprobs | None]:
-        top = checked.sampling.num_prompt_logprobs
-        if top is None:
-            return [None] * len(checked.prompts)
+        self, checked: CheckedRequest, top: int, adapter: str
+    ) -> list[PromptLogprobs | None]:
         futures = [
             self._scheduler.scores.submit(
                 ScoreQuery(

@@ -5,6 +5,7 @@ import base64
 import json
 import os
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.engine.external.adapter_runs import train
 from tests.engine.external.test_real_sglang import solve
 from tests.models import make_model_directory
 from tests.serving.vllm_server.vllm_serving import PROMPT, BackgroundRequest, Client
+from tidegate.transport.weight_channels.collective import join_custom_group, open_store
 
 pytestmark = pytest.mark.wire
 
@@ -112,6 +114,31 @@ def test_requests_are_aborted_by_rid_by_all_and_by_a_pause_with_their_tokens(
         assert 0 < len(answer["output_ids"]) == len(meta["output_token_logprobs"])
         assert len(answer["output_ids"]) < ENDLESS["max_new_tokens"]
         client.post("/continue_generation", {})
+
+
+@pytest.mark.parametrize("new_tokens", [3, 0])
+def test_a_request_whose_prompt_is_scored_is_aborted_without_a_token(
+    client: Client, server: tidegate.VLLMServer, new_tokens: int
+) -> None:
+    client.post("/pause_generation", {"mode": "in_place"})  # engines score no prompt until then
+    sampling = {"max_new_tokens": new_tokens}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "rid": "r"}
+    scored = body | {"return_logprob": True, "logprob_start_len": 0}
+    running = BackgroundRequest(server, "/generate", scored)
+    client.wait_until(lambda: client.num_running() == 1)
+
+    assert "Duplicate request ID" in refused(client, "/generate", body)
+    client.http.post("/abort_request", json={"rid": "another"}).raise_for_status()
+    assert not running.is_answered
+    client.http.post("/abort_request", json={"rid": "r"}).raise_for_status()
+    assert running.answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert running.answer["output_ids"] == []
+    assert client.num_running() == 0
+
+
+def test_one_rid_names_one_prompt_of_a_request(client: Client) -> None:
+    body = {"input_ids": [PROMPT, PROMPT], "rid": ["r", "r"]}
+    assert "Duplicate request ID detected: r" in refused(client, "/generate", body)
 
 
 def test_health_generate_fails_under_a_pause(client: Client) -> None:
@@ -240,6 +267,33 @@ def test_what_groups_and_updates_cannot_do_is_refused_with_its_reason(
     body = {"model_path": str(model), "load_format": "flattened_bucket"}
     assert "flattened_bucket" in refused(client, "/update_weights_from_disk", body)
     assert "No such file" in refused(client, "/update_weights_from_disk", {"model_path": "/etc"})
+
+
+def test_a_group_that_is_being_joined_cannot_be_joined_by_another_request(
+    client: Client, server: tidegate.VLLMServer
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = open_store("127.0.0.1", port, listen_fd=listener.detach())
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "g",
+        "backend": "gloo",
+    }
+    keys_before = store.num_keys()
+    first = BackgroundRequest(server, "/init_weights_update_group", group)
+    client.wait_until(lambda: store.num_keys() > keys_before)
+    told = refused(client, "/init_weights_update_group", group)
+    assert "being joined by another request" in told
+
+    trainer = join_custom_group(store, "g", backend="gloo", rank=0, world_size=2, own_host=None)
+    assert first.answer["success"]
+    assert "destroy it first" in refused(client, "/init_weights_update_group", group)
+    client.post("/destroy_weights_update_group", {"group_name": "g"})
+    trainer.leave()
 
 
 # ---------------------------------------------------------------- requests and keys

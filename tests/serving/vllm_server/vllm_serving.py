@@ -93,8 +93,13 @@ class BackgroundRequest:
         return not self._thread.is_alive()
 
     @property
-    def answer(self) -> Any:
+    def response(self) -> httpx.Response:
+        """The answer with its status, whatever that is."""
         self._thread.join(TIMEOUT_S)
         assert self._answer is not None
-        assert self._answer.status_code == 200, self._answer.text
-        return self._answer.json()
+        return self._answer
+
+    @property
+    def answer(self) -> Any:
+        assert self.response.status_code == 200, self.response.text
+        return self.response.json()
