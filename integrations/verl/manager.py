@@ -1,9 +1,13 @@
-"""Agent-loop manager of verl whose rollouts are a run's: bound and ledger are Tidegate's.
+"""Agent-loop manager for verl that runs verl's agent loops as episodes of a Tidegate run.
 
-verl's ``TaskRunnerV1`` makes a :class:`Manager` for
-``rollout.agent.agent_loop_manager_class=tidegate.integrations.verl.Manager``. It deals prompts out
-to the replicas' runs. There, an episode is one of verl's own agent loops; its turns are the run's.
-Rows reach verl's replay buffer through TransferQueue, a batch at a time.
+verl's ``TaskRunnerV1`` makes a :class:`Manager`, which
+``rollout.agent.agent_loop_manager_class=tidegate.integrations.verl.Manager`` names. The manager
+divides verl's prompts among the rollout replicas. Each replica is a Ray actor with a run of its
+own and an :class:`AgentEpisodes`: one agent loop is one episode, and the run generates its turns.
+
+Finished batches go to verl's replay buffer through TransferQueue, verl's key-value store: a row of
+data for each output of an agent loop, and for each group an entry whose tag has the group's status
+("running", "finished", "failure"). verl trains on the rows of finished groups.
 """
 
 import asyncio
@@ -40,33 +44,36 @@ if TYPE_CHECKING:
 log = logging.getLogger("tidegate")
 
 _EPISODE: contextvars.ContextVar[Episode] = contextvars.ContextVar("episode")
-"""Episode that the running agent loop is."""
+"""Episode in which the current agent loop runs."""
 
 Advantages = dict[tuple[str, float], float]
-"""Advantage by a rollout's uid and reward: rollouts of a group with equal rewards have the same."""
+"""Advantage by ``(uid of the group, reward)``. Rollouts of a group that have equal rewards have
+equal advantages, so no rollout id is needed."""
 
 ESTIMATOR = "tidegate"
-"""Name of :func:`handed_over_advantages` among verl's advantage estimators."""
+"""Name under which verl knows :func:`tidegate_advantages`, as ``algorithm.adv_estimator``."""
 
 FAILURE_KEY = "tidegate"
-"""Key under which a failed run writes its error. verl's replay buffer raises it, because it knows
-no such status; without it verl's trainer would wait for rows without end."""
+"""TransferQueue key under which a failed run writes an entry whose status is the error text. verl's
+replay buffer raises an error for a status that it does not know, and the error quotes the text.
+Without the entry, verl's trainer would wait for rows without end."""
 
 
 class Manager:
     """Agent-loop manager of verl over the runs of all replicas.
 
-    Each run has its share of verl's prompts, and hands over its share of a batch after each update
-    of weights. So no token that verl trains on is older than the run's ``max_staleness``.
+    Each run gets an equal share of verl's prompts, and hands over an equal share of verl's batch
+    after each weight update. verl therefore trains on each batch before the next update, and on no
+    token older than the run's ``max_staleness``.
     """
 
     current: "ClassVar[Manager | None]" = None
-    """Manager of this process, for :func:`handed_over_advantages`."""
+    """Manager made last in this process; :func:`tidegate_advantages` asks it."""
 
     def __init__(self, servers: list[Any]) -> None:
         self._servers = servers
         self._dealt = [0] * len(servers)
-        """Number of training prompts that each replica has got."""
+        """Number of training prompts that each replica has been given."""
         Manager.current = self
 
     @classmethod
@@ -77,10 +84,10 @@ class Manager:
         teacher_client: Any = None,
         reward_loop_worker_handles: list[Any] | None = None,
     ) -> Self:
-        """Get the replicas ready for prompts. verl's trainer has launched them.
+        """Start agent loops in the replicas, which verl's trainer has launched before.
 
         Raises:
-            ConfigError: verl's settings or the runs' do not fit.
+            ConfigError: settings of verl and of the runs contradict each other.
         """
         names = ray.get(llm_client._load_balancer.get_all_servers.remote())
         check_config(config, replicas=len(names), rewards=reward_loop_worker_handles)
@@ -94,7 +101,7 @@ class Manager:
         return cls(servers)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Take prompts of verl's data loader, and return at once. Rows come by TransferQueue."""
+        """Submit prompts of verl's data loader to the replicas. Does not wait for rows."""
         is_validation = "validate" in prompts and bool(prompts["validate"])
         if is_validation:
             counts = shares(len(prompts), [0] * len(self._servers))
@@ -120,20 +127,24 @@ class Manager:
         return statistics
 
     def advantages(self) -> "Advantages":
-        """Return Tidegate's advantages of the batch handed over last."""
+        """Return the advantages of the batch that the replicas handed over last."""
         parts = ray.get([server.advantages.remote() for server in self._servers])
         return {key: advantage for part in parts for key, advantage in part.items()}
 
 
 def shares(prompts: int, supplies: Sequence[int]) -> list[int]:
-    """Return how many of some prompts each replica gets, so that supplies stay equal.
+    """Divide prompts among replicas so that each has equally many that have not failed.
 
-    Every replica hands over equally many groups after each update. A replica whose failed prompts
-    were replaced on another one would never fill its share of a batch, and verl would wait.
+    Every replica hands over equally many groups after each update. If a failed prompt of one
+    replica were replaced on another, the first would never fill its share of a batch, and verl
+    would wait without end.
 
     Args:
-        prompts: number of prompts to deal out.
-        supplies: number of prompts that each replica has got before and that have not failed.
+        prompts: number of prompts to divide.
+        supplies: by replica, the number of earlier prompts that have not failed.
+
+    Returns:
+        Number of prompts for each replica.
     """
     counts = [0] * len(supplies)
     for _ in range(prompts):
@@ -143,20 +154,20 @@ def shares(prompts: int, supplies: Sequence[int]) -> list[int]:
 
 
 @register_adv_est(ESTIMATOR)
-def handed_over_advantages(
+def tidegate_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: "np.ndarray[Any, Any]",
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Tidegate's own advantages, as verl's ``algorithm.adv_estimator=tidegate``.
+    """Return the run's advantages to verl, as ``algorithm.adv_estimator=tidegate``.
 
-    They are group-relative, as verl's ``grpo``. Rows that pad verl's batch get 0.
+    The run computes them relative to the group, as verl's ``grpo`` does. Padding rows get 0.
 
     Args:
         token_level_rewards: [R, T] float32, the reward at a response's last token.
-        response_mask: [R, T]: 1 on tokens to train on.
-        index: [R]: uid of each row.
+        response_mask: [R, T], 1 on tokens to train on.
+        index: [R], the uid of each row's group.
 
     Returns:
         Advantages and returns, [R, T] both: the row's advantage on the tokens to train on.
@@ -240,7 +251,7 @@ def check_config(config: DictConfig, *, replicas: int, rewards: list[Any] | None
 
 
 class EpisodeClient:
-    """LLM client of verl's agent loops that generates the running episode's turns."""
+    """LLM client for verl's agent loops: generates turns in the current episode."""
 
     def __init__(self, rollout_config: Any, steps: GlobalSteps) -> None:
         self._config = rollout_config
@@ -257,7 +268,11 @@ class EpisodeClient:
         audio_data: list[Any] | None = None,
         **_: Any,
     ) -> TokenOutput:
-        """Continue a context: the episode's, or a branch of it where the agent loop diverged."""
+        """Generate one turn after ``prompt_ids``.
+
+        The turn continues the episode's row whose tokens the prompt begins with, or a new branch if
+        the agent loop has changed earlier tokens.
+        """
         if image_data or video_data or audio_data:
             raise ConfigError("rollout.name=tidegate serves texts only; use vllm or sglang")
         row = _EPISODE.get().row_from(prompt_ids)
@@ -267,37 +282,39 @@ class EpisodeClient:
 
 @dataclass(slots=True, eq=False)
 class _VerlTask:
-    """A prompt of verl's data loader: the task of a group."""
+    """One prompt of verl's data loader; the task of the groups made from it."""
 
     fields: dict[str, Any]
-    """Row of the data set, as agent loops get it."""
+    """Fields of the data set's row; keyword arguments of agent loops."""
     sampling: dict[str, Any]
-    """verl's sampling parameters."""
+    """Sampling parameters by verl's names."""
     trajectory: dict[str, Any]
-    """What verl notes for its traces."""
+    """verl's trace data: step, index of the sample, and whether it is for validation."""
     outputs: dict[int, tuple[int, list[AgentLoopOutput]]] = field(default_factory=dict)
-    """Session number and outputs of each rollout that has ended, by rollout id."""
+    """Session number (the rollout's place in its group) and outputs of each finished rollout, by
+    rollout id."""
     ended: Counter[int] = field(default_factory=Counter)
-    """Number of episodes that have ended, by group: a dropped group is retried as another."""
+    """Number of ended episodes, by group id. A prompt has several groups if the run retries it."""
     failures: Counter[int] = field(default_factory=Counter)
-    """Number of episodes that have failed, by group."""
+    """Number of failed episodes, by group id."""
 
     @property
     def uid(self) -> str:
-        """verl's id of the group, and key of its status."""
+        """verl's id of the group, and TransferQueue key of the entry with its status."""
         return str(self.fields["uid"])
 
     @property
     def partition(self) -> str:
-        """Partition of TransferQueue that the group's rows go to."""
+        """TransferQueue partition for the group's rows: ``train`` or ``val``."""
         return "val" if self.trajectory["validate"] else "train"
 
 
 class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
-    """Worker of verl's agent loops in a replica's actor: runs them as episodes of the run.
+    """verl's agent-loop worker, in a replica's Ray actor; runs agent loops as episodes of the run.
 
-    What verl does with a prompt before, and with an output after, is inherited: sampling
-    parameters, agent loops, tools, rewards, and the rows of TransferQueue.
+    Inherits from verl's worker everything around generation: sampling parameters, agent loops,
+    tools, rewards, and the format of rows in TransferQueue. Prompts arrive and rows leave on the
+    actor's event loop; episodes run on the run's own loop, in another thread.
     """
 
     def __init__(
@@ -317,17 +334,17 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         self._actor_loop = asyncio.get_running_loop()
         self._published = asyncio.Event()
         self.advantages: Advantages = {}
-        """Of the batch handed over last."""
+        """Advantages of the batch handed over last."""
         self._handing_over: asyncio.Task[None] | None = None
         self.failed_prompts = 0
-        """Number of training prompts with too few rollouts for a group, which verl replaces."""
+        """Number of training prompts whose group kept too few rollouts; verl replaces them."""
 
     def published(self) -> None:
-        """Hand over the next batch: new weights are live."""
+        """Allow the next batch to be handed over, because new weights are live."""
         self._published.set()
 
     async def close(self) -> None:
-        """Take no more prompts, and hand over no more batches."""
+        """Stop taking prompts and handing over batches."""
         self._prompts.put(None)
         if self._handing_over is not None:
             self._handing_over.cancel()
@@ -341,8 +358,15 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         trajectory: dict[str, Any],
         trace: bool = False,
     ) -> None:
-        """Take one prompt, where verl's own worker would run its agent loops."""
+        """Queue a training prompt for the run, or validate one. Overrides verl's method."""
         sessions = prompt.pop("__rollout_n__", None)
+        group_size = self._run.settings.staleness.group_size
+        if not trajectory["validate"] and sessions not in (None, group_size):
+            await self._report_failure(
+                f"a prompt asks for {sessions} rollouts (__rollout_n__), and each group of the run "
+                f"has {group_size}: leave __rollout_n__ out, or set actor_rollout_ref.rollout.n"
+            )
+            return
         sampling = dict(sampling_params)
         if not prompt.pop("__do_sample__", True) and not trajectory["validate"]:
             apply_greedy_sampling_params(sampling)
@@ -358,7 +382,8 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _agent_loop_postprocess(
         self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
     ) -> list[AgentLoopOutput]:
-        """Return an agent loop's outputs with their reward; verl's own worker writes them too."""
+        """Score an agent loop's outputs. verl's own worker would write them, too; here
+        :meth:`_write` does, when the batch is handed over."""
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise EpisodeError("the agent loop has returned no output, and a rollout needs one")
@@ -389,7 +414,10 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         return float(outputs[-1].reward_score)
 
     def _count_end(self, task: _VerlTask, group_id: int, *, has_failed: bool) -> None:
-        """Have verl replace a group that has ended with too few rollouts: the run discards it."""
+        """Count an ended episode; report a group that kept too few rollouts, so verl replaces it.
+
+        The run discards such a group and never hands it over.
+        """
         task.ended[group_id] += 1
         task.failures[group_id] += has_failed
         size = self._run.settings.staleness.group_size
@@ -419,9 +447,9 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         await self._mark(task, status)
 
     async def _hand_over(self) -> None:
-        """Write a batch after each update of weights.
+        """Write one batch after each weight update, for as long as the run lasts.
 
-        So the bound holds when verl trains on it: verl trains on a batch before the next update.
+        verl trains on a batch before the next update, so the batch's staleness does not grow.
         """
 
         async def play(episode: Episode, task: _VerlTask) -> float:
@@ -441,9 +469,13 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
                 await self._published.wait()
         except Exception as error:
             log.exception("the replica's run has failed")
-            tag = {"is_prompt": True, "global_steps": 0, "status": f"the run failed: {error}"}
-            await tq.async_kv_put(key=FAILURE_KEY, partition_id="train", tag=tag)
+            await self._report_failure(f"the run failed: {error}")
             raise
+
+    async def _report_failure(self, why: str) -> None:
+        """Have verl's trainer raise an error that quotes ``why``."""
+        tag = {"is_prompt": True, "global_steps": 0, "status": why}
+        await tq.async_kv_put(key=FAILURE_KEY, partition_id="train", tag=tag)
 
     async def _write_batch(self, batch: Batch) -> None:
         rows: dict[int, list[int]] = {}
@@ -467,7 +499,7 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         await asyncio.gather(*(self._mark(task, "finished") for task in tasks.values()))
 
     def _tag(self, output: AgentLoopOutput, batch: Batch, rows: list[int]) -> None:
-        """Set an output's mask and global steps by the batch: exactly the tokens to train on."""
+        """Copy the batch's loss mask to an output, and the global steps of its trained tokens."""
         tokens = output.prompt_ids + output.response_ids
         row = next(row for row in rows if batch.token_ids[row, : len(tokens)].tolist() == tokens)
         response = slice(len(output.prompt_ids), len(tokens))
@@ -480,13 +512,13 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         output.extra_fields.update(self._steps.of(versions[trained].tolist()))
 
     async def _write(self, task: _VerlTask, session: int, outputs: list[AgentLoopOutput]) -> None:
-        """Write a rollout's rows as verl's own worker does."""
+        """Write a rollout's rows to TransferQueue, in the format of verl's own worker."""
         fields = {name: value for name, value in task.fields.items() if name != "agent_name"}
         is_validation = task.trajectory["validate"]
         await super()._agent_loop_postprocess(outputs, is_validation, session_id=session, **fields)
 
     async def _mark(self, task: _VerlTask, status: str) -> None:
-        """Set a group's status. The whole tag, because verl may have cleared the one before."""
+        """Write a group's whole tag with its status, because verl may have cleared the old tag."""
         steps = int(task.fields["global_steps"])
         tag: Mapping[str, Any] = {"is_prompt": True, "status": status, "global_steps": steps}
         await tq.async_kv_put(key=task.uid, partition_id=task.partition, tag=dict(tag))

@@ -52,7 +52,6 @@ class ServerAdapter(BaseRollout):
         """Have engines release the memory of weights and KV cache."""
         await self._server.sleep.remote()
 
-    @torch.no_grad()
     async def update_weights(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
