@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tidegate
+from examples import slime_rollout
 from tests.integrations.slime_contract import solve
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, EpisodeError
@@ -35,7 +36,7 @@ pytestmark = [
 @pytest.fixture
 def sample_class(monkeypatch: pytest.MonkeyPatch) -> Any:
     """slime's ``Sample``; Ray and the router, which it imports besides, are stubbed."""
-    monkeypatch.syspath_prepend(CHECKOUT)
+    monkeypatch.setattr(sys, "path", [*sys.path, CHECKOUT])  # slime's has a package "examples" too
     for name in ("ray", "sglang_router"):
         if name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -110,6 +111,15 @@ def test_samples_are_masked_versioned_and_of_the_newest_weights(
             slime.mark_weights(args, str(written), [])
         assert source.groups < 3 * 3 + 3 * 2 + 1  # no more than the bound admits
         assert run.statistics().ledger.error == 0
+
+
+@pytest.mark.usefixtures("sample_class")
+def test_the_example_learns_from_slimes_own_data_source_within_the_bound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    history = slime_rollout.main(["--steps", "16"])
+    assert sum(history[-4:]) > sum(history[:4]) + 0.1
+    assert "most stale token: 1 versions" in capsys.readouterr().out
 
 
 def test_a_run_is_started_by_slimes_arguments_and_its_reward_model_is_asked(
