@@ -7,8 +7,8 @@ recorded one, and recomputes staleness and counts from the tags. It reads only t
 and uses none of the code that made the tags.
 """
 
-import random
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from tidegate.errors import AuditError
 from tidegate.observability.audit.bookkeeping import Bookkeeping
 from tidegate.observability.audit.replay_plan import (
     Problem,
-    Purpose,
     Replay,
     ReplayPlan,
     Segment,
     plan_rollout,
 )
+from tidegate.observability.audit.rivals import Archived, Kind, Verdict, judge, rivals_of
 from tidegate.observability.recording import (
     QUEUED_WEIGHTS_MAX,
     archived_weights,
@@ -46,7 +46,6 @@ from tidegate.observability.trajectories import (
 )
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.weight_sync.parts import WeightParts
-from tidegate.transport.messages import KvSpan
 
 AUDIT_FILE = "audit.json"
 
@@ -60,10 +59,6 @@ TOLERANCES = {"float32": TOLERANCE, "float16": 0.05, "bfloat16": 0.4}
 """Tolerance by the engine's compute dtype. A replay computes in float32, so the difference is
 the engine's rounding: 2**-11 (float16) or 2**-8 (bfloat16) at each step of the sums, and of the
 weights. The report's ``version_power`` shows how many wrong tags such a tolerance hides."""
-
-PROBES_MAX = 256
-"""Largest number of spans of each kind, per process of the run, that are replayed under a wrong
-tag. An undetected share of 2 % then has a standard error of 0.9 percentage points."""
 
 PROBLEMS_SHOWN_MAX = 10
 
@@ -84,16 +79,21 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class DetectionPower:
-    """Detection power: spans replayed under a tag made wrong, and how many still agreed."""
+    """Detection power: wrong tags that were compared with the right one, and how many look alike.
 
-    spans_tried: int = 0
-    spans_unnoticed: int = 0
-    """Spans whose tokens all agree with the wrong tag too, within the tolerance."""
+    The comparison is symmetric: a wrong tag that could not be told from the right one would not
+    have been noticed in its place.
+    """
+
+    tags_tried: int = 0
+    tags_unnoticed: int = 0
+    """Wrong tags for which the log-odds against the right one stay below ``LOG_ODDS_MIN``, because
+    both histories give nearly the same log-probs."""
 
     @property
     def unnoticed_share(self) -> float:
         """Share of wrong tags that this audit could not detect."""
-        return self.spans_unnoticed / max(1, self.spans_tried)
+        return self.tags_unnoticed / max(1, self.tags_tried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,11 @@ class AuditReport:
     spans_mixed: int
     worst: WorstToken | None
     version_power: DetectionPower
-    """Power for spans whose tokens and whole KV history are of one version, replayed under a
-    neighbouring version."""
+    """Power for spans that are tagged with a neighbouring version."""
+    boundary_power: DetectionPower
+    """Power for boundaries between two spans of a turn that are off by one token."""
     kv_power: DetectionPower
-    """Power for spans that attended to older KV, replayed as if the KV were fresh."""
+    """Power for spans on kept KV that are tagged fresh, and spans on recomputed KV tagged kept."""
     problems: tuple[Problem, ...] = field(default=())
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
     """Compute dtype of each engine that did not compute in float32."""
@@ -168,13 +169,14 @@ class AuditReport:
                 f"replayed {w.replayed:.6f}"
             )
         for power, what in (
-            (self.version_power, "tagged one version off"),
-            (self.kv_power, "tagged fresh instead of mixed"),
+            (self.version_power, "tags one version off"),
+            (self.boundary_power, "boundaries one token off"),
+            (self.kv_power, "wrong KV histories"),
         ):
-            if power.spans_tried:
+            if power.tags_tried:
                 lines.append(
-                    f"power: of {power.spans_tried} spans {what}, {power.spans_unnoticed} would "
-                    f"not be detected ({power.unnoticed_share:.1%})"
+                    f"power: of {power.tags_tried} {what}, {power.tags_unnoticed} would not be "
+                    f"detected ({power.unnoticed_share:.1%})"
                 )
         lines += [str(problem) for problem in self.problems[:PROBLEMS_SHOWN_MAX]]
         if (more := len(self.problems) - PROBLEMS_SHOWN_MAX) > 0:
@@ -218,7 +220,7 @@ def audit_run(
     plans: list[ReplayPlan] = []
     problems: list[Problem] = []
     replays: list[Replay] = []
-    probes: list[Replay] = []
+    verdicts: list[Verdict] = []
     other_dtypes: dict[str, str] = {}
     unarchived = row = 0
     rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
@@ -244,16 +246,18 @@ def audit_run(
                 other_dtypes[segment.engine] = dtype
         replayable, tokens_lost = _replayable(planned, archive, problems)
         unarchived += tokens_lost
-        probes_of_part = _probes(replayable, archive.archived)
+        changes = [change for plan in plans_of_part for change in plan.changes]
+        rivals = rivals_of(replayable, changes, archive.archived)
         if replayable:
             replay_all(
-                [*replayable, *probes_of_part],
+                [*replayable, *{id(rival.replay): rival.replay for rival in rivals}.values()],
                 lambda version, part=part: archived_weights(part, version),  # type: ignore[misc]
                 progress,
                 quantization=_quantization(part),
             )
         replays += replayable
-        probes += probes_of_part
+        segments_of_part = [segment for replay in replayable for segment in replay.segments]
+        verdicts += judge(rivals, segments_of_part)
         plans += plans_of_part
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
@@ -261,6 +265,7 @@ def audit_run(
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]
     problems += _mismatches(segments)
+    problems += _nearer_rivals(verdicts)
     return AuditReport(
         tolerance=max((s.tolerance for s in segments), default=tolerance or TOLERANCE),
         rollouts=len(plans),
@@ -274,8 +279,9 @@ def audit_run(
         spans=sum(plan.spans for plan in plans),
         spans_mixed=sum(plan.spans_mixed for plan in plans),
         worst=_worst_token(segments),
-        version_power=_power(probes, "other_version"),
-        kv_power=_power(probes, "fresh_kv"),
+        version_power=_power(verdicts, "version"),
+        boundary_power=_power(verdicts, "boundary"),
+        kv_power=_power(verdicts, "kv"),
         problems=tuple(sorted(problems, key=lambda p: (p.rollout_id, p.turn))),
         other_dtypes=other_dtypes,
     )
@@ -310,10 +316,6 @@ def _dtypes(directory: Path) -> dict[str, str]:
 def _run_of(directory: Path) -> dict[str, Any]:
     """Return the process's ``run.json``; empty if it has none."""
     return read_run_file(directory) if (directory / RUN_FILE).exists() else {}
-
-
-Archived = set[tuple[int, str]]
-"""Pairs (version, adapter name) that can be replayed; the empty name means no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,55 +402,36 @@ def _replayable(
     return replayable, tokens_lost
 
 
-def _probes(replays: list[Replay], archived: Archived) -> list[Replay]:
-    """Return replays of some spans under wrong tags, to measure the detection power."""
-    pairs = [(replay, segment) for replay in replays for segment in replay.segments]
-    fresh = [pair for pair in pairs if not pair[1].is_mixed]
-    mixed = [pair for pair in pairs if pair[1].is_mixed]
-    probes = []
-    for replay, segment in _sample_pairs(fresh):
-        if (other := _neighbour(segment.version, replay.adapter, archived)) is not None:
-            probes.append(_probe(replay, segment, other, "other_version"))
-    for replay, segment in _sample_pairs(mixed):
-        probes.append(_probe(replay, segment, segment.version, "fresh_kv"))
-    return probes
-
-
-def _sample_pairs(pairs: list[tuple[Replay, Segment]]) -> list[tuple[Replay, Segment]]:
-    # A fixed seed makes an audit reproducible.
-    return random.Random(0).sample(pairs, min(PROBES_MAX, len(pairs)))
-
-
-def _neighbour(version: int, adapter: str, archived: Archived) -> int | None:
-    return next((v for v in (version + 1, version - 1) if (v, adapter) in archived), None)
-
-
-def _probe(replay: Replay, segment: Segment, version: int, purpose: Purpose) -> Replay:
-    copy = Segment(
-        rollout_id=segment.rollout_id,
-        turn=segment.turn,
-        first_token=segment.first_token,
-        version=version,
-        position=segment.position,
-        token_ids=segment.token_ids,
-        recorded=segment.recorded,
-        sampling=segment.sampling,
-        is_mixed=False,
-        engine=segment.engine,
-    )
-    copy.tolerance = segment.tolerance
-    end = segment.position + len(segment.token_ids) - 1
-    return Replay(replay.context, [KvSpan(version, 0, end)], [copy], purpose, replay.adapter)
-
-
 def _agreeing(segment: Segment) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
     with np.errstate(invalid="ignore"):
         return np.asarray(np.abs(segment.replayed - segment.recorded) <= segment.tolerance)
 
 
-def _power(probes: list[Replay], purpose: Purpose) -> DetectionPower:
-    spans = [probe.segments[0] for probe in probes if probe.purpose == purpose]
-    return DetectionPower(len(spans), sum(bool(_agreeing(span).all()) for span in spans))
+def _power(verdicts: list[Verdict], kind: Kind) -> DetectionPower:
+    tried = [verdict for verdict in verdicts if verdict.rival.kind == kind]
+    return DetectionPower(len(tried), sum(not verdict.is_decided for verdict in tried))
+
+
+def _nearer_rivals(verdicts: list[Verdict]) -> Iterator[Problem]:
+    """Yield the nearest history of each turn whose tag is not the nearest.
+
+    Leaves out spans that disagree by the tolerance, which are reported already.
+    """
+    nearest: dict[tuple[int, int], Verdict] = {}
+    for verdict in verdicts:
+        spans = [part.span for part in verdict.rival.parts]
+        if verdict.is_wrong and all(_agreeing(span).all() for span in spans):
+            place = spans[0].rollout_id, spans[0].turn
+            nearest[place] = max(nearest.get(place, verdict), verdict, key=lambda v: v.log_odds)
+    for (rollout_id, turn), verdict in nearest.items():
+        span = verdict.rival.span
+        end = span.first_token + len(span.token_ids)
+        yield Problem(
+            rollout_id,
+            turn,
+            f"tokens [{span.first_token}, {end}) tagged v{span.version} are nearer to "
+            f"{verdict.rival.claim}, by odds of 1e{verdict.log_odds / math.log(10):.0f}",
+        )
 
 
 def _mismatches(segments: Iterable[Segment]) -> list[Problem]:

@@ -10,7 +10,6 @@ replay.
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +18,6 @@ from tidegate.observability.trajectories import RecordedRollout, RecordedTurn
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.transport.messages import KvSpan
 from tidegate.transport.sampling import LogitsProcessor
-
-Purpose = Literal["audit", "other_version", "fresh_kv"]
-"""Purpose of a replay: to check the record (``audit``), or to measure whether a wrong tag would
-be detected, with a neighbouring version (``other_version``) or with fresh instead of mixed KV
-(``fresh_kv``)."""
-
 
 PROCESSORS_REPLAYED = {"allowed_tokens", "disallowed_tokens", "temperature_schedule"}
 """Built-in logits processors; user-defined ones and grammars can't be replayed."""
@@ -87,11 +80,26 @@ class Replay:
     stages: list[KvSpan]
     """Gapless from position 0; neighbouring stages differ in version."""
     segments: list[Segment]
-    purpose: Purpose = "audit"
     adapter: str = ""
     """Name of the adapter; empty for none."""
     stages_done: int = 0
     """Number of stages already computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassChange:
+    """Two consecutive passes of a turn: between them the KV was computed anew."""
+
+    context: npt.NDArray[np.int32]
+    adapter: str
+    earlier: list[KvSpan]
+    """Stages of the earlier pass; they end where the later one samples its first token from."""
+    later: list[KvSpan]
+    """Stages of the later pass, from position 0."""
+    last: Segment
+    """Last span of the earlier pass."""
+    first: Segment
+    """First span of the later pass; continues ``last``."""
 
 
 @dataclass(slots=True)
@@ -99,6 +107,8 @@ class ReplayPlan:
     """Replays of one rollout, problems found without a replay, and token counts."""
 
     replays: list[Replay] = field(default_factory=list)
+    changes: list[PassChange] = field(default_factory=list)
+    """Boundaries between replays of one turn."""
     problems: list[Problem] = field(default_factory=list)
     tokens: int = 0
     spans: int = 0
@@ -120,10 +130,12 @@ def plan_rollout(rollout: RecordedRollout) -> ReplayPlan:
         plan.spans_mixed += sum(span.kv_label.startswith("mixed") for span in turn.spans)
         contradictions = list(_broken_tables(turn, len(context)))
         if not contradictions:
+            first = len(plan.replays)
             for history, spans in _passes(turn):
                 _plan_pass(
                     plan, history, spans, _TurnContext(rollout, turn_index, context, logprobs)
                 )
+            plan.changes += _changes(plan.replays[first:])
         plan.problems += [
             Problem(rollout.rollout_id, turn_index, message) for message in contradictions
         ]
@@ -235,6 +247,16 @@ def _plan_pass(
         )
     adapter = turn.options.adapter if turn.options is not None else ""
     plan.replays.append(Replay(turn_context.context, stages, segments, adapter=adapter))
+
+
+def _changes(passes: list[Replay]) -> Iterator[PassChange]:
+    """Yield the boundaries between passes of a turn that follow each other without a gap."""
+    for earlier, later in itertools.pairwise(passes):
+        last, first = earlier.segments[-1], later.segments[0]
+        if last.position + len(last.token_ids) == first.position:
+            yield PassChange(
+                later.context, later.adapter, earlier.stages, later.stages, last, first
+            )
 
 
 def is_replayable(turn: RecordedTurn) -> bool:

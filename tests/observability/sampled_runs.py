@@ -25,9 +25,10 @@ VERSIONS = 3
 
 
 def make_models(
-    versions: int = VERSIONS, model_type: str = "qwen3", **config_fields: Any
+    versions: int = VERSIONS, model_type: str = "qwen3", drift: float = 0.02, **config_fields: Any
 ) -> list[Any]:
-    """Return a random model and its successors, each with some noise added to the one before."""
+    """Return a random model and its successors, each of whose weights move by ``drift`` times a
+    normal number from the one before."""
     torch.manual_seed(1)
     fields = {
         "vocab_size": VOCAB,
@@ -49,7 +50,7 @@ def make_models(
         model.load_state_dict(models[-1].state_dict())
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+                parameter.add_(torch.randn_like(parameter) * drift)
         models.append(model)
     return models
 

@@ -1,0 +1,255 @@
+"""Rival histories of recorded spans: other versions, boundaries and KV that a tag could have named.
+
+The audit replays each rival beside the record, and asks which is nearer to the recorded log-probs.
+Neighbouring versions differ by less than any tolerance at a small learning rate; the differences of
+all tokens of a span together still tell them apart.
+
+The noise of a log-prob, between the engine's sums and the replay's, is taken as Laplace-distributed
+with scale b, whose tails are heavy enough for the outliers of real engines. Of N tokens with the
+recorded log-probs x, the replayed r and the rival's q, the log-odds of the rival against the record
+are ::
+
+    (sum |x - r| - sum |x - q|) / b
+
+in nats. b is the mean absolute difference of the engine's tokens, estimated as median / ln 2, which
+wrong tags on less than half of them do not move.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.observability.audit.replay_plan import PassChange, Replay, Segment
+from tidegate.transport.messages import KvSpan
+
+LOG_ODDS_MIN = math.log(1e6)
+"""Log-odds, in nats, from which one history counts as nearer than another. With odds of a million,
+an audit of 10,000 spans has a false alarm in a hundred audits."""
+
+NOISE_MIN = 1e-7
+"""Smallest noise of a log-prob, in nats: about the rounding of one float32 log-prob."""
+
+DIFFERENCE_MAX = 20.0
+"""Nats at which a difference is cut off, such as that of a token that a filter would exclude."""
+
+Kind = Literal["version", "boundary", "kv"]
+"""What a rival changes: the version of a span, the place of a boundary by one token, or whose KV a
+span attended to."""
+
+Archived = set[tuple[int, str]]
+"""Pairs (version, adapter name) that can be replayed; the empty name means no adapter."""
+
+
+@dataclass(slots=True)
+class Rival:
+    """Another history of some tokens of one turn, and its replay."""
+
+    kind: Kind
+    claim: str
+    """What is true if the rival is, for a person: "v4 has sampled them"."""
+    replay: Replay
+    """Replay by the rival's stages; rivals about several spans of one context share one."""
+    parts: "tuple[_Part, ...]"
+    """The tokens that the rival is about."""
+
+    def log_odds(self, noise: float) -> float:
+        """Return the log-odds of the rival against the record, in nats; negative for the record."""
+        recorded = sum(_differences(each.span)[each.tokens].sum() for each in self.parts)
+        rival = sum(_differences(each.copy).sum() for each in self.parts)
+        return float(recorded - rival) / noise
+
+    @property
+    def span(self) -> Segment:
+        """The first recorded span that the rival is about."""
+        return self.parts[0].span
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of a recorded span, and their copy in a rival's replay."""
+
+    span: Segment
+    tokens: slice
+    copy: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Comparison of one rival with the record."""
+
+    rival: Rival
+    log_odds: float
+    """Log-odds of the rival against the record, in nats."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether either history is nearer by :data:`LOG_ODDS_MIN`."""
+        return abs(self.log_odds) >= LOG_ODDS_MIN
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the rival is nearer, so that the tag is wrong."""
+        return self.log_odds >= LOG_ODDS_MIN
+
+
+def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[Verdict]:
+    """Compare replayed rivals with the replayed record, by the noise of each engine's tokens."""
+    by_engine: defaultdict[str, list[npt.NDArray[np.float64]]] = defaultdict(list)
+    for segment in segments:
+        by_engine[segment.engine].append(_differences(segment))
+    noise = {
+        engine: max(NOISE_MIN, float(np.median(np.concatenate(parts))) / math.log(2))
+        for engine, parts in by_engine.items()
+    }
+    return [Verdict(rival, rival.log_odds(noise[rival.span.engine])) for rival in rivals]
+
+
+def _differences(segment: Segment) -> npt.NDArray[np.float64]:
+    """Return each token's difference between replayed and recorded log-prob, in nats. [N]"""
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(segment.replayed - segment.recorded)
+    clipped: npt.NDArray[np.float64] = np.minimum(
+        np.nan_to_num(differences.astype(np.float64), nan=DIFFERENCE_MAX), DIFFERENCE_MAX
+    )
+    return clipped
+
+
+def rivals_of(
+    replays: Iterable[Replay], changes: Iterable[PassChange], archived: Archived
+) -> list[Rival]:
+    """Return the rivals of planned replays whose weights are archived.
+
+    Args:
+        replays: the record's own replays, with archived weights.
+        changes: consecutive passes of turns, whose boundary is a recompute.
+        archived: weights that can be replayed.
+    """
+    found: list[Rival] = []
+    for replay in replays:
+        found += _other_versions(replay, archived)
+        found += _moved_boundaries(replay)
+        found += _fresh_kv(replay)
+    for change in changes:
+        stages = [*change.earlier, *change.later]
+        if {(stage.version, change.adapter) for stage in stages} <= archived:
+            found += _recomputes(change)
+    return found
+
+
+def _other_versions(replay: Replay, archived: Archived) -> Iterator[Rival]:
+    """Yield each span under the version before and after its own."""
+    for number, stage in enumerate(replay.stages):
+        spans = [each for each in replay.segments if stage.start < each.position <= stage.end]
+        for other in (stage.version - 1, stage.version + 1):
+            if spans and (other, replay.adapter) in archived:
+                stages = [*replay.stages[:number], KvSpan(other, stage.start, stage.end)]
+                parts = [_part(span, slice(None)) for span in spans]
+                shared = _replay(replay, stages, parts)
+                for part in parts:  # one by one, because one turn alone may be tagged wrong
+                    yield Rival("version", f"v{other}", shared, (part,))
+
+
+def _moved_boundaries(replay: Replay) -> Iterator[Rival]:
+    """Yield spans between which KV was kept, with their boundary one token earlier and later."""
+    for number, (old, new) in enumerate(itertools.pairwise(replay.stages)):
+        ended = [e for e in replay.segments if e.position - 1 + len(e.token_ids) == old.end]
+        begun = [e for e in replay.segments if e.position - 1 == old.end]
+        for (last, first), shift in itertools.product(zip(ended, begun, strict=False), (-1, 1)):
+            boundary = old.end + shift
+            if not old.start < boundary < new.end:
+                continue
+            stages = [
+                *replay.stages[:number],
+                KvSpan(old.version, old.start, boundary),
+                KvSpan(new.version, boundary, new.end),
+            ]
+            parts = [_part(first, slice(None))]
+            if shift < 0:
+                parts.insert(0, _part(last, slice(len(last.token_ids) - 1, None)))
+            claim = _moved(first, shift)
+            yield Rival("boundary", claim, _replay(replay, stages, parts), tuple(parts))
+
+
+def _fresh_kv(replay: Replay) -> Iterator[Rival]:
+    """Yield spans on KV of other versions as if their own had computed all of it."""
+    for span in replay.segments:
+        if span.is_mixed:
+            stages = [KvSpan(span.version, 0, span.position - 1 + len(span.token_ids))]
+            part = _part(span, slice(None))
+            yield Rival("kv", "fresh KV", _replay(replay, stages, [part]), (part,))
+
+
+def _recomputes(change: PassChange) -> Iterator[Rival]:
+    """Yield a recompute that did not happen, or that happened one token earlier or later."""
+    earlier, later, last, first = change.earlier, change.later, change.last, change.first
+    at = first.position - 1  # the first position that the later pass samples from
+    whole, one = slice(None), slice(0, 1)
+    own_end = at + len(first.token_ids)
+    claims: list[tuple[Kind, str, _Part, list[KvSpan], list[KvSpan]]] = [
+        (
+            "kv",
+            "KV kept from before the recompute",
+            _part(first, whole),
+            [*_until(earlier, at), KvSpan(first.version, at, own_end)],
+            later,
+        ),
+        (
+            "boundary",
+            _moved(first, 1),
+            _part(first, one),
+            [*_until(earlier, at), KvSpan(earlier[-1].version, at, at + 1)],
+            later,
+        ),
+    ]
+    if at > 1:
+        tail = _part(last, slice(len(last.token_ids) - 1, None))
+        claims.append(("boundary", _moved(first, -1), tail, later, earlier))
+    for kind, claim, part, stages, recorded in claims:
+        end = part.copy.position - 1 + len(part.copy.token_ids)
+        if _until(stages, end) != _until(recorded, end):
+            replay = Replay(change.context, _until(stages, end), [part.copy], change.adapter)
+            yield Rival(kind, claim, replay, (part,))
+
+
+def _moved(first: Segment, shift: int) -> str:
+    return f"a boundary at token {first.first_token + shift} in place of {first.first_token}"
+
+
+def _until(stages: Sequence[KvSpan], end: int) -> list[KvSpan]:
+    """Return the stages of positions ``[0, end)``, neighbours of one version joined."""
+    joined: list[KvSpan] = []
+    for stage in stages:
+        if stage.start >= end:
+            break
+        start = stage.start
+        if joined and joined[-1].version == stage.version:
+            start = joined.pop().start
+        joined.append(KvSpan(stage.version, start, min(stage.end, end)))
+    return joined
+
+
+def _replay(recorded: Replay, stages: Sequence[KvSpan], parts: Sequence[_Part]) -> Replay:
+    """Make a replay of a recorded context by other stages, as far as its parts need them."""
+    end = max(each.copy.position - 1 + len(each.copy.token_ids) for each in parts)
+    copies = [each.copy for each in parts]
+    return Replay(recorded.context, _until(stages, end), copies, recorded.adapter)
+
+
+def _part(span: Segment, tokens: slice) -> _Part:
+    """Copy some tokens of a recorded span, to be replayed by other stages."""
+    first = tokens.start or 0
+    copy = dataclasses.replace(
+        span,
+        first_token=span.first_token + first,
+        position=span.position + first,
+        token_ids=span.token_ids[tokens],
+        recorded=span.recorded[tokens],
+    )
+    return _Part(span, tokens, copy)

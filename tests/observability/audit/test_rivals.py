@@ -1,0 +1,103 @@
+"""Wrong tags between versions that are nearer to each other than the audit's tolerance."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.observability import sampled_runs
+from tests.observability.sampled_runs import edit_rollout, make_models, record_run
+from tidegate.observability.audit.audit import AuditReport, audit_run
+
+pytestmark = pytest.mark.wire
+
+Row = dict[str, Any]
+
+ONE_VERSION, ABORTED, RECOMPUTED, KEPT, SWAPPED_IN_PREFILL = range(5)
+
+DRIFT = 1e-5
+"""Distance of the weights of neighbouring versions, ten times a step of Adam at 1e-6."""
+
+TOLERANCE = 0.01
+"""Nats; all tokens of all versions agree within it."""
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = make_models(drift=DRIFT)
+    kinds = [sampled_runs.aborted, sampled_runs.recomputed, sampled_runs.kept]
+    kinds += [sampled_runs.swapped_in_prefill]
+    rollouts = [sampled_runs.one_version(models, ONE_VERSION, version=1, tokens=5)]
+    rollouts += [kind(models, number) for number, kind in enumerate(kinds, start=1)]
+    return record_run(tmp_path_factory.mktemp("runs") / "honest", models, rollouts)
+
+
+@pytest.fixture
+def run(honest_run: Path, tmp_path: Path) -> Path:
+    """A copy of the correct run, to be falsified."""
+    shutil.copytree(honest_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def tag_another_version(row: Row) -> None:
+    for turn in row["turns"]:
+        turn["spans"][0] |= {"version": 2, "kv_oldest": 2, "kv_newest": 2}
+        turn["prefills"][0]["spans"][0]["version"] = 2
+
+
+def move_boundary(row: Row) -> None:
+    row["turns"][0]["spans"][0]["end"] += 1
+    row["turns"][0]["spans"][1]["start"] += 1
+
+
+def move_boundary_back(row: Row) -> None:
+    row["turns"][0]["spans"][0]["end"] -= 1
+    row["turns"][0]["spans"][1]["start"] -= 1
+
+
+def claim_a_recompute(row: Row) -> None:
+    turn = row["turns"][0]
+    turn["spans"][1] |= {"kv_oldest": 1, "kv_newest": 1}
+    turn["spans"][2] |= {"kv_oldest": 1, "kv_newest": 2}
+    turn["prefills"].append({"at": 4, "spans": [{"version": 1, "start": 0, "end": 9}]})
+
+
+def move_recompute(row: Row) -> None:
+    turn = row["turns"][0]
+    boundary = turn["spans"][1]["start"]
+    prefill = next(each for each in turn["prefills"] if each["at"] == boundary)
+    turn["spans"][0]["end"] -= 1
+    turn["spans"][1]["start"] -= 1
+    prefill["at"] -= 1
+    prefill["spans"][-1]["end"] -= 1
+
+
+def test_versions_closer_than_the_tolerance_are_told_apart(honest_run: Path) -> None:
+    report = audit_run(honest_run, tolerance=TOLERANCE)
+    assert report.agrees, report.lines()
+    for power in (report.version_power, report.boundary_power, report.kv_power):
+        assert power.tags_tried > 0
+        assert power.tags_unnoticed == 0
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "lie", "claim"),
+    [
+        (ONE_VERSION, tag_another_version, "v1"),
+        (KEPT, move_boundary, "a boundary at token 4 in place of 5"),
+        (KEPT, move_boundary_back, "a boundary at token 4 in place of 3"),
+        (KEPT, claim_a_recompute, "KV kept from before the recompute"),
+        (ABORTED, move_recompute, "a boundary at token 4 in place of 3"),
+    ],
+)
+def test_a_wrong_tag_within_the_tolerance_is_farther_from_the_record_than_the_right_one(
+    run: Path, rollout_id: int, lie: Callable[[Row], None], claim: str
+) -> None:
+    edit_rollout(run, rollout_id, lie)
+    report: AuditReport = audit_run(run, tolerance=TOLERANCE)
+    assert report.tokens_agreeing == report.tokens
+    told = [problem.message for problem in report.problems if problem.rollout_id == rollout_id]
+    assert any(f"are nearer to {claim}, by odds of" in message for message in told), told
+    assert {problem.rollout_id for problem in report.problems} == {rollout_id}
