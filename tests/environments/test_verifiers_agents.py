@@ -15,7 +15,7 @@ from tidegate import Endpoint, Gateway
 from tidegate.environments.started_worker import child_environment
 
 PYTHON = os.environ.get("TIDEGATE_ENVIRONMENTS_PYTHON", "")
-PROGRAM = Path(__file__).parent / "verifiers_agent.py"
+PROGRAM = Path(__file__).parents[2] / "examples" / "verifiers_agent.py"
 END = "<|im_end|>"
 
 pytestmark = [

@@ -22,6 +22,7 @@ import openai
 import pytest
 
 import tidegate
+from examples import prime_rl_loop
 from tests.models import make_model, make_model_directory
 from tests.serving.vllm_server.vllm_serving import CONTEXT_TOKENS_MAX, PROMPT
 
@@ -132,6 +133,12 @@ async def test_its_client_updates_weights_and_scores_under_them(
         assert (await admin.get("/liveness")).status_code == 200
         assert (await admin.get("/is_paused")).json() == {"is_paused": False}
         await admin.aclose()
+
+
+@pytest.mark.usefixtures("client")
+def test_the_example_learns_with_its_client() -> None:
+    history = prime_rl_loop.main(["--steps", "16"])
+    assert sum(history[-4:]) > sum(history[:4]) + 0.1
 
 
 async def test_weights_change_under_requests_that_are_salted_by_version(

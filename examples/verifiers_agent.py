@@ -1,7 +1,10 @@
-"""Program that runs a task of several turns with verifiers' runner.
+"""Task of several turns, run by verifiers' own runner over Tidegate's HTTP API.
 
-Arguments: base URL, key; and, for the client that trains, the directory of the tokenizer. Prints
-the samples that it would train on as JSON, and the reward.
+    python examples/verifiers_agent.py URL KEY [TOKENIZER]     # pip install "verifiers>=0.4,<0.5"
+
+URL is that of the gateway or of ``tidegate serve``, with its key. Given the directory of the
+model's tokenizer, it uses ``TrainClient``, which sends and gets tokens; else the client that
+evaluates. Prints the samples that verifiers would train on as JSON, then the reward.
 """
 
 import asyncio
@@ -21,16 +24,22 @@ KEY = "KEY_OF_THE_SESSION"
 
 
 class SumData(vf.TaskData):
+    """A question, and its answer."""
+
     answer: str
 
 
 class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):
+    """A sum, which the harness' program works out with a tool."""
+
     @vf.reward(weight=1.0)
     async def is_right(self, task: SumData, trace: Any) -> float:
+        """Whether the last reply has the answer."""
         return float(task.answer in trace.last_reply)
 
 
 async def main(base_url: str, api_key: str, tokenizer: str = "") -> None:
+    """Run the task once, and print its samples and reward."""
     os.environ[KEY] = api_key
     client: Any = EvalClientConfig(base_url=base_url, api_key_var=KEY)
     if tokenizer:

@@ -33,6 +33,8 @@ class CallingConfig(HarnessConfig):
 
 
 class Calling(Harness[CallingConfig]):
+    """Harness whose program is :data:`PROGRAM`; verifiers finds it by the module's name."""
+
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -47,6 +49,7 @@ class Calling(Harness[CallingConfig]):
         data: vf.TaskData,
         **others: Any,
     ) -> ProgramResult:
+        """Run the program in verifiers' runtime, with the session's address and key."""
         _, question = self.resolve_prompt(data)
         program = [sys.executable, "-c", PROGRAM, endpoint, secret, str(question)]
         return await runtime.run_program(program, {})
