@@ -24,7 +24,13 @@ from tidegate.observability.audit.replay_plan import (
     Segment,
     plan_rollout,
 )
-from tidegate.observability.audit.rivals import Archived, Kind, Verdict, judge, rivals_of
+from tidegate.observability.audit.rivals import (
+    Archived,
+    Kind,
+    RivalVerdict,
+    judge,
+    rivals_of,
+)
 from tidegate.observability.recording import (
     QUEUED_WEIGHTS_MAX,
     archived_weights,
@@ -220,7 +226,7 @@ def audit_run(
     plans: list[ReplayPlan] = []
     problems: list[Problem] = []
     replays: list[Replay] = []
-    verdicts: list[Verdict] = []
+    verdicts: list[RivalVerdict] = []
     other_dtypes: dict[str, str] = {}
     unarchived = row = 0
     rollouts_wanted = _rollouts_wanted(recorded, rollouts_max)
@@ -407,17 +413,17 @@ def _agreeing(segment: Segment) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         return np.asarray(np.abs(segment.replayed - segment.recorded) <= segment.tolerance)
 
 
-def _power(verdicts: list[Verdict], kind: Kind) -> DetectionPower:
+def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
     tried = [verdict for verdict in verdicts if verdict.rival.kind == kind]
     return DetectionPower(len(tried), sum(not verdict.is_decided for verdict in tried))
 
 
-def _nearer_rivals(verdicts: list[Verdict]) -> Iterator[Problem]:
+def _nearer_rivals(verdicts: list[RivalVerdict]) -> Iterator[Problem]:
     """Yield the nearest history of each turn whose tag is not the nearest.
 
     Leaves out spans that disagree by the tolerance, which are reported already.
     """
-    nearest: dict[tuple[int, int], Verdict] = {}
+    nearest: dict[tuple[int, int], RivalVerdict] = {}
     for verdict in verdicts:
         spans = [part.span for part in verdict.rival.parts]
         if verdict.is_wrong and all(_agreeing(span).all() for span in spans):

@@ -81,7 +81,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RivalVerdict:
     """Comparison of one rival with the record."""
 
     rival: Rival
@@ -99,7 +99,7 @@ class Verdict:
         return self.log_odds >= LOG_ODDS_MIN
 
 
-def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[Verdict]:
+def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[RivalVerdict]:
     """Compare replayed rivals with the replayed record, by the noise of each engine's tokens."""
     by_engine: defaultdict[str, list[npt.NDArray[np.float64]]] = defaultdict(list)
     for segment in segments:
@@ -108,7 +108,7 @@ def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[Verdict]
         engine: max(NOISE_MIN, float(np.median(np.concatenate(parts))) / math.log(2))
         for engine, parts in by_engine.items()
     }
-    return [Verdict(rival, rival.log_odds(noise[rival.span.engine])) for rival in rivals]
+    return [RivalVerdict(rival, rival.log_odds(noise[rival.span.engine])) for rival in rivals]
 
 
 def _differences(segment: Segment) -> npt.NDArray[np.float64]:
