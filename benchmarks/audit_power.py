@@ -14,12 +14,11 @@ import argparse
 import asyncio
 import contextlib
 import io
-import sys
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import tidegate
@@ -27,8 +26,7 @@ from benchmarks.table import Row, compared, show
 from examples import async_grpo
 from examples.grpo import load_trainer, train_step
 from examples.worker_grpo import VOCABULARY, make_model
-from tidegate.observability.audit import audit
-from tidegate.observability.audit.rivals import RivalVerdict
+from tidegate.observability.audit.audit import audit_run
 
 LEARNING_RATES = (1e-6, 1e-5, 3e-4)
 VERSIONS = 8
@@ -79,35 +77,22 @@ def long(directory: Path, learning_rate: float) -> Path:
 
 def rows() -> Iterator[Row]:
     """Return the whole table."""
-    verdicts: list[RivalVerdict] = []
-    judge = audit.judge
-
-    def keep(*arguments: object) -> list[RivalVerdict]:
-        found = judge(*arguments)  # type: ignore[arg-type]
-        verdicts.extend(found)
-        return found
-
-    audit.judge = keep  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as name:
-        for task in (long, demo):
-            for rate in LEARNING_RATES:
-                verdicts.clear()
-                with contextlib.redirect_stdout(io.StringIO()):
-                    report = audit.audit_run(task(Path(name), rate))
-                about = f"{task.__name__}/{rate:g}"
-                for kind in ("version", "boundary", "kv"):
-                    own = [verdict for verdict in verdicts if verdict.rival.kind == kind]
-                    found = np.mean([verdict.log_odds <= -audit.LOG_ODDS_MIN for verdict in own])
-                    gross = np.mean([exceeds(verdict, report.tolerance) for verdict in own])
-                    yield compared(f"{about}/{kind}", "of wrong tags", float(found), float(gross))
-                    yield Row(f"{about}/{kind}/tried", len(own), "wrong tags")
-                yield Row(f"{about}/alarms", len(report.problems), "turns")
-
-
-def exceeds(verdict: RivalVerdict, tolerance: float) -> bool:
-    """Whether a token under the wrong tag differs from its record by more than the tolerance."""
-    parts = verdict.rival.parts
-    return any((np.abs(p.copy.replayed - p.copy.recorded) > tolerance).any() for p in parts)
+        for task, rate in itertools.product((long, demo), LEARNING_RATES):
+            with contextlib.redirect_stdout(io.StringIO()):
+                report = audit_run(task(Path(name), rate))
+            about = f"{task.__name__}/{rate:g}"
+            powers = {
+                "version": report.version_power,
+                "boundary": report.boundary_power,
+                "kv": report.kv_power,
+            }
+            for kind, power in powers.items():
+                found = 1 - power.unnoticed_share
+                gross = 1 - power.tags_within_tolerance / max(1, power.tags_tried)
+                yield compared(f"{about}/{kind}", "of wrong tags", found, gross)
+                yield Row(f"{about}/{kind}/tried", power.tags_tried, "wrong tags")
+            yield Row(f"{about}/alarms", len(report.problems), "turns")
 
 
 def main() -> None:
@@ -118,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -95,6 +95,8 @@ class DetectionPower:
     tags_unnoticed: int = 0
     """Wrong tags for which the log-odds against the right one stay below ``LOG_ODDS_MIN``, because
     both histories give nearly the same log-probs."""
+    tags_within_tolerance: int = 0
+    """Wrong tags under which all tokens agree within the tolerance; only the log-odds find them."""
 
     @property
     def unnoticed_share(self) -> float:
@@ -415,7 +417,11 @@ def _agreeing(segment: Segment) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
 
 def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
     tried = [verdict for verdict in verdicts if verdict.rival.kind == kind]
-    return DetectionPower(len(tried), sum(not verdict.is_decided for verdict in tried))
+    return DetectionPower(
+        len(tried),
+        sum(not verdict.is_decided for verdict in tried),
+        sum(all(_agreeing(p.copy).all() for p in verdict.rival.parts) for verdict in tried),
+    )
 
 
 def _nearer_rivals(verdicts: list[RivalVerdict]) -> Iterator[Problem]:

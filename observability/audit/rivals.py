@@ -252,4 +252,5 @@ def _part(span: Segment, tokens: slice) -> _Part:
         token_ids=span.token_ids[tokens],
         recorded=span.recorded[tokens],
     )
+    copy.tolerance = span.tolerance
     return _Part(span, tokens, copy)
