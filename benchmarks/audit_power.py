@@ -1,13 +1,14 @@
 """Share of wrong tags that `tidegate audit` finds, after real steps of Adam.
 
-    python -m benchmarks.audit_power [--json]          # about 5 minutes on two cores
+    python -m benchmarks.audit_power [--json]          # about 10 minutes on two cores
 
 Prints ``name, value, unit, peer, ratio``. Each run is real: engines sample while a trainer takes
 GRPO steps and publishes, and KV is kept over updates. ``demo`` is the calculator task, whose spans
 have four tokens, most of them near-certain; ``long`` samples 48 tokens a turn from a random model.
 The audit compares the recorded log-probs under each span's tag and under a wrong one; as the
 comparison is symmetric, a wrong tag in the right one's place is found as often. ``alarms`` are
-wrong verdicts on the right tags. The peer is the share that the tolerance alone would find.
+wrong verdicts on the right tags. The peer is the share that the tolerance alone would find. Cases
+named ``exact`` are of deterministic engines, whose tokens ``tidegate audit --exact`` samples again.
 """
 
 import argparse
@@ -35,19 +36,21 @@ GROUP_SIZE = 8
 GROUPS_PER_BATCH = 4
 
 
-def demo(directory: Path, learning_rate: float) -> Path:
+def demo(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
     """Run the demo's task; return the run's directory."""
     arguments = ["--mode", "async", "--pause-mode", "keep", "--kv-policy", "keep"]
     arguments += ["--learning-rate", str(learning_rate), "--versions", str(VERSIONS)]
-    arguments += ["--held-out", "16", "--runs", str(directory), "--name", f"demo-{learning_rate}"]
+    arguments += ["--held-out", "16", "--runs", str(directory)]
+    arguments += ["--name", f"demo-{learning_rate}-{deterministic}"]
+    arguments += ["--deterministic"] * deterministic
     options = async_grpo.parse_arguments(arguments)
     asyncio.run(async_grpo.train(options, "async", directory / options.name))
     return directory / str(options.name)
 
 
-def long(directory: Path, learning_rate: float) -> Path:
+def long(directory: Path, learning_rate: float, *, deterministic: bool) -> Path:
     """Train on long turns of a random model; return the run's directory."""
-    path, run = directory / "random", directory / f"long-{learning_rate}"
+    path, run = directory / "random", directory / f"long-{learning_rate}-{deterministic}"
     make_model(path)
 
     async def solve(episode: tidegate.Episode, task: list[int]) -> float:
@@ -66,6 +69,7 @@ def long(directory: Path, learning_rate: float) -> Path:
         groups_per_batch=GROUPS_PER_BATCH,
         pause_mode="keep",
         kv_policy="keep",
+        deterministic=deterministic,
         step_time_min_s=0.005,
         run_directory=run,
     ) as rollouts:
@@ -78,10 +82,10 @@ def long(directory: Path, learning_rate: float) -> Path:
 def rows() -> Iterator[Row]:
     """Return the whole table."""
     with tempfile.TemporaryDirectory() as name:
-        for task, rate in itertools.product((long, demo), LEARNING_RATES):
+        for exact, task, rate in itertools.product((False, True), (long, demo), LEARNING_RATES):
             with contextlib.redirect_stdout(io.StringIO()):
-                report = audit_run(task(Path(name), rate))
-            about = f"{task.__name__}/{rate:g}"
+                report = audit_run(task(Path(name), rate, deterministic=exact), exact=exact)
+            about = f"{task.__name__}{'-exact' * exact}/{rate:g}"
             powers = {
                 "version": report.version_power,
                 "boundary": report.boundary_power,
@@ -90,7 +94,10 @@ def rows() -> Iterator[Row]:
             for kind, power in powers.items():
                 found = 1 - power.unnoticed_share
                 gross = 1 - power.tags_within_tolerance / max(1, power.tags_tried)
-                yield compared(f"{about}/{kind}", "of wrong tags", found, gross)
+                if exact:
+                    yield Row(f"{about}/{kind}", found, "of wrong tags")
+                else:
+                    yield compared(f"{about}/{kind}", "of wrong tags", found, gross)
                 yield Row(f"{about}/{kind}/tried", power.tags_tried, "wrong tags")
             yield Row(f"{about}/alarms", len(report.problems), "turns")
 

@@ -154,7 +154,8 @@ def audit_table(rows: Rows) -> Iterator[str]:
         cells = []
         for kind in kinds:
             found, tried = values[f"{case}/{kind}"], values[f"{case}/{kind}/tried"]
-            share = f"{found['value']:.4f} ({found['peer']:.4f})"
+            share = f"{found['value']:.4f}"
+            share += "" if found["peer"] is None else f" ({found['peer']:.4f})"
             cells.append(f"{share} of {tried['value']:,}")
         alarms = values[f"{case}/alarms"]["value"]
         yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} | {alarms} |"
@@ -204,7 +205,8 @@ SOURCES = (
         note="Share of wrong tags that `tidegate audit` finds by asking which history is nearer, "
         "and by its tolerance alone (in brackets),\nin real runs over 8 versions. `long`: 48 "
         "tokens a turn of a random model; `demo`: spans of some 4 tokens, most of them\n"
-        "near-certain, whose float32 log-probs are often the same under both histories.",
+        "near-certain, whose float32 log-probs are often the same under both histories. `exact`: "
+        "deterministic engines, audited\nby `--exact`.",
         table=audit_table,
     ),
 )

@@ -22,6 +22,14 @@ def audit(
             help="Largest difference of log-probs that agree; default: by the engines' dtype.",
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Sample again with the engine's own code, and compare by bits; for runs with "
+            "deterministic=True, on the same kind of processor.",
+        ),
+    ] = False,
     rollouts_max: Annotated[
         int | None,
         typer.Option(min=1, help="Audit this many rollouts, evenly spaced; default: all."),
@@ -36,6 +44,7 @@ def audit(
         report = audit_run(
             run,
             tolerance=tolerance,
+            exact=exact,
             rollouts_max=rollouts_max,
             progress=lambda version: status.update(f"replaying with weights v{version}"),
         )

@@ -82,6 +82,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=("int8", "fp8"),
         help="format to which engines round the weights",
     )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="engines give the same bits in any batch, for tidegate audit --exact",
+    )
     add("--max-running-turns", type=int, default=32, help="turns that an engine decodes at once")
     add("--versions", type=int, default=24, help="number of weight versions to train")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
@@ -118,6 +123,7 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
         pause_mode=options.pause_mode,
         kv_policy=options.kv_policy,
         quantization=options.quantization,
+        deterministic=options.deterministic,
         num_kv_blocks=options.num_kv_blocks,
         step_time_min_s=options.step_time_s,
         run_directory=run_directory,

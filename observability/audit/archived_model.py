@@ -8,8 +8,9 @@ each version lies.
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,42 @@ SMALLEST_STEP = 1e-30
 """Lower limit of the quantization step, so that a row of zeros is not divided by 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class VersionFiles:
+    """Archived files that a version's weights are put together from."""
+
+    base: Path
+    """Model directory of the last whole set."""
+    overlays: tuple[Path, ...]
+    """Files of the partial sets published since, in order."""
+    adapters: Mapping[str, tuple[Path, float]]
+    """File and scale of each LoRA adapter of the version, by name."""
+
+    @classmethod
+    def find(cls, version: int, weights_directory: Callable[[int], Path]) -> "VersionFiles":
+        """Return the files of a version; ``weights_directory`` returns where each version lies.
+
+        Raises:
+            AuditError: a version's list of parts can't be read.
+        """
+        adapters = WeightParts.read(weights_directory(version)).adapters
+        overlays: list[Path] = []
+        base = version
+        while (parts := WeightParts.read(weights_directory(base))).over is not None:
+            if not parts.is_adapter and (weights_directory(base) / parts.file_name).is_file():
+                overlays.append(weights_directory(base) / parts.file_name)
+            base = parts.over
+        file_name = WeightParts(is_adapter=True).file_name
+        return cls(
+            base=weights_directory(base),
+            overlays=tuple(reversed(overlays)),
+            adapters={
+                name: (weights_directory(entry.version) / file_name, entry.scale)
+                for name, entry in adapters.items()
+            },
+        )
+
+
 def load_version(
     version: int,
     weights_directory: Callable[[int], Path],
@@ -47,29 +84,18 @@ def load_version(
     Raises:
         AuditError: a part is missing, damaged, or does not fit.
     """
-    overlays: list[Path] = []
-    adapters = WeightParts.read(weights_directory(version)).adapters
-    base = version
-    while (parts := WeightParts.read(weights_directory(base))).over is not None:
-        if not parts.is_adapter and (weights_directory(base) / parts.file_name).is_file():
-            overlays.append(weights_directory(base) / parts.file_name)
-        base = parts.over
-    model = load_weights(weights_directory(base))
-    if overlays:
+    files = VersionFiles.find(version, weights_directory)
+    model = load_weights(files.base)
+    if files.overlays:
         _untie_as_first(model, weights_directory(0))
-    for path in reversed(overlays):
+    for path in files.overlays:
         model = _overlay(model, path)
     if quantization:
         _round(model, quantization)
     if adapter:
-        entry = adapters.get(adapter)
-        if entry is None:
+        if adapter not in files.adapters:
             raise AuditError(f"v{version} has no adapter {adapter!r} in the archive")
-        _merge(
-            model,
-            weights_directory(entry.version) / WeightParts(is_adapter=True).file_name,
-            entry.scale,
-        )
+        _merge(model, *files.adapters[adapter])
     return model
 
 

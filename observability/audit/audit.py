@@ -18,6 +18,7 @@ import numpy as np
 from tidegate.errors import AuditError
 from tidegate.observability.audit.bookkeeping import Bookkeeping
 from tidegate.observability.audit.replay_plan import (
+    EngineBuild,
     Problem,
     Replay,
     ReplayPlan,
@@ -29,6 +30,7 @@ from tidegate.observability.audit.rivals import (
     Kind,
     RivalVerdict,
     judge,
+    judge_exactly,
     rivals_of,
 )
 from tidegate.observability.recording import (
@@ -109,7 +111,7 @@ class AuditReport:
     """Result of an audit: counts of what was checked, and the problems found."""
 
     tolerance: float
-    """The largest tolerance applied; it depends on the engines' compute dtypes."""
+    """The largest tolerance applied; it depends on the engines' compute dtypes. 0 if exact."""
     rollouts: int
     rollouts_recorded: int
     versions: int
@@ -135,6 +137,8 @@ class AuditReport:
     problems: tuple[Problem, ...] = field(default=())
     other_dtypes: Mapping[str, str] = field(default_factory=dict)
     """Compute dtype of each engine that did not compute in float32."""
+    is_exact: bool = False
+    """Whether tokens and log-probs were sampled again by the engine's code and compared by bits."""
 
     @property
     def agrees(self) -> bool:
@@ -148,12 +152,14 @@ class AuditReport:
         lines = [
             f"{self.rollouts} of {self.rollouts_recorded} rollouts, {self.spans} spans "
             f"({self.spans_mixed} on mixed KV), {self.versions} weight versions",
-            f"{self.tokens_agreeing} of {self.tokens} tokens agree within {self.tolerance:g}",
+            f"{self.tokens_agreeing} of {self.tokens} tokens agree "
+            + ("to the bit" if self.is_exact else f"within {self.tolerance:g}"),
         ]
         lines += [
             f"engine {engine!r} computed in {dtype}: its tokens agree within "
             f"{min(self.tolerance, TOLERANCES.get(dtype, TOLERANCE)):g}"
             for engine, dtype in sorted(self.other_dtypes.items())
+            if not self.is_exact
         ]
         if self.tokens_unknown:
             lines.append(
@@ -197,6 +203,7 @@ def audit_run(
     directory: Path,
     *,
     tolerance: float | None = None,
+    exact: bool = False,
     rollouts_max: int | None = None,
     progress: Callable[[int], None] = lambda version: None,
 ) -> AuditReport:
@@ -208,15 +215,19 @@ def audit_run(
     Args:
         directory: the run's directory.
         tolerance: replaces :data:`TOLERANCES`.
+        exact: sample every token again with the engine's own code, and compare token and log-prob
+            by their bits. Needs a run with ``deterministic=True``, and the kind of processor that
+            its engines had.
         rollouts_max: number of rollouts to audit, evenly spaced; all if None.
         progress: called with each version before it is loaded.
 
     Raises:
-        AuditError: files are missing or damaged, or there is nothing to check.
+        AuditError: files are missing or damaged, there is nothing to check, or the run can't be
+            replayed exactly.
     """
-    # Imported here because it imports torch, which takes a second.
-    from tidegate.observability.audit.replay import replay_all
-
+    if exact and tolerance is not None:
+        raise AuditError(f"an exact audit has no tolerance; leave out tolerance={tolerance:g}")
+    tolerance = 0.0 if exact else tolerance
     directory = Path(directory)
     _refuse_without_weights(directory)
     parts = [
@@ -257,15 +268,11 @@ def audit_run(
         changes = [change for plan in plans_of_part for change in plan.changes]
         rivals = rivals_of(replayable, changes, archive.archived)
         if replayable:
-            replay_all(
-                [*replayable, *{id(rival.replay): rival.replay for rival in rivals}.values()],
-                lambda version, part=part: archived_weights(part, version),  # type: ignore[misc]
-                progress,
-                quantization=_quantization(part),
-            )
+            rival_replays = {id(rival.replay): rival.replay for rival in rivals}.values()
+            _replay(part, [*replayable, *rival_replays], progress, exact=exact)
         replays += replayable
         segments_of_part = [segment for replay in replayable for segment in replay.segments]
-        verdicts += judge(rivals, segments_of_part)
+        verdicts += judge_exactly(rivals) if exact else judge(rivals, segments_of_part)
         plans += plans_of_part
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
@@ -292,7 +299,27 @@ def audit_run(
         kv_power=_power(verdicts, "kv"),
         problems=tuple(sorted(problems, key=lambda p: (p.rollout_id, p.turn))),
         other_dtypes=other_dtypes,
+        is_exact=exact,
     )
+
+
+def _replay(
+    part: Path, replays: list[Replay], progress: Callable[[int], None], *, exact: bool
+) -> None:
+    """Compute one process's log-probs again, with transformers or with the engine's own code."""
+
+    def weights(version: int) -> Path:
+        return archived_weights(part, version)
+
+    # Imported here because both import torch, which takes a second.
+    if exact:
+        from tidegate.observability.audit.exact import replay_exactly
+
+        replay_exactly(replays, weights, progress, build=_engine_build(part, replays))
+    else:
+        from tidegate.observability.audit.replay import replay_all
+
+        replay_all(replays, weights, progress, quantization=_quantization(part))
 
 
 def write_audit(directory: Path, report: AuditReport) -> Path:
@@ -313,6 +340,37 @@ def _quantization(directory: Path) -> str:
         return str(settings.get("quantization", settings.get("quantize")) or "")
     except (KeyError, AttributeError) as error:
         raise AuditError(f"{directory / RUN_FILE} is damaged: {error!r}") from error
+
+
+def _engine_build(directory: Path, replays: Iterable[Replay]) -> EngineBuild:
+    """Return how the engines of a deterministic run computed.
+
+    Raises:
+        AuditError: they were not deterministic, or not all alike.
+    """
+    run = _run_of(directory)
+    settings = run.get("settings") or {}
+    if not settings.get("deterministic"):
+        raise AuditError(
+            f"{directory} was not recorded with deterministic=True, so other batches give other "
+            f"bits; leave --exact out"
+        )
+    ranks = settings.get("tensor_parallel_size") or 1
+    if ranks != 1:
+        raise AuditError(
+            f"the engines of {directory} had {ranks} ranks, and an exact audit computes with one; "
+            f"leave --exact out"
+        )
+    engines = {segment.engine for replay in replays for segment in replay.segments}
+    dtypes = {dtype for engine, dtype in _dtypes(directory).items() if engine in engines}
+    if len(dtypes) != 1:
+        raise AuditError(
+            f"the engines of {directory} computed in {sorted(dtypes) or 'an unrecorded dtype'}; an "
+            f"exact audit needs one dtype, so leave --exact out"
+        )
+    recorded = (run.get("statistics") or {}).get("engines") or []
+    blocks = {engine.get("block_tokens", 0) for engine in recorded} - {0}
+    return EngineBuild(dtypes.pop(), _quantization(directory), max(blocks, default=16))
 
 
 def _dtypes(directory: Path) -> dict[str, str]:
@@ -427,23 +485,26 @@ def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
 def _nearer_rivals(verdicts: list[RivalVerdict]) -> Iterator[Problem]:
     """Yield the nearest history of each turn whose tag is not the nearest.
 
-    Leaves out spans that disagree by the tolerance, which are reported already.
+    Leaves out spans that disagree by the tolerance, which are reported already, unless a bit-exact
+    replay of the rival is equal to the record.
     """
     nearest: dict[tuple[int, int], RivalVerdict] = {}
     for verdict in verdicts:
         spans = [part.span for part in verdict.rival.parts]
-        if verdict.is_wrong and all(_agreeing(span).all() for span in spans):
+        is_reported = not all(_agreeing(span).all() for span in spans)
+        if verdict.is_wrong and (math.isinf(verdict.log_odds) or not is_reported):
             place = spans[0].rollout_id, spans[0].turn
             nearest[place] = max(nearest.get(place, verdict), verdict, key=lambda v: v.log_odds)
     for (rollout_id, turn), verdict in nearest.items():
         span = verdict.rival.span
         end = span.first_token + len(span.token_ids)
-        yield Problem(
-            rollout_id,
-            turn,
-            f"tokens [{span.first_token}, {end}) tagged v{span.version} are nearer to "
-            f"{verdict.rival.claim}, by odds of 1e{verdict.log_odds / math.log(10):.0f}",
-        )
+        claim = f"are nearer to {verdict.rival.claim}"
+        if math.isinf(verdict.log_odds):
+            claim = f"are those of {verdict.rival.claim}, to the bit"
+        else:
+            claim += f", by odds of 1e{verdict.log_odds / math.log(10):.0f}"
+        message = f"tokens [{span.first_token}, {end}) tagged v{span.version} {claim}"
+        yield Problem(rollout_id, turn, message)
 
 
 def _mismatches(segments: Iterable[Segment]) -> list[Problem]:

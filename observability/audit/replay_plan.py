@@ -87,6 +87,18 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineBuild:
+    """What the bits of a deterministic engine depend on, beside its weights and its processor."""
+
+    dtype: str
+    """Compute dtype, e.g. ``float32``."""
+    quantization: str
+    """Quantization of the weights; empty for none."""
+    block_tokens: int
+    """Tokens per KV block."""
+
+
+@dataclass(frozen=True, slots=True)
 class PassChange:
     """Two consecutive passes of a turn: between them the KV was computed anew."""
 

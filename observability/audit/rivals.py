@@ -100,7 +100,10 @@ class RivalVerdict:
 
 
 def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[RivalVerdict]:
-    """Compare replayed rivals with the replayed record, by the noise of each engine's tokens."""
+    """Compare replayed rivals with the replayed record, by the noise of each engine's tokens.
+
+    See :func:`judge_exactly` for replays that are equal to the record to the bit.
+    """
     by_engine: defaultdict[str, list[npt.NDArray[np.float64]]] = defaultdict(list)
     for segment in segments:
         by_engine[segment.engine].append(_differences(segment))
@@ -109,6 +112,22 @@ def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[RivalVer
         for engine, parts in by_engine.items()
     }
     return [RivalVerdict(rival, rival.log_odds(noise[rival.span.engine])) for rival in rivals]
+
+
+def judge_exactly(rivals: Iterable[Rival]) -> list[RivalVerdict]:
+    """Compare bit-exact replays of rivals and record: infinite log-odds for the only exact one."""
+    verdicts = []
+    for rival in rivals:
+        is_recorded = all(np.array_equal(p.copy.recorded, _of_span(p)) for p in rival.parts)
+        is_rival = all(np.array_equal(p.copy.recorded, p.copy.replayed) for p in rival.parts)
+        odds = 0.0 if is_recorded == is_rival else math.inf if is_rival else -math.inf
+        verdicts.append(RivalVerdict(rival, odds))
+    return verdicts
+
+
+def _of_span(part: _Part) -> npt.NDArray[np.float32]:
+    """Return what the record's own replay gives for the tokens that a rival is about. [N]"""
+    return part.span.replayed[part.tokens]
 
 
 def _differences(segment: Segment) -> npt.NDArray[np.float64]:

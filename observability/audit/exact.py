@@ -1,0 +1,277 @@
+"""Bit-exact replay of a deterministic run's tokens, for `tidegate audit --exact`.
+
+Runs Tidegate's own engine code in this process: for each stage of a replay, the tagged version
+computes the stage's context positions into the KV cache that earlier stages have filled, and
+samples again, with the turn's seed, at every position that a token was sampled from. Deterministic
+engines compute the same bits in any batch, so a sampled token or a log-prob that differs in one bit
+proves a wrong tag, however near the two versions are. Unlike :mod:`replay`, it can't find faults
+that the engine's own code has.
+
+Letters in shapes: S sampled tokens of a step, V vocabulary.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors.torch import load_file
+
+from tidegate.engine.execution.runner import ModelRunner, Row
+from tidegate.engine.execution.served_model import OwnModel, ServedModel, open_model
+from tidegate.engine.models.model_weights import Quantization, Weights, fill_from_directory
+from tidegate.engine.sampling.options import OptionReader, RowOptions
+from tidegate.engine.sampling.sampling import RowSampling
+from tidegate.errors import AuditError, ConfigError, ModelError, TurnRefused, WeightsRefused
+from tidegate.observability.audit.archived_model import VersionFiles
+from tidegate.observability.audit.replay_plan import EngineBuild, Replay, Segment
+from tidegate.transport.messages import KvSpan, SamplingParams, SubmitTurn
+from tidegate.transport.regular_files import check_regular
+
+CACHE_BYTES_MAX = 2**30
+"""Bytes of the KV cache, which holds the contexts that are replayed together."""
+
+STEP_LOGITS_MAX = 2**25
+"""Logits of one step: 2**25 in float32 are 128 MiB."""
+
+STEP_TOKENS_MAX = 2048
+"""Context positions of one step."""
+
+
+def replay_exactly(
+    replays: Iterable[Replay],
+    weights: Callable[[int], Path],
+    progress: Callable[[int], None],
+    *,
+    build: EngineBuild,
+) -> None:
+    """Fill in ``replayed`` of every segment by the engine's own code.
+
+    A token that is not sampled again gets NaN, which agrees with nothing.
+
+    Args:
+        replays: contexts whose weights are archived.
+        weights: returns the directory of a version.
+        progress: called with each version before it is loaded.
+        build: how the run's engines computed.
+
+    Raises:
+        AuditError: weights can't be loaded, or this machine can't compute the model
+            deterministically.
+    """
+    todo = list(replays)
+    engine = _ReplayEngine(todo, weights, build)
+    for batch in engine.batches(todo):
+        engine.replay(batch, progress)
+
+
+class _ReplayEngine:
+    """An engine's runner whose weights are exchanged for each stage of the replays."""
+
+    def __init__(
+        self, replays: list[Replay], weights: Callable[[int], Path], build: EngineBuild
+    ) -> None:
+        self._weights_directory = weights
+        base = VersionFiles.find(_stage(replays[0]).version, weights).base
+        self._model = _open_model(base, build)
+        self._block_tokens = build.block_tokens
+        block_bytes = self._model.kv_token_bytes() * build.block_tokens
+        needed = [self._blocks(replay) for replay in replays]
+        blocks = min(sum(needed), max(1, CACHE_BYTES_MAX // block_bytes))
+        self._blocks_max = max(blocks, *needed)
+        runner = self._model.make_runner(
+            num_blocks=self._blocks_max, block_tokens=build.block_tokens
+        )
+        assert isinstance(runner, ModelRunner)  # open_model refuses others if deterministic
+        self._runner = runner
+        self._options = OptionReader(vocab_size=self._model.vocab_size, max_running_turns=1)
+
+    def _blocks(self, replay: Replay) -> int:
+        return -(-replay.stages[-1].end // self._block_tokens)
+
+    def batches(self, replays: list[Replay]) -> Iterator[list[Replay]]:
+        """Yield replays whose contexts fit into the KV cache together."""
+        batch: list[Replay] = []
+        free = self._blocks_max
+        # Ordered by version, so that a batch needs few versions.
+        for replay in sorted(replays, key=lambda r: (r.stages[0].version, r.stages[-1].version)):
+            if self._blocks(replay) > free:
+                yield batch
+                batch, free = [], self._blocks_max
+            batch.append(replay)
+            free -= self._blocks(replay)
+        if batch:
+            yield batch
+
+    def replay(self, batch: list[Replay], progress: Callable[[int], None]) -> None:
+        """Compute all stages of a batch, in ascending order of versions as far as possible."""
+        tables: dict[int, list[int]] = {}
+        first_block = 0
+        for replay in batch:
+            tables[id(replay)] = list(range(first_block, first_block + self._blocks(replay)))
+            first_block += self._blocks(replay)
+        due: defaultdict[int, list[Replay]] = defaultdict(list)
+        for replay in batch:
+            due[_stage(replay).version].append(replay)
+        version = -1
+        while due:
+            version = min((v for v in due if v > version), default=min(due))
+            progress(version)
+            ready = due.pop(version)
+            self._load(version)
+            samples = [s for r in ready for s in self._samples(r, tables[id(r)])]
+            self._compute(samples)
+            for replay in ready:
+                replay.stages_done += 1
+                if replay.stages_done < len(replay.stages):
+                    due[_stage(replay).version].append(replay)
+
+    def _load(self, version: int) -> None:
+        """Fill the runner's weights with an archived version and all of its adapters."""
+        files = VersionFiles.find(version, self._weights_directory)
+        weights = self._runner.weights
+        assert isinstance(weights, Weights)
+        try:
+            fill_from_directory(weights, files.base)
+            for path in files.overlays:
+                check_regular(path)
+                for name, tensor in load_file(path).items():
+                    weights.load(name, tensor)
+            adapters = {}
+            for name, (path, scale) in files.adapters.items():
+                check_regular(path)
+                adapters[name] = weights.make_adapter(load_file(path), scale)
+            weights.adapters = adapters
+        except (ModelError, WeightsRefused, OSError) as error:
+            raise AuditError(f"weights v{version} can't be loaded: {error}") from error
+        self._runner.swap(weights)
+
+    def _samples(self, replay: Replay, table: list[int]) -> Iterator["_Sample"]:
+        """Yield a stage's rows in the order of positions: chunks, and single sampling positions."""
+        stage = _stage(replay)
+        drawn: defaultdict[int, list[tuple[Segment, int]]] = defaultdict(list)
+        for segment in replay.segments:
+            # Token i of a segment is sampled after the position before it.
+            first = max(stage.start, segment.position - 1)
+            for position in range(first, min(stage.end, _end(segment) - 1)):
+                drawn[position].append((segment, position + 1 - segment.position))
+        start = stage.start
+        for position in sorted(drawn):
+            yield from self._chunks(replay, table, start, position)
+            row = Row(replay.context[position : position + 1], position, table, None)
+            row.adapter = replay.adapter
+            for segment, token in drawn[position]:
+                sampling = self._sampling(replay, segment, token)
+                yield _Sample(replace(row, sampling=sampling), segment, token)
+            start = position + 1
+        yield from self._chunks(replay, table, start, stage.end)
+
+    def _chunks(
+        self, replay: Replay, table: list[int], start: int, end: int
+    ) -> Iterator["_Sample"]:
+        """Yield rows that compute the KV of positions ``[start, end)`` and sample nothing."""
+        for first in range(start, end, STEP_TOKENS_MAX):
+            tokens = replay.context[first : min(end, first + STEP_TOKENS_MAX)]
+            yield _Sample(Row(tokens, first, table, None, adapter=replay.adapter))
+
+    def _sampling(self, replay: Replay, segment: Segment, token: int) -> RowSampling:
+        turn = segment.sampling
+        index = segment.first_token + token
+        params = turn.options or SamplingParams(
+            max_tokens=turn.length, temperature=turn.temperature, top_k=turn.top_k, top_p=turn.top_p
+        )
+        return RowSampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=turn.seed,
+            index=index,
+            options=self._row_options(replay, params, turn.start, index),
+        )
+
+    def _row_options(
+        self, replay: Replay, params: SamplingParams, start: int, index: int
+    ) -> RowOptions | None:
+        """Return the turn's options as they are after ``index`` output tokens."""
+        known = replay.context[: start + index].astype("<i4")
+        # Stop strings end a turn, and change no probability; they would need the tokenizer.
+        sampling = msgspec.structs.replace(params, stop_strings=[])
+        message = SubmitTurn(
+            turn=0, token_ids=known.tobytes(), sampling=sampling, sampled_before=index
+        )
+        try:
+            options = self._options.read(message, replay.context)
+        except TurnRefused as error:
+            raise AuditError(f"recorded sampling options can't be read: {error}") from error
+        if options is None and params.stop_strings:
+            return RowOptions(sampling, replay.context, start)
+        return options
+
+    def _compute(self, samples: list["_Sample"]) -> None:
+        """Run rows in steps of limited size, and store what they sample."""
+        step: list[_Sample] = []
+        tokens = sampled = 0
+        sampled_max = max(1, STEP_LOGITS_MAX // self._model.vocab_size)
+        for sample in samples:
+            count, draws = len(sample.row.token_ids), sample.segment is not None
+            if step and (tokens + count > STEP_TOKENS_MAX or sampled + draws > sampled_max):
+                self._run(step)
+                step, tokens, sampled = [], 0, 0
+            step.append(sample)
+            tokens, sampled = tokens + count, sampled + draws
+        if step:
+            self._run(step)
+
+    def _run(self, step: list["_Sample"]) -> None:
+        output = self._runner.step([sample.row for sample in step])
+        drawn = [(s.segment, s.token) for s in step if s.segment is not None]
+        for n, (segment, token) in enumerate(drawn):
+            is_same = output.token_ids[n] == segment.token_ids[token] and n not in output.failures
+            segment.replayed[token] = output.logprobs[n] if is_same else np.nan
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A row of a step, and the recorded token that it samples again, if any."""
+
+    row: Row
+    segment: Segment | None = None
+    token: int = 0
+    """Index of the token in the segment."""
+
+
+def _stage(replay: Replay) -> KvSpan:
+    return replay.stages[replay.stages_done]
+
+
+def _end(segment: Segment) -> int:
+    return segment.position + len(segment.token_ids)
+
+
+def _open_model(directory: Path, build: EngineBuild) -> ServedModel:
+    """Open an archived model as the run's engines did.
+
+    Raises:
+        AuditError: this machine can't compute it deterministically.
+    """
+    if build.dtype not in ("float32", "bfloat16"):
+        raise AuditError(
+            f"an exact audit needs engines that computed in float32 or bfloat16, and "
+            f"these say {build.dtype or 'nothing'!r}"
+        )
+    quantization: dict[str, Quantization] = {"int8": "int8", "fp8": "fp8"}
+    try:
+        model = open_model(
+            directory,
+            "float32" if build.dtype == "float32" else "bfloat16",
+            is_deterministic=True,
+            quantization=quantization.get(build.quantization),
+        )
+    except (ConfigError, ModelError) as error:
+        raise AuditError(
+            f"{directory} can't be computed exactly on this machine: {error}"
+        ) from error
+    assert isinstance(model, OwnModel)  # transformers' models are refused if deterministic
+    return model

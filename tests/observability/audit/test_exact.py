@@ -1,0 +1,189 @@
+"""Bit-exact audits of real deterministic runs, and what they find that log-probs alone do not."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tidegate
+from examples.grpo import load_trainer, train_step
+from examples.worker_grpo import VOCABULARY, make_model
+from tests.models import make_model_directory
+from tests.observability.sampled_runs import edit_rollout
+from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
+from tidegate.errors import AuditError
+from tidegate.observability.audit.audit import audit_run
+from tidegate.observability.recording import read_trajectories
+
+pytestmark = pytest.mark.wire
+
+Row = dict[str, Any]
+
+LEARNING_RATE = 1e-6
+"""One step changes log-probs by about 1e-5 nats, a tenth of the audit's tolerance."""
+
+
+async def solve(episode: tidegate.Episode, task: list[int]) -> float:
+    episode.append(task)
+    options: dict[str, Any] = [
+        {},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"min_p": 0.01, "frequency_penalty": 0.5, "top_logprobs": 2},
+        {"temperature": 0.0, "min_tokens": 24},
+    ][task[0] % 4]
+    turn = await episode.generate(max_tokens=24, **options)
+    episode.append(task)
+    await episode.generate(max_tokens=8)
+    return sum(token < VOCABULARY // 2 for token in turn.token_ids) / 24
+
+
+def train(
+    directory: Path, *, deterministic: bool, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> Path:
+    path, run = directory / "model", directory / "run"
+    make_model(path)
+    model, optimizer = load_trainer(path, LEARNING_RATE)
+    tasks = torch.randint(VOCABULARY, (16, 3), generator=torch.Generator().manual_seed(5)).tolist()
+    with tidegate.serve_sync(
+        model=path,
+        engines=2,
+        dtype=dtype,
+        deterministic=deterministic,
+        max_running_turns=8,
+        max_staleness=2,
+        group_size=4,
+        groups_per_batch=4,
+        pause_mode="keep",
+        kv_policy="keep",
+        step_time_min_s=0.005,
+        run_directory=run,
+    ) as rollouts:
+        for batch in rollouts.batches(tasks, episode=solve):
+            train_step(model, optimizer, batch)
+            rollouts.publish(model.state_dict())
+    return run
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def honest_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return train(tmp_path_factory.mktemp("run"), deterministic=True, dtype=request.param)
+
+
+@pytest.fixture
+def run(honest_run: Path, tmp_path: Path) -> Path:
+    """A copy of the correct run, to be falsified."""
+    shutil.copytree(honest_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_deterministic_run_is_sampled_again_to_the_bit_across_weight_updates(
+    honest_run: Path,
+) -> None:
+    report = audit_run(honest_run, exact=True)
+
+    assert [str(problem) for problem in report.problems] == []
+    assert report.agrees
+    assert report.tokens_agreeing == report.tokens == 16 * 4 * (24 + 8)
+    assert report.versions > 1
+    assert report.spans_mixed > 0
+    assert any("agree to the bit" in line for line in report.lines())
+
+
+def test_an_exact_audit_notices_every_wrong_tag_between_versions_one_small_step_apart(
+    honest_run: Path,
+) -> None:
+    report = audit_run(honest_run, exact=True)
+    for power in (report.version_power, report.boundary_power, report.kv_power):
+        assert power.tags_tried > 0
+        assert power.tags_unnoticed == 0
+
+
+def first_mixed(run: Path) -> tuple[int, int]:
+    """Return the rollout and turn of the first boundary between versions, in a random turn."""
+    return next(
+        (rollout.rollout_id, index)
+        for rollout in read_trajectories(run)
+        for index, turn in enumerate(rollout.turns)
+        if len(turn.spans) > 1 and turn.temperature > 0
+    )
+
+
+def move_boundary(turn: Row) -> None:
+    turn["spans"][0]["end"] += 1
+    turn["spans"][1]["start"] += 1
+
+
+def move_boundary_back(turn: Row) -> None:
+    turn["spans"][0]["end"] -= 1
+    turn["spans"][1]["start"] -= 1
+
+
+def change_seed(turn: Row) -> None:
+    turn["seed"] += 1
+
+
+@pytest.mark.parametrize("lie", [move_boundary, move_boundary_back, change_seed])
+def test_a_tag_that_is_wrong_by_one_token_or_by_its_seed_is_found(
+    run: Path, lie: Callable[[Row], None]
+) -> None:
+    rollout_id, turn = first_mixed(run)
+    edit_rollout(run, rollout_id, lambda row: lie(row["turns"][turn]))
+    report = audit_run(run, exact=True)
+    assert not report.agrees
+    assert {(p.rollout_id, p.turn) for p in report.problems} == {(rollout_id, turn)}
+
+
+async def test_parts_adapters_drafts_and_rounded_weights_are_replayed_exactly(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "model")
+    state: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
+    policy = random_adapter(model, 0)
+
+    async def episode(episode: tidegate.Episode, task: int) -> float:
+        episode.append([task % 5 + 1] * 3)
+        await episode.generate(max_tokens=12, adapter="policy" if task % 2 else "")
+        return 0.0
+
+    async with tidegate.serve(
+        model=model,
+        engines=1,
+        deterministic=True,
+        quantization="int8",
+        speculative_method="lookup",
+        group_size=2,
+        groups_per_batch=2,
+        max_staleness=1,
+        run_directory=tmp_path / "run",
+    ) as rollouts:
+        await rollouts.publish_adapter("policy", policy, config=CONFIG)
+        async for _ in rollouts.batches(range(12), episode=episode):
+            step = rollouts.version
+            if step % 2:
+                await rollouts.publish_adapter(
+                    "policy",
+                    {name: t * (1 + step / 10) for name, t in policy.items()},
+                    config=CONFIG,
+                )
+            else:
+                part = {name: t * 1.01 for name, t in state.items() if "mlp" in name}
+                await rollouts.publish(part, partial=True)
+    report = audit_run(tmp_path / "run", exact=True)
+    assert report.agrees, report.lines()
+    assert report.versions >= 3
+    assert report.tokens == 12 * 2 * 12
+
+
+def test_a_run_that_was_not_deterministic_is_refused(tmp_path: Path) -> None:
+    run = train(tmp_path, deterministic=False)
+    with pytest.raises(AuditError, match="was not recorded with deterministic=True"):
+        audit_run(run, exact=True)
+
+
+def test_an_exact_audit_refuses_a_tolerance(tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match="has no tolerance"):
+        audit_run(tmp_path, exact=True, tolerance=0.1)
