@@ -201,7 +201,7 @@ SOURCES = (
         title="Power of the audit",
         file="audit_power.jsonl",
         command="python -m benchmarks.audit_power --json",
-        recorded="2026-11-24",
+        recorded="2026-11-26",
         note="Share of wrong tags that `tidegate audit` finds by asking which history is nearer, "
         "and by its tolerance alone (in brackets),\nin real runs over 8 versions. `long`: 48 "
         "tokens a turn of a random model; `demo`: spans of some 4 tokens, most of them\n"
