@@ -30,7 +30,7 @@ help:
 	@echo "make test-trl          TRL trains with Tidegate in place of vLLM (1.3 GB, 10 min)"
 	@echo "make test-skyrl        SkyRL's Tinker server samples from Tidegate; its trainer's client (2.5 GB, 10 min)"
 	@echo "make test-hf           GRPO with transformers, accelerate and FSDP2 (the same packages, 5 min)"
-	@echo "make test-agents       litellm and OpenAI's Agents SDK (300 MB, 3 min)"
+	@echo "make test-agents       agents of seven other packages, OpenAI's SDK to LangGraph (600 MB, 3 min)"
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
 	@echo "make test-verl         verl's rollout side on Ray, over Tidegate's engines (2.1 GB, 10 min)"
@@ -146,7 +146,8 @@ test-hf: venv .venv-trl/.ready
 # Agents as others have them; they pin older versions of openai's client than ours.
 .venv-agents/.ready:
 	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/python $(PIP_INSTALL) "litellm>=1.100" "openai-agents>=0.20"
+	.venv-agents/bin/python $(PIP_INSTALL) "litellm>=1.100" "openai-agents>=0.20" "anthropic>=0.80" \
+	  langchain-openai langchain-anthropic "langgraph>=1" "pydantic-ai-slim[openai,anthropic]>=2" "smolagents[openai]"
 	touch $@
 
 test-agents: venv .venv-agents/.ready

@@ -45,6 +45,8 @@ class ApiRoute:
     method: str
     path: str
     handler: Handler
+    errors: ErrorForm | None = None
+    """Form of this path's errors, where it is not the application's."""
 
 
 def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy) -> ASGIApp:
@@ -59,7 +61,7 @@ def api_app(routes: Iterable[ApiRoute], errors: ErrorForm, policy: AccessPolicy)
 
     app = Starlette(
         routes=[
-            Route(each.path, _endpoint(each.handler, errors), methods=[each.method])
+            Route(each.path, _endpoint(each.handler, each.errors or errors), methods=[each.method])
             for each in routes
         ],
         exception_handlers={404: unknown_path, 405: unknown_path},
@@ -89,8 +91,10 @@ def _endpoint(handler: Handler, errors: ErrorForm) -> Callable[[HttpRequest], Aw
 
 
 def key_of(http: HttpRequest) -> str:
-    """Return the key that a request shows as ``Authorization: Bearer``; empty if there is none."""
-    return bearer_token(http.headers.get("authorization", ""))
+    """Return the key that a request shows as ``Authorization: Bearer``, or as ``x-api-key`` if that
+    is missing, as in Anthropic's API; empty if there is none."""
+    key = bearer_token(http.headers.get("authorization", ""))
+    return key or http.headers.get("x-api-key", "")
 
 
 async def read_json_bytes(http: HttpRequest, *, bytes_max: int) -> bytes:
@@ -157,6 +161,7 @@ DONE_EVENT = b"data: [DONE]\n\n"
 """Last server-sent event of a stream of OpenAI's API."""
 
 
-def stream_event(body: object) -> bytes:
-    """Encode a JSON body as one server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+def stream_event(body: object, *, name: str = "") -> bytes:
+    """Encode a JSON body as one server-sent event, with an ``event`` line if it has a name."""
+    line = f"event: {name}\n".encode() if name else b""
+    return line + b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Error answers of the HTTP APIs: one exception, and the forms in which OpenAI and vLLM write it.
+"""Error answers of the HTTP APIs: one exception, and how OpenAI, Anthropic and vLLM write it.
 
 Handlers of the gateway and of the vLLM-compatible server raise :class:`ApiError`. An
 :class:`ErrorForm` turns it, and every other exception that a handler raises, into an HTTP status
@@ -124,6 +124,25 @@ class OpenAIErrors(ErrorForm):
             case TidegateError() | ValueError() | OverflowError() | TypeError():
                 return ApiError(400, str(error))
         return None
+
+
+class AnthropicErrors(OpenAIErrors):
+    """Error bodies of Anthropic's API: ``type`` depends on the status."""
+
+    KINDS: ClassVar[Mapping[int, str]] = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        504: "timeout_error",
+    }
+
+    def body(self, error: ApiError) -> dict[str, Any]:
+        """Return the JSON body of an error answer."""
+        default = "api_error" if error.status >= 500 else "invalid_request_error"
+        kind = self.KINDS.get(error.status, default)
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 class VllmErrors(ErrorForm):

@@ -273,6 +273,11 @@ class Headers:
         """Return the token of ``Authorization: Bearer``; empty if there is none."""
         return bearer_token(self.single("authorization"))
 
+    @property
+    def key(self) -> str:
+        """Return the bearer token, or the value of ``x-api-key`` if there is none."""
+        return self.bearer or self.single("x-api-key")
+
 
 def bearer_token(authorization: str) -> str:
     """Return the token of an ``Authorization: Bearer`` header's value; empty if it has none."""

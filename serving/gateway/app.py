@@ -1,6 +1,7 @@
-"""ASGI application of the gateway: OpenAI's paths, and paths for sessions and rewards.
+"""ASGI application of the gateway: OpenAI's and Anthropic's paths, sessions and rewards.
 
-Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers requests.
+Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers requests, in the form
+of their API.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tidegate.orchestrator.batches.tasks import to_json
+from tidegate.orchestrator.episodes.chat_template import ChatRendering
 from tidegate.orchestrator.episodes.conversation import EMPTY_CACHE
 from tidegate.serving.api_app import (
     Answer,
@@ -23,14 +25,22 @@ from tidegate.serving.api_app import (
     key_of,
     read_json_bytes,
 )
-from tidegate.serving.api_errors import ApiError, OpenAIErrors
+from tidegate.serving.api_errors import AnthropicErrors, ApiError, OpenAIErrors
+from tidegate.serving.gateway.anthropic_messages import (
+    CountTokensRequest,
+    MessagesForm,
+    MessagesRequest,
+)
 from tidegate.serving.gateway.completions import (
     ActiveCompletion,
+    AnswerForm,
+    CompletionForm,
     GatewayChoice,
     answer,
     begin,
     choice_of,
 )
+from tidegate.serving.gateway.openai_responses import ResponsesForm, ResponsesRequest
 from tidegate.serving.gateway.requests import (
     GatewayChatRequest,
     GatewayCompletionRequest,
@@ -58,10 +68,13 @@ BODY_BYTES_MAX = 16 * 1024 * 1024
 
 def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     """Make the application, behind its access guard."""
-    handlers = _Handlers(gateway)
+    handlers, anthropic = _Handlers(gateway), AnthropicErrors()
     routes = [
         ApiRoute("POST", "/v1/chat/completions", handlers.chat),
         ApiRoute("POST", "/v1/completions", handlers.complete),
+        ApiRoute("POST", "/v1/responses", handlers.respond),
+        ApiRoute("POST", "/v1/messages", handlers.message, anthropic),
+        ApiRoute("POST", "/v1/messages/count_tokens", handlers.count_tokens, anthropic),
         ApiRoute("POST", "/inference/v1/generate", handlers.generate),
         ApiRoute("POST", "/tokenize", handlers.tokenize),
         ApiRoute("POST", "/v1/tokenize", handlers.tokenize),
@@ -72,7 +85,7 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
     ]
 
     def shows_key(headers: Headers) -> bool:
-        return gateway.is_authorized(headers.bearer)
+        return gateway.is_authorized(headers.key)
 
     policy = AccessPolicy(gateway.host, gateway.allowed_hosts, shows_key)
     return api_app(routes, OpenAIErrors(), policy)
@@ -88,6 +101,35 @@ class _Handlers:
         """Answer ``POST /v1/chat/completions``."""
         session = self._session(http)
         request = decode_json(await _body(http), GatewayChatRequest)
+        return await self._answer_chat(http, session, request, CompletionForm())
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """Answer ``POST /v1/responses``."""
+        session = self._session(http)
+        request = decode_json(await _body(http), ResponsesRequest)
+        chat = request.chat(session.responses.messages(request.previous_response_id))
+        form = ResponsesForm(request, session.responses)
+        return await self._answer_chat(http, session, chat, form)
+
+    async def message(self, http: HttpRequest) -> Response:
+        """Answer ``POST /v1/messages``."""
+        session = self._session(http)
+        chat = decode_json(await _body(http), MessagesRequest).chat()
+        return await self._answer_chat(http, session, chat, MessagesForm())
+
+    async def count_tokens(self, http: HttpRequest) -> Answer:
+        """Answer ``POST /v1/messages/count_tokens``."""
+        session = self._session(http)
+        chat = decode_json(await _body(http), CountTokensRequest).chat()
+        _refuse_many(chat.messages)
+        ids = await self._prompt_tokens(
+            http, session, chat.messages, chat.offered_tools, chat.rendering
+        )
+        return {"input_tokens": len(ids)}
+
+    async def _answer_chat(
+        self, http: HttpRequest, session: "Session", request: GatewayChatRequest, form: AnswerForm
+    ) -> Response:
         options, tools = generate_options(request), request.offered_tools
         rendering = request.rendering
         _refuse_many(request.messages)
@@ -103,14 +145,15 @@ class _Handlers:
             return choice_of(prepared.row, conversation.generate_from(prepared, options))
 
         beginnings = [begin_choice] * request.choices_per_prompt
-        return await answer(http, begin(session, request, beginnings))
+        return await answer(http, begin(session, request, beginnings), form)
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer ``POST /v1/completions``."""
         session = self._session(http)
         request = decode_json(await _body(http), GatewayCompletionRequest)
         options = generate_options(request)
-        return await answer(http, await self._begin(http, session, request, options))
+        begun = await self._begin(http, session, request, options)
+        return await answer(http, begun, CompletionForm())
 
     async def generate(self, http: HttpRequest) -> Response:
         """Answer ``POST /inference/v1/generate``, vLLM's path with tokens in and tokens out."""
@@ -120,9 +163,8 @@ class _Handlers:
         options = generate_options(request)
         if generate_request.sampling_params.max_tokens is None:
             del options["max_tokens"]
-        return await answer(
-            http, await self._begin(http, session, request, options), body_of=generated_tokens
-        )
+        begun = await self._begin(http, session, request, options)
+        return await answer(http, begun, CompletionForm(generated_tokens))
 
     async def _begin(
         self,
@@ -155,15 +197,25 @@ class _Handlers:
         request = decode_json(await _body(http), TokenizeRequest)
         if request.messages is not None:
             _refuse_many(request.messages)
-            in_thread = off_loop if is_large(http) else None
-            conversation = session.episode.conversation
-            work = conversation.prompt_tokens(
-                request.messages, request.tools, request.rendering, in_thread=in_thread
+            ids = await self._prompt_tokens(
+                http, session, request.messages, request.tools, request.rendering
             )
-            ids = await unless_gone(http, work)
         else:
             ids = await unless_gone(http, session.episode.encode(request.prompt or ""))
         return {"count": len(ids), "tokens": ids}
+
+    async def _prompt_tokens(
+        self,
+        http: HttpRequest,
+        session: "Session",
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        rendering: ChatRendering,
+    ) -> list[int]:
+        in_thread = off_loop if is_large(http) else None
+        conversation = session.episode.conversation
+        work = conversation.prompt_tokens(messages, tools, rendering, in_thread=in_thread)
+        return await unless_gone(http, work)
 
     async def models(self, http: HttpRequest) -> Answer:
         """Answer ``GET /v1/models`` with one model, ``policy``."""

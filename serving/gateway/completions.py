@@ -1,12 +1,14 @@
 """One completion request of the gateway in progress, and its answer, whole or as a stream.
 
-Each choice is a turn of a row of the session's rollout. Streams poll the turns, because nothing
-reports single tokens.
+The HTTP handlers in :mod:`app` begin requests and answer them. Each choice is a turn of a row of
+the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's
+completions here, OpenAI's responses in :mod:`responses`, Anthropic's messages in :mod:`messages`.
+Streams poll the turns, because nothing reports single tokens.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +119,13 @@ class ActiveCompletion:
             return None
         return choice.row.token_ids[: choice.prompt_tokens]
 
+    def content(self, choice: GatewayChoice) -> str:
+        """Return the text of a choice whose turn has ended, without its tool calls."""
+        turn = choice.turn.result()
+        if isinstance(self.request, GatewayChatRequest):
+            return str((turn.message or {}).get("content", ""))
+        return turn.text
+
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, as log-probs name it."""
         if self.request.return_tokens_as_token_ids:
@@ -148,91 +157,123 @@ def begin(
 # ---------------------------------------------------------------- answers
 
 
-async def answer(
-    http: HttpRequest,
-    active: ActiveCompletion,
-    *,
-    body_of: Callable[..., dict[str, Any]] = completion,
-) -> Response:
-    """Answer a request, whole or as a stream; a client that leaves cancels it.
+class AnswerForm:
+    """How one API writes the answer to a request; made for one request, so it may keep state."""
 
-    ``body_of`` writes the whole answer.
+    def body(self, active: ActiveCompletion) -> dict[str, Any]:
+        """Return the whole answer, once all turns have ended."""
+        raise NotImplementedError
+
+    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield the events that begin a stream."""
+        raise NotImplementedError
+
+    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+        """Yield the events with more text of one choice."""
+        raise NotImplementedError
+
+    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield the events that end a stream, once all text has been sent."""
+        raise NotImplementedError
+
+    def error_events(self, error: Exception) -> Iterator[bytes]:
+        """Yield the events that report an error in a stream, whose status is sent already."""
+        raise NotImplementedError
+
+
+class CompletionForm(AnswerForm):
+    """OpenAI's chat and text completions."""
+
+    def __init__(self, body_of: Callable[..., dict[str, Any]] = completion) -> None:
+        """``body_of`` writes the whole answer."""
+        self._body_of = body_of
+
+    def body(self, active: ActiveCompletion) -> dict[str, Any]:
+        """Return the whole answer."""
+        return self._body_of(
+            active.request,
+            active.finished,
+            name=active.name,
+            created_s=active.created_s,
+            text_of=active.token_text,
+        )
+
+    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield each choice's first chunk, which has no text."""
+        for index in range(len(active.choices)):
+            yield stream_event(_text_chunk(active, index, "", is_first=True))
+
+    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+        """Yield one chunk."""
+        yield stream_event(_text_chunk(active, index, text))
+
+    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield each choice's last chunk, then the usage if it was asked for."""
+        request = active.request
+        head: dict[str, Any] = {"name": active.name, "created_s": active.created_s}
+        for index, answer in enumerate(active.finished):
+            yield stream_event(
+                last_chunk(request, index, answer, text_of=active.token_text, **head)
+            )
+        if (request.stream_options or {}).get("include_usage"):
+            yield stream_event(usage_chunk(request, active.finished, **head))
+        yield DONE_EVENT
+
+    def error_events(self, error: Exception) -> Iterator[bytes]:
+        """Yield the error's body."""
+        form = OpenAIErrors()
+        yield stream_event(form.body(form.answer_to(error)))
+        yield DONE_EVENT
+
+
+async def answer(http: HttpRequest, active: ActiveCompletion, form: AnswerForm) -> Response:
+    """Answer a request, whole or as a stream; a client that leaves cancels it.
 
     Raises:
         ClientDisconnect: the client is gone.
     """
     if active.request.stream:
-        return OwnedStream(_stream(active), active.cancel)
+        return OwnedStream(_stream(active, form), active.cancel)
     try:
         await unless_gone(http, active.wait())
     finally:
         active.cancel()
-    choices = active.finished
-
-    def encode() -> bytes:
-        body = body_of(
-            active.request,
-            choices,
-            name=active.name,
-            created_s=active.created_s,
-            text_of=active.token_text,
-        )
-        return msgspec.json.encode(body)
-
-    tokens = sum(len(choice.turn.token_ids) for choice in choices)
+    tokens = sum(len(choice.turn.result().token_ids) for choice in active.choices)
     each = 1 + (active.request.num_top_logprobs or 0)
-    return await encoded_response(encode, tokens=tokens * each)
+    return await encoded_response(
+        lambda: msgspec.json.encode(form.body(active)), tokens=tokens * each
+    )
 
 
-async def _stream(active: ActiveCompletion) -> AsyncIterator[bytes]:
+async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is an event too, because the status is sent already."""
     waiting = asyncio.ensure_future(active.wait())
     chat = active.request if isinstance(active.request, GatewayChatRequest) else None
     tools = tool_names(chat and chat.offered_tools)
     try:
-        for index in range(len(active.choices)):
-            yield stream_event(_text_chunk(active, index, "", is_first=True))
+        for event in form.first_events(active):
+            yield event
         while not waiting.done():
             await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
             if not waiting.done():
                 for index, choice in enumerate(active.choices):
                     text = choice.settled_text(tools, active.request.stop_strings)
                     if more := _unsent(choice, text):
-                        yield stream_event(_text_chunk(active, index, more))
+                        for event in form.text_events(active, index, more):
+                            yield event
         await waiting
-        for chunk in _last_chunks(active):
-            yield stream_event(chunk)
+        for index, choice in enumerate(active.choices):
+            if more := _unsent(choice, active.content(choice)):
+                for event in form.text_events(active, index, more):
+                    yield event
+        for event in form.last_events(active):
+            yield event
     except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
-        form = OpenAIErrors()
-        yield stream_event(form.body(form.answer_to(error)))
+        for event in form.error_events(error):
+            yield event
     finally:
         waiting.cancel()
         active.cancel()
-    yield DONE_EVENT
-
-
-def _last_chunks(active: ActiveCompletion) -> list[dict[str, Any]]:
-    request, chunks = active.request, []
-    for index, choice in enumerate(active.choices):
-        turn = choice.turn.result()
-        is_chat = isinstance(request, GatewayChatRequest)
-        content = (turn.message or {}).get("content", "") if is_chat else turn.text
-        if more := _unsent(choice, content):
-            chunks.append(_text_chunk(active, index, more))
-        chunks.append(
-            last_chunk(
-                request,
-                index,
-                active.finished_choice(choice),
-                name=active.name,
-                created_s=active.created_s,
-                text_of=active.token_text,
-            )
-        )
-    if (request.stream_options or {}).get("include_usage"):
-        usage = usage_chunk(request, active.finished, name=active.name, created_s=active.created_s)
-        chunks.append(usage)
-    return chunks
 
 
 def _unsent(choice: GatewayChoice, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Gateway: OpenAI's API for agents, where each rollout is a session with a key of its own.
+"""Gateway: OpenAI's and Anthropic's APIs for agents; each rollout is a session with its own key.
 
     gateway = tidegate.Gateway()
 
@@ -34,9 +34,16 @@ class Endpoint:
     """URL and key by which an agent generates the turns of its rollout."""
 
     base_url: str
-    """Ends in ``/v1``, as clients want it."""
+    """Base URL for OpenAI's clients; ends in ``/v1``."""
     api_key: str
+    """Key of the rollout, valid until its episode ends."""
     session_id: str
+    """Id of the rollout's session, for ``X-Session-Id``."""
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Base URL for Anthropic's clients, which append ``/v1/messages`` themselves."""
+        return self.base_url.removesuffix("/v1")
 
 
 Agent = Callable[[Endpoint, Any], Awaitable[float | None] | float | None]
@@ -48,7 +55,7 @@ AGENT_THREADS_MAX = 256
 
 
 class Gateway(GatewaySessions):
-    """HTTP server with OpenAI's API, on the event loop of the run whose episodes it serves."""
+    """HTTP server with OpenAI's and Anthropic's APIs, on the event loop of the run it serves."""
 
     def __init__(
         self,

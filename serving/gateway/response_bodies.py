@@ -1,6 +1,6 @@
 """Response bodies of OpenAI's completions, whole and as chunks of a stream.
 
-Pure functions of turns to dicts, called by :mod:`completions`.
+Pure functions of turns to dicts, called by :mod:`completions` and the forms of other APIs.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def _generated_choice(request: GatewayRequest, index: int, turn: GeneratedTurn) 
         "finish_reason": turn.finish_reason,
         "token_ids": turn.token_ids,
         "logprobs": None if request.num_top_logprobs is None else {"content": content},
-        "weight_versions": _weight_versions(turn),
+        "weight_versions": weight_versions(turn),
     }
 
 
@@ -114,7 +114,7 @@ def _choice(
         if message.get("tool_calls") and not message.get("content"):
             message["content"] = None
         choice["message"] = message
-        choice["logprobs"] = _chat_logprobs(request, turn, text_of)
+        choice["logprobs"] = chat_logprobs(request, turn, text_of)
     else:
         choice["text"] = turn.text
         choice["logprobs"] = _plain_logprobs(request, turn, text_of)
@@ -130,19 +130,21 @@ def _tokens(request: GatewayRequest, turn: GeneratedTurn) -> dict[str, Any]:
     if request.return_token_ids:
         fields["token_ids"] = turn.token_ids
     if request.return_token_ids or request.return_weight_versions:
-        fields["weight_versions"] = _weight_versions(turn)
+        fields["weight_versions"] = weight_versions(turn)
     return fields
 
 
-def _weight_versions(turn: GeneratedTurn) -> list[dict[str, Any]]:
+def weight_versions(turn: GeneratedTurn) -> list[dict[str, Any]]:
+    """Return the weight version of each range of the turn's tokens."""
     return [
         {"version": str(span.version), "start": span.start, "end": span.end} for span in turn.spans
     ]
 
 
-def _chat_logprobs(
+def chat_logprobs(
     request: GatewayRequest, turn: GeneratedTurn, text_of: TokenText
 ) -> dict[str, Any] | None:
+    """Return the log-probs of a chat's turn as OpenAI has them; None unless requested."""
     if request.num_top_logprobs is None:
         return None
     tops = turn.top_logprobs or [{}] * len(turn.token_ids)

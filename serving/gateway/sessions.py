@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.serving.api_errors import ApiError
+from tidegate.serving.gateway.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
@@ -36,6 +37,8 @@ class Session:
     is_rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     requests: int = 0
     """Number of requests being answered."""
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    """Answers that requests of ``/v1/responses`` can continue."""
 
     def refuse_if_busy(self) -> None:
         """Raise ApiError if the session has as many requests as it may have."""

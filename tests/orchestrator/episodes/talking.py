@@ -39,13 +39,16 @@ class Engine:
     async def generate(
         self, rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
     ) -> Turn:
-        ids = self.model.tokenizer.encode(self.words.pop(0), add_special_tokens=False).ids
+        words = self.words.pop(0)
+        ids = self.model.tokenizer.encode(words, add_special_tokens=False).ids
         self.heard.append((rollout.rollout_id, rollout.token_ids.tolist(), ids))
         turn = Turn(rollout, sampling, media)
         rollout.turns.append(turn)
         for token in ids:
             turn.append(token, -1.0, 0, "engine-0")
-        turn.finish_reason = "stop" if ids[-1] in self.model.stop_token_ids else "length"
+        has_stop_string = any(words.endswith(stop) for stop in sampling.stop_strings)
+        is_stopped = has_stop_string or ids[-1] in self.model.stop_token_ids
+        turn.finish_reason = "stop" if is_stopped else "length"
         return turn
 
     async def rejoin(self, rollout: Rollout) -> Turn:

@@ -16,6 +16,7 @@ PYTHON = os.environ.get("TIDEGATE_AGENTS_PYTHON", "")
 AGENTS = Path(__file__).parent / "foreign_agents"
 END = "<|im_end|>"
 WORDS = [f"I add. {CALL}{END}", f"It is 3.{END}"]
+FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "3"}}</tool_call>'
 
 pytestmark = [
     pytest.mark.wire,
@@ -25,12 +26,14 @@ pytestmark = [
 ]
 
 
-async def what_it_says(program: str, endpoint: Endpoint) -> str:
+async def answer_of(arguments: str, endpoint: Endpoint) -> str:
+    program, *options = arguments.split()
     process = await asyncio.create_subprocess_exec(
         PYTHON,
         str(AGENTS / program),
         endpoint.base_url,
         endpoint.api_key,
+        *options,
         stdout=asyncio.subprocess.PIPE,
     )
     said, _ = await process.communicate()
@@ -38,20 +41,49 @@ async def what_it_says(program: str, endpoint: Endpoint) -> str:
     return said.decode().strip()
 
 
-@pytest.mark.parametrize("program", ["litellm_agent.py", "openai_agents_agent.py"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "litellm_agent.py",
+        "openai_agents_agent.py",
+        "openai_agents_agent.py responses",
+        "responses_agent.py",
+        "anthropic_agent.py",
+        "langgraph_agent.py",
+        "langgraph_agent.py anthropic",
+        "pydantic_ai_agent.py",
+        "pydantic_ai_agent.py responses",
+        "pydantic_ai_agent.py anthropic",
+    ],
+)
 async def test_an_agent_calls_its_tool_and_every_token_is_in_a_row_once(
-    program: str, tmp_path: Path
+    arguments: str, tmp_path: Path
 ) -> None:
-    talk, gateway = Talk(tmp_path, "chatml"), Gateway()
-    talk.engine.words += WORDS
+    talk = await played(arguments, WORDS, "It is 3.", tmp_path)
+    assert [len(row.turns) for row in talk.rollout.rows] == [2]
+
+
+async def test_an_agent_that_rewrites_its_history_gets_a_row_for_each_context(
+    tmp_path: Path,
+) -> None:
+    """smolagents sends the calls of earlier turns as text."""
+    words = [f"{CALL}{END}", f"{FINAL}{END}"]
+    talk = await played("smolagents_agent.py", words, "3", tmp_path)
+    assert [len(row.turns) for row in talk.rollout.rows] == [1, 1]
+
+
+async def played(arguments: str, words: list[str], wanted: str, directory: Path) -> Talk:
+    """Have an agent play, check its answer and that each token is in a row once."""
+    talk, gateway = Talk(directory, "chatml"), Gateway()
+    talk.engine.words += words
 
     async def play(endpoint: Endpoint, task: object) -> float:
-        return float(await what_it_says(program, endpoint) == "It is 3.")
+        return float(await answer_of(arguments, endpoint) == wanted)
 
     try:
         assert await gateway.episode(play)(talk.episode, None) == 1.0
     finally:
         gateway.close()
     assert talk.engine.words == []
-    assert [len(row.turns) for row in talk.rollout.rows] == [2]
     talk.check()
+    return talk

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,68 @@ async def test_an_agent_with_openais_client_becomes_audited_rollouts(
     assert [len(r.turns) for r in whole] == [3, 3, 3, 3]
     reasons = [r.fork_reason.partition(":")[0] for r in rows if r.branch_of is not None]
     assert reasons == ["new_conversation"] * 4
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+
+
+async def by_responses(endpoint: tidegate.Endpoint, task: int) -> int:
+    """Two turns by OpenAI's Responses API, the second streamed; return the sampled tokens."""
+    async with openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+    ) as client:
+        first = await client.responses.create(
+            model="m", instructions="Help.", input=f"task {task}?", max_output_tokens=12
+        )
+        assert first.usage is not None
+        async with client.responses.stream(
+            model="m",
+            instructions="Help.",
+            input="And?",
+            max_output_tokens=10,
+            previous_response_id=first.id,
+        ) as stream:
+            async for _ in stream:
+                pass
+            second = await stream.get_final_response()
+        assert second.usage is not None
+        return first.usage.output_tokens + second.usage.output_tokens
+
+
+async def by_messages(endpoint: tidegate.Endpoint, task: int) -> int:
+    """Two turns by Anthropic's Messages API; return the sampled tokens."""
+    import httpx
+
+    headers = {"x-api-key": endpoint.api_key, "anthropic-version": "2023-06-01"}
+    messages: list[Any] = [{"role": "user", "content": f"task {task}?"}]
+    tokens = 0
+    async with httpx.AsyncClient(base_url=endpoint.base_url, headers=headers, timeout=60) as http:
+        for _ in range(2):
+            body = {"model": "m", "max_tokens": 12, "system": "Help.", "messages": messages}
+            said = (await http.post("/messages", json=body)).json()
+            tokens += said["usage"]["output_tokens"]
+            messages += [
+                {"role": "assistant", "content": said["content"]},
+                {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+            ]
+    return tokens
+
+
+@pytest.mark.parametrize("agent", [by_responses, by_messages])
+async def test_turns_of_each_api_are_trained_on_once_in_one_row_and_audited(
+    model: Path, tmp_path: Path, agent: Callable[[tidegate.Endpoint, int], Awaitable[int]]
+) -> None:
+    gateway, tokens = tidegate.Gateway(), []
+
+    async def play(endpoint: tidegate.Endpoint, task: int) -> float:
+        tokens.append(await agent(endpoint, task))
+        return float(task)
+
+    run = tmp_path / "run"
+    async with tidegate.serve(model=model, **SMALL, run_directory=run) as rollouts:
+        async for batch in rollouts.batches(range(2), episode=gateway.episode(play)):
+            assert batch.sampled_tokens == sum(tokens) > 0
+    gateway.close()
+    assert [len(row.turns) for row in read_trajectories(run)] == [2, 2, 2, 2]
     report = audit_run(run)
     assert report.agrees, report.lines()
 

@@ -1,0 +1,369 @@
+"""Anthropic's Messages API, ``POST /v1/messages``: request bodies as chats, and answers of turns.
+
+Called by the gateway's handlers. A request becomes a chat request of the model's template, so the
+tokens are those of the same conversation in OpenAI's form, and what the model generated is sent
+back as content blocks that the next request maps to the same message.
+https://docs.anthropic.com/en/api/messages, and the types of the ``anthropic`` package.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from tidegate.serving.api_app import stream_event
+from tidegate.serving.api_errors import AnthropicErrors, ApiError
+from tidegate.serving.gateway.completions import ActiveCompletion, AnswerForm
+from tidegate.serving.gateway.requests import GatewayChatRequest
+from tidegate.serving.gateway.response_bodies import weight_versions
+from tidegate.serving.openai_requests import refuse_fields
+
+TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+"""OpenAI's word for each ``type`` of a ``tool_choice`` but ``tool``."""
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/messages``.
+
+    ``metadata``, ``service_tier``, ``cache_control`` and the like are ignored: they mean nothing to
+    an engine. ``thinking.budget_tokens`` has no effect.
+    """
+
+    max_tokens: int
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    """``effort``, and the ``format`` of structured outputs."""
+    output_format: dict[str, Any] | None = None
+    """Older place of ``output_config.format``."""
+
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": ({}, {"edits": []}),
+    }
+
+    def chat(self) -> GatewayChatRequest:
+        """Return the chat request that this is.
+
+        Raises:
+            ApiError: a field or a content block can't be honoured.
+        """
+        refuse_fields(self, self.REFUSED)
+        messages = chat_messages(self.messages, self.system)
+        choice = self.tool_choice or {}
+        is_forced = choice.get("type") == "tool"
+        if choice and not is_forced and choice.get("type") not in TOOL_CHOICES:
+            why = f"tool_choice.type is auto, any, tool or none, got {choice.get('type')!r:.80}"
+            raise ApiError(400, why, param="tool_choice")
+        form = {"type": "function", "function": {"name": choice.get("name")}}
+        config = self.output_config or {}
+        return GatewayChatRequest(
+            model=self.model,
+            messages=messages,
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            tools=_tools(self.tools),
+            tool_choice=form if is_forced else TOOL_CHOICES.get(choice.get("type", "")),
+            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+            response_format=_response_format(config.get("format") or self.output_format),
+            reasoning_effort=config.get("effort"),
+            chat_template_kwargs=self._thinking(),
+            # An assistant's message at the end is the beginning of the answer.
+            continue_final_message=messages[-1]["role"] == "assistant" or None,
+        )
+
+    def _thinking(self) -> dict[str, Any] | None:
+        if self.thinking is None:
+            return None
+        kind = self.thinking.get("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            why = f"thinking.type is enabled, adaptive or disabled, got {kind!r:.80}"
+            raise ApiError(400, why, param="thinking")
+        return {"enable_thinking": kind != "disabled"}
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/messages/count_tokens``."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    def chat(self) -> GatewayChatRequest:
+        """Return the chat request whose prompt is counted."""
+        return MessagesRequest(
+            max_tokens=1,
+            messages=self.messages,
+            system=self.system,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            thinking=self.thinking,
+        ).chat()
+
+
+# ---------------------------------------------------------------- requests
+
+
+def chat_messages(
+    messages: list[dict[str, Any]], system: str | list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Return messages in OpenAI's form. A tool's results, parts of the user's messages there, are
+    messages of their own here.
+
+    Raises:
+        ApiError: a content block is of a kind that the model can't be shown, or there is no
+            message.
+    """
+    if not messages:
+        raise ApiError(400, "messages must not be empty", param="messages")
+    chat: list[dict[str, Any]] = []
+    if system:
+        parts = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        text = "\n\n".join(_block_text(block, "system") for block in parts)
+        chat.append({"role": "system", "content": text})
+    for number, message in enumerate(messages):
+        role, content, where = message.get("role"), message.get("content"), f"messages[{number}]"
+        if role not in ("user", "assistant", "system") or not isinstance(content, str | list):
+            raise ApiError(400, f"{where} needs a role and content", param="messages")
+        if isinstance(content, str):
+            chat.append({"role": role, "content": content})
+        elif role == "assistant":
+            chat.append(_assistant_message(content, where))
+        else:
+            chat += _user_messages(role, content, where)
+    return chat
+
+
+def _assistant_message(blocks: list[Any], where: str) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        match _kind(block, where):
+            case "text":
+                texts.append(_block_text(block, where))
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass  # readable by its author alone
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case kind:
+                raise _unserved(kind, where)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user_messages(role: str, blocks: list[Any], where: str) -> Iterator[dict[str, Any]]:
+    """Yield a message for each tool's result, and one for the blocks between two results."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if _kind(block, where) != "tool_result":
+            parts.append(_part(block, where))
+            continue
+        if parts:
+            yield {"role": role, "content": parts}
+            parts = []
+        content = block.get("content") or ""
+        if not isinstance(content, str):
+            content = [_part(each, where) for each in content]
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+    if parts:
+        yield {"role": role, "content": parts}
+
+
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """Return a block of text or an image as a part of OpenAI's."""
+    match _kind(block, where):
+        case "text":
+            return {"type": "text", "text": _block_text(block, where)}
+        case "image":
+            source = block.get("source") or {}
+            url = source.get("url")
+            if source.get("type") == "base64":
+                url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            return {"type": "image_url", "image_url": {"url": url}}
+        case kind:
+            raise _unserved(kind, where)
+
+
+def _kind(block: Any, where: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise ApiError(400, f"{where} has a content block without a type", param="messages")
+    return kind
+
+
+def _block_text(block: Any, where: str) -> str:
+    text = block.get("text") if isinstance(block, dict) else None
+    if not isinstance(text, str):
+        raise ApiError(400, f"{where} has a text block without text", param="messages")
+    return text
+
+
+def _unserved(kind: str, where: str) -> ApiError:
+    why = f"{where} has a content block of type {kind!r:.80}, which is not served: leave it out"
+    return ApiError(400, why, param="messages")
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return tools in OpenAI's form; those that run on Anthropic's servers are refused."""
+    if tools is None:
+        return None
+    functions: list[dict[str, Any]] = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") not in (None, "custom"):
+            why = (
+                f"tools[{number}] of type {tool['type']!r:.80} is the provider's own, and is not "
+                f"served: leave it out"
+            )
+            raise ApiError(400, why, param="tools")
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    return {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+
+
+# ---------------------------------------------------------------- answers
+
+
+class MessagesForm(AnswerForm):
+    """The answer to a Messages request: content blocks, whole or as named events."""
+
+    def __init__(self) -> None:
+        self._has_text_block = False
+        """Whether the stream has begun the block of the turn's text."""
+
+    def body(self, active: ActiveCompletion) -> dict[str, Any]:
+        """Return the whole message."""
+        (choice,) = active.choices
+        turn = choice.turn.result()
+        text = active.content(choice)
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+        content += _tool_uses(turn.tool_calls)
+        return {
+            **_message_head(active),
+            "content": content,
+            **_stop(active),
+            "usage": {"input_tokens": choice.prompt_tokens, "output_tokens": len(turn.token_ids)},
+            "weight_versions": weight_versions(turn),
+        }
+
+    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield the message's head."""
+        usage = {"input_tokens": active.choices[0].prompt_tokens, "output_tokens": 0}
+        stop = {"stop_reason": None, "stop_sequence": None}
+        message = {**_message_head(active), "content": [], **stop, "usage": usage}
+        yield _event({"type": "message_start", "message": message})
+
+    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+        """Yield the block's start before its first text, and the text."""
+        if not self._has_text_block:
+            self._has_text_block = True
+            yield from _block_start(0, {"type": "text", "text": ""})
+        delta = {"type": "text_delta", "text": text}
+        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
+
+    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield the tool calls, each in a block, and the message's end."""
+        if self._has_text_block:
+            yield _event({"type": "content_block_stop", "index": 0})
+        turn = active.choices[0].turn.result()
+        for index, use in enumerate(_tool_uses(turn.tool_calls), start=self._has_text_block):
+            yield from _block_start(index, {**use, "input": {}})
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
+            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield _event({"type": "content_block_stop", "index": index})
+        usage = {"output_tokens": len(turn.token_ids)}
+        yield _event(
+            {
+                "type": "message_delta",
+                "delta": _stop(active),
+                "usage": usage,
+                "weight_versions": weight_versions(turn),
+            }
+        )
+        yield _event({"type": "message_stop"})
+
+    def error_events(self, error: Exception) -> Iterator[bytes]:
+        """Yield an event of type ``error``."""
+        form = AnthropicErrors()
+        yield _event(form.body(form.answer_to(error)))
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return stream_event(body, name=body["type"])
+
+
+def _block_start(index: int, block: Mapping[str, Any]) -> Iterator[bytes]:
+    yield _event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _message_head(active: ActiveCompletion) -> dict[str, Any]:
+    return {
+        "id": f"msg_{active.name}",
+        "type": "message",
+        "role": "assistant",
+        "model": active.request.model or "policy",
+    }
+
+
+def _tool_uses(calls: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": json.loads(call["function"]["arguments"]),
+        }
+        for call in calls
+    ]
+
+
+def _stop(active: ActiveCompletion) -> dict[str, Any]:
+    """Return ``stop_reason``, and the stop sequence that ended the turn."""
+    turn = active.choices[0].turn.result()
+    if turn.tool_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if turn.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    found = [
+        (at, stop) for stop in active.request.stop_strings if (at := turn.text.find(stop)) >= 0
+    ]
+    if found:
+        return {"stop_reason": "stop_sequence", "stop_sequence": min(found)[1]}
+    return {"stop_reason": "end_turn", "stop_sequence": None}

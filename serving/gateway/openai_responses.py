@@ -1,0 +1,376 @@
+"""OpenAI's Responses API, ``POST /v1/responses``: request bodies as chats, and answers of turns.
+
+Called by the gateway's handlers. A request becomes a chat request of the model's template;
+``previous_response_id`` continues the conversation of an earlier answer of the same session.
+https://platform.openai.com/docs/api-reference/responses, and the types of the ``openai`` package.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.serving.api_app import stream_event
+from tidegate.serving.api_errors import ApiError, OpenAIErrors
+from tidegate.serving.gateway.completions import ActiveCompletion, AnswerForm
+from tidegate.serving.gateway.requests import GatewayChatRequest
+from tidegate.serving.gateway.response_bodies import chat_logprobs, weight_versions
+from tidegate.serving.gateway.response_store import Message, ResponseStore
+from tidegate.serving.openai_requests import refuse_fields
+
+_LOGPROBS = "message.output_text.logprobs"
+
+INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+"""Values of ``include`` that are served; the second adds nothing, for there is no such content."""
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/responses``.
+
+    ``metadata``, ``user`` and the like are ignored.
+    """
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    """False: no later request continues the answer by its id, so it is not kept."""
+    stream: bool | None = None
+
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    truncation: Any = None
+    context_management: Any = None
+
+    REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "context_management": ([],),
+    }
+
+    def chat(self, earlier: list[Message]) -> GatewayChatRequest:
+        """Return the chat request that this is.
+
+        Args:
+            earlier: messages up to and including the answer that ``previous_response_id`` names.
+
+        Raises:
+            ApiError: a field or an item can't be honoured.
+        """
+        refuse_fields(self, self.REFUSED)
+        unknown = [each for each in self.include or () if each not in INCLUDED]
+        if unknown:
+            raise ApiError(400, f"include {unknown[0]!r:.80} is not served", param="include")
+        text = self.text or {}
+        if text.get("verbosity") not in (None, "medium"):
+            raise ApiError(400, "text.verbosity is not served: leave it out", param="text")
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        has_logprobs = _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        return GatewayChatRequest(
+            model=self.model,
+            messages=[*system, *earlier, *chat_messages(self.input)],
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            logprobs=has_logprobs or None,
+            top_logprobs=self.top_logprobs,
+            tools=_tools(self.tools),
+            tool_choice=_tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=(self.reasoning or {}).get("effort"),
+            response_format=_response_format(text.get("format")),
+            stream=self.stream,
+        )
+
+
+# ---------------------------------------------------------------- requests
+
+
+def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
+    """Return input items as messages in OpenAI's older form.
+
+    An assistant's text and the calls after it are items of their own there, and one message here.
+
+    Raises:
+        ApiError: an item is of a kind that the model can't be shown, or there is none.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not given:
+        raise ApiError(400, "input must not be empty", param="input")
+    messages: list[Message] = []
+    reasoning = ""
+    is_open = False  # whether the last message is an assistant's that calls may join
+    for number, item in enumerate(given):
+        where = f"input[{number}]"
+        match item.get("type", "message"):
+            case "message":
+                message = _message(item, where)
+            case "function_call":
+                call = _call(item)
+                if is_open and not reasoning:
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                    continue
+                message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            case "function_call_output":
+                output = item.get("output") or ""
+                content = output if isinstance(output, str) else _parts(output, where)
+                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            case "reasoning":
+                reasoning += _reasoning_text(item)
+                is_open = False
+                continue
+            case kind:
+                why = f"{where} of type {kind!r:.80} is not served: leave it out"
+                raise ApiError(400, why, param="input")
+        is_open = message["role"] == "assistant"
+        if is_open and reasoning:
+            message["reasoning_content"], reasoning = reasoning, ""
+        messages.append(message)
+    return messages
+
+
+def _message(item: Mapping[str, Any], where: str) -> Message:
+    role, content = item.get("role"), item.get("content")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise ApiError(400, f"{where} has role {role!r:.80}", param="input")
+    role = "system" if role == "developer" else role
+    if not isinstance(content, str):
+        content = _parts(content, where)
+    return {"role": role, "content": content}
+
+
+def _parts(parts: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(parts, list):
+        raise ApiError(400, f"{where} needs content", param="input")
+    return [_part(part, where) for part in parts]
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "input_image" and isinstance(part.get("image_url"), str):
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    if kind == "input_audio":
+        return dict(part)
+    why = f"{where} has content of type {kind!r:.80}, which is not served: leave it out"
+    raise ApiError(400, why, param="input")
+
+
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _reasoning_text(item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or ()
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return tools in the form of chat completions; those that run at OpenAI are refused."""
+    if tools is None:
+        return None
+    functions: list[dict[str, Any]] = []
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            why = (
+                f"tools[{number}] of type {tool.get('type')!r:.80} is not served: only tools of "
+                f"type 'function' are"
+            )
+            raise ApiError(400, why, param="tools")
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        why = f"tool_choice of type {choice.get('type')!r:.80} is not served"
+        raise ApiError(400, why, param="tool_choice")
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") == "text":
+        return None
+    return {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+
+
+# ---------------------------------------------------------------- answers
+
+
+@dataclass(slots=True)
+class ResponsesForm(AnswerForm):
+    """The answer to a Responses request: output items, whole or as named events."""
+
+    request: ResponsesRequest
+    store: ResponseStore
+    _sequence: int = 0
+    """Number of the stream's next event."""
+    _text: str = ""
+    """Text that the stream has sent."""
+    _has_text_item: bool = False
+
+    def body(self, active: ActiveCompletion) -> dict[str, Any]:
+        """Return the whole response, and keep its conversation."""
+        turn = active.choices[0].turn.result()
+        chat = active.request
+        assert isinstance(chat, GatewayChatRequest)  # made by ResponsesRequest.chat
+        given = chat.messages[1:] if self.request.instructions else chat.messages
+        if self.request.store is not False:
+            self.store.add(_id_of(active), [*given, turn.message or {}])
+        is_cut = turn.finish_reason == "length"
+        prompt, output = active.choices[0].prompt_tokens, len(turn.token_ids)
+        return {
+            **self._head(active, "incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items(active, turn),
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + output,
+            },
+            "weight_versions": weight_versions(turn),
+        }
+
+    def first_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield the response without output, as created and as in progress."""
+        head = {**self._head(active, "in_progress"), "output": [], "usage": None}
+        yield self._event("response.created", response=head)
+        yield self._event("response.in_progress", response=head)
+
+    def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
+        """Yield the start of the message's item before its first text, and the text."""
+        place = {"item_id": f"msg_{active.name}", "output_index": 0, "content_index": 0}
+        if not self._has_text_item:
+            self._has_text_item = True
+            item = {**_text_item(active, "", []), "status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.content_part.added", part=_text_part("", []), **place)
+        self._text += text
+        yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
+
+    def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
+        """Yield the end of the text, the calls, and the whole response."""
+        whole = self.body(active)
+        items = whole["output"]
+        if self._has_text_item:
+            place = {"item_id": f"msg_{active.name}", "output_index": 0, "content_index": 0}
+            part = items[0]["content"][0]
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **done, **place)
+            yield self._event("response.content_part.done", part=part, **place)
+            yield self._event("response.output_item.done", output_index=0, item=items[0])
+        for index, item in enumerate(items[self._has_text_item :], start=self._has_text_item):
+            yield from self._call_events(index, item)
+        name = "incomplete" if whole["incomplete_details"] else "completed"
+        yield self._event(f"response.{name}", response=whole)
+
+    def error_events(self, error: Exception) -> Iterator[bytes]:
+        """Yield an event of type ``error``."""
+        form = OpenAIErrors()
+        about = form.body(form.answer_to(error))["error"]
+        yield self._event(
+            "error", code=about["code"], message=about["message"], param=about["param"]
+        )
+
+    def _call_events(self, index: int, item: dict[str, Any]) -> Iterator[bytes]:
+        place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event("response.function_call_arguments.delta", delta=arguments, **place)
+        done = {"arguments": arguments, "name": item["name"]}
+        yield self._event("response.function_call_arguments.done", **done, **place)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return stream_event(body, name=kind)
+
+    def _head(self, active: ActiveCompletion, status: str) -> dict[str, Any]:
+        asked = self.request
+        return {
+            "id": _id_of(active),
+            "object": "response",
+            "created_at": active.created_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": asked.model or "policy",
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": asked.reasoning,
+            "temperature": asked.temperature,
+            "text": asked.text or {"format": {"type": "text"}},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": asked.tools or [],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "metadata": {},
+        }
+
+    def _items(self, active: ActiveCompletion, turn: GeneratedTurn) -> list[dict[str, Any]]:
+        """Return the output items; a stream that has sent text has an item of it."""
+        items = []
+        text = active.content(active.choices[0])
+        if text or self._has_text_item or not turn.tool_calls:
+            found = chat_logprobs(active.request, turn, active.token_text)
+            items.append(_text_item(active, text, (found or {}).get("content", [])))
+        for call in turn.tool_calls:
+            items.append(
+                {
+                    "type": "function_call",
+                    "id": f"fc_{call['id']}",
+                    "call_id": call["id"],
+                    "name": call["function"]["name"],
+                    "arguments": call["function"]["arguments"],
+                    "status": "completed",
+                }
+            )
+        return items
+
+
+def _id_of(active: ActiveCompletion) -> str:
+    return f"resp_{active.name}"
+
+
+def _text_item(active: ActiveCompletion, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "id": f"msg_{active.name}",
+        "status": "completed",
+        "role": "assistant",
+        "content": [_text_part(text, logprobs)],
+    }
+
+
+def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,0 +1,209 @@
+"""Anthropic's Messages API at the gateway: its blocks, events, errors, and the rows they make."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.orchestrator.episodes.talking import CALL
+from tests.serving.gateway.gateway_clients import CHAT, END, session_of
+from tidegate.serving.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.wire
+
+MESSAGES = "/v1/messages"
+TOOLS = [{"name": "add", "input_schema": {"type": "object"}}]
+ASK: dict[str, Any] = {"model": "m", "max_tokens": 300}
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway(token="master")
+    yield gateway
+    gateway.close()
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return a stream's events, each of which has its type as its name, too."""
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+async def test_blocks_sent_back_continue_the_row_of_the_same_conversation_in_openais_form(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"I add. {CALL}{END}", f"It is 3.{END}", f"Yes.{END}"]
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+2?"}]}]
+        body = {**ASK, "system": "Add.", "messages": messages, "tools": TOOLS}
+        first = (await client.post(MESSAGES, json=body)).json()
+        text, use = first["content"]
+        assert text == {"type": "text", "text": "I add."}
+        assert (use["type"], use["name"], use["input"]) == ("tool_use", "add", {"a": 1, "b": [2]})
+        assert (first["stop_reason"], first["role"]) == ("tool_use", "assistant")
+        length = len(talk.rollout.turns[0].token_ids)
+        assert first["usage"]["output_tokens"] == length
+        assert first["weight_versions"] == [{"version": "0", "start": 0, "end": length}]
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "3"}
+        ask = {"type": "text", "text": "So?"}
+        messages += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result, ask]},
+        ]
+        second = (await client.post(MESSAGES, json=body)).json()
+        assert second["content"] == [{"type": "text", "text": "It is 3."}]
+        assert second["stop_reason"] == "end_turn"
+        function = {"name": "add", "arguments": json.dumps(use["input"])}
+        call = {"id": use["id"], "type": "function", "function": function}
+        chat = [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "1+2?"},
+            {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": use["id"], "content": "3"},
+            {"role": "user", "content": "So?"},
+            {"role": "assistant", "content": "It is 3."},
+            {"role": "user", "content": "Sure?"},
+        ]
+        tools = [
+            {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        ]
+        third = await client.post(CHAT, json={"messages": chat, "tools": tools})
+        assert third.json()["choices"][0]["message"]["content"] == "Yes."
+        assert [len(row.turns) for row in talk.rollout.rows] == [3]
+        talk.check()
+
+
+async def test_a_stream_has_the_blocks_of_the_whole_message(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"I add. {CALL}{END}"]
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": TOOLS}
+        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+        assert [event["type"] for event in events] == [
+            "message_start",
+            "content_block_start",
+            "content_block_delta",
+            "content_block_stop",
+            "content_block_start",
+            "content_block_delta",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ]
+        assert events[2]["delta"] == {"type": "text_delta", "text": "I add."}
+        assert events[4]["content_block"]["input"] == {}
+        assert json.loads(events[5]["delta"]["partial_json"]) == {"a": 1, "b": [2]}
+        assert [event["index"] for event in events[1:7]] == [0, 0, 0, 1, 1, 1]
+        assert events[7]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_an_assistants_message_at_the_end_is_continued(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f" 3.{END}"]
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "It is"}]
+        await client.post(MESSAGES, json={**ASK, "messages": turns})
+        assert talk.text(talk.rollout).endswith(f"It is 3.{END}")
+
+
+@pytest.mark.parametrize(
+    ("words", "stop_sequences", "reason", "sequence"),
+    [
+        ("It is 3,", ["or", ","], "stop_sequence", ","),
+        ("It is", None, "max_tokens", None),
+        (f"It is{END}", ["?"], "end_turn", None),
+    ],
+)
+async def test_the_reason_of_an_end_is_told(
+    gateway: Gateway,
+    tmp_path: Path,
+    words: str,
+    stop_sequences: list[str] | None,
+    reason: str,
+    sequence: str | None,
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [words]
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}]}
+        said = (await client.post(MESSAGES, json={**body, "stop_sequences": stop_sequences})).json()
+        assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
+
+
+async def test_tool_choices_thinking_and_structured_output_reach_the_engine(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += ['{"n": 3}' + END, f"3{END}"]
+        ask = {**ASK, "messages": [{"role": "user", "content": "q"}], "top_k": 5}
+        form = {"type": "json_schema", "schema": schema}
+        answer = await client.post(MESSAGES, json={**ask, "output_config": {"format": form}})
+        assert answer.status_code == 200, answer.text
+        (processor,) = talk.rollout.turns[0].sampling.logits_processors
+        assert json.loads(processor)["arguments"]["schema"] == schema
+        assert talk.rollout.turns[0].sampling.top_k == 5
+        body = {**ask, "tools": TOOLS, "tool_choice": {"type": "none"}}
+        assert (await client.post(MESSAGES, json=body)).status_code == 200
+        assert "add" not in talk.text(list(talk.rollout.rows)[-1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "must not be empty"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not served"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'web_search_20250305'"),
+        ({"tool_choice": {"type": "all"}}, "auto, any, tool or none, got 'all'"),
+        ({"thinking": {"type": "deep"}}, "got 'deep'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "without a type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "without text"),
+        ({"messages": [{"role": "robot", "content": "q"}]}, "needs a role and content"),
+        ({"system": [{"type": "text"}]}, "without text"),
+        ({"system": [3]}, "Expected `object`, got `int`"),
+    ],
+)
+async def test_what_can_not_be_honoured_is_refused_in_anthropics_form(
+    gateway: Gateway, tmp_path: Path, fields: dict[str, Any], why: str
+) -> None:
+    async with session_of(gateway, tmp_path) as (_, _, client):
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}], **fields}
+        answer = await client.post(MESSAGES, json=body)
+        assert answer.status_code == 400
+        told = answer.json()
+        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+        assert why in told["error"]["message"]
+
+
+async def test_the_key_is_read_from_x_api_key(gateway: Gateway, tmp_path: Path) -> None:
+    async with session_of(gateway, tmp_path) as (talk, session, client):
+        talk.engine.words += [f"3{END}"]
+        del client.headers["Authorization"]
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}]}
+        refused = await client.post(MESSAGES, json=body, headers={"x-api-key": "tg-other"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (
+            401,
+            "authentication_error",
+        )
+        headers = {"x-api-key": session.api_key}
+        assert (await client.post(MESSAGES, json=body, headers=headers)).status_code == 200
+
+
+async def test_counted_tokens_are_those_of_the_prompt(gateway: Gateway, tmp_path: Path) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"3{END}"]
+        body = {"messages": [{"role": "user", "content": "q"}], "tools": TOOLS, "system": "s"}
+        counted = (await client.post(f"{MESSAGES}/count_tokens", json=body)).json()
+        said = (await client.post(MESSAGES, json={**ASK, **body})).json()
+        assert counted["input_tokens"] == said["usage"]["input_tokens"]

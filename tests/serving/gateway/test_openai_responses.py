@@ -1,0 +1,136 @@
+"""OpenAI's Responses API at the gateway: its items, events, errors, and the rows they make."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.episodes.talking import CALL
+from tests.serving.gateway.gateway_clients import END, session_of
+from tests.serving.gateway.test_anthropic_messages import events_of
+from tidegate.serving.gateway import response_store
+from tidegate.serving.gateway.gateway import Gateway
+
+pytestmark = pytest.mark.wire
+
+RESPONSES = "/v1/responses"
+TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway(token="master")
+    yield gateway
+    gateway.close()
+
+
+def output_of(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+async def test_items_and_answers_by_their_id_continue_one_row(
+    gateway: Gateway, tmp_path: Path, by_id: bool
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"I add. {CALL}{END}", f"It is 3.{END}"]
+        given = [{"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}]
+        body = {"input": given, "tools": TOOLS, "instructions": "Add."}
+        first = (await client.post(RESPONSES, json=body)).json()
+        message, call = first["output"]
+        assert message["content"][0]["text"] == "I add."
+        assert json.loads(call["arguments"]) == {"a": 1, "b": [2]}
+        assert (first["status"], first["object"]) == ("completed", "response")
+        length = len(talk.rollout.turns[0].token_ids)
+        assert first["usage"]["output_tokens"] == length
+        assert first["weight_versions"] == [{"version": "0", "start": 0, "end": length}]
+        rest = {"input": [*given, *first["output"], output_of(call)]}
+        if by_id:
+            rest = {"input": [output_of(call)], "previous_response_id": first["id"]}
+        second = (await client.post(RESPONSES, json={**body, **rest})).json()
+        assert second["output"][0]["content"][0]["text"] == "It is 3."
+        assert second["previous_response_id"] == (first["id"] if by_id else None)
+        assert [len(row.turns) for row in talk.rollout.rows] == [2]
+        talk.check()
+
+
+async def test_a_stream_has_the_events_of_each_item_numbered_from_0(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"I add. {CALL}{END}"]
+        body = {"input": "q", "tools": TOOLS, "stream": True}
+        events = events_of(await client.post(RESPONSES, json=body))
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert [event["type"].removeprefix("response.") for event in events] == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+            "completed",
+        ]
+        whole = events[-1]["response"]
+        assert [events[7]["item"], events[11]["item"]] == whole["output"]
+
+
+async def test_log_probs_and_a_cut_answer_are_told(gateway: Gateway, tmp_path: Path) -> None:
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += ["It is"]
+        include = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+        body = {"input": "q", "include": include, "max_output_tokens": 2}
+        said = (await client.post(RESPONSES, json=body)).json()
+        assert said["status"] == "incomplete"
+        assert said["incomplete_details"] == {"reason": "max_output_tokens"}
+        logprobs = said["output"][0]["content"][0]["logprobs"]
+        assert [entry["logprob"] for entry in logprobs] == [-1.0] * len(logprobs)
+        assert "".join(entry["token"] for entry in logprobs) == "It is"
+
+
+async def test_an_answer_of_long_ago_is_forgotten_and_named_in_the_error(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "RESPONSES_MAX", 1)
+    async with session_of(gateway, tmp_path) as (talk, _, client):
+        talk.engine.words += [f"1{END}", f"2{END}"]
+        first = (await client.post(RESPONSES, json={"input": "q"})).json()
+        assert (await client.post(RESPONSES, json={"input": "r"})).status_code == 200
+        body = {"input": "s", "previous_response_id": first["id"]}
+        answer = await client.post(RESPONSES, json=body)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "previous_response_id"
+        assert first["id"] in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "robot", "content": "q"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input"),
+        ({"input": [{"role": "user"}]}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"verbosity": "low"}}, "text"),
+    ],
+)
+async def test_what_can_not_be_honoured_is_refused_by_name(
+    gateway: Gateway, tmp_path: Path, fields: dict[str, Any], param: str
+) -> None:
+    async with session_of(gateway, tmp_path) as (_, _, client):
+        answer = await client.post(RESPONSES, json={"input": "q", **fields})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
