@@ -1,4 +1,7 @@
-"""Triton helper functions that several kernels share: tile products and soft caps."""
+"""Triton helper functions that several kernels share: tile products and soft caps.
+
+Used by ``paged_attention.py`` and ``head_logprobs.py``.
+"""
 
 from tidegate.kernels.optional_triton import INTERPRETED, jit, tl
 

@@ -1,7 +1,8 @@
 """JSON log formatter: one object per line, with fields taken from the format string.
 
-:func:`log_as_json` installs it on the logger ``tidegate``. Log calls are ``key=value`` formats such
-as ``engine=%s lost: %s``; their keys become JSON fields, here ``engine``.
+Users call :func:`log_as_json`, which installs it on the logger ``tidegate``. Log calls are
+``key=value`` formats such as ``engine=%s lost: %s``; their keys become JSON fields, here
+``engine``.
 """
 
 import copy

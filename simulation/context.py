@@ -1,4 +1,8 @@
-"""State shared by all engines of a simulation: the wire, the weights, the model, the records."""
+"""State shared by all engines of a simulation: the wire, the weights, the model, the records.
+
+Made by the simulation and by crash-restart runs; passed to every simulated engine, host and
+episode.
+"""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -1,4 +1,7 @@
-"""Capabilities of a simulated engine: its memory, its speeds and the content of its hello."""
+"""Capabilities of a simulated engine: its memory, its speeds and the content of its hello.
+
+Drawn by the scenario; the simulated engine reports it in its hello and runs by its speeds.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""Machine of a simulated engine: starts its processes one after another, and injects its faults."""
+"""Machine of a simulated engine: starts its processes one after another, and injects its faults.
+
+Made by :mod:`simulation`, one for each engine of a scenario.
+"""
 
 import math
 import random

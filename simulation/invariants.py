@@ -1,5 +1,6 @@
 """Oracle of a simulated run: checks the run's promises after every event of the core.
 
+Made by :mod:`simulation` and :mod:`crash_restart`, which call it after each event.
 :class:`InvariantChecker` keeps its own records of the events and commands, and recomputes every
 token from the simulated model. The oracle shares no code with the core that it checks.
 """

@@ -1,6 +1,7 @@
 """Script of one simulated episode: its turns, the tokens it appends, and how it ends.
 
-Scripts are plain data, drawn with random numbers that the scenario's seed determines.
+Drawn by :mod:`scenario`, played by :mod:`episodes`, checked by :mod:`invariants`. Scripts are plain
+data, drawn with random numbers that the scenario's seed determines.
 """
 
 import random

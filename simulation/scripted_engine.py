@@ -1,7 +1,8 @@
 """Scripted engines for users' tests: the test gives their tokens, speed and faults.
 
-An engine's tokens come from a script instead of a model. Its messages, its steps in virtual time,
-and its reactions to pauses, weights and faults are those of the simulation's engines.
+Made by the pytest plugin's ``tidegate_engine``. An engine's tokens come from a script instead of a
+model. Its messages, its steps in virtual time, and its reactions to pauses, weights and faults are
+those of the simulation's engines.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Stand-in for ``tidegate.serve`` in tests: the same client handles over a simulated run.
 
-Batches are real tensors, and the scheduler and its errors are the real ones, so a trainer needs no
-change. Only time, engines and weights are simulated.
+Made by the pytest plugin's ``tidegate_serve``. Batches are real tensors, and the scheduler and its
+errors are the real ones, so a trainer needs no change. Only time, engines and weights are
+simulated.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Shrink a failing scenario to the smallest one that fails in the same way.
 
-A scenario is plain data whose defaults are the smallest run. Shrinking drops entries and halves
-numbers, and keeps each change with which the run still fails in the same way.
+`tidegate simulate` calls it for each failing seed. A scenario is plain data whose defaults are the
+smallest run. Shrinking drops entries and halves numbers, and keeps each change with which the run
+still fails in the same way.
 """
 
 from collections.abc import Callable

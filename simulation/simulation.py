@@ -1,8 +1,9 @@
 """Simulated run: one seed, one run in virtual time, the same bit for bit each time.
 
-The scheduler, the core, the fleet, the weight control and the codec are the real ones; engines,
-the wire, the trainer, the clock and the faults are simulated. Invariants are checked after every
-event. A failing seed fails again, in the same way, each time.
+Sweeps call it for each seed; `tidegate plan` and crash-restart runs use its parts. The scheduler,
+the core, the fleet, the weight control and the codec are the real ones; engines, the wire, the
+trainer, the clock and the faults are simulated. Invariants are checked after every event. A failing
+seed fails again, in the same way, each time.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Sleep mode of a simulated engine: answers sleep and wake requests as a real engine does.
 
-No memory is freed.
+Used by the simulated engine. No memory is freed.
 """
 
 from tidegate.simulation.staging import SimulatedStaging

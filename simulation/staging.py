@@ -1,6 +1,7 @@
 """Weight staging of a simulated engine: copies a version beside the live weights, in virtual time.
 
-A copy is torn if the trainer overwrites the version's slot of the buffer during the copy.
+Used by the simulated engine, in place of the real engine's staging thread. A copy is torn if the
+trainer overwrites the version's slot of the buffer during the copy.
 """
 
 import asyncio

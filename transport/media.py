@@ -1,7 +1,8 @@
 """References to images, audio and video in a turn's context, as they travel in ``SubmitTurn``.
 
-Only references travel; the engine fetches, decodes and embeds the content. The chat template has
-already placed the tokens that stand for it.
+Episodes and the core hold them; adapters of external engines write them into requests. Only
+references travel; the engine fetches, decodes and embeds the content. The chat template has already
+placed the tokens that stand for it.
 """
 
 from typing import Annotated, Literal

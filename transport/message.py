@@ -1,4 +1,7 @@
-"""Base class of all wire messages, and the literals that several of them share."""
+"""Base class of all wire messages, and the literals that several of them share.
+
+All message modules of this folder import it.
+"""
 
 from typing import Literal
 

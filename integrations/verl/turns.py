@@ -1,4 +1,7 @@
-"""Turns of verl's clients in Tidegate's terms: sampling options, and outputs with global steps."""
+"""Turns of verl's clients in Tidegate's terms: sampling options, and outputs with global steps.
+
+The replica's actor and the agent-loop manager use it.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

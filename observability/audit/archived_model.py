@@ -1,9 +1,9 @@
 """Loading of an archived weight version as a transformers model, in float32, for the audit.
 
-A version may be a part of a set (a partial publish or an adapter): then the full set before it is
-loaded, and the later parts are applied in order. Uses `transformers` and `safetensors` and none of
-the engine's code, so that an engine's fault can't hide in its own proof. The caller passes where
-each version lies.
+The audit's replays load every version by it. A version may be a part of a set (a partial publish or
+an adapter): then the full set before it is loaded, and the later parts are applied in order. Uses
+`transformers` and `safetensors` and none of the engine's code, so that an engine's fault can't hide
+in its own proof. The caller passes where each version lies.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Counters of one engine, made from its steps and messages; the fleet keeps one for each engine."""
+"""Counters of one engine, made from its steps and messages; the fleet keeps one for each engine.
+
+``statistics().engines`` and the watchdog read them.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""Interface of the orchestrator's socket; the ZeroMQ ROUTER and the simulated wire implement it."""
+"""Interface of the orchestrator's socket; the ZeroMQ ROUTER and the simulated wire implement it.
+
+The scheduler is given one.
+"""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Suggestions for unknown names in error messages, by ``difflib``'s edit similarity."""
+"""Suggestions for unknown names in error messages, by ``difflib``'s edit similarity.
+
+The settings and `tidegate run`'s TOML parser use them.
+"""
 
 import difflib
 from collections.abc import Iterable

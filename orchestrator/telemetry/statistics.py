@@ -1,6 +1,6 @@
 """Immutable snapshots of a run and its engines, for users, metrics, dashboard and reports.
 
-``Rollouts.statistics()`` takes them.
+Metrics, dashboard, reports and users' loops read them. ``Rollouts.statistics()`` takes them.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
 """A run as a ``torch.utils.data.IterableDataset``, for training loops built around ``DataLoader``.
 
-It yields the run's batches, whole or row by row.
+Users pass it to ``DataLoader``; it is ``tidegate.RolloutDataset``. It yields the run's batches,
+whole or row by row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Conversations of ``/v1/responses`` by the id of their last answer; one per session."""
+"""Conversations of ``/v1/responses`` by the id of their last answer; one per session.
+
+The handler of ``/v1/responses`` reads and fills it.
+"""
 
 from typing import Any
 

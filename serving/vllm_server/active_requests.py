@@ -1,7 +1,8 @@
 """Table of the requests being answered; every choice of a request is a rollout of the run.
 
-They are evaluation rollouts, outside training: they wait for no admission, and the run's ledger
-counts their tokens apart. Independent of HTTP and of response bodies.
+Completion requests begin their choices here, and pauses and aborts end them. They are evaluation
+rollouts, outside training: they wait for no admission, and the run's ledger counts their tokens
+apart. Independent of HTTP and of response bodies.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Prometheus text of the vLLM-compatible server, under vLLM's names.
 
-Requests that have ended are counted here; the other figures are read off the run at each scrape.
+The route ``/metrics`` renders it. Requests that have ended are counted here; the other figures are
+read off the run at each scrape.
 """
 
 import time

@@ -1,7 +1,8 @@
 """Facts of the served model: tensors and their names, adapters, versions, limits, defaults.
 
-Read from configs and safetensors headers, without the weights. Imports torch only where a trainer
-names tensors otherwise than the model directory does.
+All parts of the vLLM-compatible server read it. Read from configs and safetensors headers, without
+the weights. Imports torch only where a trainer names tensors otherwise than the model directory
+does.
 """
 
 import bisect

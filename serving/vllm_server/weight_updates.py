@@ -1,8 +1,9 @@
 """Weight updates by vLLM's four phases: receives tensors, then publishes them to all engines.
 
-``init`` once; then ``start``, any number of ``update``, and ``finish``, which publishes the
-tensors to every engine as one version. Until then the old version serves: an update that fails
-changes nothing. Files are read below the directories named at start only.
+The routes of vLLM's and SGLang's weight transfer call it. ``init`` once; then ``start``, any number
+of ``update``, and ``finish``, which publishes the tensors to every engine as one version. Until
+then the old version serves: an update that fails changes nothing. Files are read below the
+directories named at start only.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Plot of a plan: throughput and mean staleness over the staleness bound."""
+"""Plot of a plan: throughput and mean staleness over the staleness bound.
+
+`tidegate plan --picture` calls it; drawn with matplotlib.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

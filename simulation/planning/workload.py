@@ -1,4 +1,7 @@
-"""Input and output of a plan: workload, settings and predicted figures."""
+"""Input and output of a plan: workload, settings and predicted figures.
+
+`tidegate plan` fills it; the closed forms and the virtual-time prediction read it.
+"""
 
 import math
 import random

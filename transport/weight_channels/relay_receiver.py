@@ -1,7 +1,8 @@
 """Engine's end of the ``relay`` weight channel: maps the weights that its host's relay fetches.
 
-The first engine of a host to ask becomes that relay, in a thread (:mod:`relay_node`), and is its
-own client. When the relay's process dies, another engine takes over with what it has mapped.
+Engines make one by :func:`weight_channels.receiver`. The first engine of a host to ask becomes that
+relay, in a thread (:mod:`relay_node`), and is its own client. When the relay's process dies,
+another engine takes over with what it has mapped.
 """
 
 import os
