@@ -20,6 +20,7 @@ from tidegate.transport.messages import (
     Ack,
     FromOrchestrator,
     Goodbye,
+    HeldAdapter,
     Hello,
     HelloRejected,
     Message,
@@ -94,6 +95,7 @@ class OrchestratorLink:
         turns: Sequence[int],
         asleep: Sequence[MemoryTag] = (),
         needs_weights: bool = False,
+        adapters: Sequence[HeldAdapter] = (),
     ) -> None:
         """Send a hello: identity, turns, weights, and the range of steps to replay."""
         self._hello_connection, self._hello_sent_s = self._connection, time.monotonic()
@@ -105,6 +107,7 @@ class OrchestratorLink:
             turns=np.array(turns, dtype="<u4").tobytes(),
             asleep=list(asleep),
             needs_weights=needs_weights,
+            adapters=list(adapters),
         )
         self._socket.send(hello)
 
@@ -204,10 +207,13 @@ class OrchestratorLink:
         """Sequence number of the next step message."""
         return self._window.next_seq()
 
-    def send_step(self, step: Step) -> None:
-        """Send a step message, now or after the next welcome; keep it until it is acknowledged."""
+    def send_step(self, step: Step, *, continues_step: bool = False) -> None:
+        """Send a step message, now or after the next welcome; keep it until it is acknowledged.
+
+        ``continues_step``: it is a further message of the decode step that the last one was of.
+        """
         frame = self._socket.send(step) if self._is_welcome else encode(step)
-        self._window.sent(step.seq, frame)
+        self._window.sent(step.seq, frame, continues_step=continues_step)
 
     # ------------------------------------------------------------ time
 

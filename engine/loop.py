@@ -22,6 +22,8 @@ from tidegate.errors import ScoreRefused, TidegateError, TurnRefused
 from tidegate.transport import messages, scoring
 from tidegate.transport.limits import cut
 from tidegate.transport.messages import (
+    AdapterFailed,
+    AdapterLive,
     CancelTurn,
     EndSessions,
     EngineHeartbeat,
@@ -29,6 +31,7 @@ from tidegate.transport.messages import (
     FromOrchestrator,
     HelloRejected,
     InitWeights,
+    LoadAdapter,
     Message,
     MessageRejected,
     Pause,
@@ -39,6 +42,8 @@ from tidegate.transport.messages import (
     Step,
     SubmitTurn,
     SubmitTurns,
+    SwapAdapter,
+    UnloadAdapter,
     UpdateWeights,
     Wake,
     WeightsFailed,
@@ -128,6 +133,7 @@ class EngineLoop:
             turns=self._scheduler.handles,
             asleep=self._sleep_controller.asleep,
             needs_weights=self._sleep_controller.needs_weights,
+            adapters=self._scheduler.adapters.live_adapters,
         )
 
     # ------------------------------------------------------------ messages
@@ -165,6 +171,12 @@ class EngineLoop:
                 self._staging.update(message)
             case FinishWeightUpdate():
                 self._finish_update(message)
+            case LoadAdapter():
+                self._load_adapter(message)
+            case SwapAdapter():
+                self._swap_adapter(message)
+            case UnloadAdapter(name=name, version=version):
+                self._scheduler.unload_adapter(name, version)
             case Shutdown():
                 self.end("asked to shut down")
             case HelloRejected(message=why):
@@ -192,11 +204,50 @@ class EngineLoop:
         why = f"v{message.version} is not staged here; start, update, and await WeightsStaged first"
         self._replies.append(WeightsFailed(version=message.version, message=why))
 
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        name, version = message.name, message.version
+        if not self._scheduler.adapters.versions_max:
+            why = "this engine serves no adapters with versions of their own"
+            self._replies.append(AdapterFailed(name=name, version=version, message=why))
+            return
+        self._staging.load_adapter(message)
+
+    def _take_adapters(self) -> None:
+        """Take the adapters that were read since the last call into memory."""
+        for read in self._staging.take_adapters():
+            request = read.request
+            self._scheduler.adapter_loaded(
+                (request.name, request.version),
+                read.tensors,
+                is_live=request.is_live,
+                is_staged=request.is_staged,
+            )
+            self._replies.append(read.reply)
+
+    def _swap_adapter(self, message: SwapAdapter) -> None:
+        """Swap one adapter's version now: messages are handled between two steps."""
+        self._replies += self._staging.take_replies()
+        self._take_adapters()
+        name, version = message.name, message.version
+        recomputed = self._scheduler.swap_adapter(message)
+        if recomputed is None:
+            why = f"adapter {name!r} v{version} is not loaded; send LoadAdapter first"
+            self._replies.append(AdapterFailed(name=name, version=version, message=why))
+            return
+        live = AdapterLive(
+            name=name,
+            version=version,
+            swapped_us=time.monotonic_ns() // 1000,
+            recomputed_turns=recomputed,
+        )
+        self._replies.append(live)
+
     # ------------------------------------------------------------ between steps
 
     def _process_control(self) -> None:
         """Send due replies, and swap weights if a swap is due."""
         self._replies += self._staging.take_replies()
+        self._take_adapters()
         self._replies += self._scheduler.take_replies()
         if (
             sleep_replies := self._sleep_controller.run_pending()
@@ -329,7 +380,13 @@ class EngineLoop:
         self._link.send(MessageRejected(message=cut(f"{shortage}; {consequence}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
-        step = Step(
+        """Send a step's messages: the first says how long the step took."""
+        self._link.send_step(self._step_message(columns, started_ns, busy_ns))
+        for others in columns.others:
+            self._link.send_step(self._step_message(others, started_ns, 0), continues_step=True)
+
+    def _step_message(self, columns: StepColumns, started_ns: int, busy_ns: int) -> Step:
+        return Step(
             seq=self._link.next_seq,
             version=columns.version,
             turns=columns.turns,
@@ -345,8 +402,8 @@ class EngineLoop:
             free_blocks=self._scheduler.free_blocks,
             drafted_tokens=columns.drafted_tokens,
             accepted_tokens=columns.accepted_tokens,
+            adapter=columns.adapter,
         )
-        self._link.send_step(step)
 
     # ------------------------------------------------------------ time
 

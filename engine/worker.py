@@ -23,7 +23,7 @@ import torch
 from tidegate.engine.device.devices import CPU, find_device
 from tidegate.engine.device.memory import DeviceMemory
 from tidegate.engine.drafts.draft_sources import open_drafts
-from tidegate.engine.execution.runner import Runner
+from tidegate.engine.execution.runner import ModelRunner, Runner
 from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
@@ -32,6 +32,7 @@ from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.ranks.ranks import Ranks, ranks_channels
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.processors import ProcessorRegistry
+from tidegate.engine.scheduling.adapter_versions import VERSIONS_MAX_DEFAULT, AdapterVersions
 from tidegate.engine.scheduling.drafts import DraftSource
 from tidegate.engine.scheduling.scheduler import EngineScheduler
 from tidegate.engine.scheduling.sequences import EngineLimits
@@ -97,11 +98,16 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
     # All objects so far live to the end, so the garbage collector need not scan them.
     gc.collect()
     gc.freeze()
-    link = OrchestratorLink(socket, _hello(arguments, model, limits))
+    adapters = AdapterVersions(_adapters_max(arguments, runner))
+    if isinstance(runner, ModelRunner):
+        runner.adapter_versions = adapters
+    link = OrchestratorLink(socket, _hello(arguments, model, limits, adapters.versions_max))
     gpu = None if device is None else CudaGpu(device)
     staging = ranks.staging(model.allocate, WeightReceiverConfig(arguments.connect, keys, gpu=gpu))
     try:
-        scheduler = EngineScheduler(limits, options=options, scoring=model.scoring, drafts=drafts)
+        scheduler = EngineScheduler(
+            limits, options=options, scoring=model.scoring, drafts=drafts, adapters=adapters
+        )
         memory = None if device is None else DeviceMemory(device)
         sleep_controller = ranks.sleep_controller(runner, staging, scheduler, model.reload, memory)
         loop = EngineLoop(
@@ -154,6 +160,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-running-turns", type=int, default=64, help="turns decoded at once; default: 64"
+    )
+    parser.add_argument(
+        "--adapters-max",
+        type=int,
+        default=VERSIONS_MAX_DEFAULT,
+        help="versions of LoRA adapters in memory, for adapters with versions of their own; the "
+        f"least recently used leaves first; default: {VERSIONS_MAX_DEFAULT}",
     )
     parser.add_argument(
         "--max-step-tokens", type=int, default=1024, help="tokens computed per step; default: 1024"
@@ -331,7 +344,14 @@ def _serve(link: OrchestratorLink, loop: EngineLoop, staging: Staging) -> int:
     return status
 
 
-def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits) -> Hello:
+def _adapters_max(arguments: argparse.Namespace, runner: Runner) -> int:
+    """Return the limit of adapter versions in memory; 0 if the runner applies no such adapters."""
+    return arguments.adapters_max if isinstance(runner, ModelRunner) else 0
+
+
+def _hello(
+    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits, adapters_max: int
+) -> Hello:
     return Hello(
         protocol=PROTOCOL,
         engine=arguments.engine,
@@ -360,6 +380,7 @@ def _hello(arguments: argparse.Namespace, model: ServedModel, limits: EngineLimi
         quantization=arguments.quantization or "",
         supports_submit_turns=True,
         supports_sessions=True,
+        adapters_max=adapters_max,
     )
 
 

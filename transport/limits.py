@@ -26,6 +26,7 @@ FRAME_BYTES_MAX_BY_KIND: Final = {
     "score_tokens": 16 * 1024 * 1024,
     "score_result": 4 * 1024 * 1024,  # larger answers come in parts
     "update_weights": FRAME_BYTES_MAX,  # about 100 bytes per tensor
+    "load_adapter": 16 * 1024 * 1024,  # as many bytes per tensor, of which adapters have hundreds
 }
 """Limits of the kinds that may exceed :data:`SMALL_FRAME_BYTES_MAX`."""
 

@@ -14,6 +14,14 @@ from typing import Annotated
 import msgspec
 
 from tidegate.errors import BadFrame
+from tidegate.transport.adapter_messages import AdapterFailed as AdapterFailed
+from tidegate.transport.adapter_messages import AdapterLive as AdapterLive
+from tidegate.transport.adapter_messages import AdapterLoaded as AdapterLoaded
+from tidegate.transport.adapter_messages import AdapterNeeded as AdapterNeeded
+from tidegate.transport.adapter_messages import HeldAdapter as HeldAdapter
+from tidegate.transport.adapter_messages import LoadAdapter as LoadAdapter
+from tidegate.transport.adapter_messages import SwapAdapter as SwapAdapter
+from tidegate.transport.adapter_messages import UnloadAdapter as UnloadAdapter
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
 from tidegate.transport.media import Media as Media
 from tidegate.transport.media import MediaKind
@@ -124,6 +132,11 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Media kinds that the model reads beside tokens; empty: tokens only."""
     dtype: str = ""
     """Compute dtype of the model: ``float32``, ``bfloat16``, ``float16``. Empty: not reported."""
+    adapters_max: Count = 0
+    """Maximum number of versions of LoRA adapters in memory, for adapters with weight versions of
+    their own. 0: the engine serves only adapters that are part of the weights."""
+    adapters: list[HeldAdapter] = []
+    """Live versions of adapters with versions of their own; they outlive a connection."""
 
 
 class KvSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -201,6 +214,10 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     """Draft tokens that this step verified (speculative decoding)."""
     accepted_tokens: Count = 0
     """Draft tokens that this step accepted."""
+    adapter: str = ""
+    """Adapter of all rows, if it has weight versions of its own: then ``version`` and the spans of
+    ``prefills`` count that adapter's versions. A decode step that mixes such adapters sends one
+    message for each (adapter, version). Empty: the rows are of the weights ``version``."""
 
 
 class TurnFailed(Message, frozen=True, kw_only=True, tag="turn_failed"):
@@ -365,6 +382,10 @@ FromEngine = (
     | Asleep
     | Awake
     | SleepRequestFailed
+    | AdapterLoaded
+    | AdapterFailed
+    | AdapterLive
+    | AdapterNeeded
 )
 FromOrchestrator = (
     Welcome
@@ -387,6 +408,9 @@ FromOrchestrator = (
     | MessageRejected
     | Sleep
     | Wake
+    | LoadAdapter
+    | SwapAdapter
+    | UnloadAdapter
 )
 
 _encoder = msgspec.msgpack.Encoder()

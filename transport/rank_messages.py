@@ -34,7 +34,7 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     block_table: bytes
     """int32: KV block numbers of the sequence."""
     samples: bool
-    adapter: str = ""
+    adapter: str | tuple[str, int] = ""
     scoring: RankScoring | None = None
 
 

@@ -78,6 +78,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     """Name of the LoRA adapter to compute with; empty: none."""
     cache_salt: str = ""
     """Prefix-cache namespace: turns share KV of equal contexts only with turns of the same salt."""
+    adapter_version: int | None = None
+    """Version of an ``adapter`` that has weight versions of its own: a number pins the turn to that
+    version, 0 follows the adapter's live one. None: the adapter is part of the weights."""
 
     @classmethod
     def from_record(cls, record: Any) -> "SamplingParams":

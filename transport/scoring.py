@@ -47,6 +47,8 @@ class ScoreTokens(Message, frozen=True, kw_only=True, tag="score_tokens"):
     """Scheduling priority, shared with turns: lower runs first."""
     adapter: str = ""
     """Name of the LoRA adapter to compute with; empty: none."""
+    adapter_version: int | None = None
+    """As ``SamplingParams.adapter_version``; an answer is of the version when it starts."""
 
 
 class CancelScore(Message, frozen=True, kw_only=True, tag="cancel_score"):

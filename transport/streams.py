@@ -46,11 +46,15 @@ class SendWindow:
         _check_credit(credit_steps)
         self._credit_steps = credit_steps
 
-    def sent(self, seq: int, frame: bytes) -> None:
-        """Keep ``frame`` until it is acknowledged."""
+    def sent(self, seq: int, frame: bytes, *, continues_step: bool = False) -> None:
+        """Keep ``frame`` until it is acknowledged.
+
+        ``continues_step``: the decode step has a message in the window already, and all messages of
+        a step are sent together, even beyond the credit.
+        """
         if seq != self._next_seq:
             raise ValueError(f"steps are numbered in order: next is {self._next_seq}, got {seq}")
-        if not self.is_open:
+        if not self.is_open and not continues_step:
             raise ValueError(
                 f"{self._credit_steps} steps are unacknowledged, which is all the credit there "
                 f"is; look at is_open before sending"

@@ -10,13 +10,20 @@ Letters in shapes: R rows, T tokens of all rows, S sampling rows, B blocks of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidegate.engine.execution.step_layout import BlockTables, RowSizes, StepLayout, padding_kind
+from tidegate.engine.execution.step_layout import (
+    AdapterKey,
+    AdapterVersion,
+    BlockTables,
+    RowSizes,
+    StepLayout,
+    padding_kind,
+)
 from tidegate.engine.models.layer_kinds import LayerKinds, dense_layers
 from tidegate.engine.models.model import (
     AttentionPlan,
@@ -32,7 +39,7 @@ from tidegate.engine.sampling.sampling import RowSampling as RowSampling
 from tidegate.engine.sampling.sampling import StepOutput as StepOutput
 from tidegate.engine.sampling.sampling import sample_apart, sample_rows
 from tidegate.engine.sampling.scoring import RowScore, RowScoring, score_rows
-from tidegate.engine.weights.lora import AdapterTokens
+from tidegate.engine.weights.lora import Adapter, AdapterTokens
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.kernels.attention import (
     CacheShape,
@@ -65,8 +72,23 @@ class Row:
     """How to sample after the last token; None in a prefill chunk that is not the last."""
     scoring: RowScoring | None = None
     """What to score of the row's tokens; a row with ``scoring`` samples nothing."""
-    adapter: str = ""
-    """Name of the LoRA adapter to apply; empty for none."""
+    adapter: AdapterKey = ""
+    """LoRA adapter to apply; empty for none."""
+
+
+class AdapterTensors(Protocol):
+    """Tensors of adapters with weight versions of their own, such as ``AdapterVersions``."""
+
+    def tensors(self, key: AdapterVersion) -> object:
+        """Return the tensors of a version in memory."""
+
+
+class NoAdapterTensors:
+    """The tensors of an engine that has no such adapters."""
+
+    def tensors(self, key: AdapterVersion) -> object:
+        """Refuse: no row may name one."""
+        raise KeyError(key)
 
 
 class Runner(Protocol):
@@ -134,6 +156,8 @@ class ModelRunner:
         self.config = config
         self.weights = weights
         """Replaced between two steps only, by weights of the same config and dtype."""
+        self.adapter_versions: AdapterTensors = NoAdapterTensors()
+        """Tensors of adapters with weight versions of their own."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._shape = CacheShape(config.num_kv_heads, block_tokens)
@@ -249,10 +273,15 @@ class ModelRunner:
             scratch=self._scratch_for([group for kind in groups for group in kind]),
             native=self._native,
             adapters=[
-                AdapterTokens(self.weights.adapters[n], token_indices)
-                for n, token_indices in layout.adapters
+                AdapterTokens(self._adapter(key), token_indices)
+                for key, token_indices in layout.adapters
             ],
         )
+
+    def _adapter(self, key: AdapterKey) -> Adapter:
+        if isinstance(key, str):
+            return self.weights.adapters[key]
+        return cast(Adapter, self.adapter_versions.tensors(key))
 
     def _attention(
         self,

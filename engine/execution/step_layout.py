@@ -23,6 +23,12 @@ QUERY_LEVELS = [1, *(32 * 4**n for n in range(10))]
 most. Below it one more group would cost more in dispatch than padding does. Decode rows, of one
 query, are a group of their own."""
 
+AdapterVersion = tuple[str, int]
+"""Name and version of a LoRA adapter that has weight versions of its own."""
+
+AdapterKey = str | AdapterVersion
+"""The adapter of a row: a name if it is part of the weights, empty for none; or its version."""
+
 
 def padding_kind(tokens: int, end: int) -> int:
     """Return a number that is equal for rows that may be padded together; decode sorts first."""
@@ -42,8 +48,8 @@ class RowSizes(NamedTuple):
     """Whether a token is sampled after each row."""
     scored: list[int]
     """Number of last tokens to score of each row."""
-    adapters: list[str]
-    """Name of each row's adapter; empty for none."""
+    adapters: list[AdapterKey]
+    """Each row's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class StepLayout:
         )
         """Whether ``asked`` is all tokens, in order."""
         self.adapters = _adapters([sizes.adapters[n] for n in self.order], self.row_of_token)
-        """Name and token indices of each adapter in the step; None as indices means all tokens."""
+        """Key and token indices of each adapter in the step; None as indices means all tokens."""
 
 
 class BlockTables:
@@ -140,12 +146,15 @@ def _output_tokens(sizes: RowSizes, last_tokens: Ints) -> Ints:
     return np.concatenate([last_tokens[np.array(sizes.samples)], *scored])
 
 
-def _adapters(names: Sequence[str], row_of_token: Ints) -> list[tuple[str, torch.Tensor | None]]:
-    distinct = dict.fromkeys(names)
+def _adapters(
+    keys: Sequence[AdapterKey], row_of_token: Ints
+) -> list[tuple[AdapterKey, torch.Tensor | None]]:
+    distinct = dict.fromkeys(keys)
     if len(distinct) == 1:
-        return [(name, None) for name in distinct if name]
-    adapters: list[tuple[str, torch.Tensor | None]] = []
-    for name in filter(None, distinct):
-        token_indices = np.array([other == name for other in names])
-        adapters.append((name, torch.from_numpy(np.flatnonzero(token_indices[row_of_token]))))
+        return [(key, None) for key in distinct if key]
+    adapters: list[tuple[AdapterKey, torch.Tensor | None]] = []
+    for key in distinct:
+        if key:
+            token_indices = np.array([other == key for other in keys])
+            adapters.append((key, torch.from_numpy(np.flatnonzero(token_indices[row_of_token]))))
     return adapters

@@ -57,7 +57,9 @@ class Prefixes:
     def start_at_root(self, sequence: EngineSequence, weight_version: int) -> None:
         """Start a sequence without KV at the root of the weights ``weight_version``."""
         sequence.shared_blocks = 0
-        sequence.node = self._cache.root(weight_version, sequence.adapter, sequence.cache_salt)
+        sequence.node = self._cache.root(
+            weight_version, sequence.adapter, sequence.cache_salt, sequence.adapter_version
+        )
         sequence.share_at = self._block_tokens if self._are_shared else NEVER
 
     def forget(self, sequences: list[EngineSequence], weight_version: int) -> None:
@@ -65,9 +67,14 @@ class Prefixes:
         root."""
         self._cache.forget()
         for sequence in sequences:
-            sequence.share_at = NEVER
-            if not sequence.computed:
-                self.start_at_root(sequence, weight_version)
+            self.leave(sequence, weight_version)
+
+    def leave(self, sequence: EngineSequence, weight_version: int) -> None:
+        """Take a sequence out of the tree, because its next KV is of other weights. Without KV it
+        restarts at their root."""
+        sequence.share_at = NEVER
+        if not sequence.computed:
+            self.start_at_root(sequence, weight_version)
 
     def find(self, sequence: EngineSequence) -> list[int]:
         """Return the cached blocks that follow the sequence's shared ones and match its tokens.

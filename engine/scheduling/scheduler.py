@@ -14,19 +14,28 @@ from typing import Any
 import numpy as np
 
 from tidegate.engine.execution.runner import Row, RowSampling, StepOutput
+from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.memory.out_of_memory import StepBudget
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.engine.sampling.scoring import ScoringCapabilities
+from tidegate.engine.scheduling.adapter_versions import AdapterVersions
 from tidegate.engine.scheduling.drafts import DraftSource, Speculation
 from tidegate.engine.scheduling.pauses import PauseGate
 from tidegate.engine.scheduling.score_queue import ScoreQueue, no_adapter
 from tidegate.engine.scheduling.sequence_queues import SequenceQueues
-from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineLimits, EngineSequence, admit
+from tidegate.engine.scheduling.sequences import (
+    PART_OF_WEIGHTS,
+    AcceptedTokens,
+    EngineLimits,
+    EngineSequence,
+    admit,
+)
 from tidegate.engine.scheduling.step_columns import (
     EndedTurn,
     SampledRows,
     ended_columns,
     failures_of,
+    join_columns,
 )
 from tidegate.engine.scheduling.step_columns import StepColumns as StepColumns
 from tidegate.errors import ScoreRefused, TurnRefused
@@ -36,10 +45,12 @@ from tidegate.transport.messages import (
     ABORT,
     CANCELLED,
     RUNNING,
+    AdapterNeeded,
     FinishWeightUpdate,
     Message,
     PauseMode,
     SubmitTurn,
+    SwapAdapter,
     TurnsResumed,
 )
 from tidegate.transport.scoring import ScoreTokens
@@ -122,6 +133,22 @@ class _PendingTurn:
     futures: list[Future[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """A turn or scoring request that waits for an adapter that is not in memory."""
+
+    message: SubmitTurn | ScoreTokens
+    arrival: int
+
+    @property
+    def adapter(self) -> AdapterVersion:
+        """Name of the adapter, and the version asked for."""
+        message = self.message
+        options = message.sampling if isinstance(message, SubmitTurn) else message
+        assert options.adapter_version is not None
+        return options.adapter, options.adapter_version
+
+
 class EngineScheduler:
     """All sequences and scoring requests of one engine, and the version of its live weights."""
 
@@ -134,8 +161,10 @@ class EngineScheduler:
         scoring: ScoringCapabilities | None = None,
         shares_prefixes: bool = True,
         drafts: DraftSource | None = None,
+        adapters: AdapterVersions | None = None,
     ) -> None:
-        """``options`` reads the sequences' sampling options; None serves neither text options
+        """``adapters`` has the adapters with versions of their own; None serves none.
+        ``options`` reads the sequences' sampling options; None serves neither text options
         nor custom logits processors. ``scoring`` says what the model can score; None:
         nothing. ``shares_prefixes`` and ``drafts`` change speed only; tests compare runs
         with and without them."""
@@ -157,6 +186,12 @@ class EngineScheduler:
         self._planner = StepPlanner(self._queues, self._speculation)
         self._adapters: frozenset[str] = frozenset()
         """Names of the live version's LoRA adapters."""
+        self.adapters = adapters or AdapterVersions()
+        """LoRA adapters with weight versions of their own."""
+        self.scores.on_ended = self._release_adapter
+        self._aside: dict[tuple[bool, int], _Aside] = {}
+        """Turns and scoring requests whose adapter is not in memory, in the order of arrival, by
+        (is a scoring request, its number)."""
         self._gate = PauseGate()
         self._budget = StepBudget(limits.max_step_tokens)
         self._clears_cache = False
@@ -198,7 +233,7 @@ class EngineScheduler:
             self._admit(message, self._arrivals - 1)
 
     def _refuse_known(self, handle: int) -> None:
-        if handle in self._turns or handle in self._preparing:
+        if handle in self._turns or handle in self._preparing or (False, handle) in self._aside:
             raise TurnRefused(
                 f"turn handle {handle} belongs to a turn that has not ended; use each handle once"
             )
@@ -221,11 +256,164 @@ class EngineScheduler:
 
     def _admit(self, message: SubmitTurn, arrival: int) -> None:
         self.scores.refuse_turns()
-        if not self._has_adapter(message.sampling.adapter):
-            raise TurnRefused(no_adapter(message.sampling.adapter, self.version, self._adapters))
+        sampling = message.sampling
+        if sampling.adapter_version is not None and sampling.adapter:
+            self._refuse_own_versions(TurnRefused)
+            self._put_aside((False, message.turn), _Aside(message, arrival))
+            return
+        if not self._has_adapter(sampling.adapter):
+            raise TurnRefused(no_adapter(sampling.adapter, self.version, self._adapters))
         sequence = admit(message, self._limits, arrival, self._options)
         self._turns[sequence.handle] = sequence
         self._queues.queue(sequence)
+
+    # ------------------------------------------------------------ adapters of own versions
+
+    def _refuse_own_versions(self, error: type[TurnRefused] | type[ScoreRefused]) -> None:
+        if not self.adapters.versions_max:
+            raise error(
+                "this engine serves no LoRA adapters with weight versions of their own; use a CPU "
+                "engine of one process, or publish_adapter"
+            )
+
+    def _put_aside(self, key: tuple[bool, int], request: _Aside) -> None:
+        """Admit a request now if its adapter is in memory and no earlier one is held up; otherwise
+        keep it, and ask for the adapter."""
+        self._aside[key] = request
+        self._admit_aside()
+
+    def _admit_aside(self) -> None:
+        """Admit the requests whose adapter is in memory, in order, up to the first one for which
+        all versions in memory are in use: busy adapters cannot starve others."""
+        adapters = self.adapters
+        for key, request in list(self._aside.items()):
+            name, wanted = request.adapter
+            version = adapters.key_of(name, wanted)
+            if adapters.is_held(version):
+                del self._aside[key]
+                self._admit_held(request, version)
+                continue
+            is_new = adapters.request(version)
+            if is_new is None:
+                return
+            if is_new:
+                self._replies.append(AdapterNeeded(name=name, version=version[1]))
+
+    def _admit_held(self, request: _Aside, adapter: AdapterVersion) -> None:
+        message = request.message
+        try:
+            if isinstance(message, ScoreTokens):
+                self.scores.submit(message, request.arrival, adapter[1])
+            else:
+                sequence = admit(message, self._limits, request.arrival, self._options)
+                sequence.use_version(adapter[1])
+                sequence.is_pinned = request.adapter == adapter
+                self._turns[sequence.handle] = sequence
+                self._queues.queue(sequence)
+        except TurnRefused as error:
+            self._refuse_aside(request, str(error))
+        except ScoreRefused as error:
+            self._refuse_aside(request, str(error))
+        else:
+            self.adapters.use(adapter)
+
+    def _refuse_aside(self, request: _Aside, reason: str) -> None:
+        message = request.message
+        if isinstance(message, ScoreTokens):
+            refusal = scoring.ScoreFailed(request_id=message.request_id, message=cut(reason))
+            self._replies.append(refusal)
+        else:
+            self._replies.append(messages.TurnFailed(turn=message.turn, message=cut(reason)))
+
+    def _release_adapter(self, sequence: EngineSequence) -> None:
+        if (adapter := sequence.own_version) is not None:
+            self.adapters.release(adapter)
+            if self._aside:
+                self._admit_aside()
+
+    def adapter_loaded(
+        self,
+        adapter: AdapterVersion,
+        tensors: object,
+        *,
+        is_live: bool = False,
+        is_staged: bool = False,
+    ) -> None:
+        """Take an adapter's version into memory, and admit the turns that wait for it; the flags
+        are those of :meth:`AdapterVersions.add`."""
+        self.adapters.add(adapter, tensors, is_live=is_live, is_staged=is_staged)
+        self._admit_aside()
+
+    def swap_adapter(self, swap: SwapAdapter) -> int | None:
+        """Make a loaded version its adapter's live one, before the next step; return how many of
+        its running turns recompute KV. None if the version is not in memory."""
+        new = (swap.name, swap.version)
+        if not self.adapters.is_held(new):
+            return None
+        self.adapters.swap(new)
+        recomputed = 0
+        for sequence in [
+            sequence
+            for sequence in self._turns.values()
+            if sequence.adapter == swap.name
+            and not sequence.is_pinned
+            and sequence.adapter_version not in (PART_OF_WEIGHTS, swap.version)
+        ]:
+            if sequence.is_running and swap.pause_mode == "abort":
+                self._queues.remove(sequence)
+                self._report_end(sequence, ABORT)
+            elif not (sequence.is_running and swap.pause_mode == "wait"):
+                recomputed += self._move_to(sequence, new, swap)
+        self.adapters.end_swap(new)
+        self._admit_aside()
+        return recomputed
+
+    def _move_to(
+        self, sequence: EngineSequence, adapter: AdapterVersion, swap: SwapAdapter
+    ) -> bool:
+        """Continue a sequence with another version; return whether it recomputes KV."""
+        old, recomputes = sequence.own_version, False
+        assert old is not None
+        sequence.history.swap(old[1], sequence.computed)
+        sequence.use_version(adapter[1])
+        self.adapters.use(adapter)
+        self.adapters.release(old)
+        if sequence.is_running:
+            if swap.kv_policy == "recompute":
+                recomputes = self._queues.recompute(sequence, adapter[1])
+            self._prefixes.leave(sequence, self.version)
+        return recomputes
+
+    def unload_adapter(self, name: str, version: int | None) -> None:
+        """Drop an adapter, or one version of it, and refuse the turns that use it."""
+
+        def is_meant(adapter: AdapterVersion) -> bool:
+            return adapter[0] == name and version in (None, adapter[1])
+
+        reason = (
+            f"adapter {name!r}{'' if version is None else f' v{version}'} is not loaded (any more)"
+        )
+        for key, request in list(self._aside.items()):
+            if is_meant(request.adapter):
+                del self._aside[key]
+                self._refuse_aside(request, reason)
+        for sequence in list(self._turns.values()):
+            if (adapter_of := sequence.own_version) is not None and is_meant(adapter_of):
+                self._refuse(sequence, reason)
+        self._replies += self.scores.refuse(is_meant, reason)
+        for adapter in self.adapters.versions_of(name):
+            if is_meant(adapter):
+                self.adapters.remove(adapter)
+        if version is None:
+            self.adapters.live.pop(name, None)
+        self._admit_aside()
+
+    def _version_of(self, sequence: EngineSequence) -> int:
+        """Return the weight version that samples a sequence's tokens and computes its KV."""
+        own = sequence.adapter_version
+        return self.version if own == PART_OF_WEIGHTS else own
+
+    # ------------------------------------------------------------ requests, continued
 
     def score(self, message: ScoreTokens) -> None:
         """Queue a scoring request; it is ranked among the sequences.
@@ -233,6 +421,11 @@ class EngineScheduler:
         Raises:
             tidegate.errors.ScoreRefused: it can never be answered as asked.
         """
+        if message.adapter and message.adapter_version is not None:
+            self._refuse_own_versions(ScoreRefused)
+            self._put_aside((True, message.request_id), _Aside(message, self._arrivals))
+            self._arrivals += 1
+            return
         if not self._has_adapter(message.adapter):
             raise ScoreRefused(no_adapter(message.adapter, self.version, self._adapters))
         self.scores.submit(message, self._arrivals)
@@ -243,6 +436,11 @@ class EngineScheduler:
         finished."""
         if self._preparing.pop(handle, None) is not None:
             self._ended.append(EndedTurn(handle, CANCELLED))
+            return
+        if (aside := self._aside.pop((False, handle), None)) is not None:
+            adapter = self.adapters.key_of(*aside.adapter)
+            self._ended.append(EndedTurn(handle, CANCELLED, adapter))
+            self._admit_aside()
             return
         sequence = self._turns.get(handle)
         if sequence is not None:
@@ -281,8 +479,11 @@ class EngineScheduler:
         self._gate.is_held = is_held
         self._clears_cache = False
         self._replies.clear()
+        self._aside = {key: aside for key, aside in self._aside.items() if not key[0]}
         self.scores.clear()
         self.sessions.forget()
+        self.adapters.forget_orchestrator()
+        self._admit_aside()
 
     def hold(self, is_held: bool) -> None:
         """Stop or allow all steps, regardless of pauses; used while memory is asleep."""
@@ -311,12 +512,19 @@ class EngineScheduler:
         self._replies += self.scores.refuse_without(self._adapters, update.version)
         self.scores.restart()
         for sequence in [
-            sequence for sequence in self._turns.values() if not self._has_adapter(sequence.adapter)
+            sequence
+            for sequence in self._turns.values()
+            if sequence.adapter_version == PART_OF_WEIGHTS
+            and not self._has_adapter(sequence.adapter)
         ]:
             self._refuse(
                 sequence, f"weights v{update.version} have no adapter {sequence.adapter!r}"
             )
         for sequence in self._queues.running:
+            if sequence.adapter_version != PART_OF_WEIGHTS:
+                # Its tags count the adapter's versions, which do not tell KV of other base weights.
+                recomputed += self._queues.recompute(sequence, PART_OF_WEIGHTS)
+                continue
             sequence.history.swap(self.version, sequence.computed)
             if update.kv_policy == "recompute":
                 recomputed += self._queues.recompute(sequence, update.version)
@@ -375,7 +583,9 @@ class EngineScheduler:
         sampled: list[int] = output.token_ids.tolist()
         failures = failures_of(output, self.version)
         all_finite = not failures and not output.details
-        rows = SampledRows()
+        rows = base_rows = SampledRows()
+        groups: dict[AdapterVersion, SampledRows] = {}
+        has_own_versions = self.adapters.in_use > 0
         scores = iter(output.scores)
         index = 0
         for sequence in self._planned:
@@ -383,10 +593,15 @@ class EngineScheduler:
             if sequence.computed >= sequence.share_at:
                 self._prefixes.share(sequence, sequence.computed)
             if sequence.is_score:
-                self._replies += self.scores.take(sequence, scores, self.version)
+                version = self._version_of(sequence)
+                self._replies += self.scores.take(sequence, scores, version)
                 continue
             if sequence.computed < sequence.length:
                 continue
+            if has_own_versions:
+                rows = base_rows
+                if (adapter := sequence.own_version) is not None:
+                    rows = groups.setdefault(adapter, SampledRows())
             if (
                 all_finite and not sequence.drafted and not sequence.is_prefilling
             ):  # nearly every row
@@ -397,7 +612,11 @@ class EngineScheduler:
                 index = self._accept_samples(sequence, rows, index, output, failures)
         if index != len(sampled):
             raise AssertionError(f"{len(sampled)} tokens sampled for {index} rows")
-        return rows.columns(output, self.version) if rows.handles else None
+        columns = [base_rows.columns(output, self.version)] if base_rows.handles else []
+        for (name, version), own_rows in groups.items():
+            if own_rows.handles:
+                columns.append(own_rows.columns(output, version, name))
+        return join_columns(columns) if columns else None
 
     def fail(self, tokens: int) -> bool:
         """Preempt all sequences after an out-of-memory step; False if it cannot be smaller.
@@ -447,7 +666,8 @@ class EngineScheduler:
     def handles(self) -> list[int]:
         """Handles of all sequences, including ended ones that have not been reported yet."""
         ended = (ended.handle for ended in self._ended)
-        return [*self._turns, *self._preparing, *ended]
+        aside = (number for is_score, number in self._aside if not is_score)
+        return [*self._turns, *self._preparing, *aside, *ended]
 
     @property
     def running_turns(self) -> int:
@@ -457,7 +677,7 @@ class EngineScheduler:
     @property
     def waiting_turns(self) -> int:
         """Number of sequences outside the running set; they hold no KV blocks."""
-        return self._queues.waiting_turns + len(self._preparing)
+        return self._queues.waiting_turns + len(self._preparing) + len(self._aside)
 
     @property
     def is_preparing(self) -> bool:
@@ -509,7 +729,10 @@ class EngineScheduler:
             return end
         first_failure = next((i for i in range(index, end) if i in failures), end)
         accepted = rows.add(
-            sequence, index, output.token_ids[index:first_failure].tolist(), self.version
+            sequence,
+            index,
+            output.token_ids[index:first_failure].tolist(),
+            self._version_of(sequence),
         )
         if output.details:
             details = [output.details.get(i) for i in range(index, index + accepted.tokens)]
@@ -541,6 +764,7 @@ class EngineScheduler:
 
     def _forget(self, sequence: EngineSequence, *, is_whole: bool) -> None:
         del self._turns[sequence.handle]
+        self._release_adapter(sequence)
         if self._speculation is not None:
             self._speculation.ended(sequence, is_whole=is_whole)
 
@@ -551,8 +775,9 @@ class EngineScheduler:
         self._replies.append(messages.TurnFailed(turn=sequence.handle, message=cut(reason)))
 
     def _report_end(self, sequence: EngineSequence, finish: int) -> None:
+        ended = EndedTurn(sequence.handle, finish, sequence.own_version)
         self._forget(sequence, is_whole=False)
-        self._ended.append(EndedTurn(sequence.handle, finish))
+        self._ended.append(ended)
 
     def _abort_running(self) -> None:
         for sequence in self._queues.remove_running():

@@ -6,12 +6,13 @@ be scored are never taken from the prefix cache. All values of an answer are fro
 version, so a swap restarts every request. Nothing is computed here; the runner scores rows.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from tidegate.engine.execution.runner import Row
+from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.sampling.scoring import (
     Reads,
     RowScore,
@@ -21,6 +22,7 @@ from tidegate.engine.sampling.scoring import (
 )
 from tidegate.engine.scheduling.sequence_queues import SequenceQueues
 from tidegate.engine.scheduling.sequences import (
+    PART_OF_WEIGHTS,
     TEMPERATURE_MAX,
     EngineLimits,
     EngineSequence,
@@ -170,9 +172,13 @@ class ScoreQueue:
         self._capabilities = capabilities
         self._queues = queues
         self._requests: dict[int, ScoreState] = {}
+        self.on_ended: Callable[[ScoreState], None] = lambda state: None
+        """Called with each request that is answered or forgotten."""
 
-    def submit(self, message: ScoreTokens, arrival: int) -> None:
-        """Queue a request.
+    def submit(
+        self, message: ScoreTokens, arrival: int, adapter_version: int = PART_OF_WEIGHTS
+    ) -> None:
+        """Queue a request. ``adapter_version``: version of an adapter with versions of its own.
 
         Raises:
             ScoreRefused: it can never be answered as asked.
@@ -183,6 +189,7 @@ class ScoreQueue:
                 f"holds its limit of {REQUESTS_MAX} score requests; wait for replies"
             )
         state = admit_score(message, self._limits, self._capabilities, arrival)
+        state.use_version(adapter_version)
         self._requests[state.handle] = state
         self._queues.queue(state)
 
@@ -209,6 +216,7 @@ class ScoreQueue:
         state = self._requests.pop(request, None)
         if state is not None:
             self._queues.remove(state)
+            self.on_ended(state)
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -217,7 +225,11 @@ class ScoreQueue:
 
     def refuse_without(self, adapters: Collection[str], version: int) -> list[Message]:
         """Drop the requests whose adapter is not among ``adapters``; return their answers."""
-        refused = [s for s in self._requests.values() if s.adapter and s.adapter not in adapters]
+        refused = [
+            s
+            for s in self._requests.values()
+            if s.adapter and s.adapter_version == PART_OF_WEIGHTS and s.adapter not in adapters
+        ]
         for state in refused:
             self.cancel(state.handle)
         return [
@@ -226,6 +238,18 @@ class ScoreQueue:
             )
             for state in refused
         ]
+
+    def refuse(self, is_meant: Callable[[AdapterVersion], bool], reason: str) -> list[Message]:
+        """Drop the requests that use an adapter with versions of its own that ``is_meant``; return
+        their answers."""
+        refused = [
+            state
+            for state in self._requests.values()
+            if (adapter := state.own_version) is not None and is_meant(adapter)
+        ]
+        for state in refused:
+            self.cancel(state.handle)
+        return [scoring.ScoreFailed(request_id=s.handle, message=reason) for s in refused]
 
     def restart(self) -> None:
         """Restart all requests, because other weights are live."""

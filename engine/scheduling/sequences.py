@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.engine.execution.runner import Row, RowSampling
+from tidegate.engine.execution.step_layout import AdapterKey, AdapterVersion
 from tidegate.engine.sampling.options import OptionReader
 from tidegate.errors import ConfigError, OutOfBlocks, TurnRefused
 from tidegate.transport.messages import (
@@ -77,6 +78,9 @@ TEMPERATURE_MAX = 1e6
 TOP_K_MAX = 2**31 - 1
 """Largest ``top_k``: more than any vocabulary, and an int64 column holds it."""
 
+PART_OF_WEIGHTS = -1
+"""Adapter version of sequences without an adapter, or with one that is part of the weights."""
+
 NEVER = 2**63
 """Context position that no sequence reaches."""
 
@@ -122,6 +126,7 @@ class EngineSequence:
 
     __slots__ = (
         "adapter",
+        "adapter_version",
         "block_tokens_held",
         "blocks",
         "cache_salt",
@@ -131,6 +136,7 @@ class EngineSequence:
         "drafted",
         "handle",
         "history",
+        "is_pinned",
         "is_prefilling",
         "is_running",
         "length",
@@ -156,6 +162,10 @@ class EngineSequence:
         self.rank = (message.priority, arrival)
         """Priority, then arrival number; smaller is better, and no two sequences are equal."""
         self.adapter = message.sampling.adapter
+        self.adapter_version = PART_OF_WEIGHTS
+        """Version of an adapter with versions of its own."""
+        self.is_pinned = False
+        """Whether swaps of the adapter leave the sequence at its version."""
         self.cache_salt = message.sampling.cache_salt
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
         self.sampled_before = message.sampled_before
@@ -192,9 +202,25 @@ class EngineSequence:
         """Whether the known tokens are being (re)computed; the next sample reports new KV spans."""
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
-        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter)
+        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter_key)
         """The sequence's row, updated for each step: a new object per token would cost more
         than the update."""
+
+    @property
+    def own_version(self) -> AdapterVersion | None:
+        """The sequence's version of an adapter with versions of its own, if it uses one."""
+        version = self.adapter_version
+        return None if version == PART_OF_WEIGHTS else (self.adapter, version)
+
+    @property
+    def adapter_key(self) -> AdapterKey:
+        """Adapter that the sequence computes with."""
+        return self.own_version or self.adapter
+
+    def use_version(self, adapter_version: int) -> None:
+        """Compute later positions with another version of the sequence's adapter."""
+        self.adapter_version = adapter_version
+        self.row.adapter = self.adapter_key
 
     @property
     def output_tokens(self) -> int:
@@ -227,7 +253,7 @@ class EngineSequence:
             position = self.length + number - 1
             sampling = replace(first, index=first.index + number)
             token = self.tokens[position : position + 1]
-            yield Row(token, position, self.blocks, sampling, adapter=self.adapter)
+            yield Row(token, position, self.blocks, sampling, adapter=self.adapter_key)
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
         """Add a step's samples: after the last known token, then after each draft token.

@@ -4,10 +4,11 @@ Used by the scheduler's ``complete``, sequence by sequence.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.sampling.sampling import RowDetails, StepOutput
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
 from tidegate.transport.messages import Prefill, TokenDetails
@@ -29,6 +30,10 @@ class StepColumns:
     """Number of draft tokens that the step verified."""
     accepted_tokens: int = 0
     """Number of draft tokens that were accepted; at most ``drafted_tokens``."""
+    adapter: str = ""
+    """As ``messages.Step.adapter``."""
+    others: "Sequence[StepColumns]" = ()
+    """Columns of the same step for other adapters with versions of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,31 @@ class EndedTurn:
 
     handle: int
     finish: int
+    adapter: AdapterVersion | None = None
+    """Adapter with versions of its own, if the sequence used one."""
 
 
 def ended_columns(ended: Sequence[EndedTurn], version: int) -> StepColumns:
     """Return rows without tokens for sequences that ended between steps."""
+    keys = dict.fromkeys(row.adapter for row in ended)
+    return join_columns(
+        [_ended_of([row for row in ended if row.adapter == key], key, version) for key in keys]
+    )
+
+
+def join_columns(columns: Sequence[StepColumns]) -> StepColumns:
+    """Return the first of several columns of one step, with the others in it."""
+    first, *others = columns
+    return replace(first, others=others) if others else first
+
+
+def _ended_of(
+    ended: Sequence[EndedTurn], adapter: AdapterVersion | None, version: int
+) -> StepColumns:
+    name, version = adapter or ("", version)
     return StepColumns(
         version=version,
+        adapter=name,
         turns=np.array([row.handle for row in ended], dtype="<u4").tobytes(),
         finish=bytes([row.finish for row in ended]),
         counts=bytes(4 * len(ended)),
@@ -117,7 +141,7 @@ class SampledRows:
             top_logprobs = b"".join(detail.top_logprobs for detail in requested)
             self.details.append(TokenDetails(handle, raw, top_ids, top_logprobs))
 
-    def columns(self, output: StepOutput, version: int) -> StepColumns:
+    def columns(self, output: StepOutput, version: int, adapter: str = "") -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""
         keeps_all = len(self.accepted_indices) == len(output.token_ids)
         accepted_indices = slice(None) if keeps_all else self.accepted_indices
@@ -133,4 +157,5 @@ class SampledRows:
             details=self.details,
             drafted_tokens=self.drafted,
             accepted_tokens=accepted,
+            adapter=adapter,
         )

@@ -21,7 +21,10 @@ from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import TidegateError, WeightsRefused
 from tidegate.transport.messages import (
     Adapter,
+    AdapterFailed,
+    AdapterLoaded,
     InitWeights,
+    LoadAdapter,
     Message,
     MessageRejected,
     StartWeightUpdate,
@@ -51,7 +54,7 @@ NO_CHANNEL = "no weight channel is open; send InitWeights first"
 SECOND_SET_REMEDY = "the new set is held beside the live one; lower num_kv_blocks, or free memory"
 """Advice in the error for a second set of weights that does not fit."""
 
-StagingReply = WeightsStaged | WeightsFailed | MessageRejected
+StagingReply = WeightsStaged | WeightsFailed | MessageRejected | AdapterFailed
 
 
 class _State(Enum):
@@ -92,11 +95,23 @@ class _StagedUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """One version of an adapter that was read for :class:`LoadAdapter`."""
+
+    request: LoadAdapter
+    tensors: object
+    reply: AdapterLoaded
+    session: int
+    """Number of the orchestrator's connection that requested it."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Result:
     """Outcome of one job of the thread; most jobs have no reply."""
 
     update: _StagedUpdate | None
     reply: StagingReply | None
+    adapter: ReadAdapter | None = None
 
 
 class Staging:
@@ -115,6 +130,10 @@ class Staging:
         self._jobs: SimpleQueue[Callable[[], _Result] | None] = SimpleQueue()
         self._results: SimpleQueue[_Result] = SimpleQueue()
         self._jobs_pending = 0
+        self._adapters: list[ReadAdapter] = []
+        """Adapters that were read and not taken yet."""
+        self._session = 0
+        """Number of calls of :meth:`abandon`; adapters requested before the last are dropped."""
         self._buffer: WeightStore | None = None
         """Owned by the staging thread while jobs are pending, else by the main thread."""
         self._receiver: WeightReceiver | CudaIpcReceiver | None = None
@@ -169,8 +188,18 @@ class Staging:
         elif update.state is _State.OPEN:
             self._enqueue(partial(self._copy, update, message))
 
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """Read one version of an adapter with versions of its own; see :meth:`take_adapters`."""
+        self._enqueue(partial(self._read_adapter, message, self._session, time.monotonic_ns()))
+
+    def take_adapters(self) -> list[ReadAdapter]:
+        """Return the adapters read since the last call. Call :meth:`take_replies` before."""
+        adapters, self._adapters = self._adapters, []
+        return [adapter for adapter in adapters if adapter.session == self._session]
+
     def abandon(self) -> None:
         """Drop the current update, complete or not, and all unsent replies."""
+        self._session += 1
         if self._update is not None:
             self._update.state = _State.FAILED
             self._update = None
@@ -242,6 +271,8 @@ class Staging:
 
     def _record_result(self, result: _Result) -> None:
         update = result.update
+        if result.adapter is not None:
+            self._adapters.append(result.adapter)
         if result.reply is None or (update is not None and update.state is not _State.OPEN):
             return
         if update is not None:
@@ -286,6 +317,29 @@ class Staging:
             )
         self._prepared_update = update
         return _Result(update, None)
+
+    def _read_adapter(self, message: LoadAdapter, session: int, started_ns: int) -> _Result:
+        name, version = message.name, message.version
+        try:
+            if self._receiver is None or self._buffer is None:
+                raise WeightsRefused(self._closed_reason)
+            tensors: dict[str, torch.Tensor] = {}
+            for chunk in message.chunks:
+                for spec, view in self._receiver.tensors(chunk) if chunk.tensors else ():
+                    if isinstance(view, torch.Tensor):
+                        tensors[spec.name] = view.clone()
+                        if spec.crc32 is not None:
+                            verify_checksum(spec, host_bytes(view))
+                    else:
+                        tensors[spec.name] = _tensor(spec, view).clone()
+                        verify_checksum(spec, view)
+            adapter = self._buffer.make_adapter(tensors, message.scale)
+        except Exception as error:  # noqa: BLE001  (as in _copy)
+            why = _error_text(error)
+            return _Result(None, AdapterFailed(name=name, version=version, message=why))
+        staging_us = (time.monotonic_ns() - started_ns) // 1000
+        reply = AdapterLoaded(name=name, version=version, staging_us=staging_us)
+        return _Result(None, None, ReadAdapter(message, adapter, reply, session))
 
     def _copy(self, update: _StagedUpdate, message: UpdateWeights) -> _Result:
         # After any error the live weights keep serving, so no error may end the thread.
