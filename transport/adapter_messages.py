@@ -31,7 +31,9 @@ class LoadAdapter(Message, frozen=True, kw_only=True, tag="load_adapter"):
     or ``AdapterFailed``. It serves pinned turns at once, and others from ``SwapAdapter`` on."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion
+    """Number among the adapter's own versions."""
     scale: float
     """Factor of the product of the adapter's matrices."""
     chunks: list[UpdateWeights]
@@ -53,9 +55,13 @@ class SwapAdapter(Message, frozen=True, kw_only=True, tag="swap_adapter"):
     """
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion
+    """Number among the adapter's own versions."""
     pause_mode: PauseMode
+    """What happens to the adapter's running turns."""
     kv_policy: KvPolicy
+    """What happens to the KV of its turns that continue."""
 
 
 class UnloadAdapter(Message, frozen=True, kw_only=True, tag="unload_adapter"):
@@ -63,6 +69,7 @@ class UnloadAdapter(Message, frozen=True, kw_only=True, tag="unload_adapter"):
     ignored. Also the answer to ``AdapterNeeded`` for a version that does not exist (any more)."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion | None = None
     """None for all versions."""
 
@@ -74,7 +81,9 @@ class AdapterLoaded(Message, frozen=True, kw_only=True, tag="adapter_loaded"):
     """A version of an adapter is in memory and fits the model."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion
+    """Number among the adapter's own versions."""
     staging_us: Count = 0
     """Time from the request until it was loaded, in microseconds."""
 
@@ -83,15 +92,20 @@ class AdapterFailed(Message, frozen=True, kw_only=True, tag="adapter_failed"):
     """A version of an adapter was refused, for this reason; nothing else has changed."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion
+    """Number among the adapter's own versions."""
     message: str
+    """Reason of the refusal."""
 
 
 class AdapterLive(Message, frozen=True, kw_only=True, tag="adapter_live"):
     """From now on turns that follow the adapter's live version are sampled by this one."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion
+    """Number among the adapter's own versions."""
     swapped_us: Count = 0
     """Time of the swap on the engine's monotonic clock, in microseconds."""
     recomputed_turns: Count = 0
@@ -103,6 +117,7 @@ class AdapterNeeded(Message, frozen=True, kw_only=True, tag="adapter_needed"):
     there is such a version, or by ``UnloadAdapter``."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: Count = LIVE_ADAPTER
     """Version of pinned turns; ``LIVE_ADAPTER`` for the live one."""
 
@@ -111,4 +126,6 @@ class HeldAdapter(msgspec.Struct, frozen=True, array_like=True):
     """Live version of one adapter on an engine, for its hello."""
 
     name: AdapterName
+    """Name of the adapter."""
     version: AdapterVersion
+    """Number among the adapter's own versions."""
