@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from tidegate.policies.consumption import Window
     from tidegate.policies.filters import DynamicSampling, GroupFilter
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
+    from tidegate.policies.routing_replay import record_routed_experts, replay_routed_experts
     from tidegate.policies.staleness import StalenessPolicy
     from tidegate.runs import score_server, score_server_sync, serve, serve_sync, vllm_server
     from tidegate.serving.gateway.gateway import Endpoint, Gateway
@@ -135,6 +136,8 @@ __all__ = [
     "listen",
     "log_as_json",
     "ray_workers",
+    "record_routed_experts",
+    "replay_routed_experts",
     "score_server",
     "score_server_sync",
     "serve",
@@ -203,6 +206,8 @@ _HOMES = {
     "score_server_sync": "runs",
     "listen": "orchestrator.trainer.remote.listener",
     "ray_workers": "integrations.ray.ray_environments",
+    "record_routed_experts": "policies.routing_replay",
+    "replay_routed_experts": "policies.routing_replay",
     "serve": "runs",
     "serve_sync": "runs",
     "vllm_server": "runs",
