@@ -92,11 +92,16 @@ def mixture_layers(model: nn.Module) -> list[MixtureLayer]:
         if isinstance(experts := getattr(block, "experts", None), nn.Module)
     ]
     if not layers:
-        raise ModelError(
-            f"{type(model).__name__} has no mixture-of-experts layers of transformers, so no "
-            f"experts are routed to; leave routed_experts out"
-        )
+        raise ModelError(no_mixture(type(model).__name__))
     return layers
+
+
+def no_mixture(architecture: str) -> str:
+    """Return why routed experts of a model without mixture layers are refused."""
+    return (
+        f"{architecture} has no mixture-of-experts layers, so no experts are routed to; leave "
+        f"routed_experts out"
+    )
 
 
 @contextmanager

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from tidegate.engine.execution.runner import Row
+from tidegate.engine.execution.routed_experts import RoutedExpertsCache
+from tidegate.engine.execution.runner import Row, reported_experts
 from tidegate.engine.models.fallback_weights import FallbackWeights
 from tidegate.engine.sampling.sampling import RowSampling, StepOutput, sample_rows
 from tidegate.engine.sampling.scoring import (
@@ -33,6 +34,7 @@ from tidegate.engine.sampling.scoring import (
 )
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ModelError
+from tidegate.policies.routing_replay import mixture_layers, record_routed_experts
 
 PROBE_TOKENS = 12
 PROBE_CHUNKS = (7, 1, 4)
@@ -73,6 +75,9 @@ class FallbackRunner:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._caches = _allocate(weights.module, num_blocks * block_tokens)
+        self._routed_experts = RoutedExpertsCache(
+            num_blocks, block_tokens, _num_experts(weights.module)
+        )
 
     def swap(self, weights: WeightStore) -> None:
         """Use other weights of the same model from the next step on."""
@@ -97,13 +102,27 @@ class FallbackRunner:
             if row.scoring is not None:
                 scores.append(self._score(row, row.scoring, slots))
                 continue
-            out = _read(self.weights.module, row.token_ids, slots, self._caches)
+            with self._recorded(row, slots):
+                out = _read(self.weights.module, row.token_ids, slots, self._caches)
             if row.sampling is not None:
                 logits.append(out)
                 sampling.append(row.sampling)
         if not sampling:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
-        return replace(sample_rows(torch.stack(logits), sampling), scores=scores)
+        output = sample_rows(torch.stack(logits), sampling)
+        routed_experts = reported_experts(self._routed_experts, rows)
+        return replace(output, scores=scores, routed_experts=routed_experts)
+
+    @contextmanager
+    def _recorded(self, row: Row, slots: torch.Tensor) -> Iterator[None]:
+        """Record the routed experts of a row's tokens, if the row asks for them."""
+        if row.experts_from is None:
+            yield
+            return
+        with record_routed_experts(self.weights.module) as recorder:
+            yield
+        experts = recorder.routed_experts().numpy()
+        self._routed_experts.write(slots[row.start :].numpy(), experts)
 
     def _score(self, row: Row, scoring: RowScoring, slots: torch.Tensor) -> RowScore:
         """Score a row's last positions in pieces, to bound the memory of their logits."""
@@ -125,6 +144,22 @@ class FallbackRunner:
                 _read_all(module, tokens, part_slots, self._caches, last_tokens=piece.positions)
             pieces.append(score_hidden(hidden[0][-piece.positions :], piece))
         return join_scores(pieces)
+
+
+def routed_experts_refusal(module: Any) -> str:
+    """Return why a model's routed experts can't be recorded; empty if they can."""
+    try:
+        mixture_layers(module)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _num_experts(module: Any) -> int:
+    """Return the number of experts of a mixture's largest layer; 0 for other models."""
+    if routed_experts_refusal(module):
+        return 0
+    return max(layer.num_experts for layer in mixture_layers(module))
 
 
 def kv_token_bytes(module: Any) -> int:

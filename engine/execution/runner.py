@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidegate.engine.execution.routed_experts import Experts, Positions, RoutedExpertsCache
 from tidegate.engine.execution.step_layout import (
     AdapterKey,
     AdapterVersion,
@@ -74,6 +75,10 @@ class Row:
     """What to score of the row's tokens; a row with ``scoring`` samples nothing."""
     adapter: AdapterKey = ""
     """LoRA adapter to apply; empty for none."""
+    experts_from: int | None = None
+    """First context position whose routed experts to report, up to the row's last, if the row
+    samples. Those of the row's own tokens are recorded in any case, for later rows and for turns
+    that share their blocks; None records and reports none."""
 
 
 class AdapterTensors(Protocol):
@@ -117,6 +122,16 @@ class Runner(Protocol):
 
         A row may attend to blocks that earlier rows of the same step fill.
         """
+
+
+def reported_experts(cache: RoutedExpertsCache, rows: Sequence[Row]) -> dict[int, Experts]:
+    """Return the routed experts that a computed step's rows ask for, by sampling row."""
+    requested = {
+        number: Positions(row.block_table, row.experts_from, row.start + len(row.token_ids))
+        for number, row in enumerate(row for row in rows if row.sampling is not None)
+        if row.experts_from is not None
+    }
+    return dict(zip(requested, cache.read(list(requested.values())), strict=True))
 
 
 def sizes_of(rows: Sequence[Row], kinds: list[int]) -> RowSizes:
@@ -174,6 +189,9 @@ class ModelRunner:
         """Weights that ``_dense`` was made from; None before the first dense step."""
         self._layout: StepLayout | None = None
         self._tables = BlockTables()
+        self._num_mixtures = sum(layer.has_experts for layer in config.layers)
+        num_experts = 0 if config.experts is None else config.experts.count
+        self._routed_experts = RoutedExpertsCache(num_blocks, block_tokens, num_experts)
 
     def swap(self, weights: WeightStore) -> None:
         """Use other weights of the same model from the next step on."""
@@ -199,6 +217,8 @@ class ModelRunner:
         if logits is None:
             return StepOutput(np.empty(0, np.int32), np.empty(0, np.float32), scores=scores)
         output = self._sample(logits, sampling)
+        if routed_experts := reported_experts(self._routed_experts, rows):
+            output = replace(output, routed_experts=routed_experts)
         return replace(output, scores=scores) if scores else output
 
     @torch.inference_mode()
@@ -213,6 +233,10 @@ class ModelRunner:
         none, and the scores."""
         plan = self._plan(rows)
         hidden = forward(self.weights, self._caches, plan)
+        if plan.routed_experts is not None and isinstance(plan.layers, LayerPlan):
+            written = plan.layers.slot_mapping
+            slots = written.blocks * self.block_tokens + written.offsets
+            self._routed_experts.write(slots.numpy(), plan.routed_experts.numpy())
         scoring = [row.scoring for row in rows if row.scoring is not None]
         scores = score_rows(self.weights, hidden[sampled:], scoring) if scoring else ()
         return head_logits(self.weights, hidden[:sampled]) if sampled else None, scores
@@ -238,7 +262,15 @@ class ModelRunner:
             native=self._native,
             layers=self._dense_plan(layout, positions, tables)
             or self._layer_plan(layout, starts, positions, tables),
+            routed_experts=self._routed_experts_for(rows, len(token_ids)),
         )
+
+    def _routed_experts_for(self, rows: Sequence[Row], tokens: int) -> torch.Tensor | None:
+        """Return memory for the routed experts of a step's tokens; None if no row asks for them."""
+        experts = self.config.experts
+        if experts is None or all(row.experts_from is None for row in rows):
+            return None
+        return torch.empty(tokens, self._num_mixtures, experts.per_token, dtype=torch.long)
 
     def _dense_plan(self, layout: StepLayout, positions: Ints, tables: Ints) -> DensePlan | None:
         """Return the plan of a step in which compiled code runs all layers in one call;

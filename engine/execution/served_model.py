@@ -24,6 +24,7 @@ from tidegate.engine.sampling.scoring import HIDDEN_STATE_SCORES, ScoringCapabil
 from tidegate.engine.weights.weight_store import WeightStore
 from tidegate.errors import ConfigError, ModelError, ModelNotComputed
 from tidegate.kernels.native import Native
+from tidegate.policies.routing_replay import no_mixture
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and Tidegate's own models do not need it
     from tidegate.engine.models.fallback_weights import FallbackWeights
@@ -66,6 +67,10 @@ class ServedModel(Protocol):
     @property
     def scoring(self) -> ScoringCapabilities:
         """Kinds of scores that the model can compute for given tokens."""
+
+    @property
+    def routed_experts_refusal(self) -> str:
+        """Why the model's routed experts can't be reported; empty if they can."""
 
     @property
     def warning(self) -> str | None:
@@ -185,6 +190,9 @@ class OwnModel:
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.context_tokens_max = config.context_tokens_max
+        self.routed_experts_refusal = ""
+        if not any(layer.has_experts for layer in config.layers):
+            self.routed_experts_refusal = no_mixture(config.architecture)
         self.scoring = ScoringCapabilities(
             hidden_size=config.hidden_size,
             score_kinds=("rewards" if config.labels else "logprobs", *HIDDEN_STATE_SCORES),
@@ -271,6 +279,7 @@ class FallbackModel:
             *fallback_weights.learned_positions(weights.module),
             sys.maxsize,
         )
+        self.routed_experts_refusal = fallback.routed_experts_refusal(weights.module)
         has_head = weights.module.get_output_embeddings() is not None
         self.scoring = ScoringCapabilities(
             hidden_size=config.get_text_config().hidden_size,

@@ -4,7 +4,8 @@ Called by ``ModelRunner`` with a step's plan. Weights are an argument, so anothe
 used in the next step.
 
 Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden size, A query
-heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vocabulary.
+heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vocabulary, L mixture
+layers, k experts per token.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,6 +86,9 @@ class StepPlan:
     native: Native | None
     """Compiled code for this model; None uses torch."""
     layers: LayerPlan | DensePlan
+    routed_experts: torch.Tensor | None = None
+    """[T, L, k], int64, filled by the forward pass with the ids of the experts that each token is
+    routed to; None if no row asks."""
 
 
 def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor:
@@ -99,7 +103,7 @@ def forward(weights: Weights, caches: Sequence[torch.Tensor], plan: StepPlan) ->
     if isinstance(plan.layers, DensePlan):
         plan.layers.layers.add_(hidden, plan.layers.positions, plan.layers.tables)
     else:
-        _add_layers(hidden, weights, caches, plan.layers)
+        _add_layers(hidden, weights, caches, plan.layers, plan.routed_experts)
     if plan.sampled is not None:
         hidden = hidden.index_select(0, plan.sampled)
     return _norm(hidden, weights.final_norm, config, plan.native)
@@ -122,9 +126,14 @@ def head_logits(weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _add_layers(
-    hidden: torch.Tensor, weights: Weights, caches: Sequence[torch.Tensor], plan: LayerPlan
+    hidden: torch.Tensor,
+    weights: Weights,
+    caches: Sequence[torch.Tensor],
+    plan: LayerPlan,
+    routed_experts: torch.Tensor | None,
 ) -> None:
     """Run all layers, adding each block's output to ``hidden`` [T, H] in place."""
+    mixtures = iter(()) if routed_experts is None else iter(routed_experts.unbind(1))
     config = weights.config
     activate = ACTIVATIONS[config.activation]
     group = weights.group
@@ -144,7 +153,8 @@ def _add_layers(
         )
         normed = _norm(hidden, layer.mlp_norm, config, plan.native)
         if layer.router is not None:
-            mixed = _experts(layer, layer.router, config, normed, activate, plan.native)
+            routed = next(mixtures, None)
+            mixed = _experts(layer, layer.router, config, normed, activate, plan.native, routed)
             if group is not None:
                 mixed = _summed(mixed, group)
             hidden += mixed
@@ -232,16 +242,20 @@ def _experts(
     normed: torch.Tensor,
     activate: Callable[[torch.Tensor], torch.Tensor],
     compiled: Native | None,
+    routed: torch.Tensor | None,
 ) -> torch.Tensor:
     """Mixture of experts: run each token through its top-scored experts, and return the sum [T, H].
 
-    Tokens of one expert are computed together. Experts on other ranks are left to those ranks.
+    Tokens of one expert are computed together. Experts on other ranks are left to those ranks. The
+    chosen ids are written to ``routed`` [T, k], unless that is None.
     """
     assert config.experts is not None  # set whenever there is a router
     per_token, local = config.experts.per_token, config.experts.local
     gate_weights, expert_ids = (
         router.linear(normed).softmax(-1, dtype=torch.float32).topk(per_token)
     )
+    if routed is not None:
+        routed.copy_(expert_ids)
     if config.experts.normalises:
         gate_weights /= gate_weights.sum(-1, keepdim=True)
     experts, order = expert_ids.flatten().sort(stable=True)

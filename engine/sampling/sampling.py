@@ -73,6 +73,9 @@ class StepOutput:
     """Reason for each sampling row without a sample; its columns' values are meaningless."""
     scores: Sequence[RowScore] = ()
     """Scores of the scored rows, in their order."""
+    routed_experts: Mapping[int, npt.NDArray[np.uint8 | np.uint16]] = field(default_factory=dict)
+    """Routed experts [P, L, k] by sampling row, of the P positions that the row asks for, for each
+    of L mixture layers."""
 
 
 @dataclass(frozen=True, slots=True)

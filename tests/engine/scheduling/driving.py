@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 import numpy as np
+import numpy.typing as npt
 
 from tidegate.engine.execution.runner import Row, RowSampling, Runner
 
@@ -26,6 +27,9 @@ class DrivenTurn:
     chunks: Chunks
     """Sizes of its successive prefill chunks, repeated."""
     adapter: str = ""
+    reports_experts: bool = False
+    routed_experts: list[npt.NDArray[np.uint8 | np.uint16]] = field(default_factory=list)
+    """Those reported with each sampled token."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -47,11 +51,13 @@ def drive(runner: Runner, turns: Sequence[DrivenTurn], *, new_tokens: int) -> No
     while running := [n for n, turn in enumerate(turns) if len(turn.sampled) < new_tokens]:
         rows = [_row(turns[n], computed[n], next(sizes[n]), tables[n]) for n in running]
         output = runner.step(rows)
-        results = zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True)
+        results = enumerate(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
         for n, row in zip(running, rows, strict=True):
             computed[n] += len(row.token_ids)
             if row.sampling is not None:
-                token_id, logprob = next(results)
+                index, (token_id, logprob) = next(results)
+                if index in output.routed_experts:
+                    turns[n].routed_experts.append(output.routed_experts[index])
                 turns[n].sampled.append(token_id)
                 turns[n].logprobs.append(logprob)
 
@@ -61,4 +67,7 @@ def _row(turn: DrivenTurn, computed: int, chunk: int, table: list[int]) -> Row:
     end = min(computed + chunk, len(context))
     sampling = replace(turn.sampling, index=len(turn.sampled)) if end == len(context) else None
     tokens = np.array(context[computed:end], np.int32)
-    return Row(tokens, computed, table, sampling, adapter=turn.adapter)
+    experts_from = None
+    if turn.reports_experts:
+        experts_from = computed if turn.sampled else 0
+    return Row(tokens, computed, table, sampling, adapter=turn.adapter, experts_from=experts_from)
