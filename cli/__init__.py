@@ -1,4 +1,8 @@
-"""The command `tidegate`: each module holds a few commands, and command.py registers them."""
+"""The command `tidegate` (typer): each module holds a few commands; command.py registers them.
+
+The console script of the package calls :func:`main`. Commands call the public API and
+``observability/``.
+"""
 
 from tidegate.cli.command import app, main
 

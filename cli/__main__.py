@@ -1,4 +1,7 @@
-"""Entry point of `python -m tidegate.cli`, the same as the command `tidegate`."""
+"""Entry point of `python -m tidegate.cli`, the same as the command `tidegate`.
+
+Calls :func:`tidegate.cli.command.main`.
+"""
 
 from tidegate.cli.command import main
 

@@ -1,8 +1,8 @@
 """Episode function that lets the model play in an environment: observation, turn, observation, ….
 
-:func:`environment_episode` creates it for ``batches`` and ``evaluate``. A dialogue turns
-observations into context: :class:`PlainText`, :class:`Chat`, or a user's; one is created per
-episode.
+Environments run in an :class:`EnvironmentPool`. :func:`environment_episode` creates it for
+``batches`` and ``evaluate``. A dialogue turns observations into context: :class:`PlainText`,
+:class:`Chat`, or a user's; one is created per episode.
 """
 
 import inspect

@@ -1,1 +1,4 @@
-"""Adapters for other people's trainers, clusters and environment packages."""
+"""Adapters for other projects' trainers (TRL, verl, slime), clusters (Ray) and environments.
+
+Users and those trainers import them; they use Tidegate's public API.
+"""

@@ -1,6 +1,6 @@
 """Picture of compared runs, drawn with matplotlib for ``tidegate compare --picture``.
 
-Shows reward over time and over versions, staleness, and idle shares.
+Shows reward over time and over versions, staleness, and idle shares, from :mod:`comparison`'s data.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Terminal progress of a training loop, drawn with rich: a live table, or one line per batch.
 
-The trainer's loop calls :meth:`RunProgress.batch`, which takes the run's statistics. There is no
-thread, so sync and async code can use it.
+Users' and the examples' training loops call :meth:`RunProgress.batch`, which takes the run's
+statistics. There is no thread, so sync and async code can use it.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """TensorBoard export: an ``on_batch`` callback that writes figures with torch's ``SummaryWriter``.
 
-Pass it to the run: ``serve(on_batch=TensorBoard("runs/tb"))``.
+Users pass it to a run, ``serve(on_batch=TensorBoard("runs/tb"))``; the run calls it per batch.
 """
 
 from collections.abc import Mapping

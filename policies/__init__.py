@@ -1,1 +1,4 @@
-"""Pure decision rules and tensor formulas of RL training: no I/O, no clock, no asyncio."""
+"""Decision rules (staleness, routing, filters) and tensor formulas of RL training.
+
+The orchestrator's core calls the rules, trainers the formulas. Pure: no I/O, no clock, no asyncio.
+"""

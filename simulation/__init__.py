@@ -1,1 +1,4 @@
-"""Whole runs in virtual time: for our tests, and for those of users."""
+"""Deterministic simulation: whole runs in virtual time, with the real scheduler and faults.
+
+Used by ``tidegate simulate``, ``tidegate plan``, and the pytest fixtures of users' tests.
+"""

@@ -1,4 +1,4 @@
-"""Shrink a failing scenario to the smallest one that fails in the same way.
+"""Shrinks a failing scenario to the smallest one that fails in the same way.
 
 `tidegate simulate` calls it for each failing seed. A scenario is plain data whose defaults are the
 smallest run. Shrinking drops entries and halves numbers, and keeps each change with which the run

@@ -1,1 +1,5 @@
-"""The wire between orchestrator, engines and trainers: messages, sockets, weight channels."""
+"""Wire between orchestrator, engines and trainers: MessagePack messages, ZeroMQ sockets, weight
+channels.
+
+Used by ``orchestrator/``, ``engine/`` and the simulation, which share nothing else.
+"""

@@ -1,1 +1,4 @@
-"""The engine on a GPU: weights, KV and steps on a device, by Triton kernels."""
+"""GPU backend of the engine: weights, KV cache and steps on a CUDA device, by Triton kernels.
+
+Called by the worker with ``--device cuda``. Depends on torch and ``kernels/``.
+"""

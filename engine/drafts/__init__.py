@@ -1,1 +1,4 @@
-"""Sources of draft tokens for speculative decoding."""
+"""Sources of draft tokens for speculative decoding: n-gram lookup, earlier samples, a draft model.
+
+The worker opens the source that ``--speculative-method`` names; the engine's scheduler calls it.
+"""

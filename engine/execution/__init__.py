@@ -1,1 +1,4 @@
-"""Forward passes: the step runner, the served model, the transformers fallback, sleep."""
+"""Forward passes on the CPU: step runner, transformers fallback, and sleep of their memory.
+
+The engine loop calls the runner and sleep; the worker opens the model. Uses torch and ``kernels/``.
+"""

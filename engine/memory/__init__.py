@@ -1,1 +1,4 @@
-"""Out-of-memory handling, and release of host memory for sleep."""
+"""Out-of-memory handling, and release of host memory for sleep.
+
+Used by the scheduler, the runners and the worker, through torch and ``madvise``.
+"""

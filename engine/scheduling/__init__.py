@@ -1,1 +1,4 @@
-"""Sequences, KV blocks, the running set and the step scheduler."""
+"""Continuous-batching scheduler: sequences, KV blocks, prefix cache, preemption and pauses.
+
+The engine loop calls it. Pure: no tensors, no sockets.
+"""

@@ -1,1 +1,4 @@
-"""Weight versions and LoRA adapters: staging beside the live weights, and the swap."""
+"""Weight versions and LoRA adapters: staging beside the live weights, and the swap.
+
+Used by the engine loops. Tensors come over the weight channels of ``transport/``.
+"""

@@ -1,1 +1,4 @@
-"""Adapters of environment packages to Tidegate's environment interface."""
+"""Adapters of environment packages (Gymnasium, OpenEnv, …) to Tidegate's environment interface.
+
+An environment pool's worker processes import the adapter that the user names.
+"""

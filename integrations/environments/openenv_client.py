@@ -1,5 +1,7 @@
 """Adapter for environments behind an OpenEnv server (WebSocket); one action field holds the text.
 
+A pool's worker processes create it by name and call it as an :class:`Environment`.
+
     pool.environment(
         "tidegate.integrations.environments.openenv_client:OpenEnv",
         url="http://127.0.0.1:8000", action_field="message", text_field="echoed_message",

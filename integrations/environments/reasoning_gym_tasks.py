@@ -1,5 +1,7 @@
 """Adapter for reasoning-gym datasets: one question, one answer, scored by the library.
 
+A pool's worker processes create it by name and call it as an :class:`Environment`.
+
     pool.environment(
         "tidegate.integrations.environments.reasoning_gym_tasks:ReasoningGym",
         dataset="chain_sum", settings={"min_terms": 2, "max_terms": 3},

@@ -1,7 +1,8 @@
-"""Splits staleness by cause, generation or queue, and measures waits for stragglers.
+"""Staleness of trained batches, split by cause (generation or queue), and waits for stragglers.
 
-The trainer's handle calls :meth:`BatchAges.note` for each batch; the figures appear in batch
-metrics and :class:`RunStatistics`. No decision depends on them, and a resumed run starts at zero.
+The trainer's handle adds each batch to :class:`BatchAges`; batch metrics and :class:`RunStatistics`
+show the figures. Reads the groups' timestamps and versions. No decision depends on it, and a
+resumed run starts at zero.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""Conversions of a batch: rows of it for a data-parallel rank, and columns for the wire.
+"""Conversions of a :class:`Batch`: the rows of one data-parallel rank, and columns for the wire.
 
-Remote trainers and :class:`RolloutDataset` use it. Letters of shapes as in
-:mod:`~tidegate.orchestrator.batches.batches`.
+Called by the remote trainer's service and handle, and by :class:`RolloutDataset`. Letters in shapes
+are those of :mod:`~tidegate.orchestrator.batches.batches`.
 """
 
 from collections.abc import Mapping, Sequence

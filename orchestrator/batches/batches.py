@@ -3,8 +3,8 @@
 Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it of the core's groups.
 
 Shapes: R rows, T tokens of the longest row, N tokens of all rows. A row is the whole context of a
-rollout, or of a branch of one: prompts, sampled tokens and observations in the order the model saw
-them; ``loss_mask`` marks the sampled tokens to train on.
+rollout, or of one branch of a rollout that forked: prompts, sampled tokens and observations in the
+order the model saw them; ``loss_mask`` marks the sampled tokens to train on.
 """
 
 from array import array

@@ -1,6 +1,7 @@
 """Source of tasks: the user's iterator, sync or async, and the tasks put back in front of it.
 
-:class:`TaskFeed` reads it. Also digests and JSON of tasks.
+The scheduler's :class:`TaskFeed` reads a :class:`TaskSource`; recorders, audit and gateway use this
+module's digests and JSON of tasks.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Run-length encoding of the weight versions of a batch's tokens.
+"""Run-length encoding of the weight versions that sampled a batch's tokens.
 
-:mod:`~tidegate.orchestrator.batches.batches` derives version columns, masks and staleness from it.
+:class:`Batch` derives its version columns, masks and staleness from it, with numpy.
 """
 
 from collections.abc import Sequence

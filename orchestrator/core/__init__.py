@@ -1,1 +1,5 @@
-"""Pure decisions of a run and its state: groups, rollouts, turns, versions, ledger. No I/O."""
+"""Sans-IO core of a run: groups, rollouts, turns, weight versions and the token ledger.
+
+The scheduler (``orchestrator/scheduler``) and the simulation feed the core events and carry out its
+commands. Depends on ``policies/`` and on the message types of ``transport/``.
+"""

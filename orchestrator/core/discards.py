@@ -1,9 +1,8 @@
-"""Counters of discarded rollouts by reason, length and task, and of the length bias that they
-cause.
+"""Counters of discarded rollouts by reason, length and task, and of the resulting length bias.
 
-:class:`GroupTracker` calls them, and :class:`RunStatistics` shows them. Memory is bounded, all
-numbers are integers, and equal calls give equal states, because the counters are saved with the
-core.
+:class:`GroupTracker` counts each discard; :class:`RunStatistics` shows the counters. Memory is
+bounded, all numbers are integers, and equal calls give equal states, because the counters are saved
+with the core.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
 """Double-entry ledger of sampled tokens: every token is in exactly one account at every instant.
 
-The core moves tokens between accounts; statistics and metrics read :meth:`Ledger.snapshot`.
+The core moves tokens between accounts; statistics and metrics read :meth:`Ledger.snapshot`. Has no
+dependencies.
 """
 
 from collections import Counter

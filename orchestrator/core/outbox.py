@@ -1,8 +1,9 @@
 """Outgoing messages to engines, collected until the event loop's next iteration.
 
-:class:`EngineSide` owns the outbox; its content is not journalled. Most of a send's cost is waking
-ZeroMQ's I/O thread, so turns for one engine are sent as one ``SubmitTurns`` if the engine
-supports it. A turn that can't be sent fails alone, through ``on_refused``.
+:class:`EngineSide` owns the outbox and passes it the run's socket as a function; nothing here is
+journalled. Most of a send's cost is waking ZeroMQ's I/O thread, so turns for one engine are sent as
+one ``SubmitTurns`` if the engine supports it. If a turn can't be sent, only that turn fails,
+through ``on_refused``.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Fast conversion of a sequence of ints to an int32 array of tokens.
 
-Rollouts and model files use it for prompts and observations.
+Rollouts and model files call it for prompts and observations. Standard library only.
 """
 
 import struct

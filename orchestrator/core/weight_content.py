@@ -1,8 +1,8 @@
-"""The content of a weight version: where its tensors lie, and which messages bring it to an engine.
+"""Content of a weight version: where its tensors lie, and which messages bring it to an engine.
 
-:mod:`tidegate.orchestrator.core.weight_control` keeps one for each version. The trainer's updates
-(``trainer/weight_updates.py``) choose the :data:`Change` that makes a version's content from the
-content of the version before.
+:class:`WeightControl` keeps one :class:`WeightContent` per version. The publish path
+(``trainer/weight_updates.py``) chooses the :data:`Change` that turns the previous version's content
+into the new version's.
 
 A version consists of a whole set of tensors (published, or the model directory's) and the tensors
 that partial publishes have replaced since. An engine that already serves a version based on the

@@ -5,7 +5,8 @@
         turn = await episode.generate(max_tokens=32)
         return grade(turn.text, task)
 
-The context only grows: prompts and observations by :meth:`Episode.append`, the model's tokens by
+The episode runner makes one :class:`Episode` per rollout and sends its turns to the core. The
+context only grows: prompts and observations by :meth:`Episode.append`, the model's tokens by
 :meth:`Episode.generate`. So the tokens that are trained are exactly those that the engine sampled.
 An episode that needs more than one context forks: each branch is a row of its own.
 """

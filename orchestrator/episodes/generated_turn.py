@@ -1,6 +1,7 @@
 """Result of ``Episode.generate``: a turn's tokens, text, log-probs and provenance.
 
-Users' episodes get it, and the HTTP gateway and servers make their responses of it.
+Users' episodes get it; the gateway and the HTTP servers build their responses from it. It is a view
+of the core's :class:`Turn`.
 """
 
 from functools import cached_property

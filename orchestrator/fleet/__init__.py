@@ -1,1 +1,5 @@
-"""Engines of a run: membership, heartbeats, processes, sessions and scoring."""
+"""Engines of a run as the orchestrator sees them: membership, heartbeats, processes, scoring.
+
+The scheduler's :class:`EngineSide` uses it. Everything here works on messages of the wire protocol
+and on engine subprocesses.
+"""

@@ -1,1 +1,4 @@
-"""Journal of a run's events, and resume and replay from it."""
+"""Write-ahead journal of a run's events (SQLite), and resume and replay from it.
+
+The scheduler writes it; ``serve(resume=…)``, ``tidegate replay`` and the simulation read it.
+"""

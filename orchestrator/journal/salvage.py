@@ -2,8 +2,8 @@
 
     python -m tidegate.orchestrator.journal.salvage DAMAGED NEW_FILE
 
-Only reads the damaged file. Records beyond the first damage are useless, because every record
-depends on those before it.
+Run by hand; it only reads the damaged SQLite file. Records beyond the first damage are useless,
+because every record depends on those before it.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Tables and row format of a journal's file, and migrations from older versions.
+"""SQLite tables and row format of a journal's file, and migrations from older versions.
 
-A journal is an SQLite database of three tables, so `sqlite3 FILE` shows its content:
+:class:`JournalFile` creates and writes the tables, ``reading.py`` reads them; `sqlite3 FILE` shows
+their content:
 
     header     one row, written once, as given to ``Journal.create``
     batches    a row per commit: the records ``first_lsn, first_lsn + 1, …`` packed into one body

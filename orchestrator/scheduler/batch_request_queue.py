@@ -1,10 +1,10 @@
 """Queue of the trainer's requests for batches, on the run's event loop.
 
-The scheduler puts requests in and the core's hand-overs come out. A hand-over is an offer at first:
-the trainer's thread takes it (see :class:`BatchRequest`), and acknowledges it once nothing can
-interrupt its call any more. Until then it can be undone: a batch that the trainer does not take
-returns to the core, which selects the next batch again at the version current then. One batch is on
-offer at a time, so the one undone is always the newest.
+The scheduler adds requests and passes on the core's hand-overs. A handed-over batch is an offer at
+first: the trainer's thread takes it (see :class:`BatchRequest`), and acknowledges it once nothing
+can interrupt the trainer's call any more. Until then the hand-over can be undone: a batch that the
+trainer does not take returns to the core, which selects the next batch again at the version current
+then. One batch is on offer at a time, so the batch that is undone is always the newest.
 
 While it is undecided which version the trainer has made, no batch is on offer, because its
 staleness would be counted from the version before.

@@ -1,1 +1,4 @@
-"""Statistics, forecast, watchdog and the recorder's interface."""
+"""Measurements of a run: statistics, forecast, watchdog, and the interface of recorders.
+
+Used by the scheduler and the trainer's handle; ``observability/`` exports what is measured here.
+"""

@@ -1,7 +1,7 @@
 """Off-policyness of the last batch as the trainer's loss measured it: ESS and mismatch divergences.
 
-``Rollouts.report_off_policyness`` makes an :class:`OffPolicy` from the trainer's values; metrics,
-dashboard and recordings show it.
+``Rollouts.report_off_policyness`` makes an :class:`OffPolicy` from values that the trainer computed
+with ``policies/diagnostics.py``; metrics, dashboard and recordings show it.
 """
 
 import math

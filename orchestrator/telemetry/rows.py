@@ -1,7 +1,6 @@
-"""Aggregation of a batch's rows by rollout: a rollout that forked has several rows, and counts
-once.
+"""Aggregates a batch's rows by rollout: a rollout that forked has several rows, and counts once.
 
-Batch metrics, ages and the forecast use it.
+Called by batch metrics, :class:`BatchAges` and the forecast, with numpy.
 """
 
 from typing import TypeVar

@@ -1,1 +1,5 @@
-"""Client API of a run: serve, connect, batches, publish; local and remote."""
+"""Client API of a run: serve, connect, batches, publish; for local and remote trainers.
+
+Called by the user's trainer and by the integrations. Local handles submit coroutines to the run's
+thread; remote handles talk to the run over ZeroMQ.
+"""

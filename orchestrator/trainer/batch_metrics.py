@@ -1,6 +1,7 @@
 """Metrics of a batch, as ``metrics.jsonl`` and the user's ``on_batch`` callback get them.
 
-The local handle computes them for each batch that it hands to the trainer.
+The local handle computes them for each batch that it hands to the trainer. Reads the batch's
+tensors and the run's statistics.
 """
 
 import inspect

@@ -1,1 +1,5 @@
-"""Weight versions on their way to engines, pauses and sleep."""
+"""Publishing of weights: reading state dicts, the weight channel, and control of engines' updates.
+
+Used by the trainer's handles (publish) and the scheduler's :class:`EngineSide` (updates, pauses,
+sleep). The channels' protocols are in ``transport/weight_channels/``.
+"""

@@ -1,6 +1,7 @@
 """Reader of LoRA adapters, from PEFT directories or a trainer's tensors; refuses unsupported ones.
 
-``Rollouts.publish_adapter`` uses it. Whether an adapter fits a model is checked by engines.
+``Rollouts.publish_adapter`` calls it through ``trainer/weight_updates.py``. Reads safetensors by
+``tensor_files.py``. Engines check whether an adapter fits their model.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,8 @@
-"""Sender of a run's weight channel, chosen by the setting ``weight_channel``.
+"""Sender of a run's weight channel (shared memory, ZeroMQ, files, …), by the setting
+``weight_channel``.
 
-`trainer/run.py` opens the channel, and the publish path writes to it.
+``trainer/run.py`` opens the channel, and the publish path writes each version to it. The senders
+are in ``transport/weight_channels/``.
 """
 
 from collections.abc import Collection, Mapping

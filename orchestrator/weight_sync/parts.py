@@ -1,6 +1,7 @@
 """File beside an archived weight version that names the other versions it is made of.
 
-The publish path writes it, and the audit reads it. A whole set of the model's own tensors has none.
+The publish path writes it, and `tidegate audit` and the recorder read it. A version that is a whole
+set of the model's own tensors has no such file.
 """
 
 from pathlib import Path

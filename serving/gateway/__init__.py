@@ -1,1 +1,4 @@
-"""OpenAI-compatible API for agents, over the episodes of a run."""
+"""OpenAI-compatible HTTP API for agents, in which each rollout of a run is a session.
+
+Users create a :class:`Gateway`; its requests become turns of the rollout's :class:`Episode`.
+"""

@@ -1,4 +1,4 @@
-"""One completion request of the gateway in progress, and its answer, whole or as a stream.
+"""One completion request of the gateway in progress, and its answer, whole or as an SSE stream.
 
 The HTTP handlers in :mod:`app` begin requests and answer them. Each choice is a turn of a row of
 the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's

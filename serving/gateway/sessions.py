@@ -1,7 +1,7 @@
 """Sessions of the gateway: each gives one agent access to its rollout, by an API key.
 
-The gateway opens and ends sessions from the episodes of its run; :mod:`app` looks them up by their
-keys.
+The gateway opens and ends a session with each episode of its run; :mod:`app` looks sessions up by
+their keys. In memory only, no HTTP.
 """
 
 import asyncio

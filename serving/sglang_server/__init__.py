@@ -1,1 +1,4 @@
-"""SGLang's HTTP API, as further routes of the vLLM-compatible server."""
+"""SGLang's HTTP API, as further routes of the vLLM-compatible server.
+
+The server imports it at start; the routes use the same run, pauses and weight updates.
+"""

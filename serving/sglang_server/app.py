@@ -1,7 +1,7 @@
 """Routes of SGLang's HTTP API, on the application of the vLLM-compatible server.
 
-Importing the module registers them. They end in the same parts of the server as vLLM's own routes;
-where both APIs have a path, vLLM's handler answers for both.
+The server imports this module, which registers the routes. They call the same parts of the server
+as vLLM's own routes; where both APIs have a path, vLLM's handler answers for both.
 """
 
 import secrets

@@ -1,4 +1,4 @@
-"""Prometheus text of the vLLM-compatible server, under vLLM's names.
+"""Prometheus metrics of the vLLM-compatible server, under vLLM's names.
 
 The route ``/metrics`` renders it. Requests that have ended are counted here; the other figures are
 read off the run at each scrape.

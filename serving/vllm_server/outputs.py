@@ -1,8 +1,9 @@
 """New output of a choice since the last read: tokens, log-probs, text, and how the choice ended.
 
-The vLLM-compatible server makes its response bodies, streamed or not, of these parts.
-:class:`OutputReader` reads them from an :class:`ActiveChoice`. :class:`OutputTokenizer` decodes
-tokens and cuts an output's text at a stop token or stop string.
+Called by completions and by SGLang's ``/generate``. The vLLM-compatible server makes its response
+bodies, streamed or not, of these parts. :class:`OutputReader` reads them from an
+:class:`ActiveChoice`. :class:`OutputTokenizer` decodes tokens and cuts an output's text at a stop
+token or stop string.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
 """Pauses, sleep and prefix caches of all engines of a run, by vLLM's rules.
 
-The handlers of :mod:`app` call it. Calls are carried out one after another, except for two that end
-a pause which still waits for requests: a resume, and a pause that aborts.
+The handlers of :mod:`app` call it, and it calls the run's :class:`Scheduler`. Calls are carried out
+one after another, except for two that end a pause which still waits for requests: a resume, and a
+pause that aborts.
 """
 
 import asyncio

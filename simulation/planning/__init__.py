@@ -1,1 +1,4 @@
-"""`tidegate plan`: forecasts a run's throughput and staleness."""
+"""Forecast of a run's throughput and staleness, by closed forms or by simulation.
+
+Called by ``tidegate plan``.
+"""

@@ -1,8 +1,8 @@
 """Closed forms for a run's throughput and staleness; they take milliseconds to compute.
 
-The forms are those of :mod:`tidegate.policies.predictions`, put together for groups consumed in the
-order of admission; time that episodes spend in tools is left out. :mod:`simulated` takes longer and
-assumes less.
+Called by :mod:`plan` for each choice of settings. The forms are those of
+:mod:`tidegate.policies.predictions`, put together for groups consumed in the order of admission;
+time that episodes spend in tools is left out. :mod:`simulated` takes longer and assumes less.
 """
 
 import bisect

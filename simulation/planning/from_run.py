@@ -1,6 +1,6 @@
 """Speeds and lengths measured in a finished run, read from its directory to plan the next one.
 
-Used by `tidegate plan --from`.
+Called by `tidegate plan --from`; reads the recorder's files through ``observability/``.
 """
 
 from collections import defaultdict

@@ -1,9 +1,10 @@
 """Interfaces of weight channels, and the checks of tensor specs that all of them share.
 
-A channel moves named byte buffers and knows dtypes only by size; the engine checks whether names
-and shapes fit its model. The phases are vLLM's: init, start, update, finish. A channel takes part
-in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the messages of phases 1 and
-3; phases 2 and 4 carry no data.
+Implemented by the channels in this folder, called by the publish path (sender) and by staging
+(receiver). A channel moves named byte buffers and knows dtypes only by size; the engine checks
+whether names and shapes fit its model. The phases are vLLM's: init, start, update, finish. A
+channel takes part in two: :meth:`WeightSender.init` and :meth:`WeightSender.write` make the
+messages of phases 1 and 3; phases 2 and 4 carry no data.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Optional CRC-32 checksums of published tensors, computed by the sender and checked by engines.
 
-CRC-32 is zlib's: it is in the standard library, releases the GIL, and reads about a gigabyte a
-second, once at publishing and once in each engine, in parallel with decoding.
+The publish path computes them, staging verifies them. CRC-32 is zlib's: it is in the standard
+library, releases the GIL, and reads about a gigabyte a second, once at publishing and once in each
+engine, in parallel with decoding.
 """
 
 import zlib

@@ -1,8 +1,9 @@
 """Weight channel by torch.distributed: gloo or NCCL broadcasts, in rounds.
 
-A process group needs all members in advance, but engines come and go. So an engine requests a
-version from the sender over ZeroMQ; the requests that arrive until all known receivers have asked,
-or :data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
+Both ends (:mod:`collective_sender`, :mod:`collective_receiver`) import this module. A process group
+needs all members in advance, but engines come and go. So an engine requests a version from the
+sender over ZeroMQ; the requests that arrive until all known receivers have asked, or
+:data:`GATHER_S` after the first, form a round: a process group of its own, reused as long as the
 same members ask. A round that loses a member fails for all members, whom the sender notifies; they
 ask again, and continue from the byte that all of them have.
 

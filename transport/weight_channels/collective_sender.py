@@ -1,7 +1,8 @@
 """Orchestrator's end of the ``collective`` weight channel: forms rounds and broadcasts as rank 0.
 
-It stores versions as :class:`ZmqSender` does, and also answers that channel's requests. Rounds run
-one after another on a thread of their own, so that new requests are read meanwhile.
+The publish path writes to it. It stores versions as :class:`ZmqSender` does, and also answers that
+channel's requests. Rounds run one after another on a thread of their own, so that new requests are
+read meanwhile.
 """
 
 import socket

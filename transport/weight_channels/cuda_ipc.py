@@ -1,8 +1,8 @@
 """Weight channel by CUDA IPC: engines on the trainer's own GPU open its buffers and copy from them.
 
-The sender packs each version into buffers of its own, so the trainer may change its tensors as soon
-as they are written, and a late engine still finds them. The bytes never leave the device.
-:mod:`cuda_memory` does the sharing.
+The publish path packs tensors, the engine's staging copies them. The sender packs each version into
+buffers of its own, so the trainer may change its tensors as soon as they are written, and a late
+engine still finds them. The bytes never leave the device. :mod:`cuda_memory` does the sharing.
 """
 
 import zlib

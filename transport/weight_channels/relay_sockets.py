@@ -1,6 +1,6 @@
 """ZeroMQ sockets of a relay, towards the sender and other relays, with or without CURVE keys.
 
-:class:`RelayNode` uses them.
+:class:`RelayNode` creates them, and polls them on its thread.
 """
 
 from dataclasses import dataclass

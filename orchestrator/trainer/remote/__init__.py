@@ -1,1 +1,4 @@
-"""A trainer in another process or on another host, as one process or as ranks."""
+"""Trainer in another process or on another host, as one process or as data-parallel ranks.
+
+``tidegate.connect`` is the trainer's end, ``tidegate.listen`` the run's; both speak over ZeroMQ.
+"""

@@ -1,6 +1,7 @@
-"""Encoding of named arrays as bytes, one after the other, cut into frames of limited size.
+"""Codec of named arrays: bytes laid end to end, cut into frames of limited size.
 
-Batches and scores travel to remote trainers in this form, beside a header message.
+Called by the remote trainer's service and handle for batches and scores, which travel beside a
+header message over ZeroMQ.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

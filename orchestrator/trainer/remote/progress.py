@@ -1,6 +1,7 @@
 """Progress of a remote trainer's ranks through the run's batches, and the batches kept for replay.
 
-`service.py` calls it to find the ranks that others must wait for. No I/O, no awaiting.
+:class:`TrainerService` calls it to find the ranks that others must wait for, and the batch to send
+again to a rank that lost its reply. No I/O, no awaiting.
 """
 
 from collections.abc import Sequence
