@@ -1,7 +1,7 @@
 """Episode function that lets the model play in an environment: observation, turn, observation, ….
 
-Environments run in an :class:`EnvironmentPool`. :func:`environment_episode` creates it for
-``batches`` and ``evaluate``. A dialogue turns observations into context: :class:`PlainText`,
+Users pass the result of :func:`environment_episode` to ``batches`` and ``evaluate``. Environments
+run in an :class:`EnvironmentPool`. A dialogue turns observations into context: :class:`PlainText`,
 :class:`Chat`, or a user's; one is created per episode.
 """
 

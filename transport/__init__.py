@@ -1,5 +1,4 @@
-"""Wire between orchestrator, engines and trainers: MessagePack messages, ZeroMQ sockets, weight
-channels.
+"""Wire protocols of a run: MessagePack messages, ZeroMQ sockets, and weight channels.
 
-Used by ``orchestrator/``, ``engine/`` and the simulation, which share nothing else.
+Used by ``orchestrator/``, ``engine/``, remote trainers and the simulation.
 """

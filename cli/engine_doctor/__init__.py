@@ -1,5 +1,4 @@
-"""`tidegate doctor`: examines an external engine over HTTP, and reports what is wrong for RL
-training.
+"""Examination of an external engine over HTTP: measurements, and findings about RL training.
 
-Called by ``cli/doctor.py``. Depends on transformers, for the reference log-probs.
+``tidegate doctor`` calls it. Depends on transformers, for the reference log-probs.
 """
