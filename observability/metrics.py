@@ -120,106 +120,131 @@ STALENESS = (
     Metric(
         "tidegate_staleness_versions",
         "histogram",
-        "Trained rollouts by staleness in versions, of their oldest trained token at consumption.",
+        "Trained rollouts, by the weight versions published between the sampling of their oldest "
+        "trained token and their hand-over to the trainer. High values mean off-policy training; "
+        "the bound is tidegate_staleness_bound_versions.",
         histogram(lambda snapshot: snapshot.statistics.staleness_histogram),
     ),
     Metric(
         "tidegate_staleness_from_generation_versions",
         "histogram",
-        "Trained rollouts by versions published from their oldest trained token to their group's "
-        "end.",
+        "The part of tidegate_staleness_versions that arose until the group's last rollout ended. "
+        "High values: rollouts take longer than train steps, so shorten them, add engines or "
+        "lower max_staleness.",
         histogram(lambda snapshot: snapshot.statistics.staleness_from_generation),
     ),
     Metric(
         "tidegate_staleness_from_queue_versions",
         "histogram",
-        "Trained rollouts by versions published while their ended group waited for the trainer.",
+        "The part of tidegate_staleness_versions that arose while the ended group waited for "
+        "hand-over. High values: engines are ahead of the trainer, so a lower max_staleness costs "
+        "no throughput.",
         histogram(lambda snapshot: snapshot.statistics.staleness_from_queue),
     ),
     Metric(
         "tidegate_version_span_max_versions",
         "gauge",
-        "Largest number of versions that one rollout of the last batch spans.",
+        "Newest minus oldest weight version that sampled one rollout, the largest of the last "
+        "batch, in versions. 0: no rollout saw a weight update while it was generated.",
         last_batch("version_span_max"),
     ),
     Metric(
         "tidegate_token_lag_versions",
         "histogram",
-        "Trained tokens by lag in versions at consumption.",
+        "Trained tokens, by the weight versions published between the token's sampling and its "
+        "hand-over to the trainer. At most tidegate_staleness_bound_versions, if there is a bound.",
         histogram(lambda snapshot: snapshot.collected.token_lags),
     ),
     Metric(
         "tidegate_staleness_bound_versions",
         "gauge",
-        "Staleness in versions that the policy guarantees; absent if it guarantees none.",
+        "Largest staleness in versions that the policy allows a trained token (max_staleness). No "
+        "sample if the policy has no bound.",
         of_run(lambda s: s.staleness_bound),
     ),
     forecast(
         "tidegate_staleness_predicted_versions",
-        "Mean staleness in versions that the forecast predicts.",
+        "Mean staleness of trained rollouts in versions that the closed-form forecast predicts. "
+        "Compare with the mean of tidegate_staleness_versions.",
         "predicted_staleness",
     ),
     forecast(
         "tidegate_staleness_max_useful_versions",
-        "The max_staleness in versions above which throughput no longer grows.",
+        "Largest max_staleness, in versions, that still raises throughput, by the forecast. A "
+        "setting above this makes tokens older and gains nothing.",
         "max_useful_staleness",
     ),
     Metric(
         "tidegate_effective_sample_size_ratio",
         "gauge",
-        "Effective sample size of the last batch over its size, as the trainer reported it.",
+        "Effective sample size of the last batch's importance weights over its number of tokens, "
+        "0 to 1, as the trainer reported it. 1 is on-policy; a fall means that few tokens "
+        "dominate the loss.",
         _reported("effective_sample_size"),
     ),
     Metric(
         "tidegate_mismatch_kl_nats",
         "gauge",
-        "KL of the sampling policy from the trained one per token, as the trainer reported it.",
+        "KL divergence between the sampling and the trained policy in nats per token of the last "
+        "batch, as mean(-log w), reported by the trainer. 0 is on-policy; a rise means staleness "
+        "or an engine whose log-probs differ.",
         _reported("mismatch_kl"),
     ),
     Metric(
         "tidegate_mismatch_k3_nats",
         "gauge",
-        "KL by the k3 estimator, which is never negative: mean(w - 1 - log w).",
+        "KL divergence between the sampling and the trained policy in nats per token of the last "
+        "batch by the k3 estimator, mean(w - 1 - log w), which has less noise than mean(-log w) "
+        "and is never negative. 0 is on-policy.",
         _reported("k3"),
     ),
     Metric(
         "tidegate_mismatch_chi2_ratio",
         "gauge",
-        "Chi-squared divergence per token: mean squared importance weight minus 1.",
+        "Chi-squared divergence of the last batch: mean squared importance weight minus 1, "
+        "without unit, reported by the trainer. 0 is on-policy; it rises first where a few tokens "
+        "have large weights.",
         _reported("chi2"),
     ),
     Metric(
         "tidegate_mismatch_kl_by_lag_nats",
         "gauge",
-        "KL by token lag (a bucket's smallest lag): mean(-log w), which may be negative.",
+        "KL divergence in nats per token, mean(-log w), of the last batch's tokens of one lag "
+        "bucket; `lag` is the bucket's smallest lag in versions. May be negative by noise. A rise "
+        "with lag shows what staleness costs.",
         _reported_by_lag("kl"),
         ("lag",),
     ),
     Metric(
         "tidegate_mismatch_k3_by_lag_nats",
         "gauge",
-        "k3 by token lag.",
+        "KL divergence in nats per token by the k3 estimator, mean(w - 1 - log w), of the last "
+        "batch's tokens of one lag bucket. A high value at lag 0 is engine mismatch, not "
+        "staleness.",
         _reported_by_lag("k3"),
         ("lag",),
     ),
     Metric(
         "tidegate_mismatch_chi2_by_lag_ratio",
         "gauge",
-        "Chi-squared by token lag.",
+        "Chi-squared divergence, mean squared importance weight minus 1, of the last batch's "
+        "tokens of one lag bucket. 0 is on-policy.",
         _reported_by_lag("chi2"),
         ("lag",),
     ),
     Metric(
         "tidegate_effective_sample_size_by_lag_ratio",
         "gauge",
-        "Effective sample size by token lag.",
+        "Effective sample size over number of tokens, 0 to 1, of the last batch's tokens of one "
+        "lag bucket. 1 is on-policy; low: these tokens teach little.",
         _reported_by_lag("ess"),
         ("lag",),
     ),
     Metric(
         "tidegate_mismatch_perplexity_by_lag_ratio",
         "gauge",
-        "Perplexity under the trained policy over that under the sampling one, by token lag.",
+        "Perplexity of the last batch's tokens of one lag bucket under the trained policy, "
+        "divided by that under the sampling policy. 1 is on-policy.",
         _reported_by_lag("ppl_ratio"),
         ("lag",),
     ),
@@ -237,98 +262,111 @@ TIMES = (
     Metric(
         "tidegate_trainer_version",
         "gauge",
-        "Newest published weight version.",
+        "Newest weight version that the trainer has published; each publish adds 1. 0: the model "
+        "directory's weights.",
         of_run(lambda s: s.trainer_version),
     ),
     Metric(
         "tidegate_live_version",
         "gauge",
-        "Oldest weight version that a live engine serves.",
+        "Oldest weight version that a connected engine still serves. If it stays below "
+        "tidegate_trainer_version, an engine is slow to load weights.",
         of_run(lambda s: s.live_version),
     ),
     Metric(
         "tidegate_run_seconds",
         "gauge",
-        "Seconds from the first batch request to the trainer's last activity.",
+        "Seconds from the first batch request to the trainer's last activity. Idle ratios and "
+        "tokens per second refer to this time.",
         of_run(lambda s: s.wall_s),
     ),
     Metric(
         "tidegate_trainer_seconds_total",
         "counter",
-        "Seconds that the trainer spent in each activity: train, wait (for a batch), publish.",
+        "Seconds that the trainer has spent in `activity`: train, wait (for a batch) or publish. "
+        "Much `wait`: generation is the bottleneck.",
         by_key(lambda snapshot: snapshot.collected.trainer_activity_s),
         ("activity",),
     ),
     Metric(
         "tidegate_publishes_total",
         "counter",
-        "Publishes that the trainer waited for.",
+        "Publishes of weights that the trainer has awaited, the number behind "
+        'tidegate_trainer_seconds_total{activity="publish"}.',
         of_run(lambda s: s.publishes),
     ),
     Metric(
         "tidegate_episode_seconds_total",
         "counter",
-        "Seconds of all episodes by activity: environment, score, tools, "
-        "and the names given to episode.activity().",
+        "Seconds, summed over all episodes, spent in `activity`: environment, score, tool, or a "
+        "name given to episode.activity(). Generation is not included.",
         by_key(lambda snapshot: snapshot.statistics.episode_activity_s),
         ("activity",),
     ),
     Metric(
         "tidegate_straggler_wait_seconds_total",
         "counter",
-        "Seconds between the ends of a group's first and last rollout, summed over trained groups.",
+        "Seconds from the end of a group's first rollout to the end of its last, summed over "
+        "trained groups. Divide by tidegate_straggler_wait_groups_total; high: few long rollouts "
+        "hold back their groups.",
         of_run(lambda s: s.straggler_wait_s),
     ),
     Metric(
         "tidegate_straggler_wait_groups_total",
         "counter",
-        "Trained groups counted in tidegate_straggler_wait_seconds_total.",
+        "Trained groups that tidegate_straggler_wait_seconds_total sums over.",
         of_run(lambda s: s.straggler_wait_groups),
     ),
     Metric(
         "tidegate_trainer_idle_ratio",
         "gauge",
-        "Share of the run's time in which the trainer waited for batches.",
+        "Share of tidegate_run_seconds in which the trainer waited for a batch, 0 to 1. High: "
+        "generation is the bottleneck; add engines or raise max_staleness.",
         of_run(lambda s: s.trainer_idle_share),
     ),
     Metric(
         "tidegate_engine_idle_ratio",
         "gauge",
-        "Share of the run's time in which an engine ran no step, mean over engines.",
+        "Share of tidegate_run_seconds in which an engine computed no step, 0 to 1, the mean over "
+        "engines. High: the trainer, slow environments or the staleness bound hold engines back.",
         of_run(lambda s: s.engine_idle_share),
     ),
     forecast(
         "tidegate_rollout_trainer_throughput_ratio",
-        "Rollout throughput over trainer throughput; above 1 the trainer is the bottleneck.",
+        "Rollouts per second that the engines can generate, divided by those that the trainer can "
+        "train on. Above 1 the trainer is the bottleneck, below 1 the engines.",
         "throughput_ratio",
     ),
     forecast(
         "tidegate_batch_interval_seconds",
-        "Mean seconds from one batch to the next.",
+        "Mean seconds from one batch's hand-over to the next, as measured by the forecast.",
         "batch_interval_s",
     ),
     forecast(
         "tidegate_batch_interval_attainable_seconds",
-        "Mean seconds from one batch to the next that are attainable without avoidable waiting.",
+        "Mean seconds per batch if nobody waited avoidably: the time of the slower of generation "
+        "and training. The excess of tidegate_batch_interval_seconds can be saved.",
         "attainable_batch_interval_s",
     ),
     Metric(
         "tidegate_paused",
         "gauge",
-        "1 while engines are paused.",
+        "1 while the engines are paused by a pause() call, 0 while they run.",
         of_run(lambda s: float(s.pause_mode is not None)),
     ),
     Metric(
         "tidegate_event_loop_longest_block_seconds",
         "gauge",
-        "Longest time in seconds for which user code blocked the run's event loop.",
+        "Longest time in seconds, since the process began, for which user code blocked the run's "
+        "event loop. Meanwhile no turn was sent or received; move blocking calls of an episode to "
+        "a thread.",
         of_run(lambda s: s.event_loop_longest_block_s),
     ),
     Metric(
         "tidegate_stuck",
         "gauge",
-        "Engines, turns, episodes and others without progress for stuck_after_s or longer, by "
-        "kind.",
+        "Things of `kind` (engine, turn, episode, tasks, trainer, publish, memory) without "
+        "progress for stuck_after_s or longer. Above 0: see the log and statistics().stuck.",
         by_key(_stuck),
         ("kind",),
     ),
@@ -338,70 +376,81 @@ ENGINES = (
     per_engine(
         "tidegate_engine_weight_version",
         "gauge",
-        "Weight version that the engine serves.",
+        "Weight version that the engine serves now. Behind tidegate_trainer_version only while it "
+        "loads.",
         lambda e: e.weight_version,
     ),
     per_engine(
         "tidegate_engine_running_turns",
         "gauge",
-        "Turns in the engine's running set.",
+        "Turns that the engine is decoding now. At most tidegate_engine_max_running_turns.",
         lambda e: e.running_turns,
     ),
     per_engine(
         "tidegate_engine_waiting_turns",
         "gauge",
-        "Turns in the engine's queue.",
+        "Turns sent to the engine that wait for a decode slot or KV blocks. Above 0 for long: the "
+        "engine is full.",
         lambda e: e.waiting_turns,
     ),
     per_engine(
         "tidegate_engine_max_running_turns",
         "gauge",
-        "Largest number of turns that the engine decodes at once.",
+        "Decode slots of the engine: the largest number of turns that it decodes at once (a "
+        "constant).",
         lambda e: e.max_running_turns,
     ),
     per_engine(
         "tidegate_engine_tokens_total",
         "counter",
-        "Tokens received from the engine.",
+        "Sampled tokens received from the engine, for training and evaluation. Its rate is the "
+        "engine's throughput.",
         lambda e: e.tokens,
     ),
     per_engine(
-        "tidegate_engine_steps_total", "counter", "Decode steps of the engine.", lambda e: e.steps
+        "tidegate_engine_steps_total",
+        "counter",
+        "Steps (forward passes) that the engine has reported.",
+        lambda e: e.steps,
     ),
     per_engine(
         "tidegate_engine_busy_seconds_total",
         "counter",
-        "Seconds that the engine spent in steps.",
+        "Seconds that the engine has spent in steps. Its rate is the share of time that the "
+        "engine is busy.",
         lambda e: e.busy_s,
     ),
     per_engine(
         "tidegate_engine_weight_swaps_total",
         "counter",
-        "Weight swaps of the engine: updates to another version.",
+        "Times that the engine replaced its weights by another version.",
         lambda e: e.weight_swaps,
     ),
     per_engine(
         "tidegate_engine_weight_swap_stall_seconds_total",
         "counter",
-        "Seconds in which the engine decoded nothing because it swapped weights.",
+        "Seconds in which the engine decoded nothing because it replaced its weights. Divide by "
+        "tidegate_engine_weight_swaps_total for the cost of one update.",
         lambda e: e.weight_swap_stall_s,
     ),
     per_engine(
         "tidegate_engine_out_of_memory_steps_total",
         "counter",
-        "Steps that ran out of memory and were repeated with less.",
+        "Steps that ran out of memory and were repeated with fewer tokens. Above 0: lower "
+        "max_running_turns or num_kv_blocks.",
         lambda e: e.out_of_memory_steps,
     ),
     per_engine(
         "tidegate_engine_draft_tokens_total",
         "counter",
-        "Draft tokens that the engine verified.",
+        "Draft tokens of speculative decoding that the engine has verified.",
         lambda e: e.draft_tokens,
     ),
     per_engine(
         "tidegate_engine_accepted_draft_tokens_total",
         "counter",
-        "Draft tokens that the engine accepted.",
+        "Draft tokens that the engine has accepted; each saved a decode step. Divided by "
+        "tidegate_engine_draft_tokens_total: the acceptance rate.",
         lambda e: e.accepted_draft_tokens,
     ),
 )
@@ -411,62 +460,68 @@ TOKENS = (
     Metric(
         "tidegate_tokens_generated_total",
         "counter",
-        "Tokens sampled for training; equals trained + buffered + in flight + discarded.",
+        "Tokens sampled for training. Always the sum of tokens trained, buffered, in flight and "
+        "discarded.",
         of_run(lambda s: s.ledger.generated),
     ),
     Metric(
         "tidegate_tokens_trained_total",
         "counter",
-        "Tokens handed to the trainer, minus those that it reported as not trained on.",
+        "Sampled tokens handed to the trainer, less those that it reported as not trained on.",
         of_run(lambda s: s.ledger.trained),
     ),
     Metric(
         "tidegate_tokens_discarded_total",
         "counter",
-        "Tokens that will never be trained.",
+        "Sampled tokens that will never be trained on, by `reason`. A high share of "
+        "tidegate_tokens_generated_total is wasted generation.",
         by_key(lambda snapshot: dict(snapshot.statistics.ledger.discarded)),
         ("reason",),
     ),
     Metric(
         "tidegate_tokens_buffered",
         "gauge",
-        "Tokens of finished rollouts that wait for the trainer.",
+        "Sampled tokens of ended rollouts that are not yet handed to the trainer. Rises when the "
+        "trainer is slower than the engines.",
         of_run(lambda s: s.ledger.buffered),
     ),
     Metric(
         "tidegate_tokens_in_flight",
         "gauge",
-        "Tokens of rollouts whose episode is running.",
+        "Sampled tokens of rollouts whose episodes are still running.",
         of_run(lambda s: s.ledger.in_flight),
     ),
     Metric(
         "tidegate_tokens_unaccounted",
         "gauge",
-        "Generated tokens minus all accounts of the ledger; a value other than 0 is a bug.",
+        "tidegate_tokens_generated_total minus all accounts of the token ledger. Any value but 0 "
+        "is a bug of Tidegate.",
         of_run(lambda s: s.ledger.error),
     ),
     Metric(
         "tidegate_tokens_evaluation_total",
         "counter",
-        "Tokens sampled for evaluation only.",
+        "Tokens sampled for evaluation; not part of tidegate_tokens_generated_total.",
         of_run(lambda s: s.evaluation_ledger.generated),
     ),
     Metric(
         "tidegate_tokens_context_total",
         "counter",
-        "Context tokens that turns started from, recomputed ones included.",
+        "Context tokens (prompt, observations, earlier output) that turns started from, counted "
+        "again for each start, cached ones included.",
         of_run(lambda s: s.context_tokens),
     ),
     Metric(
         "tidegate_tokens_context_cached_total",
         "counter",
-        "Context tokens whose KV the engines had in cache.",
+        "Those of tidegate_tokens_context_total whose KV an engine had in its prefix cache. "
+        "Divide the two for the hit rate.",
         of_run(lambda s: s.cached_context_tokens),
     ),
     Metric(
         "tidegate_tokens_per_second",
         "gauge",
-        "Tokens sampled per second since the first batch request.",
+        "Sampled tokens per second, all engines together, averaged over tidegate_run_seconds.",
         of_run(lambda s: s.tokens_per_s),
     ),
 )
@@ -481,62 +536,68 @@ ROLLOUTS = (
     Metric(
         "tidegate_batch_callback_errors_total",
         "counter",
-        "Batches for which the on_batch callback raised an exception.",
+        "Batches for which the user's on_batch callback raised an exception, which was logged and "
+        "ignored.",
         of_run(lambda s: s.batch_callback_errors),
     ),
     Metric(
         "tidegate_rollouts_trained_total",
         "counter",
-        "Rollouts handed to the trainer, minus those that it reported as not trained on.",
+        "Rollouts handed to the trainer, less those that it reported as not trained on.",
         of_run(lambda s: s.trained_rollouts),
     ),
     Metric(
         "tidegate_rollouts_mixed_version_total",
         "counter",
-        "Trained rollouts whose tokens came from two or more versions.",
+        "Trained rollouts whose tokens were sampled by two or more weight versions. A high share "
+        "is normal if rollouts outlast train steps.",
         of_run(lambda s: s.mixed_version_rollouts),
     ),
     Metric(
         "tidegate_rollouts_discarded_total",
         "counter",
-        "Rollouts that will never be trained.",
+        "Rollouts that will never be trained on, by `reason`, such as staleness, a failed episode "
+        "or a group filter.",
         by_key(lambda snapshot: dict(snapshot.statistics.discarded_rollouts)),
         ("reason",),
     ),
     Metric(
         "tidegate_groups_running",
         "gauge",
-        "Groups with a running episode.",
+        "Groups in which at least one episode is running.",
         of_run(lambda s: s.running_groups),
     ),
     Metric(
         "tidegate_groups_buffered",
         "gauge",
-        "Groups that have ended and wait for the trainer.",
+        "Groups of which all rollouts have ended, and which wait for hand-over to the trainer.",
         of_run(lambda s: s.buffered_groups),
     ),
     Metric(
         "tidegate_groups_training",
         "gauge",
-        "Groups handed to the trainer whose version is not live yet.",
+        "Groups in batches that the trainer has, whose weights are not published and live on the "
+        "engines yet.",
         of_run(lambda s: s.training_groups),
     ),
     Metric(
         "tidegate_groups_admissible",
         "gauge",
-        "Groups that may be admitted now.",
+        "Groups that could start now without breaking the staleness bound. 0 for long: engines "
+        "wait for the trainer.",
         of_run(lambda s: s.admissible_groups),
     ),
     Metric(
         "tidegate_reward_mean",
         "gauge",
-        "Mean reward of the last batch.",
+        "Mean reward of the last batch's rollouts, in the units of the task's reward.",
         last_batch("reward"),
     ),
     Metric(
         "tidegate_length_bias_ratio",
         "gauge",
-        "Mean trained over mean generated length of recent rollouts; below 1 favours short.",
+        "Mean length in tokens of recently trained rollouts, divided by that of all recently "
+        "generated ones. Below 1, discards hit long rollouts more often.",
         of_run(lambda s: None if s.length_bias is None else s.length_bias.ratio),
     ),
 )

@@ -74,17 +74,22 @@ class StalenessSettings(SettingsRecord):
     """Groups and batches, and how old their tokens may get before training."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """Staleness bound η: largest number of weight versions by which a trained token's version may
-    be older than the trainer's. 0 is synchronous."""
+    """Staleness bound η, in weight versions: a token that the trainer trains on was sampled by
+    weights at most this many versions older than the trainer's. 0 is synchronous on-policy
+    training; higher values let engines generate further ahead, on older weights."""
     group_size: Count = 8
-    """Number of rollouts per task."""
+    """Number of rollouts per task, whose rewards are compared for the advantages (GRPO)."""
     groups_per_batch: Count = 8
-    """Number of groups in a training batch."""
+    """Number of groups in a training batch, which then has ``group_size * groups_per_batch``
+    rollouts."""
     outstanding_groups_limit: Count | None = None
-    """Largest number of groups admitted and not yet trained, if fewer than
-    ``(max_staleness + 1) * groups_per_batch``."""
+    """Largest number of groups that are started and not yet trained on. Lower values keep tokens
+    fresher and may idle engines. None: ``(max_staleness + 1) * groups_per_batch``, which is also
+    the most."""
     consumption_order: Order | InstanceOf[Window] = "admission"
-    """Order in which groups are handed over; see :mod:`tidegate.policies.asynchrony`."""
+    """Order in which ended groups form batches: ``admission`` in the order of their tasks, so that
+    a slow group delays its batch; ``completion`` in the order of their ends; or a ``Window``
+    between the two."""
     deadline_policy: DeadlinePolicy = "wait"
     """What happens to an unfinished group whose oldest tokens reach the staleness bound: ``wait``
     holds the batch until the group ends, ``mask`` masks the old tokens, ``split`` trains on the
@@ -93,7 +98,8 @@ class StalenessSettings(SettingsRecord):
     """A staleness policy object, in place of ``max_staleness``, ``groups_per_batch``,
     ``outstanding_groups_limit``, ``consumption_order`` and ``deadline_policy``."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
-    """Decides which groups are worth training on, such as ``DynamicSampling()``."""
+    """Decides by their rewards which groups are worth training on; others are discarded.
+    ``DynamicSampling()`` drops groups whose rewards are all equal. The default keeps all."""
 
     def make_policy(self) -> StalenessPolicy:
         """Return ``staleness_policy``, or the bounded staleness that the other settings describe.
@@ -138,12 +144,14 @@ class PlacementSettings(SettingsRecord):
     """Policies that choose an engine for each turn."""
 
     routing_policy: InstanceOf[RoutingPolicy] = LeastLoaded()
-    """Chooses the engine that a new turn is sent to."""
+    """Chooses the engine that a new turn is sent to. The default is the engine with the least load.
+    """
     engine_speeds: InstanceOf[EngineSpeeds] | None = None
-    """Measures engines' speeds, by which routing weighs their loads; None treats all engines as
-    equally fast."""
+    """Relative speeds of the engines, declared or measured, by which routing weighs their loads: an
+    engine twice as fast gets twice the turns. None treats all engines as equally fast."""
     migration_policy: InstanceOf[MigrationPolicy] | None = None
-    """Chooses running turns to move to another engine; None never moves a turn."""
+    """Chooses running turns to move to a less loaded engine, at the cost of computing their context
+    again. None never moves a turn."""
 
     def rules(self) -> PlacementRules:
         """Return these policies as the core takes them."""
@@ -158,26 +166,29 @@ class SamplingSettings(SettingsRecord):
     """Default sampling parameters of turns; arguments of ``Episode.generate`` override them."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature, by which logits are divided; 1 samples the model's distribution, 0
+    takes the likeliest token (greedy)."""
     max_tokens: Count = 256
-    """Largest number of output tokens per turn."""
+    """Largest number of output tokens per turn; a turn that reaches it ends with the finish reason
+    ``length``."""
     adapter: str = ""
-    """Name of the LoRA adapter that turns are sampled with; publish it before the first batch.
-    Empty: none."""
+    """Name of the LoRA adapter that turns are sampled with; publish the adapter before the first
+    batch. Empty: the base model."""
     seed: int = 0
-    """Seed of the run; the random numbers of every turn derive from it."""
+    """Seed of the run, from which each turn's random numbers derive. Runs of one seed still differ
+    where timing decides which weights sample a token."""
 
 
 class EpisodeSettings(SettingsRecord):
     """Time limits of an episode."""
 
     episode_timeout_s: Seconds = 600.0
-    """Longest duration of an episode; a longer one is cancelled, and its rollout is discarded. Time
-    while the episode is parked does not count."""
+    """Longest duration of an episode in seconds; a longer one is cancelled and its rollout
+    discarded. Time while the episode is parked does not count."""
     episode_park_after_s: Seconds | None = None
-    """Running time after which an episode is parked: before its next turn it waits for newer
-    weights, while other episodes use the engines. The time then starts again. None parks an episode
-    only when it calls ``Episode.park``."""
+    """Running time in seconds after which an episode is parked: before its next turn it waits for
+    newer weights, while other episodes use the engines. The time then starts again. None parks an
+    episode only when it calls ``Episode.park``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -206,7 +217,8 @@ class FleetSettings(SettingsRecord):
     same path; None starts them on this machine. With Ray, the run makes CURVE keys if none are
     given, and ``weight_channel`` defaults to ``relay``."""
     gpus_per_engine: Annotated[float, Field(ge=0)] = 0
-    """Number of GPUs that Ray reserves for each engine."""
+    """Number of GPUs that Ray reserves for each engine; fractions share a GPU. Only with
+    ``cluster="ray"``."""
     placement_group: str | None = None
     """Name of a Ray placement group for the engines, one bundle each, so that they can share nodes
     with trainer ranks or environments; None makes a group for each engine."""
@@ -216,18 +228,21 @@ class FleetSettings(SettingsRecord):
     """Directory of CURVE keys, made by ``tidegate keys``. With keys, engines may connect from any
     host, and engines without a key are refused."""
     engine_start_timeout_s: Seconds = 120.0
-    """Longest wait for all engines to join when the run starts, and for a new engine when all are
-    lost."""
+    """Longest wait in seconds for all engines to join when the run starts (then
+    ``EngineStartFailed``), and for a new engine when all are lost (then ``EngineLost``). Raise it
+    for models that load slowly."""
     engine_timeout_s: Seconds = 30.0
-    """Silence after which an engine counts as lost; its turns continue on other engines."""
+    """Silence in seconds after which an engine counts as lost; its turns continue on other engines.
+    At least twice ``heartbeat_interval_s``."""
     orchestrator_timeout_s: Seconds = 60.0
-    """Silence of the run after which its engines exit. A crashed run that is resumed sooner finds
-    its engines still running."""
+    """Silence of the run in seconds after which its engines exit. A crashed run that is resumed
+    sooner finds its engines still running."""
     heartbeat_interval_s: Seconds = 1.0
-    """Silence after which an engine, or the run, sends a heartbeat."""
+    """Silence in seconds after which an engine, or the run, sends a heartbeat."""
     credit_steps: Count = 256
-    """Largest number of step messages that an engine sends before the orchestrator acknowledges
-    them."""
+    """Largest number of step messages that an engine sends beyond the last one that the
+    orchestrator acknowledged; then it stops decoding. Flow control: higher values bridge longer
+    outages and take more memory."""
 
     @property
     def engines_started(self) -> int:
@@ -305,9 +320,11 @@ class EngineSettings(SettingsRecord):
     """How each engine that the run starts computes: options of its worker process."""
 
     max_running_turns: Count = 64
-    """Number of decode slots per engine."""
+    """Number of decode slots per engine: turns that it decodes in one step; further turns wait.
+    Higher values raise throughput, and need more KV cache."""
     num_kv_blocks: Count | None = None
-    """Number of KV blocks per engine; None sizes the KV cache by the engine's memory budget."""
+    """Number of KV cache blocks per engine, each of ``--block-tokens`` context tokens. None sizes
+    the KV cache by the engine's memory budget."""
     logits_processors: tuple[str, ...] = ()
     """Names of Python modules that engines import logits processors from; each has a dict
     ``PROCESSORS``. Found in the run's working directory or in PYTHONPATH."""
@@ -335,7 +352,7 @@ class EngineSettings(SettingsRecord):
     or ``cuda:N``. CUDA needs a CUDA build of torch, and Triton."""
     threads_per_engine: Count | None = None
     """Number of torch threads of each engine process. None takes ``OMP_NUM_THREADS`` if it is set,
-    else divides the host's cores among the engine processes and the trainer, at least 1 each."""
+    else divides the host's cores among the engine processes and the trainer, from 1 to 16 each."""
     step_time_min_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Shortest duration of a decode step; an engine that is faster sleeps for the rest. A small
     model on a CPU then has the step time of a large one on an accelerator, which shows how a run
@@ -355,10 +372,13 @@ class WeightSettings(SettingsRecord):
     """How published weights reach the engines, and what an update does to running turns."""
 
     pause_mode: PauseMode = "keep"
-    """What a weight update does to running turns: ``abort``, ``keep`` or ``wait``."""
+    """What a weight update does to running turns: ``keep`` freezes them and continues with the new
+    weights; ``abort`` ends them, and the rest is requested again; ``wait`` lets them finish first,
+    which delays the update by the longest turn."""
     kv_policy: KvPolicy = "recompute"
-    """What a weight update does to the KV of kept turns: ``recompute`` it under the new weights, or
-    ``keep`` it."""
+    """What a weight update does to the KV cache of kept turns: ``recompute`` it under the new
+    weights, which costs a prefill per turn, or ``keep`` it, which costs nothing and mixes versions
+    in one context."""
     engines_per_update_wave: Count | None = None
     """Number of engines that take new weights at the same time, while the others decode; None
     updates all engines at once."""
@@ -369,14 +389,15 @@ class WeightSettings(SettingsRecord):
     torch.distributed, unencrypted, for trusted networks. ``disk``: safetensors files in the run's
     directory."""
     weight_deltas: bool = False
-    """Sends only the tensors that have changed since the last full set, found by their hashes.
-    Helps trainers that freeze part of the model. Hashing takes a thread about 1 s per gigabyte."""
+    """Whether a publish sends only the tensors that have changed since the last full set, found by
+    their hashes. Helps trainers that freeze part of the model. Hashing takes a thread about 1 s per
+    gigabyte."""
     weight_checksums: bool = False
-    """Makes engines check each published tensor against its checksum; takes trainer and engine
-    about 1 s per gigabyte each."""
+    """Whether engines check each published tensor against the trainer's CRC-32 checksum. Takes
+    trainer and engine about 1 s per gigabyte each."""
     weight_update_timeout_s: Seconds = 120.0
-    """Longest time until all engines serve a published version; with ``engines_per_update_wave``,
-    the engines of one wave."""
+    """Longest time in seconds until all engines serve a published version; late engines are given
+    up (``EngineLagging``). With ``engines_per_update_wave``, the time of each wave."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -393,22 +414,23 @@ class RecordSettings(SettingsRecord):
     """What a run writes to disk, shows while it runs, and keeps for a restart."""
 
     run_directory: Path | None = None
-    """Directory for trajectories, weights, metrics and a trace; None records nothing."""
+    """Directory for trajectories, weights, metrics and a trace, for ``tidegate report`` and
+    ``audit``; None records nothing."""
     dashboard_address: str | None = None
     """HOST:PORT of the dashboard and of the metrics for Prometheus. Port 0 takes a free one, which
     ``dashboard_url`` reports. If other hosts can reach the address, visitors need a token."""
     journal: bool = False
-    """Keep a journal in the run's directory, from which ``serve(resume=)`` continues after a crash.
-    """
+    """Whether the run keeps a journal in ``run_directory``, from which ``serve(resume=)`` continues
+    after a crash."""
     keep_full_journal: bool = False
-    """Keeps all events of the journal, so that ``tidegate replay`` covers the whole run. False
-    deletes events that a snapshot covers."""
+    """Whether the journal keeps all events, so that ``tidegate replay`` covers the whole run; takes
+    more disk space. False deletes events that a snapshot covers."""
     resume_partial_rollouts: bool = True
-    """Whether rollouts that a crash interrupted continue from their tokens; False starts them
-    again."""
+    """Whether rollouts that a crash interrupted continue from their sampled tokens after a resume;
+    False samples them anew."""
     stuck_after_s: Seconds = 60.0
-    """Time without progress after which the watchdog names an episode, engine, publish or task
-    iterator in the log and in ``statistics().stuck``."""
+    """Time without progress, in seconds, after which the watchdog names an episode, turn, engine,
+    publish or task iterator in the log and in ``statistics().stuck``. Nothing is ended."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
