@@ -298,8 +298,8 @@ TIMES = (
     Metric(
         "tidegate_episode_seconds_total",
         "counter",
-        "Seconds, summed over all episodes, spent in `activity`: environment, score, tool, or a "
-        "name given to episode.activity(). Generation is not included.",
+        "Seconds, summed over all episodes, spent in `activity`: environment, score, tool NAME, or "
+        "a name given to episode.activity(). Generation is not included.",
         by_key(lambda snapshot: snapshot.statistics.episode_activity_s),
         ("activity",),
     ),
