@@ -23,6 +23,8 @@ from examples.tiny_model import (
 )
 from examples.warm_up import demonstrate, measure_mastery, tool_actions
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

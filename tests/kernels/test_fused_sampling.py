@@ -14,6 +14,8 @@ from tidegate.kernels.fused_sampling import (
 from tidegate.kernels.sampling import sample
 from tidegate.kernels.uniforms import uniforms
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 256
 

@@ -14,6 +14,8 @@ from tidegate.kernels.paged_attention import (
     paged_attention_triton,
 )
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Case = tuple[torch.Tensor, torch.Tensor, PagedRows, AttentionRule]
 

@@ -24,6 +24,8 @@ from tidegate.orchestrator.telemetry.recorder import EngineStep, TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
 
+pytestmark = pytest.mark.slow
+
 REQUIRED_KEYS = {
     "reward_before",
     "reward_after",

@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.policies.ragged import Array, Ragged, assert_laid_out, ragged
 from tidegate.policies import corrections
 
+pytestmark = pytest.mark.slow
+
 Formula = Callable[[Array], Array | float | bool]
 
 

@@ -39,6 +39,8 @@ from tidegate.transport.sampling import SamplingParams, TokenBias
 from tidegate.transport.sleep_messages import Asleep, Awake, Sleep, SleepRequestFailed, Wake
 from tidegate.transport.weight_channels import sender
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE_NATS = 1e-4
 CPU = torch.device("cpu")
 VOCAB = 40

@@ -27,6 +27,8 @@ from tidegate.kernels.native import Native
 from tidegate.transport.messages import STOP, SamplingParams, SubmitTurn
 from tidegate.transport.sampling import TokenBias
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

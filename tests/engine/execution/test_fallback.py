@@ -19,6 +19,8 @@ from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.sampling.scoring import Reads, RowScore, RowScoring, join_scores
 from tidegate.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "learned positions, fused qkv": ("gpt2", {}),
     "partial rotary, untied": ("gpt_neox", {"tied": False}),

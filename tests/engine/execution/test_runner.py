@@ -13,6 +13,8 @@ from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 80, 17, 17, 3, 42, 9]
 
 

@@ -13,6 +13,8 @@ from tests.engine.scheduling.driving import DrivenTurn, drive
 from tests.models import make_model_directory
 from tidegate.engine.execution.served_model import open_model
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE_NATS = 0.02
 """The worst of 288 tokens was off by 0.008. bfloat16 keeps 8 bits: activations are off by half a
 percent, and more layers than these two add up."""

@@ -14,6 +14,8 @@ from tidegate.engine.models.model import native_for
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE_NATS = 1e-4
 """In float32; the worst difference seen is a tenth of it."""
 

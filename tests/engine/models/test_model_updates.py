@@ -12,6 +12,8 @@ from tidegate.engine.execution.served_model import open_model
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import WeightsRefused
 
+pytestmark = pytest.mark.slow
+
 MODEL_TYPES = [
     "llama",
     "qwen2",

@@ -36,6 +36,8 @@ from tidegate.transport.messages import (
 from tidegate.transport.weight_channels import sender
 from tidegate.transport.weight_channels.base import NamedBuffer
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE_NATS = 1e-4
 """In float32; sums over ranks are added in another order."""
 

@@ -27,6 +27,8 @@ from tidegate.kernels.native import Native, native
 from tidegate.transport.messages import SubmitTurn
 from tidegate.transport.sampling import SamplingParams, TokenBias
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 23
 LIMITS = EngineLimits(
     max_running_turns=64,

@@ -10,6 +10,8 @@ from tests.engine.orchestra import Models, SeenTurn
 from tests.engine.replaying import replay
 from tidegate.transport.messages import ABORT, RUNNING, KvPolicy, PauseMode
 
+pytestmark = pytest.mark.slow
+
 ROUNDING_NATS = 2e-5
 """Difference between two batches of the same float32 numbers; four times the most seen
 in 20,000 tokens."""

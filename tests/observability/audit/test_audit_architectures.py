@@ -8,6 +8,8 @@ import pytest
 from tests.observability.sampled_runs import KINDS, make_models, one_version, record_run
 from tidegate.observability.audit.audit import TOLERANCE, audit_run
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 4
 """Shorter than each context, so that batched replays have padding outside of windows."""
 

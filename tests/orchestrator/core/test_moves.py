@@ -25,6 +25,8 @@ from tidegate.simulation.scenario import Scenario, draw_scenario
 from tidegate.simulation.simulation import Simulation, SimulationReport, silent_log
 from tidegate.transport.messages import ABORT, RUNNING, STOP, SamplingParams, SubmitTurn
 
+pytestmark = pytest.mark.slow
+
 PLAIN = PlacementRules()
 LANE = PlacementRules(
     migration_policy=LongTailLane(min_tokens=4, engines=1, slots=2, check_steps=1)

@@ -52,6 +52,8 @@ from tidegate.transport.messages import (
 )
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, Sleep, Wake
 
+pytestmark = pytest.mark.slow
+
 ENGINES_MAX = 4
 TORN = -1
 """Content of a copy made while its place in the buffer was written."""

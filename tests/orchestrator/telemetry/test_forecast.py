@@ -17,6 +17,8 @@ from tidegate.policies.asynchrony import BoundedStaleness, Order, Unbounded
 from tidegate.policies.consumption import Window
 from tidegate.testing import ScriptedEngine, ServeInTests, TurnRequest
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------- on the real scheduler
 
 

@@ -20,6 +20,8 @@ from tidegate.simulation.serve import SimulatedRollouts
 from tidegate.testing import ScriptedEngine, ServeInTests
 from tidegate.transport import limits
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {"group_size": 1, "groups_per_batch": 1, "max_staleness": 1}
 LONG = "a long answer, for which an engine with ten tokens a second takes four seconds"
 

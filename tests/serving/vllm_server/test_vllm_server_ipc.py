@@ -14,6 +14,8 @@ from tidegate.serving.api_errors import ApiError, UpdateError
 from tidegate.serving.vllm_server import ipc_receiver
 from tidegate.serving.vllm_server.ipc_receiver import IpcUpdateReceiver, read_handles
 
+pytestmark = pytest.mark.slow
+
 UUID = "5f0c7d3a-0000-4000-8000-000000000001"
 
 
