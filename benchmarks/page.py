@@ -161,6 +161,28 @@ def audit_table(rows: Rows) -> Iterator[str]:
         yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} | {alarms} |"
 
 
+def replay_table(rows: Rows) -> Iterator[str]:
+    """Yield the mismatch of each mixture without and with replay, and the cost."""
+    values = {row["name"]: row for row in rows}
+    yield (
+        "| experts per token, spread of weights | diverging routers | diverging tokens | "
+        "mismatch KL | with replay | ratio | bytes per token | decode rate, reported over not |"
+    )
+    yield "|---|" + "--:|" * 7
+    for case in dict.fromkeys(name.split("/", 1)[1] for name in values):
+        kl, rate = values[f"mismatch_kl/{case}"], values[f"decode_tokens_per_cpu_s/{case}"]
+        cells = [
+            _number(values[f"diverging_routers/{case}"], "value", ".3f"),
+            _number(values[f"diverging_tokens/{case}"], "value", ".3f"),
+            _number(kl, "peer", ".2g"),
+            _number(kl, "value", ".2g"),
+            _number(kl, "ratio", ".3f"),
+            _number(values[f"bytes_per_token/{case}"], "value", ",.0f"),
+            _number(rate, "ratio", ".2f"),
+        ]
+        yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} |"
+
+
 def _number(row: dict[str, Any] | None, key: str, form: str) -> str:
     return "-" if row is None or row[key] is None else format(row[key], form)
 
@@ -208,6 +230,16 @@ SOURCES = (
         "near-certain, whose float32 log-probs are often the same under both histories. `exact`: "
         "deterministic engines, audited\nby `--exact`.",
         table=audit_table,
+    ),
+    Source(
+        title="Routing replay",
+        file="routing_replay.jsonl",
+        command="python -m benchmarks.routing_replay --json",
+        recorded="2026-11-26",
+        note="Random mixtures of 8 layers of 64 experts in bfloat16, sampled by this engine, "
+        "computed again by `transformers`; medians of\nthree models. KL is k3, in nats a token. "
+        "[Routing replay](losses.md#routing-replay) explains it.",
+        table=replay_table,
     ),
 )
 
