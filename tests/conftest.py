@@ -5,6 +5,7 @@ imported, which any test's imports may do, so it is set here first.
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ UNIT = "not wire"
 
 _FORBIDDEN_IN_UNIT_TESTS = {"subprocess.Popen", "os.fork", "socket.connect", "socket.bind"}
 
+_WIRE_MODULE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.wire\b", re.MULTILINE)
+"""Matches the source of a module all of whose tests have the mark `wire`."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make unit tests fail that start a process or open a socket; those need the mark `wire`."""
@@ -41,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise RuntimeError(f"{event} in a unit test: mark its module with pytest.mark.wire")
 
     sys.addaudithook(refuse)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules without a unit test before each worker imports them with what they test."""
+    if UNIT not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return bool(_WIRE_MODULE.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
