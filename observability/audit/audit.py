@@ -168,7 +168,8 @@ class AuditReport:
         if self.tokens_unreplayable:
             lines.append(
                 f"{self.tokens_unreplayable} tokens were not replayed: they were drawn with "
-                f"user-defined logits processors or a grammar, or from images, audio or video"
+                f"user-defined logits processors or a grammar, from images, audio or video, or by "
+                f"adapters with versions of their own"
             )
         if self.tokens_unarchived:
             lines.append(

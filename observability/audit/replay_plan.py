@@ -272,7 +272,12 @@ def _changes(passes: list[Replay]) -> Iterator[PassChange]:
 
 
 def is_replayable(turn: RecordedTurn) -> bool:
-    """Return whether all logits processors of the turn can be replayed."""
+    """Return whether the turn's weights are archived, and its logits processors can be replayed.
+
+    Adapters with weight versions of their own are not archived.
+    """
+    if turn.options is not None and turn.options.adapter_version is not None:
+        return False
     processors = turn.options.logits_processors if turn.options is not None else []
     return all(LogitsProcessor.from_str(text).name in PROCESSORS_REPLAYED for text in processors)
 

@@ -123,6 +123,9 @@ class Core:
         self.discarded_rollouts = self.groups.discarded_rollouts
         self.handed = HandedBatches(is_kept=survives_crashes)
         self.trained = TrainedCounts()
+        self.adapters: dict[str, int] = {}
+        """Newest released version of each adapter with versions of its own."""
+        self.turns.adapters = self.adapters
         self.trainer_version = 0
         self.batch_requests = 0
         self.has_unmet_request = False
@@ -245,6 +248,9 @@ class Core:
                 return self._on_published(event)
             case ev.PublishFailed():
                 self.handed.on_publish_failed(is_batch_requested=self._is_requested_ahead)
+                return []
+            case ev.AdapterReleased(name=name, version=version):
+                self.adapters[name] = version
                 return []
             case ev.VersionRetracted(version=version):
                 return self._retract(version)

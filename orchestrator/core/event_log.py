@@ -44,6 +44,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = (
     ev.RowsDiscarded,
     ev.BatchReturned,
     ev.PublishFailed,
+    ev.AdapterReleased,
 )
 """An event's number in a record is its index in this tuple: add at the end, remove none."""
 
@@ -143,7 +144,8 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
 
 def _step_record(event: ev.StepArrived) -> list[Any]:
     """Return a step's record, without ``started_us``, which only traces use."""
-    details = [event.details] if event.details else []
+    details = [event.details] if event.details or event.adapter else []
+    adapter = [event.adapter] if event.adapter else []
     return [
         0,
         event.engine,
@@ -158,6 +160,7 @@ def _step_record(event: ev.StepArrived) -> list[Any]:
         event.seq,
         event.busy_us,
         *details,
+        *adapter,
     ]
 
 
@@ -212,4 +215,5 @@ def _step(values: list[Any]) -> ev.StepArrived:
         seq=seq,
         busy_us=rest[0] if rest else 0,
         details=msgspec.convert(rest[1], list[TokenDetails]) if rest[1:] else (),
+        adapter=rest[2] if rest[2:] else "",
     )

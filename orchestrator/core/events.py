@@ -135,6 +135,8 @@ class StepArrived(Struct, frozen=True, gc=False):
     """Engine's monotonic clock when the step began, in microseconds."""
     busy_us: int = 0
     details: Sequence[TokenDetails] = ()
+    adapter: str = ""
+    """Adapter of all rows whose versions ``version`` counts; empty: the run's weights."""
 
 
 class TurnRejected(Struct, frozen=True, gc=False):
@@ -178,6 +180,13 @@ class VersionPublished(Struct, frozen=True, gc=False):
     version: int
     replaced: int = 0
     """Number of earlier publishes that this one replaced before every engine had staged them."""
+
+
+class AdapterReleased(Struct, frozen=True, gc=False):
+    """Every engine has loaded a version of an adapter with versions of its own."""
+
+    name: str
+    version: int
 
 
 class PublishFailed(Struct, frozen=True, gc=False):
@@ -285,6 +294,7 @@ Event = (
     | BatchRequestCancelled
     | BatchReturned
     | PublishFailed
+    | AdapterReleased
     | VersionPublished
     | VersionRetracted
     | BatchesCheckpointed

@@ -210,6 +210,7 @@ class SavedCore(Saved):
     """(digest, rollouts, total reward) of each prompt with a history."""
     skipped: int
     has_unmet_request: bool = False
+    adapters: dict[str, int] = {}
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -251,6 +252,7 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
             prompts=[(d, h.rollouts, h.total_reward) for d, h in core.prompts.histories.items()],
             skipped=core.prompts.skipped,
             has_unmet_request=core.has_unmet_request,
+            adapters=core.adapters,
         )
     )
 
@@ -421,6 +423,7 @@ def load(state: bytes, core: Core) -> None:
     core.are_tasks_exhausted = saved.are_tasks_exhausted
     core.is_restoring = saved.is_restoring
     core.has_unmet_request = saved.has_unmet_request
+    core.adapters.update(saved.adapters)
     _load_groups(saved, core)
     _load_training(saved.training, core)
     pending = set(saved.pending_after_resume)

@@ -70,6 +70,7 @@ def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
         started_us=step.started_us,
         busy_us=step.busy_us,
         details=step.details,
+        adapter=step.adapter,
     )
 
 
@@ -108,8 +109,8 @@ def check_step(
     """
     if step.version > newest_version:
         raise BadFrame(
-            f"step {step.seq} was sampled by weights v{step.version}, but v{newest_version} are "
-            f"the newest published"
+            f"step {step.seq} was sampled by {_weights(step)} v{step.version}, but "
+            f"v{newest_version} are the newest published"
         )
     if step.finish.translate(None, _FINISH_CODES):
         raise BadFrame(
@@ -126,6 +127,10 @@ def check_step(
         _check_details(step, tokens.copy(), vocab_size)
         for prefill in step.prefills:
             _check_prefill(step, prefill, tokens.pop(prefill.turn, 0), newest_version)
+
+
+def _weights(step: StepArrived) -> str:
+    return f"adapter {step.adapter!r}" if step.adapter else "weights"
 
 
 @lru_cache(maxsize=STEPS_REMEMBERED)

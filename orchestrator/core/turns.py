@@ -5,7 +5,7 @@ have several submissions: after an abort, or the loss of an engine, the next sub
 from the tokens sampled so far.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -22,6 +22,7 @@ from tidegate.orchestrator.core.filing import EVALUATION_HANDLES_FROM, StepOutco
 from tidegate.orchestrator.core.placement import EngineTurns, Placement, PlacementRules
 from tidegate.orchestrator.core.provenance import TurnPrefill
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.transport.adapter_messages import LIVE_ADAPTER
 from tidegate.transport.media import MediaKind
 from tidegate.transport.messages import (
     FINISH_REASONS,
@@ -29,6 +30,7 @@ from tidegate.transport.messages import (
     RUNNING,
     STOP,
     Prefill,
+    SamplingParams,
     SubmitTurn,
 )
 
@@ -54,6 +56,8 @@ class TurnTracker:
         self.live_version = 0
         """Oldest version that may sample a turn submitted now. Never falls."""
         self.next_handle = 0
+        self.adapters: Mapping[str, int] = {}
+        """Newest released version of each adapter with versions of its own."""
         self.waiting: dict[Turn, int] = {}
         """Turn -> priority, for turns that no engine can take now."""
         self.streams: dict[str, tuple[int, int]] = {}
@@ -179,6 +183,11 @@ class TurnTracker:
         An engine that serves weights older than ``live_version`` (a late joiner) gets no turns,
         because their tokens could exceed the staleness that admission has allowed for.
         """
+        if (own := turn.sampling).adapter and self._has_own_versions(own):
+            if not turn.is_evaluation:
+                return [self._refuse(turn, _other_policy_message(own.adapter))]
+            if own.adapter_version is None:  # kept in the turn, because records tell it by this
+                turn.sampling = replace(own, adapter_version=LIVE_ADAPTER)
         if turn.losses:
             if turn.consecutive_losses >= CONSECUTIVE_LOSSES_MAX or turn.losses >= LOSSES_TOTAL_MAX:
                 return [self._refuse(turn, _crash_message(turn))]
@@ -194,6 +203,10 @@ class TurnTracker:
             return [self._refuse(turn, why)]
         self.waiting[turn] = priority
         return []
+
+    def _has_own_versions(self, sampling: SamplingParams) -> bool:
+        """Whether a turn's adapter has weight versions of its own."""
+        return sampling.adapter_version is not None or sampling.adapter in self.adapters
 
     def _placement_error(self, turn: Turn) -> str:
         """Return why no engine of the run can take a turn; empty if an engine may."""
@@ -411,6 +424,13 @@ class TurnTracker:
 def _is_suspect(turn: Turn) -> bool:
     """Whether one more engine lost with this turn would show that the turn crashes engines."""
     return turn.consecutive_losses >= CONSECUTIVE_LOSSES_MAX - 1
+
+
+def _other_policy_message(adapter: str) -> str:
+    return (
+        f"adapter {adapter!r} has weight versions of its own, so its tokens are no part of the "
+        f"base's batches; evaluate() with it, or publish it with publish_adapter"
+    )
 
 
 def _crash_message(turn: Turn) -> str:

@@ -55,6 +55,9 @@ class SamplingOptions(TypedDict, total=False):
     logits_processors: Sequence[LogitsProcessor | str]
     adapter: str
     """LoRA adapter in place of the run's own; empty for none."""
+    adapter_version: int | None
+    """Pinned version of an adapter that is published by ``rollouts.adapter()``; default: its live
+    one."""
     cache_salt: str
 
 

@@ -160,6 +160,17 @@ def _weights_objection(
     return None
 
 
+def _adapters_objection(hello: Hello, versions: Mapping[str, int]) -> str | None:
+    for held in hello.adapters:
+        newest = versions.get(held.name, 0)
+        if held.version > newest:
+            return (
+                f"engine {hello.engine!r} serves adapter {held.name!r} v{held.version}, but this "
+                f"run has published none newer than v{newest}; restart the engine"
+            )
+    return None
+
+
 REMEMBERED_MAX = 1000
 """Engines that left or were refused whose reasons are kept; the oldest are forgotten."""
 
@@ -238,6 +249,8 @@ class Fleet:
         """When :meth:`tick` is due again."""
         self.newest_version = 0
         """Newest version published; an engine that serves a newer one belongs to another run."""
+        self.adapter_versions: Mapping[str, int] = {}
+        """Newest released version of each adapter with versions of its own."""
         self._vocab_size_min = VOCAB_SIZE_UNKNOWN
         """Smallest vocabulary of any engine so far."""
         self.context_tokens_max = 0
@@ -392,7 +405,9 @@ class Fleet:
             check_step(
                 event,
                 vocab_size=engine.hello.vocab_size,
-                newest_version=self.newest_version,
+                newest_version=self.adapter_versions.get(step.adapter, 0)
+                if step.adapter
+                else self.newest_version,
                 has_valid_tokens=self._have_valid_tokens,
             )
         except BadFrame:
@@ -415,7 +430,9 @@ class Fleet:
     # ------------------------------------------------------------ handshake
 
     def _welcome(self, peer: bytes, hello: Hello, now_s: float, received: Received) -> None:
-        if why := objection(peer, hello, self._requirements, self.engines, self.newest_version):
+        if why := objection(
+            peer, hello, self._requirements, self.engines, self.newest_version
+        ) or _adapters_objection(hello, self.adapter_versions):
             _keep_newest(self.refused_engines, hello.engine[:ENGINE_NAME_BYTES_MAX], cut(why))
             self._reply_to(peer, HelloRejected(message=cut(why)), now_s)
             return

@@ -79,6 +79,8 @@ class PendingFutures:
     scores: set[asyncio.Future[Score]] = field(default_factory=set)
     calls: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Trainer's calls about weights, pauses and sleep, by number."""
+    others: "set[asyncio.Future[None]]" = field(default_factory=set)
+    """Trainer's calls about adapters with versions of their own."""
     conditions: list[tuple[Callable[[], bool], asyncio.Future[None]]] = field(default_factory=list)
     """Conditions checked whenever an engine or its weights have changed."""
 
@@ -91,6 +93,7 @@ class PendingFutures:
             *self.evaluations.values(),
             *self.scores,
             *self.calls.values(),
+            *self.others,
             *conditions,
         ]
 

@@ -224,6 +224,8 @@ def engine_options(
     }
     if settings.device != "cpu":
         options["device"] = settings.device
+    if settings.adapters_max != EngineSettings().adapters_max:
+        options["adapters-max"] = settings.adapters_max
     if settings.num_kv_blocks is not None:
         options["num-kv-blocks"] = settings.num_kv_blocks
     if settings.step_time_min_s:

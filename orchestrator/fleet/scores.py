@@ -78,6 +78,8 @@ class ScoreQuery:
     temperature: float = 1.0
     adapter: str = ""
     """LoRA adapter to compute with; empty for none."""
+    adapter_version: int | None = None
+    """For an adapter with versions of its own: a version, or 0 for the live one."""
 
     @property
     def tokens(self) -> int:
@@ -94,6 +96,7 @@ class ScoreQuery:
             top_logprobs=self.top_logprobs,
             temperature=self.temperature,
             adapter=self.adapter,
+            adapter_version=self.adapter_version,
         )
 
 

@@ -7,7 +7,7 @@ notifies each of them when an engine joins or leaves.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from tidegate.errors import BadFrame
@@ -20,8 +20,10 @@ from tidegate.orchestrator.fleet.pending_futures import PendingFutures
 from tidegate.orchestrator.fleet.score_dispatcher import ScoreDispatcher
 from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import EngineStep, Recorder
+from tidegate.orchestrator.weight_sync.adapters import AdapterManager
 from tidegate.orchestrator.weight_sync.control import EngineControl
 from tidegate.transport.messages import (
+    AdapterLive,
     Hello,
     HelloRejected,
     InitWeights,
@@ -94,6 +96,9 @@ class EngineSide:
             self,
             pause_timeout_s=settings.fleet.engine_timeout_s,
         )
+        self._pending = pending
+        self.adapters = AdapterManager(settings.weights, init_weights.channel, pending, self)
+        self.fleet.adapter_versions = callbacks.core.adapters
         self.outbox = Outbox(
             self.fleet.send,
             supports_submit_turns=self.fleet.supports_submit_turns,
@@ -155,6 +160,8 @@ class EngineSide:
         if isinstance(item, EngineReply):
             if isinstance(item.message, ScoreResult | ScoreFailed):
                 self.scores.received(item.engine, item.message)
+            elif self.adapters.receive(item.engine, item.message):
+                pass
             elif not self.control.receive(item.engine, item.message):
                 log.warning("engine=%s sent an unexpected message: %s", item.engine, item.message)
             elif isinstance(item.message, TurnsPaused | TurnsResumed):
@@ -189,6 +196,21 @@ class EngineSide:
         self.handle([ev.EngineSwapped(engine, message.version)])
         self.scores.advance()
 
+    def adapter_live(self, engine: str, message: AdapterLive) -> None:
+        """Record that an engine serves an adapter's version from now on."""
+        self._record(engine, "adapter_swap", at_us=message.swapped_us, version=message.version)
+
+    def base_buffers(self) -> Collection[int]:
+        """Return the weight channel's buffers of the run's weights."""
+        state = self.control.state
+        update = state.update
+        newest = frozenset() if update is None else {update.version} | update.content.buffers
+        return state.kept_buffers | newest
+
+    async def wait_until_writable(self) -> None:
+        """Return once no publish of the run's weights is writing to the channel."""
+        await self._pending.until(lambda: not self.control.state.is_reserved)
+
     def hello_of(self, engine: str) -> Hello | None:
         """Return an engine's hello; None if the engine has left again."""
         record = self.fleet.engines.get(engine)
@@ -202,11 +224,13 @@ class EngineSide:
         if isinstance(event, ev.EngineJoined):
             self._check_dtype(engine)
             self.control.joined(engine, event.weight_version)
+            self.adapters.joined(engine, self.hello_of(engine))
             self.scores.joined(engine)
             self.sessions.joined(engine, self.hello_of(engine))
             return
         log.warning("engine=%s lost: %s", engine, self.fleet.departed.get(engine))
         self.control.left(engine)
+        self.adapters.left(engine)
         self.scores.left(engine)
         self.sessions.left(engine)
         self._record(engine, "lost")

@@ -322,6 +322,10 @@ class EngineSettings(SettingsRecord):
     max_running_turns: Count = 64
     """Number of decode slots per engine: turns that it decodes in one step; further turns wait.
     Higher values raise throughput, and need more KV cache."""
+    adapters_max: Count = 64
+    """Number of versions of LoRA adapters that an engine holds in memory, for adapters that are
+    published by ``rollouts.adapter()``; beside them those being published. The least recently used
+    one leaves memory first, and comes back when a turn needs it."""
     num_kv_blocks: Count | None = None
     """Number of KV cache blocks per engine, each of ``--block-tokens`` context tokens. None sizes
     the KV cache by the engine's memory budget."""
@@ -626,6 +630,7 @@ class RunOptions(TypedDict, total=False):
     credit_steps: int
     # engine
     max_running_turns: int
+    adapters_max: int
     num_kv_blocks: int | None
     logits_processors: Sequence[str]
     quantization: Quantization | None

@@ -46,6 +46,7 @@ from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.telemetry.timekeeping import Timekeeper
+from tidegate.orchestrator.trainer.adapters import AdapterHandle, SyncAdapterHandle
 from tidegate.orchestrator.trainer.batch_metrics import (
     OnBatch,
     batch_metrics,
@@ -350,6 +351,7 @@ class Rollouts(Scorer, TrainerHandle):
         next batch's metrics."""
         self._version = 0
         self._batches = 0
+        self._adapters: dict[str, AdapterHandle] = {}
         self._batches_call = 0
         """Number of the newest call of ``batches()``, whose tasks the run takes."""
         self._waiting_calls = 0
@@ -617,6 +619,16 @@ class Rollouts(Scorer, TrainerHandle):
         """
         return await self._publish(AdapterRemoval(self._running, name, wait))
 
+    def adapter(self, name: str) -> AdapterHandle:
+        """Return the handle of a LoRA adapter with weight versions of its own.
+
+        Unlike :meth:`publish_adapter`, its publishes neither pause nor recompute nor age anything
+        but the adapter's own turns.
+        """
+        if name not in self._adapters:
+            self._adapters[name] = AdapterHandle(self._running, name, self._requests.do)
+        return self._adapters[name]
+
     async def _publish(self, call: WeightPublish) -> int:
         self._mark("train")
         try:
@@ -833,6 +845,11 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
     evaluate = blocking(Rollouts.evaluate)
     publish = blocking(Rollouts.publish)
     rollback = blocking(Rollouts.rollback)
+
+    def adapter(self, name: str) -> SyncAdapterHandle:
+        """As :meth:`Rollouts.adapter`."""
+        return SyncAdapterHandle(self._handle.adapter(name))
+
     publish_adapter = blocking(Rollouts.publish_adapter)
     unload_adapter = blocking(Rollouts.unload_adapter)
 

@@ -8,7 +8,7 @@ time. :mod:`tidegate.orchestrator.core.weight_control` decides everything else.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -86,6 +86,7 @@ class WeightPublish:
         Raises:
             EngineLagging, WeightsRefused, PublishDropped: as :meth:`EngineControl.publish`.
         """
+        _refuse_under_adapters(scheduler.engines.adapters.in_use)
         control = scheduler.control
         has_deltas = self._run.settings.weights.weight_deltas and self._change is replace_all
         reserved = await control.reserve(
@@ -159,6 +160,16 @@ class WeightPublish:
         sums = checksums(buffers) if settings.weight_checksums else {}
         chunks = channel.write(version, buffers, keep=keep)
         return with_checksums(chunks, sums) if sums else chunks
+
+
+def _refuse_under_adapters(adapters: Collection[str]) -> None:
+    """Refuse other weights under adapters with versions of their own, which would not show it."""
+    if adapters:
+        raise ConfigError(
+            f"the run's weights can't be published under adapters with versions of their own "
+            f"({', '.join(sorted(adapters))}), whose tokens would be of other weights under the "
+            f"same version; unload them first"
+        )
 
 
 class WeightRollback(WeightPublish):

@@ -1,0 +1,249 @@
+"""Asyncio shell around :class:`tidegate.orchestrator.core.adapter_control.AdapterControl`.
+
+The engine side creates one :class:`AdapterManager`. Trainers' adapter handles publish, pin and
+unload through it; it writes tensors to the run's weight channel, one adapter at a time.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from tidegate.errors import ConfigError, WeightsRefused
+from tidegate.orchestrator.core import adapter_control as ac
+from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.adapter_control import AdapterControl
+from tidegate.orchestrator.core.core import Core
+from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail, resolve
+from tidegate.orchestrator.settings.config import WeightSettings
+from tidegate.transport.limits import FRAME_BYTES_MAX_BY_KIND
+from tidegate.transport.messages import (
+    AdapterLive,
+    FromEngine,
+    Hello,
+    Message,
+    UpdateWeights,
+    encode,
+)
+
+CHANNELS = ("shm", "zmq", "disk")
+"""Weight channels that keep many small sets of tensors beside one another."""
+
+BUFFERS_FROM = 1 << 40
+"""First number of adapters' buffers in the weight channel; weight versions have lower ones."""
+
+HEADER_BYTES = 4096
+"""Bytes reserved in a message for the adapter's name and the fields besides its chunks."""
+
+Write = Callable[[int, Collection[int]], list[UpdateWeights]]
+"""Writes tensors to the weight channel under a number, keeping other buffers. Blocks."""
+
+
+class AdapterCallbacks(Protocol):
+    """Methods of :class:`EngineSide` that the adapter manager calls."""
+
+    @property
+    def core(self) -> Core:
+        """The run's core."""
+
+    def handle(self, events: Iterable[ev.Event]) -> None:
+        """Feed events to the core."""
+
+    def send(self, outgoing: Sequence[tuple[str, Message]]) -> None:
+        """Send messages to engines, after all messages posted before."""
+
+    def when_safe(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once no crash can undo the events handled so far."""
+
+    def give_up_engine(self, engine: str, why: str) -> None:
+        """Remove an engine that does not answer."""
+
+    def adapter_live(self, engine: str, message: AdapterLive) -> None:
+        """Record that an engine serves an adapter's version."""
+
+    def base_buffers(self) -> Collection[int]:
+        """Return the weight channel's buffers of the run's weights."""
+
+    async def wait_until_writable(self) -> None:
+        """Return once no publish of the run's weights is writing to the channel."""
+
+
+class AdapterManager:
+    """Adapters with versions of their own, as coroutines for the trainer's calls."""
+
+    def __init__(
+        self,
+        settings: WeightSettings,
+        channel: str,
+        pending: PendingFutures,
+        callbacks: AdapterCallbacks,
+    ) -> None:
+        """``channel``: name of the run's weight channel."""
+        self._callbacks = callbacks
+        self._channel = channel
+        self._pending = pending
+        self.state = AdapterControl(
+            pause_mode=settings.pause_mode,
+            kv_policy=settings.kv_policy,
+            update_timeout_s=settings.weight_update_timeout_s,
+            released=callbacks.core.adapters,
+        )
+        """The state machine; read it, but change it only here."""
+        self._calls = itertools.count()
+        self._buffers = itertools.count(BUFFERS_FROM)
+        self._results: dict[int, asyncio.Future[None]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._publishing: dict[str, asyncio.Lock] = {}
+        """One lock per adapter: publishes of one adapter run one after another."""
+        self._assigned: dict[str, int] = {}
+        """Newest number given to a publish of each adapter; those of failed ones are not reused."""
+        self._writing = asyncio.Lock()
+
+    # ------------------------------------------------------------ engines
+
+    def joined(self, engine: str, hello: Hello | None) -> None:
+        """Handle an engine that has joined or reconnected."""
+        if hello is not None:
+            self._handle(ac.EngineConnected(engine, hello.adapters_max, hello.adapters))
+
+    def left(self, engine: str) -> None:
+        """Handle an engine that has gone."""
+        self._handle(ac.EngineRemoved(engine))
+
+    def receive(self, engine: str, message: FromEngine) -> bool:
+        """Handle an engine's message; return False if it is not about adapters."""
+        if not isinstance(message, ac.AdapterReply):
+            return False
+        self._handle(ac.ReplyReceived(engine, message))
+        return True
+
+    # ------------------------------------------------------------ calls
+
+    @property
+    def in_use(self) -> Collection[str]:
+        """Names of adapters that are loaded, or are being published for the first time."""
+        publishing = [name for name, lock in self._publishing.items() if lock.locked()]
+        return {*self.state.loaded, *publishing}
+
+    async def publish(self, name: str, scale: float, write: Write) -> int:
+        """Bring a version of an adapter to every engine; return its number once all serve it.
+
+        Raises:
+            ConfigError: the run's weight channel or one of its engines cannot do this.
+            WeightsRefused: the adapter does not fit the model; what was served before, is.
+            EngineLagging: an engine took too long, and was removed.
+        """
+        self._refuse_unable(name)
+        lock = self._publishing.setdefault(name, asyncio.Lock())
+        async with lock:
+            newest = max(self._assigned.get(name, 0), self._callbacks.core.adapters.get(name, 0))
+            version = self._assigned[name] = newest + 1
+            call, buffer = next(self._calls), next(self._buffers)
+            result = self._results[call] = asyncio.get_running_loop().create_future()
+            self._pending.others.add(result)
+            try:
+                async with self._writing:
+                    chunks = await self._write(buffer, write)
+                    request = ac.PublishRequested(call, name, version, scale, chunks, buffer)
+                    _refuse_too_large(chunks)
+                    self._handle(request)
+                await result
+            finally:
+                self._pending.others.discard(result)
+                del self._results[call]
+                if (timer := self._timers.pop(call, None)) is not None:
+                    timer.cancel()
+                if not result.done() or result.cancelled():
+                    self._handle(ac.CallCancelled(call))
+        return version
+
+    def _refuse_unable(self, name: str) -> None:
+        if self._channel not in CHANNELS:
+            raise ConfigError(
+                f"weight_channel={self._channel!r} carries no adapters with versions of their own; "
+                f"use one of {', '.join(CHANNELS)}, or publish_adapter"
+            )
+        if unable := self.state.unable:
+            raise ConfigError(
+                f"{', '.join(unable)} can't serve adapter {name!r} with versions of its own; use "
+                f"CPU engines of one process, or publish_adapter"
+            )
+
+    async def _write(self, buffer: int, write: Write) -> list[UpdateWeights]:
+        await self._callbacks.wait_until_writable()
+        keep = {*self.state.buffers, *self._callbacks.base_buffers()}
+        loop = asyncio.get_running_loop()
+        writing = loop.run_in_executor(None, write, buffer, keep)
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await writing
+            raise
+
+    async def unload(self, name: str) -> None:
+        """Have engines drop an adapter, and refuse the turns that use it."""
+        async with self._publishing.setdefault(name, asyncio.Lock()):
+            if name not in self.state.loaded:
+                loaded = sorted(self.state.loaded) or "none"
+                raise WeightsRefused(f"no adapter {name!r} is loaded; loaded are {loaded}")
+            self._handle(ac.UnloadRequested(name))
+
+    def pin(self, name: str, version: int | None) -> int:
+        """Keep a version for turns that name it, until it is unpinned as often; return it.
+
+        Raises:
+            WeightsRefused: the version is not there any more.
+        """
+        version = self.state.version(name) if version is None else version
+        if not self.state.has(name, version):
+            live = self.state.version(name)
+            raise WeightsRefused(
+                f"adapter {name!r} has no v{version} to pin: v{live} is live; pin a version before "
+                f"the next publish replaces it"
+            )
+        self._handle(ac.PinChanged(name, version, True))
+        return version
+
+    def unpin(self, name: str, version: int) -> None:
+        """Undo one :meth:`pin`; harmless for a version that is not pinned."""
+        self._handle(ac.PinChanged(name, version, False))
+
+    # ------------------------------------------------------------ commands
+
+    def _handle(self, event: ac.Event) -> None:
+        for command in self.state.handle(event):
+            self._carry_out(command)
+
+    def _carry_out(self, command: ac.Command) -> None:
+        callbacks = self._callbacks
+        match command:
+            case ac.Send(engine=engine, message=message):
+                callbacks.send([(engine, message)])
+            case ac.Resolve(call=call, error=None):
+                resolve(self._results.get(call), None)
+            case ac.Resolve(call=call, error=error):
+                assert error is not None
+                fail(self._results.get(call), error)
+            case ac.SetTimer(call=call, seconds=seconds):
+                loop = asyncio.get_running_loop()
+                self._timers[call] = loop.call_later(
+                    seconds, lambda: self._handle(ac.TimerFired(call))
+                )
+            case ac.ReleaseVersion(name=name, version=version):
+                callbacks.handle([ev.AdapterReleased(name, version)])
+                callbacks.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
+            case ac.RecordLive(engine=engine, message=live):
+                callbacks.adapter_live(engine, live)
+            case ac.GiveUp(engine=engine, why=why):
+                callbacks.give_up_engine(engine, why)
+
+
+def _refuse_too_large(chunks: Sequence[UpdateWeights]) -> None:
+    bytes_max = FRAME_BYTES_MAX_BY_KIND["load_adapter"] - HEADER_BYTES
+    if (size := sum(len(encode(chunk)) for chunk in chunks)) > bytes_max:
+        raise WeightsRefused(
+            f"the names and offsets of an adapter's tensors take {size} bytes of one message, "
+            f"which may have {bytes_max}; publish fewer tensors"
+        )

@@ -1,0 +1,262 @@
+"""Publishes of adapters reach all engines, in any order of replies, departures and reconnections.
+
+The model is a set of engines that follow the protocol and answer late. Model-based, by hypothesis.
+"""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tidegate.errors import EngineLagging, WeightsRefused
+from tidegate.orchestrator.core import adapter_control as ac
+from tidegate.transport.messages import (
+    AdapterFailed,
+    AdapterLive,
+    AdapterLoaded,
+    AdapterNeeded,
+    HeldAdapter,
+    LoadAdapter,
+    SwapAdapter,
+    UnloadAdapter,
+    UpdateWeights,
+)
+
+CHUNK = UpdateWeights(version=0, location="x", tensors=[])
+
+
+class Driver:
+    """Feeds the state machine, and keeps its engines' inboxes."""
+
+    def __init__(self) -> None:
+        self.released: dict[str, int] = {}
+        self.control = ac.AdapterControl(
+            pause_mode="keep", kv_policy="recompute", released=self.released
+        )
+        self.inboxes: dict[str, list[Any]] = {}
+        self.live: dict[str, dict[str, int]] = {}
+        self.outcomes: dict[int, Any] = {}
+        self.durable_due: list[tuple[str, int]] = []
+        self.durable: set[tuple[str, int]] = set()
+        self.reading: dict[tuple[str, str, int], int] = {}
+        self.calls = 0
+        self.newest: dict[str, int] = {}
+
+    def feed(self, event: ac.Event) -> None:
+        for command in self.control.handle(event):
+            match command:
+                case ac.Send(engine=engine, message=message):
+                    if isinstance(message, SwapAdapter):
+                        assert (message.name, message.version) in self.durable
+                    if isinstance(message, LoadAdapter):
+                        key = (engine, message.name, message.version)
+                        self.reading[key] = message.chunks[0].version
+                    self.inboxes[engine].append(message)
+                case ac.Resolve(call=call, error=error):
+                    assert call not in self.outcomes
+                    self.outcomes[call] = error
+                case ac.ReleaseVersion(name=name, version=version):
+                    assert version > self.released.get(name, 0)
+                    self.released[name] = version
+                    self.durable_due.append((name, version))
+                case ac.GiveUp(engine=engine):
+                    self.leave(engine)
+
+    def join(self, engine: str, adapters_max: int = 4) -> None:
+        self.inboxes[engine] = []
+        self.reading = {key: b for key, b in self.reading.items() if key[0] != engine}
+        held = [HeldAdapter(*pair) for pair in self.live.setdefault(engine, {}).items()]
+        self.feed(ac.EngineConnected(engine, adapters_max, held))
+
+    def leave(self, engine: str) -> None:
+        self.inboxes.pop(engine, None)
+        self.live.pop(engine, None)
+        self.reading = {key: b for key, b in self.reading.items() if key[0] != engine}
+        self.feed(ac.EngineRemoved(engine))
+
+    def publish(self, name: str) -> int:
+        self.calls += 1
+        version = self.newest[name] = self.newest.get(name, 0) + 1
+        chunks = [UpdateWeights(version=self.calls, location="x", tensors=[])]
+        self.feed(ac.PublishRequested(self.calls, name, version, 1.0, chunks, self.calls))
+        return self.calls
+
+    def answer(self, engine: str, *, refuses: bool = False) -> None:
+        """Have an engine handle the oldest message in its inbox."""
+        message = self.inboxes[engine].pop(0)
+        live = self.live[engine]
+        reply: ac.AdapterReply | None = None
+        match message:
+            case LoadAdapter(name=name, version=version, is_live=is_live):
+                if refuses and not is_live:
+                    reply = AdapterFailed(name=name, version=version, message="no such projection")
+                else:
+                    reply = AdapterLoaded(name=name, version=version)
+                    if is_live:
+                        live[name] = max(version, live.get(name, 0))
+                self.reading.pop((engine, name, version), None)
+            case SwapAdapter(name=name, version=version):
+                live[name] = version
+                reply = AdapterLive(name=name, version=version)
+            case UnloadAdapter(name=name, version=version):
+                if version in (None, live.get(name)):
+                    live.pop(name, None)
+        if reply is not None:
+            self.feed(ac.ReplyReceived(engine, reply))
+
+    def commit(self) -> None:
+        name, version = self.durable_due.pop(0)
+        self.durable.add((name, version))
+        self.feed(ac.ReleaseDurable(name, version))
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            busy = [engine for engine, inbox in self.inboxes.items() if inbox]
+            if self.durable_due:
+                self.commit()
+            elif busy:
+                self.answer(busy[0])
+            else:
+                return
+        raise AssertionError("messages without end")
+
+
+def test_a_version_is_swapped_in_once_all_engines_have_it_and_its_number_is_durable() -> None:
+    driver = Driver()
+    driver.join("e0")
+    driver.join("e1")
+    call = driver.publish("a")
+    driver.answer("e0")
+    assert not driver.released
+    driver.answer("e1")
+    assert driver.released == {"a": 1}
+    assert driver.inboxes == {"e0": [], "e1": []}
+    driver.commit()
+    driver.answer("e0")
+    assert call not in driver.outcomes
+    driver.answer("e1")
+    assert driver.outcomes == {call: None}
+
+
+def test_one_engines_refusal_leaves_the_old_version_live_everywhere() -> None:
+    driver = Driver()
+    driver.join("e0")
+    driver.join("e1")
+    driver.publish("a")
+    driver.settle()
+    call = driver.publish("a")
+    driver.answer("e0")
+    driver.answer("e1", refuses=True)
+    assert isinstance(driver.outcomes[call], WeightsRefused)
+    driver.settle()
+    assert driver.live == {"e0": {"a": 1}, "e1": {"a": 1}}
+    assert driver.control.buffers == {1}
+
+
+def test_an_engine_that_never_loads_a_version_is_removed_and_the_publish_fails() -> None:
+    driver = Driver()
+    driver.join("e0")
+    driver.join("e1")
+    call = driver.publish("a")
+    driver.answer("e0")
+    driver.feed(ac.TimerFired(call))
+    assert isinstance(driver.outcomes[call], EngineLagging)
+    assert driver.inboxes.keys() == {"e0"}
+
+
+def test_an_engine_that_missed_a_swap_while_away_gets_it_when_it_reconnects() -> None:
+    driver = Driver()
+    driver.join("e0")
+    driver.join("e1")
+    driver.publish("a")
+    driver.settle()
+    kept = driver.live["e1"].copy()
+    driver.leave("e1")
+    driver.publish("a")
+    driver.settle()
+    driver.live["e1"] = kept
+    driver.join("e1")
+    driver.settle()
+    assert driver.live == {"e0": {"a": 2}, "e1": {"a": 2}}
+
+
+def test_a_resumed_run_waits_for_its_trainer_before_it_answers_for_an_adapter() -> None:
+    driver = Driver()
+    driver.released["a"] = driver.newest["a"] = 3
+    driver.durable.add(("a", 3))
+    driver.live["e0"] = {"a": 3}
+    driver.join("e0")
+    driver.feed(ac.ReplyReceived("e0", AdapterNeeded(name="a")))
+    driver.feed(ac.ReplyReceived("e0", AdapterNeeded(name="b")))
+    assert driver.inboxes["e0"] == [UnloadAdapter(name="b")]
+    driver.publish("a")
+    driver.settle()
+    assert driver.live["e0"] == {"a": 4}
+
+
+class AdapterPublishes(RuleBasedStateMachine):
+    """Three engines that come, go, refuse and answer late; three adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver()
+        self.open: dict[str, int] = {}
+        """Adapter -> its publish that has no outcome yet; one at a time, as the shell ensures."""
+
+    @rule(engine=st.sampled_from(("e0", "e1", "e2")))
+    def join_or_reconnect(self, engine: str) -> None:
+        self.driver.join(engine)
+
+    @rule(engine=st.sampled_from(("e0", "e1", "e2")))
+    def leave(self, engine: str) -> None:
+        self.driver.leave(engine)
+
+    @rule(name=st.sampled_from("abc"))
+    def publish(self, name: str) -> None:
+        if self.open.get(name) is None or self.open[name] in self.driver.outcomes:
+            self.open[name] = self.driver.publish(name)
+
+    @rule(name=st.sampled_from("abc"))
+    def unload(self, name: str) -> None:
+        if self.open.get(name) is None or self.open[name] in self.driver.outcomes:
+            self.driver.feed(ac.UnloadRequested(name))
+
+    @rule(name=st.sampled_from("abc"), is_pinned=st.booleans())
+    def pin(self, name: str, is_pinned: bool) -> None:
+        self.driver.feed(ac.PinChanged(name, self.driver.control.version(name), is_pinned))
+
+    @rule(name=st.sampled_from("abc"))
+    def time_out_or_cancel(self, name: str) -> None:
+        if (call := self.open.get(name)) is not None:
+            self.driver.feed(ac.TimerFired(call) if call % 2 else ac.CallCancelled(call))
+
+    @precondition(lambda self: self.driver.durable_due)
+    @rule()
+    def commit(self) -> None:
+        self.driver.commit()
+
+    @rule(data=st.data(), refuses=st.booleans(), name=st.sampled_from("abc"))
+    def answer(self, data: Any, refuses: bool, name: str) -> None:
+        busy = [engine for engine, inbox in self.driver.inboxes.items() if inbox]
+        if busy:
+            self.driver.answer(data.draw(st.sampled_from(busy)), refuses=refuses)
+        elif self.driver.inboxes:
+            engine = data.draw(st.sampled_from(sorted(self.driver.inboxes)))
+            self.driver.feed(ac.ReplyReceived(engine, AdapterNeeded(name=name)))
+
+    @invariant()
+    def no_buffer_is_freed_while_it_is_read(self) -> None:
+        assert set(self.driver.reading.values()) <= self.driver.control.buffers
+
+    def teardown(self) -> None:
+        """Once all have replied, publishes have outcomes and nobody serves an old version."""
+        self.driver.settle()
+        assert all(call in self.driver.outcomes for call in self.open.values())
+        for engine in self.driver.inboxes:
+            for name, version in self.driver.live[engine].items():
+                assert version == self.driver.control.version(name)
+
+
+TestAdapterPublishes = AdapterPublishes.TestCase
+TestAdapterPublishes.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

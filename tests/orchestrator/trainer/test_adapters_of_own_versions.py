@@ -1,0 +1,141 @@
+"""Adapters with weight versions of their own, published one by one to real engines."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import tidegate
+from tests.models import make_model_directory
+from tests.orchestrator.trainer.test_adapters_served import CONFIG, random_adapter
+from tidegate.errors import ConfigError, TurnRefused, WeightsRefused
+
+pytestmark = pytest.mark.wire
+
+PROMPT = [7, 8, 9]
+Sampled = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Adapter, token ids, and the version of each token."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
+
+
+class Sampler:
+    """Episode that samples greedily with the adapter (and version) that its task names."""
+
+    def __init__(self, max_tokens: int = 12) -> None:
+        self.max_tokens = max_tokens
+        self.sampled: list[Sampled] = []
+        self.refusals: list[str] = []
+
+    async def __call__(self, episode: tidegate.Episode, task: tuple[str, int | None]) -> float:
+        name, version = task
+        episode.append(PROMPT)
+        try:
+            turn = await episode.generate(
+                max_tokens=self.max_tokens, temperature=0.0, adapter=name, adapter_version=version
+            )
+        except TurnRefused as error:
+            self.refusals.append(str(error))
+            return 0.0
+        versions = [span.version for span in turn.spans for _ in range(span.start, span.end)]
+        self.sampled.append((name, tuple(turn.token_ids), tuple(versions)))
+        return 1.0
+
+
+async def test_adapters_are_published_pinned_and_unloaded_one_by_one(model: Path) -> None:
+    first, second = random_adapter(model, 1), random_adapter(model, 2)
+    async with tidegate.serve(model=model, engines=2, group_size=2) as rollouts:
+        solver, critic = rollouts.adapter("solver"), rollouts.adapter("critic")
+        assert await solver.publish(first, config=CONFIG) == 1
+        assert await critic.publish(second, config=CONFIG) == 1
+        sampler = Sampler()
+        names = [("solver", None), ("critic", None), ("", None)]
+        await rollouts.evaluate(names, episode=sampler)
+        before = {name: ids for name, ids, _ in sampler.sampled}
+        assert len(set(before.values())) == 3
+        assert {v for _, _, versions in sampler.sampled for v in versions} == {0, 1}
+
+        assert await solver.pin() == 1
+        assert await solver.publish(second, config=CONFIG) == 2
+        sampler = Sampler()
+        await rollouts.evaluate([*names, ("solver", 1)], episode=sampler)
+        by_version = {(name, versions[0]): ids for name, ids, versions in sampler.sampled}
+        assert by_version == {
+            ("solver", 2): before["critic"],  # the same tensors under another name
+            ("critic", 1): before["critic"],
+            ("", 0): before[""],
+            ("solver", 1): before["solver"],
+        }
+        assert rollouts.version == 0
+
+        odd = {name.replace("layers.0", "layers.7"): tensor for name, tensor in first.items()}
+        with pytest.raises(WeightsRefused, match="which this model does not have"):
+            await solver.publish(odd, config=CONFIG)
+        assert await solver.publish(first, config=CONFIG) == 4  # no number is used twice
+        state = load_file(model / "model.safetensors")
+        with pytest.raises(ConfigError, match="can't be published under adapters"):
+            await rollouts.publish(state)
+
+        await solver.unload()
+        sampler = Sampler()
+        await rollouts.evaluate([("solver", None), ("critic", None)], episode=sampler)
+        assert [name for name, _, _ in sampler.sampled] == ["critic"]
+        assert "not loaded (any more)" in sampler.refusals[0]
+        assert await solver.publish(first, config=CONFIG) == 5
+
+
+async def test_a_publish_of_one_adapter_splits_no_other_turn_and_recomputes_nothing_else(
+    model: Path,
+) -> None:
+    """Each adapter's own turns change their version in mid-turn; the others' spans stay whole."""
+    tensors = random_adapter(model, 1)
+    async with tidegate.serve(
+        model=model, engines=1, group_size=2, pause_mode="keep", step_time_min_s=0.002
+    ) as rollouts:
+        solver, critic = rollouts.adapter("solver"), rollouts.adapter("critic")
+        for each in (solver, critic):
+            await each.publish(tensors, config=CONFIG)
+        sampler = Sampler(max_tokens=300)
+        tasks = [("solver", None), ("critic", None), ("", None), ("solver", 1)]
+        await solver.pin(1)
+        running = asyncio.ensure_future(rollouts.evaluate(tasks, episode=sampler))
+        for _ in range(3):
+            await solver.publish(tensors, config=CONFIG)
+        await running
+    versions = {(name, versions[-1]): set(versions) for name, _, versions in sampler.sampled}
+    assert versions.pop(("critic", 1)) == {1}
+    assert versions.pop(("", 0)) == {0}
+    assert versions.pop(("solver", 1)) == {1}  # the pinned turn
+    [(_, following)] = versions.items()
+    assert following <= {1, 2, 3, 4}
+    assert len(following) >= 2
+
+
+async def test_a_hundred_adapters_are_served_in_turn_by_engines_that_hold_few(model: Path) -> None:
+    async with tidegate.serve(model=model, engines=1, group_size=2, adapters_max=3) as rollouts:
+        for number in range(100):
+            tensors = {n: t for n, t in random_adapter(model, number % 5).items() if "q_proj" in n}
+            await rollouts.adapter(f"a{number}").publish(tensors, config=CONFIG)
+        sampler = Sampler(max_tokens=4)
+        tasks = [(f"a{(7 * number) % 100}", None) for number in range(100)]
+        await rollouts.evaluate(tasks, episode=sampler)
+        assert not sampler.refusals
+        assert sorted(name for name, _, _ in sampler.sampled) == sorted(n for n, _ in tasks)
+        by_seed: dict[int, set[tuple[int, ...]]] = {}
+        for name, ids, _ in sampler.sampled:
+            by_seed.setdefault(int(name[1:]) % 5, set()).add(ids)
+        assert all(len(answers) == 1 for answers in by_seed.values())
+
+
+async def test_a_restarted_engine_gets_the_adapters_that_its_turns_need(model: Path) -> None:
+    async with tidegate.serve(model=model, engines=1, group_size=2) as rollouts:
+        await rollouts.adapter("solver").publish(random_adapter(model, 1), config=CONFIG)
+        before, after = Sampler(), Sampler()
+        await rollouts.evaluate([("solver", None)], episode=before)
+        rollouts._running._engines.kill("engine-0")
+        await rollouts.evaluate([("solver", None)], episode=after)
+        assert after.sampled == before.sampled
