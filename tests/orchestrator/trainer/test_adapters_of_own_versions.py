@@ -136,6 +136,8 @@ async def test_a_restarted_engine_gets_the_adapters_that_its_turns_need(model: P
         await rollouts.adapter("solver").publish(random_adapter(model, 1), config=CONFIG)
         before, after = Sampler(), Sampler()
         await rollouts.evaluate([("solver", None)], episode=before)
-        rollouts._running._engines.kill("engine-0")
+        engines = rollouts._running._engines
+        assert engines is not None
+        engines.kill("engine-0")
         await rollouts.evaluate([("solver", None)], episode=after)
         assert after.sampled == before.sampled
