@@ -39,7 +39,7 @@ AdapterReply = AdapterLoaded | AdapterFailed | AdapterLive | AdapterNeeded
 # ---------------------------------------------------------------- events
 
 
-class EngineConnected(Struct, frozen=True):
+class AdapterEngineConnected(Struct, frozen=True):
     """An engine joined or reconnected."""
 
     engine: str
@@ -49,7 +49,7 @@ class EngineConnected(Struct, frozen=True):
     """Live versions that it has kept."""
 
 
-class EngineRemoved(Struct, frozen=True):
+class AdapterEngineRemoved(Struct, frozen=True):
     """An engine left, or was removed."""
 
     engine: str
@@ -62,7 +62,7 @@ class ReplyReceived(Struct, frozen=True):
     message: AdapterReply
 
 
-class PublishRequested(Struct, frozen=True):
+class AdapterPublishRequested(Struct, frozen=True):
     """A version was written to the weight channel. Resolved once every engine serves it."""
 
     call: int
@@ -95,55 +95,55 @@ class ReleaseDurable(Struct, frozen=True):
     version: int
 
 
-class TimerFired(Struct, frozen=True):
+class PublishTimerFired(Struct, frozen=True):
     """The timer of a publish has expired."""
 
     call: int
 
 
-class CallCancelled(Struct, frozen=True):
+class AdapterCallCancelled(Struct, frozen=True):
     """The caller of a publish was cancelled."""
 
     call: int
 
 
 Event = (
-    EngineConnected
-    | EngineRemoved
+    AdapterEngineConnected
+    | AdapterEngineRemoved
     | ReplyReceived
-    | PublishRequested
+    | AdapterPublishRequested
     | PinChanged
     | UnloadRequested
     | ReleaseDurable
-    | TimerFired
-    | CallCancelled
+    | PublishTimerFired
+    | AdapterCallCancelled
 )
 
 # ---------------------------------------------------------------- commands
 
 
-class Send(Struct, frozen=True):
+class SendAdapterMessage(Struct, frozen=True):
     """Send a message to an engine."""
 
     engine: str
     message: Message
 
 
-class Resolve(Struct, frozen=True):
+class ResolveAdapterPublish(Struct, frozen=True):
     """End a publish, by raising ``error`` if there is one."""
 
     call: int
     error: TidegateError | None = None
 
 
-class SetTimer(Struct, frozen=True):
-    """Deliver :class:`TimerFired` after ``seconds``, unless the publish has ended before."""
+class SetPublishTimer(Struct, frozen=True):
+    """Deliver :class:`PublishTimerFired` after ``seconds``, unless the publish has ended before."""
 
     call: int
     seconds: float
 
 
-class ReleaseVersion(Struct, frozen=True):
+class ReleaseAdapter(Struct, frozen=True):
     """Every engine has loaded a version: record its number, and deliver :class:`ReleaseDurable`
     once the record is safe."""
 
@@ -158,23 +158,30 @@ class RecordLive(Struct, frozen=True):
     message: AdapterLive
 
 
-class GiveUp(Struct, frozen=True):
+class GiveUpAdapterEngine(Struct, frozen=True):
     """Remove an engine that did not reply in time, or refused what the others serve."""
 
     engine: str
     why: str
 
 
-Command = Send | Resolve | SetTimer | ReleaseVersion | RecordLive | GiveUp
+Command = (
+    SendAdapterMessage
+    | ResolveAdapterPublish
+    | SetPublishTimer
+    | ReleaseAdapter
+    | RecordLive
+    | GiveUpAdapterEngine
+)
 
 # ---------------------------------------------------------------- state
 
 
 @dataclass(slots=True)
-class _Publish:
+class _AdapterPublish:
     """A publish under way."""
 
-    request: PublishRequested
+    request: AdapterPublishRequested
     loading: set[str] = field(default_factory=set)
     """Engines that have not loaded the version."""
     swapping: set[str] = field(default_factory=set)
@@ -189,10 +196,10 @@ class _Adapter:
 
     live: int = 0
     """Newest released version; 0 before the first."""
-    contents: dict[int, PublishRequested] = field(default_factory=dict)
+    contents: dict[int, AdapterPublishRequested] = field(default_factory=dict)
     """Versions that may be sent to engines: live, pinned, and being published."""
     pins: Counter[int] = field(default_factory=Counter)
-    publish: _Publish | None = None
+    publish: _AdapterPublish | None = None
 
 
 class AdapterControl:
@@ -258,13 +265,13 @@ class AdapterControl:
     def handle(self, event: Event) -> list[Command]:
         """Apply one event and return the commands that follow from it, in order."""
         match event:
-            case EngineConnected():
+            case AdapterEngineConnected():
                 self._on_connected(event)
-            case EngineRemoved(engine=engine):
+            case AdapterEngineRemoved(engine=engine):
                 self._on_removed(engine)
             case ReplyReceived(engine=engine, message=message):
                 self._on_reply(engine, message)
-            case PublishRequested():
+            case AdapterPublishRequested():
                 self._on_publish(event)
             case PinChanged(name=name, version=version, is_pinned=is_pinned):
                 self._on_pin(name, version, is_pinned)
@@ -273,12 +280,12 @@ class AdapterControl:
                     self._fail(adapter, WeightsRefused(f"adapter {name!r} was unloaded"))
                 self._unloaded.add(name)
                 for engine in self._able:
-                    self._out.append(Send(engine, UnloadAdapter(name=name)))
+                    self._out.append(SendAdapterMessage(engine, UnloadAdapter(name=name)))
             case ReleaseDurable(name=name, version=version):
                 self._on_durable(name, version)
-            case TimerFired(call=call):
+            case PublishTimerFired(call=call):
                 self._on_timer(call)
-            case CallCancelled(call=call):
+            case AdapterCallCancelled(call=call):
                 self._on_cancelled(call)
         commands, self._out = self._out, []
         return commands
@@ -290,7 +297,7 @@ class AdapterControl:
     def _load(
         self,
         engine: str,
-        content: PublishRequested,
+        content: AdapterPublishRequested,
         *,
         is_live: bool = False,
         is_staged: bool = False,
@@ -304,17 +311,17 @@ class AdapterControl:
             is_live=is_live,
             is_staged=is_staged,
         )
-        self._out.append(Send(engine, message))
+        self._out.append(SendAdapterMessage(engine, message))
 
     def _swap(self, engine: str, name: str, version: int) -> None:
         message = SwapAdapter(
             name=name, version=version, pause_mode=self._pause_mode, kv_policy=self.kv_policy
         )
-        self._out.append(Send(engine, message))
+        self._out.append(SendAdapterMessage(engine, message))
 
     # ------------------------------------------------------------ engines
 
-    def _on_connected(self, event: EngineConnected) -> None:
+    def _on_connected(self, event: AdapterEngineConnected) -> None:
         """Bring an engine up to date: it has kept live versions, and forgotten those not live."""
         engine = event.engine
         self._forget_reading(engine)
@@ -322,7 +329,7 @@ class AdapterControl:
         held = {each.name: each.version for each in event.held}
         for name in sorted(held):
             if not self._is_known(name):
-                self._out.append(Send(engine, UnloadAdapter(name=name)))
+                self._out.append(SendAdapterMessage(engine, UnloadAdapter(name=name)))
         for name, adapter in self._adapters.items():
             publish = adapter.publish
             if publish is not None and not is_able:
@@ -385,7 +392,9 @@ class AdapterControl:
                 if publish is not None and is_current and not publish.is_released:
                     self._fail(adapter, WeightsRefused(f"engine {engine!r}: {why}"))
                 elif version == adapter.live:
-                    self._out.append(GiveUp(engine, f"adapter {name!r} v{version}: {why}"))
+                    self._out.append(
+                        GiveUpAdapterEngine(engine, f"adapter {name!r} v{version}: {why}")
+                    )
             case AdapterLive():
                 self._out.append(RecordLive(engine, message))
                 if publish is not None and is_current:
@@ -397,28 +406,28 @@ class AdapterControl:
         adapter = self._adapters.get(name)
         if adapter is None:
             if not self._is_known(name):
-                self._out.append(Send(engine, UnloadAdapter(name=name)))
+                self._out.append(SendAdapterMessage(engine, UnloadAdapter(name=name)))
             return
         wanted = version if version != LIVE_ADAPTER else adapter.live
         content = adapter.contents.get(wanted)
         if content is not None and wanted <= adapter.live:
             self._load(engine, content, is_live=wanted == adapter.live)
         elif version != LIVE_ADAPTER and version <= adapter.live:
-            self._out.append(Send(engine, UnloadAdapter(name=name, version=version)))
+            self._out.append(SendAdapterMessage(engine, UnloadAdapter(name=name, version=version)))
         # Otherwise its first publish is under way, and reaches every engine.
 
     # ------------------------------------------------------------ publishing
 
-    def _on_publish(self, event: PublishRequested) -> None:
+    def _on_publish(self, event: AdapterPublishRequested) -> None:
         self._unloaded.discard(event.name)
         adapter = self._adapters.setdefault(event.name, _Adapter())
         assert adapter.publish is None, "publishes of one adapter run one after another"
         adapter.contents[event.version] = event
-        publish = adapter.publish = _Publish(event, set(self._able))
+        publish = adapter.publish = _AdapterPublish(event, set(self._able))
         for engine in self._able:
             self._load(engine, event, is_staged=True)
         if publish.loading:
-            self._out.append(SetTimer(event.call, self._timeout_s))
+            self._out.append(SetPublishTimer(event.call, self._timeout_s))
         self._advance(event.name, adapter)
 
     def _advance_all(self) -> None:
@@ -435,11 +444,11 @@ class AdapterControl:
             publish.is_released = True
             publish.swapping = set(self._able)
             adapter.live = version
-            self._out.append(ReleaseVersion(name, version))
+            self._out.append(ReleaseAdapter(name, version))
         elif publish.is_durable and not publish.loading and not publish.swapping:
             adapter.publish = None
             self._drop_unused(adapter)
-            self._out.append(Resolve(publish.request.call))
+            self._out.append(ResolveAdapterPublish(publish.request.call))
 
     def _on_durable(self, name: str, version: int) -> None:
         adapter = self._adapters.get(name)
@@ -461,10 +470,10 @@ class AdapterControl:
             del adapter.contents[request.version]
             for engine in self._able:
                 drop = UnloadAdapter(name=request.name, version=request.version)
-                self._out.append(Send(engine, drop))
+                self._out.append(SendAdapterMessage(engine, drop))
             if not adapter.contents:
                 self._adapters.pop(request.name, None)
-        self._out.append(Resolve(request.call, error))
+        self._out.append(ResolveAdapterPublish(request.call, error))
 
     def _on_timer(self, call: int) -> None:
         found = self._publish_of(call)
@@ -483,14 +492,16 @@ class AdapterControl:
             self._fail(adapter, error)
         for engine in late:
             version = f"adapter {request.name!r} v{request.version}"
-            self._out.append(GiveUp(engine, f"{version} took more than {self._timeout_s:.0f} s"))
+            self._out.append(
+                GiveUpAdapterEngine(engine, f"{version} took more than {self._timeout_s:.0f} s")
+            )
 
     def _on_cancelled(self, call: int) -> None:
         found = self._publish_of(call)
         if found is not None and not found[1].is_released:
             self._fail(found[0], WeightsRefused("the publish was cancelled"))
 
-    def _publish_of(self, call: int) -> tuple[_Adapter, _Publish] | None:
+    def _publish_of(self, call: int) -> tuple[_Adapter, _AdapterPublish] | None:
         for adapter in self._adapters.values():
             if adapter.publish is not None and adapter.publish.request.call == call:
                 return adapter, adapter.publish

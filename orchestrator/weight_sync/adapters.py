@@ -105,11 +105,11 @@ class AdapterManager:
     def joined(self, engine: str, hello: Hello | None) -> None:
         """Handle an engine that has joined or reconnected."""
         if hello is not None:
-            self._handle(ac.EngineConnected(engine, hello.adapters_max, hello.adapters))
+            self._handle(ac.AdapterEngineConnected(engine, hello.adapters_max, hello.adapters))
 
     def left(self, engine: str) -> None:
         """Handle an engine that has gone."""
-        self._handle(ac.EngineRemoved(engine))
+        self._handle(ac.AdapterEngineRemoved(engine))
 
     def receive(self, engine: str, message: FromEngine) -> bool:
         """Handle an engine's message; return False if it is not about adapters."""
@@ -145,7 +145,7 @@ class AdapterManager:
             try:
                 async with self._writing:
                     chunks = await self._write(buffer, write)
-                    request = ac.PublishRequested(call, name, version, scale, chunks, buffer)
+                    request = ac.AdapterPublishRequested(call, name, version, scale, chunks, buffer)
                     _refuse_too_large(chunks)
                     self._handle(request)
                 await result
@@ -155,7 +155,7 @@ class AdapterManager:
                 if (timer := self._timers.pop(call, None)) is not None:
                     timer.cancel()
                 if not result.done() or result.cancelled():
-                    self._handle(ac.CallCancelled(call))
+                    self._handle(ac.AdapterCallCancelled(call))
         return version
 
     def _refuse_unable(self, name: str) -> None:
@@ -219,24 +219,24 @@ class AdapterManager:
     def _carry_out(self, command: ac.Command) -> None:
         callbacks = self._callbacks
         match command:
-            case ac.Send(engine=engine, message=message):
+            case ac.SendAdapterMessage(engine=engine, message=message):
                 callbacks.send([(engine, message)])
-            case ac.Resolve(call=call, error=None):
+            case ac.ResolveAdapterPublish(call=call, error=None):
                 resolve(self._results.get(call), None)
-            case ac.Resolve(call=call, error=error):
+            case ac.ResolveAdapterPublish(call=call, error=error):
                 assert error is not None
                 fail(self._results.get(call), error)
-            case ac.SetTimer(call=call, seconds=seconds):
+            case ac.SetPublishTimer(call=call, seconds=seconds):
                 loop = asyncio.get_running_loop()
                 self._timers[call] = loop.call_later(
-                    seconds, lambda: self._handle(ac.TimerFired(call))
+                    seconds, lambda: self._handle(ac.PublishTimerFired(call))
                 )
-            case ac.ReleaseVersion(name=name, version=version):
+            case ac.ReleaseAdapter(name=name, version=version):
                 callbacks.handle([ev.AdapterReleased(name, version)])
                 callbacks.when_safe(lambda: self._handle(ac.ReleaseDurable(name, version)))
             case ac.RecordLive(engine=engine, message=live):
                 callbacks.adapter_live(engine, live)
-            case ac.GiveUp(engine=engine, why=why):
+            case ac.GiveUpAdapterEngine(engine=engine, why=why):
                 callbacks.give_up_engine(engine, why)
 
 

@@ -46,40 +46,40 @@ class Driver:
     def feed(self, event: ac.Event) -> None:
         for command in self.control.handle(event):
             match command:
-                case ac.Send(engine=engine, message=message):
+                case ac.SendAdapterMessage(engine=engine, message=message):
                     if isinstance(message, SwapAdapter):
                         assert (message.name, message.version) in self.durable
                     if isinstance(message, LoadAdapter):
                         key = (engine, message.name, message.version)
                         self.reading[key] = message.chunks[0].version
                     self.inboxes[engine].append(message)
-                case ac.Resolve(call=call, error=error):
+                case ac.ResolveAdapterPublish(call=call, error=error):
                     assert call not in self.outcomes
                     self.outcomes[call] = error
-                case ac.ReleaseVersion(name=name, version=version):
+                case ac.ReleaseAdapter(name=name, version=version):
                     assert version > self.released.get(name, 0)
                     self.released[name] = version
                     self.durable_due.append((name, version))
-                case ac.GiveUp(engine=engine):
+                case ac.GiveUpAdapterEngine(engine=engine):
                     self.leave(engine)
 
     def join(self, engine: str, adapters_max: int = 4) -> None:
         self.inboxes[engine] = []
         self.reading = {key: b for key, b in self.reading.items() if key[0] != engine}
         held = [HeldAdapter(*pair) for pair in self.live.setdefault(engine, {}).items()]
-        self.feed(ac.EngineConnected(engine, adapters_max, held))
+        self.feed(ac.AdapterEngineConnected(engine, adapters_max, held))
 
     def leave(self, engine: str) -> None:
         self.inboxes.pop(engine, None)
         self.live.pop(engine, None)
         self.reading = {key: b for key, b in self.reading.items() if key[0] != engine}
-        self.feed(ac.EngineRemoved(engine))
+        self.feed(ac.AdapterEngineRemoved(engine))
 
     def publish(self, name: str) -> int:
         self.calls += 1
         version = self.newest[name] = self.newest.get(name, 0) + 1
         chunks = [UpdateWeights(version=self.calls, location="x", tensors=[])]
-        self.feed(ac.PublishRequested(self.calls, name, version, 1.0, chunks, self.calls))
+        self.feed(ac.AdapterPublishRequested(self.calls, name, version, 1.0, chunks, self.calls))
         return self.calls
 
     def answer(self, engine: str, *, refuses: bool = False) -> None:
@@ -160,7 +160,7 @@ def test_an_engine_that_never_loads_a_version_is_removed_and_the_publish_fails()
     driver.join("e1")
     call = driver.publish("a")
     driver.answer("e0")
-    driver.feed(ac.TimerFired(call))
+    driver.feed(ac.PublishTimerFired(call))
     assert isinstance(driver.outcomes[call], EngineLagging)
     assert driver.inboxes.keys() == {"e0"}
 
@@ -229,7 +229,9 @@ class AdapterPublishes(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"))
     def time_out_or_cancel(self, name: str) -> None:
         if (call := self.open.get(name)) is not None:
-            self.driver.feed(ac.TimerFired(call) if call % 2 else ac.CallCancelled(call))
+            self.driver.feed(
+                ac.PublishTimerFired(call) if call % 2 else ac.AdapterCallCancelled(call)
+            )
 
     @precondition(lambda self: self.driver.durable_due)
     @rule()
