@@ -37,6 +37,10 @@ class ExactMatrix(PackedMatrix):
         self.storage[outputs // panel * panel * stored :] = 0.0
 
     @property
+    def element_dtype(self) -> None:
+        """None: panels differ in dtype."""
+
+    @property
     def panels(self) -> None:
         """None: the panels differ in dtype, so no one tensor holds them."""
 

@@ -28,6 +28,10 @@ DECLARE_FOR_BOTH(tg_attend_last,
                   int64_t kv_heads, int64_t head_dim, int64_t block_tokens, int64_t row_blocks,
                   float scale, int64_t window, float soft_cap))
 
+DECLARE_FOR_BOTH(tg_add_bits,
+                 (void* packed, int64_t first, const int64_t* index, const void* difference,
+                  int64_t count, int64_t inputs, int64_t* not_finite))
+
 DECLARE_FOR_BOTH(tg_multiply,
                  (const void* x, const void* packed, const void* bias, void* out, int64_t tokens,
                   int64_t outputs, int64_t inputs, int64_t adds, int64_t threads_max))

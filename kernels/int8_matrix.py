@@ -210,6 +210,15 @@ class RoundedRows:
         """Return the storage tensor that contains these rows and others."""
         return [self._matrix.storage]
 
+    element_dtype = None
+    """Single elements can't be changed: they are rounded by their row's largest."""
+
+    is_rounded = True
+
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
+        """Raise ValueError: single elements can't be changed."""
+        raise ValueError("the elements are rounded by their row's largest")
+
     def _numbers(self) -> torch.Tensor:
         return torch.arange(self._first, self._first + self._count)
 

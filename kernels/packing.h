@@ -44,6 +44,11 @@ template <typename T> void take_row(const T* panel, int64_t lane, T* out, int64_
     for (int64_t k = 0; k < inputs; k++) out[k] = panel[Arithmetic<T>::place(lane, k)];
 }
 
+// Unsigned integers of an element's size.
+template <typename T> struct BitsOf;
+template <> struct BitsOf<float> { using type = uint32_t; };
+template <> struct BitsOf<bfloat16> { using type = uint16_t; };
+
 // Split rows [first, first + rows) of a matrix by panels:
 // ``pack_some(from, panel, lane, count)`` gets those of one.
 template <typename T, typename F>

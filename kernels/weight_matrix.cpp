@@ -40,6 +40,26 @@ void take(const T* packed, const int64_t* rows, T* out, int64_t count, int64_t i
         take_row(packed + rows[i] / PANEL * stride, rows[i] % PANEL, out + i * inputs, inputs);
 }
 
+// Add to the bits of the elements ``index`` of the rows from ``first`` on, which wrap around; count
+// the results that are not finite.
+template <typename T>
+void add_bits(T* packed, int64_t first, const int64_t* index, const void* difference,
+              int64_t count, int64_t inputs, int64_t* not_finite) {
+    using Bits = typename BitsOf<T>::type;
+    const int64_t stride = stored_inputs<T>(inputs) * PANEL;
+    const Bits* add = (const Bits*)difference;
+    *not_finite = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = first + index[i] / inputs;
+        T* to = packed + row / PANEL * stride + Arithmetic<T>::place(row % PANEL, index[i] % inputs);
+        Bits bits;
+        std::memcpy(&bits, to, sizeof bits);
+        bits = Bits(bits + add[i]);
+        std::memcpy(to, &bits, sizeof bits);
+        *not_finite += !std::isfinite(widen(*to));
+    }
+}
+
 }  // namespace
 
 extern "C" int64_t tg_panel_outputs() { return PANEL; }
@@ -59,6 +79,11 @@ FOR_BOTH(tg_multiply_int8,
 FOR_BOTH(tg_pack,
          (const void* from, void* packed, int64_t first, int64_t rows, int64_t inputs),
          pack((const T*)from, (T*)packed, first, rows, inputs))
+
+FOR_BOTH(tg_add_bits,
+         (void* packed, int64_t first, const int64_t* index, const void* difference,
+          int64_t count, int64_t inputs, int64_t* not_finite),
+         add_bits((T*)packed, first, index, difference, count, inputs, not_finite))
 
 FOR_BOTH(tg_take,
          (const void* packed, const int64_t* rows, void* out, int64_t count, int64_t inputs),

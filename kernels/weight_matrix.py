@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "tg_multiply": [POINTER] * 4 + [INT] * 5,
     "tg_pack": [POINTER] * 2 + [INT] * 3,
     "tg_take": [POINTER] * 3 + [INT] * 2,
+    "tg_add_bits": [POINTER, INT] + [POINTER] * 2 + [INT] * 2 + [POINTER],
 }
 
 
@@ -47,6 +48,17 @@ class PackedWeightRows(Protocol):
     def storages(self) -> list[torch.Tensor]:
         """Return the storage tensors that contain these rows and others."""
 
+    @property
+    def element_dtype(self) -> torch.dtype | None:
+        """Dtype of the stored elements if :meth:`add_bits` can change single ones, else None."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether elements are stored rounded, so that their published bits are lost."""
+
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
+        """As :meth:`PackedMatrix.add_bits`, for these rows."""
+
 
 Rows = torch.Tensor | PackedWeightRows
 """Copy target for some rows of a matrix; a view in a plain one."""
@@ -63,6 +75,53 @@ def take_over(target: Rows, source: Rows) -> None:
         target.copy_(published(source))
     else:
         target.take_over(source)
+
+
+SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype of each element size in bytes."""
+
+
+def add_bits(rows: Rows, index: torch.Tensor, difference: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Add to the bits that elements have in the published ``dtype``, which wrap around.
+
+    The result is that of copying the whole changed tensor. Rows that are stored in a wider dtype
+    are narrowed and widened again, which is exact.
+
+    Args:
+        rows: the rows to change.
+        index: [C], int64, distinct elements of the rows, in row-major order.
+        difference: [C], integers of the published dtype's size.
+        dtype: published dtype.
+
+    Returns:
+        Whether all results are finite.
+
+    Raises:
+        ValueError: the stored elements are not those of the published dtype, but rounded.
+    """
+    if isinstance(rows, torch.Tensor):
+        if rows.dtype == dtype and rows.is_contiguous():
+            return _add_to(rows, index.to(rows.device), difference.to(rows.device))
+    elif rows.element_dtype == dtype:
+        return rows.add_bits(index, difference)
+    stored = published(rows)
+    elements = stored.to(dtype)
+    is_rounded = not isinstance(rows, torch.Tensor) and rows.is_rounded
+    is_rounded |= elements.element_size() > stored.element_size()
+    if is_rounded or not torch.equal(elements.to(stored.dtype), stored):
+        raise ValueError(f"{dtype} elements are stored rounded")
+    if elements.data_ptr() == stored.data_ptr():
+        elements = elements.clone()
+    elements = elements.contiguous()
+    is_finite = _add_to(elements, index.to(elements.device), difference.to(elements.device))
+    rows.copy_(elements)
+    return is_finite
+
+
+def _add_to(tensor: torch.Tensor, index: torch.Tensor, difference: torch.Tensor) -> bool:
+    bits = tensor.view(-1).view(SAME_SIZE[tensor.element_size()])
+    bits[index] += difference
+    return bool(tensor.view(-1)[index].isfinite().all())
 
 
 def storages(rows: Rows) -> list[torch.Tensor]:
@@ -155,6 +214,7 @@ class PackedMatrix:
         self._multiply_by = bind("tg_multiply")
         self._pack = bind("tg_pack")
         self._take = bind("tg_take")
+        self._add_bits = bind("tg_add_bits")
         self.shape = (outputs, inputs)
         self.dtype = dtype
         panel = functions["tg_panel_outputs"]()
@@ -168,6 +228,11 @@ class PackedMatrix:
     def panels(self) -> Panels | None:
         """The packed weights."""
         return Panels(self.storage, None)
+
+    @property
+    def element_dtype(self) -> torch.dtype | None:
+        """Dtype of the stored elements if :meth:`add_bits` can change single ones, else None."""
+        return self.dtype
 
     def rows(self, first: int, count: int) -> Rows:
         """Return the copy target of rows ``[first, first + count)``."""
@@ -206,6 +271,29 @@ class PackedMatrix:
             self._pack(rows.data_ptr(), self.storage.data_ptr(), first, rows.shape[0], inputs)
             first += rows.shape[0]
 
+    def add_bits(self, first: int, index: torch.Tensor, difference: torch.Tensor) -> bool:
+        """Add to the bits of elements of the rows from ``first`` on, which wrap around.
+
+        Args:
+            first: first of the rows.
+            index: [C], int64, distinct elements of these rows, in row-major order.
+            difference: [C], integers of the dtype's size.
+
+        Returns:
+            Whether all results are finite.
+        """
+        not_finite = torch.zeros(1, dtype=torch.int64)
+        self._add_bits(
+            self.storage.data_ptr(),
+            first,
+            index.data_ptr(),
+            difference.data_ptr(),
+            index.numel(),
+            self.shape[1],
+            not_finite.data_ptr(),
+        )
+        return not bool(not_finite)
+
     def _multiply(
         self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, adds: bool
     ) -> None:
@@ -235,6 +323,15 @@ class _PackedRows:
 
     def take_over(self, other: PackedWeightRows, /) -> None:
         self.copy_(other.unpacked())
+
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
+        return self._matrix.add_bits(self._first, index, difference)
+
+    @property
+    def element_dtype(self) -> torch.dtype | None:
+        return self._matrix.element_dtype
+
+    is_rounded = False
 
     def unpacked(self) -> torch.Tensor:
         return self._matrix.take(torch.arange(self._first, self._first + self._count))

@@ -42,6 +42,7 @@ from tidegate.transport.weight_messages import CudaIpcHandle as CudaIpcHandle
 from tidegate.transport.weight_messages import FinishWeightUpdate as FinishWeightUpdate
 from tidegate.transport.weight_messages import InitWeights as InitWeights
 from tidegate.transport.weight_messages import StartWeightUpdate as StartWeightUpdate
+from tidegate.transport.weight_messages import TensorPatch as TensorPatch
 from tidegate.transport.weight_messages import TensorSpec as TensorSpec
 from tidegate.transport.weight_messages import UpdateWeights as UpdateWeights
 from tidegate.transport.weight_messages import WeightsFailed as WeightsFailed

@@ -16,6 +16,18 @@ from tidegate.transport.message import KvPolicy, Message, PauseMode
 # ---------------------------------------------------------------- orchestrator -> engine
 
 
+class TensorPatch(msgspec.Struct, frozen=True, array_like=True):
+    """Marks a tensor whose bytes in an update are a patch: its changed elements, compressed."""
+
+    changed: Count
+    """Number of changed elements."""
+    gap_bytes: Count
+    """Bytes of the decompressed patch that encode the gaps between changed elements; their
+    differences follow."""
+    result_crc32: Count | None = None
+    """CRC-32 (zlib) of the whole tensor's bytes after the patch; None if no check is requested."""
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Name, type and location of one tensor in the buffer of an update."""
 
@@ -27,7 +39,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Offset of the first byte from the start of the buffer."""
     nbytes: Count
     crc32: Count | None = None
-    """CRC-32 (zlib) of the tensor's bytes; None if no check is requested."""
+    """CRC-32 (zlib) of the bytes in the buffer; None if no check is requested."""
+    patch: TensorPatch | None = None
+    """Set if the bytes are a patch of the same tensor in the version that the update follows; then
+    ``nbytes`` is the patch's size. None: the bytes are the whole tensor."""
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):

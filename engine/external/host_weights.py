@@ -25,6 +25,7 @@ from tidegate.engine.models.checkpoint import (
 from tidegate.engine.weights.lora import PROJECTIONS, check_adapter
 from tidegate.engine.weights.weight_store import CopyTarget, WeightStore
 from tidegate.errors import ModelError, WeightsRefused
+from tidegate.transport.weight_channels.patches import ElementPatch
 
 
 class HostWeights(WeightStore):
@@ -60,6 +61,16 @@ class HostWeights(WeightStore):
             self._add_state_dict_names()
         super().load(name, tensor)
 
+    def patch(self, name: str, dtype: torch.dtype, patch: ElementPatch) -> None:
+        """Change elements of a tensor, by the directory's name or the ``state_dict()``'s.
+
+        Raises:
+            WeightsRefused: as :meth:`WeightStore.patch`.
+        """
+        if name not in self._copy_targets and not self.is_redundant(name):
+            self._add_state_dict_names()
+        super().patch(name, dtype, patch)
+
     def complete_from(self, other: WeightStore) -> None:
         """Copy the tensors that have not been loaded from a complete version of the same model.
 
@@ -69,6 +80,12 @@ class HostWeights(WeightStore):
         if self._accepts_state_dict_names and isinstance(other, HostWeights):
             other._add_state_dict_names()
         super().complete_from(other)
+
+    def become(self, other: WeightStore) -> None:
+        """Copy all of another complete version of the same model."""
+        if self._accepts_state_dict_names and isinstance(other, HostWeights):
+            other._add_state_dict_names()
+        super().become(other)
 
     def _add_state_dict_names(self) -> None:
         """Find the ``state_dict()`` names with transformers; takes seconds, once."""

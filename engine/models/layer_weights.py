@@ -161,6 +161,16 @@ class _Stack:
     def storages(self) -> list[torch.Tensor]:
         return [matrix.storage for matrix in self._matrices]
 
+    element_dtype = None
+
+    @property
+    def is_rounded(self) -> bool:
+        all_rows = (matrix.rows(0, matrix.shape[0]) for matrix in self._matrices)
+        return any(not isinstance(rows, torch.Tensor) and rows.is_rounded for rows in all_rows)
+
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
+        raise AssertionError("the stack is copied as a whole")
+
 
 def _norms(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the norms; with post-norms, the norm before the MLP has another name."""

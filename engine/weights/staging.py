@@ -42,6 +42,7 @@ from tidegate.transport.weight_channels import (
 )
 from tidegate.transport.weight_channels.checksums import verify_checksum
 from tidegate.transport.weight_channels.cuda_ipc import CudaIpcReceiver, host_bytes
+from tidegate.transport.weight_channels.patches import ElementPatch, decode_patch
 
 JOIN_TIMEOUT_S = 5.0
 """Seconds that ``close`` waits for the copy of one tensor; the thread is a daemon."""
@@ -84,6 +85,9 @@ class _StagedUpdate:
         self.adapters: dict[str, object] = {}
         self.keeps_weights = False
         """Whether the version changes adapters only, so that the live weights stay."""
+        self.patches: dict[str, tuple[torch.dtype, ElementPatch]] = {}
+        """Patches that made the version from the live weights, by tensor, if they are all of it."""
+        self.has_whole_tensors = False
         self.state = _State.OPEN
         """Set by the main thread only."""
         self.started_ns = time.monotonic_ns()
@@ -103,6 +107,15 @@ class ReadAdapter:
     reply: AdapterLoaded
     session: int
     """Number of the orchestrator's connection that requested it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Patches:
+    """All differences between two versions."""
+
+    first: int
+    last: int
+    patches: dict[str, tuple[torch.dtype, ElementPatch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,10 @@ class Staging:
         """Owned by the staging thread while jobs are pending, else by the main thread."""
         self._receiver: WeightReceiver | CudaIpcReceiver | None = None
         """Open weight channel. Used by the staging thread only."""
+        self._buffer_version: int | None = None
+        """Version that the buffer holds completely; None if it was written to since, or lost."""
+        self._last_patches: _Patches | None = None
+        """Patches that made the live version from the buffer's, if they alone did."""
         self._prepared_update: _StagedUpdate | None = None
         """Update that the buffer has been prepared for. Used by the staging thread only."""
         self._closed_reason = NO_CHANNEL
@@ -236,8 +253,13 @@ class Staging:
         staged, update = self._buffer, self._update
         if update is not None and update.keeps_weights:
             staged = live
+            self._buffer_version = self._last_patches = None
         else:
             self._buffer = live
+            before = update.live.version if update is not None and update.live else None
+            self._buffer_version, self._last_patches = before, None
+            if update is not None and before is not None and not update.has_whole_tensors:
+                self._last_patches = _Patches(before, version, update.patches)
         if update is not None:
             staged.adapters = update.adapters
         self._update = None
@@ -254,6 +276,7 @@ class Staging:
         """Return the buffer's tensors while no update is under way; their contents may be lost."""
         if self.is_busy:
             raise AssertionError("the staging thread uses its buffer")
+        self._buffer_version = None
         return self._buffer.tensors() if self._buffer is not None else ()
 
     def close(self) -> None:
@@ -364,8 +387,11 @@ class Staging:
         for spec, view in views:
             if update.state is not _State.OPEN:
                 return None
-            tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
-            self._store(update, message.adapter, spec.name, tensor)
+            if spec.patch is not None and isinstance(view, memoryview):
+                self._patch(update, spec, view, base)
+            else:
+                tensor = view if isinstance(view, torch.Tensor) else _tensor(spec, view)
+                self._store(update, message.adapter, spec.name, tensor)
             # After the copy: bytes that match now were right when they were copied.
             if isinstance(view, memoryview):
                 verify_checksum(spec, view)
@@ -377,6 +403,7 @@ class Staging:
             adapter.name: self._buffer.make_adapter(tensors, adapter.scale)
             for adapter, tensors in update.adapter_tensors.items()
         }
+        self._buffer.end_patches()
         if base is not None:
             update.keeps_weights = self._buffer.is_untouched
             if not update.keeps_weights:
@@ -397,7 +424,41 @@ class Staging:
         if adapter is not None:
             update.adapter_tensors[adapter][name] = tensor.clone()
         elif self._buffer is not None:
+            self._buffer_version = None
+            update.has_whole_tensors = True
             self._buffer.load(name, tensor)
+
+    def _patch(
+        self, update: _StagedUpdate, spec: TensorSpec, view: memoryview, base: WeightStore | None
+    ) -> None:
+        """Change a tensor's elements in the buffer, which first becomes the version before."""
+        assert self._buffer is not None  # the caller has looked
+        patch, dtype = decode_patch(spec, view), getattr(torch, spec.dtype)
+        if base is not None and not update.patches and update.live is not None:
+            self._become_live(update.live)
+        elif base is None:
+            update.has_whole_tensors = True  # those that this update has brought before
+        self._buffer.patch(spec.name, dtype, patch)
+        update.patches[spec.name] = dtype, patch
+        if spec.patch is not None and spec.patch.result_crc32 is not None:
+            self._buffer.verify(spec.name, dtype, spec.patch.result_crc32)
+
+    def _become_live(self, live: Live) -> None:
+        """Make the buffer equal to the live weights.
+
+        If the buffer holds the version before the live one, the patches between the two are
+        applied once more, which touches a few percent of the memory; else all of it is copied.
+        """
+        assert self._buffer is not None  # the caller has looked
+        last, version = self._last_patches, self._buffer_version
+        self._buffer_version = None
+        if last is None or (last.first, last.last) != (version, live.version):
+            self._buffer.become(live.weights)
+            return
+        for name, (dtype, patch) in last.patches.items():
+            self._buffer.patch(name, dtype, patch)
+        self._buffer.start()  # those were of another update
+        self._buffer.mark_complete()
 
 
 def _receiver(

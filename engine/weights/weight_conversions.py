@@ -77,8 +77,14 @@ class _SplitTarget:
     def take_over(self, other: Any, /) -> None:
         raise AssertionError("take over the parts by their own names")
 
+    element_dtype = None
+    is_rounded = False
+
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
+        raise ValueError("it is stored in parts")
+
     def unpacked(self) -> torch.Tensor:
-        raise AssertionError("read the parts by their own names")
+        raise ValueError("it is stored in parts")
 
     def storages(self) -> list[torch.Tensor]:
         return []  # the parts have their own

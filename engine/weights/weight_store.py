@@ -5,14 +5,17 @@ Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights
 """
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tidegate.errors import WeightsRefused
 from tidegate.kernels.int8_matrix import RoundedRows
-from tidegate.kernels.weight_matrix import Rows, published, storages, take_over
+from tidegate.kernels.weight_matrix import Rows, add_bits, published, storages, take_over
+from tidegate.transport.weight_channels.patches import Bits, ElementPatch
 
 LOADABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Accepted dtypes; quantised ones (float8, int8) are meaningless without their scales."""
@@ -30,6 +33,23 @@ class TensorSlice:
         """Return the slice as a view."""
         return tensor.narrow(self.dim, self.first, self.count)
 
+    def elements(
+        self, index: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which of some elements are in the slice, by their indices there.
+
+        Args:
+            index: [C], row-major indices in the whole tensor, ascending.
+            values: [C], one for each element.
+            shape: the whole tensor's.
+        """
+        inner = math.prod(shape[self.dim + 1 :])
+        along = index // inner % shape[self.dim] - self.first
+        outer = index // (inner * shape[self.dim])
+        is_in = (along >= 0) & (along < self.count)
+        local = (outer * self.count + along) * inner + index % inner
+        return local[is_in], values[is_in].contiguous()
+
 
 @dataclass(frozen=True, slots=True)
 class CopyTarget:
@@ -46,6 +66,21 @@ class CopyTarget:
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the slice of a published tensor that this target stores."""
         return tensor if self.part is None else self.part.of(tensor)
+
+    @property
+    def copies(self) -> list[Rows]:
+        """The targets, each as often as it repeats the slice: norms are stored once per head."""
+        shape = list(self.shape)
+        if self.part is not None:
+            shape[self.part.dim] = self.part.count
+        elements = math.prod(shape)
+        copies: list[Rows] = []
+        for target in self.targets:
+            if isinstance(target, torch.Tensor) and target.numel() > elements > 0:
+                copies += target.view(-1, *shape).unbind(0)
+            else:
+                copies.append(target)
+        return copies
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a published tensor's slice to the targets."""
@@ -82,6 +117,10 @@ class WeightStore:
         """Adapters of the version by name; replaced as a whole, never changed."""
         self._ignored: set[str] = set()
         """Redundant tensors that were published."""
+        self._patches: dict[str, ElementPatch] = {}
+        """Patches of this update by tensor."""
+        self._redundant_patches: dict[str, ElementPatch] = {}
+        """Patches of this update to tensors that are tied to others, by their own names."""
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
         """Copies of tensors published before the tensor they are tied to, by the latter's name,
         each with its own name; compared once the latter is loaded."""
@@ -105,6 +144,8 @@ class WeightStore:
         self._loaded.clear()
         self._ignored.clear()
         self._early_copies.clear()
+        self._patches.clear()
+        self._redundant_patches.clear()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the tensor that Hugging Face calls ``name`` to its targets, casting it.
@@ -166,11 +207,14 @@ class WeightStore:
         """
         stored = published(self._copy_targets[tied].targets[-1])
         if not torch.equal(part.to(stored.device, stored.dtype), stored):
-            raise WeightsRefused(
-                f"{name} differs from {tied}, and {self._model} computes with {tied} in its place "
-                f"(tie_word_embeddings). Publish them equal, or serve a model directory that has "
-                f"both tensors and tie_word_embeddings=false in its config.json"
-            )
+            raise self._differ(name, tied)
+
+    def _differ(self, name: str, tied: str) -> WeightsRefused:
+        return WeightsRefused(
+            f"{name} differs from {tied}, and {self._model} computes with {tied} in its place "
+            f"(tie_word_embeddings). Publish them equal, or serve a model directory that has "
+            f"both tensors and tie_word_embeddings=false in its config.json"
+        )
 
     @property
     def is_untouched(self) -> bool:
@@ -187,6 +231,88 @@ class WeightStore:
             f"transformers computes {self._model} here, without adapters; merge them into the "
             f"weights, and publish those"
         )
+
+    def patch(self, name: str, dtype: torch.dtype, patch: ElementPatch) -> None:
+        """Change elements of a loaded tensor, as if the whole changed tensor had been loaded.
+
+        Args:
+            name: the tensor's name, as for :meth:`load`.
+            dtype: dtype in which the tensor is published.
+            patch: the changed elements.
+
+        Raises:
+            WeightsRefused: the model has no such tensor, stores it rounded, or gets elements that
+                are not finite.
+        """
+        target = self._copy_targets.get(name) or self._joint_targets.get(name)
+        if target is None:
+            if self.is_redundant(name):
+                self._redundant_patches[name] = patch
+                return
+            raise WeightsRefused(f"{self._model} has no tensor {name!r} to patch")
+        self._patches[name] = patch
+        index, difference = torch.from_numpy(patch.index), _as_signed(patch.difference)
+        if target.part is not None:
+            index, difference = target.part.elements(index, difference, target.shape)
+        try:
+            is_finite = [add_bits(each, index, difference, dtype) for each in target.copies]
+        except ValueError as error:
+            raise WeightsRefused(
+                f"{name} can't be patched, because {error}; set weight_deltas to True or False, "
+                f"which send whole tensors"
+            ) from None
+        if not all(is_finite):
+            raise WeightsRefused(
+                f"{name} contains NaN or infinity: the training step before this publish "
+                f"diverged. Undo it, and publish the previous weights"
+            )
+
+    def end_patches(self) -> None:
+        """Compare the patches of tied tensors, once all of an update have been applied.
+
+        Raises:
+            WeightsRefused: a tensor differs from the tensor that it is tied to.
+        """
+        for name, patch in self._redundant_patches.items():
+            tied = self.tied_to(name)
+            other = None if tied is None else self._patches.get(tied)
+            is_same = (
+                other is not None
+                and np.array_equal(patch.index, other.index)
+                and np.array_equal(patch.difference, other.difference)
+            )
+            if tied is not None and not is_same:
+                raise self._differ(name, tied)
+
+    def verify(self, name: str, dtype: torch.dtype, crc32: int) -> None:
+        """Compare a patched tensor with its checksum; does nothing for a slice of a tensor.
+
+        Raises:
+            WeightsRefused: the bytes differ.
+        """
+        target = self._copy_targets.get(name) or self._joint_targets.get(name)
+        if target is None or target.part is not None or not target.targets:
+            return
+        elements = published(target.copies[-1]).to("cpu", dtype).contiguous()
+        actual = zlib.crc32(elements.view(-1).view(torch.uint8).numpy().data)
+        if actual != crc32:
+            raise WeightsRefused(
+                f"{name} has the checksum {actual:#010x} after its patch, and {crc32:#010x} was "
+                f"sent: this engine patched other weights. Publish a whole state dict"
+            )
+
+    def become(self, other: "WeightStore") -> None:
+        """Copy all of another complete version of the same model, in its stored layout."""
+        copied: set[int] = set()
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            if mine.data_ptr() not in copied:
+                copied.add(mine.data_ptr())
+                mine.copy_(theirs)
+        self.mark_complete()
+
+    def mark_complete(self) -> None:
+        """Count all tensors as loaded: they hold a complete version."""
+        self._loaded.update(self._copy_targets)
 
     def complete_from(self, other: "WeightStore") -> None:
         """Copy the tensors that have not been loaded from a complete version of the same model.
@@ -210,6 +336,11 @@ class WeightStore:
     def missing(self) -> list[str]:
         """Return the names not loaded since :meth:`start`, in the model's order."""
         return [name for name in self._copy_targets if name not in self._loaded]
+
+
+def _as_signed(difference: Bits) -> torch.Tensor:
+    """Return the differences as torch's integers of the same size; sums wrap around alike."""
+    return torch.from_numpy(difference.view(f"i{difference.itemsize}"))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

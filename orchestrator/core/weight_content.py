@@ -4,10 +4,10 @@
 (``trainer/weight_updates.py``) chooses the :data:`Change` that turns the previous version's content
 into the new version's.
 
-A version consists of a whole set of tensors (published, or the model directory's) and the tensors
-that partial publishes have replaced since. An engine that already serves a version based on the
-whole set gets only the replaced tensors; any other engine gets both. Adapters are small: each
-engine gets all of them.
+A version consists of a whole set of tensors (published, or the model directory's), patches of its
+elements, and the tensors that partial publishes have replaced since. An engine that already serves
+a version based on the whole set gets only what it lacks; any other engine gets everything, the
+whole set first. Adapters are small: each engine gets all of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,21 @@ again. The buffer of a delta is kept until all its tensors were replaced; if eac
 other tensors, as with the experts of a mixture-of-experts model, buffers would accumulate without
 limit. The trainer's own partial publishes count but are not limited."""
 
+PATCHES_MAX = 16
+"""Number of patches in a row after which a publish with ``weight_deltas="elements"`` sends a whole
+set again. A late engine applies all of them to the whole set that they follow."""
+
 UNKNOWN = 0
 """Stands for a version that was never written, so that every tensor counts as changed since."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchStep:
+    """Patches that make one version from another, exactly."""
+
+    base_version: int
+    """Version that the patches apply to."""
+    parts: tuple[UpdateWeights, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,9 @@ class WeightContent:
 
     whole: tuple[UpdateWeights, ...] | None = None
     """Newest whole set, or None for the model directory's, which every engine starts with."""
+    patches: tuple[PatchStep, ...] = ()
+    """Patches of elements since ``whole``, each over the one before. They end where tensors are
+    published by other means."""
     overlays: tuple[UpdateWeights, ...] = ()
     """Tensors published since ``whole``; of each tensor only the newest."""
     bases: BaseVersions | None = None
@@ -48,7 +64,23 @@ class WeightContent:
     @property
     def buffers(self) -> set[int]:
         """Versions under which the parts were written: the buffers that the channel must keep."""
-        return {part.version for part in (*(self.whole or ()), *self.overlays, *self._of_adapters)}
+        tensors = (*(self.whole or ()), *self._patches_after(0), *self.overlays)
+        return {part.version for part in (*tensors, *self._of_adapters)}
+
+    @property
+    def has_room_for_patches(self) -> bool:
+        """Whether another patch may follow: there are few, of less than half of the whole set."""
+        patch_bytes = sum(spec.nbytes for p in self._patches_after(0) for spec in p.tensors)
+        whole_bytes = sum(spec.nbytes for part in self.whole or () for spec in part.tensors)
+        return len(self.patches) < PATCHES_MAX and 2 * patch_bytes < whole_bytes
+
+    def _patches_after(self, step: int) -> tuple[UpdateWeights, ...]:
+        return tuple(part for each in self.patches[step:] for part in each.parts)
+
+    def _step_from(self, live: int | None) -> int | None:
+        """Return the first step of the patches that an engine of version ``live`` lacks."""
+        bases = [step.base_version for step in self.patches]
+        return bases.index(live) if live in bases else None
 
     @property
     def _of_adapters(self) -> Iterator[UpdateWeights]:
@@ -59,8 +91,12 @@ class WeightContent:
         ``version``."""
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last
-        if self.whole is not None and not follows:
-            parts, bases = [*self.whole, *self.overlays], None
+        step = None if follows else self._step_from(live)
+        if step is not None and live is not None:
+            parts = [*self._patches_after(step), *self.overlays]
+            bases = BaseVersions(live, live)
+        elif self.whole is not None and not follows:
+            parts, bases = [*self.whole, *self._patches_after(0), *self.overlays], None
         else:
             parts = [*self.overlays]
         parts += self._of_adapters
@@ -88,7 +124,15 @@ Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]
 
 def replace_all(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:
     """Replace all of the model's own tensors."""
-    return WeightContent(tuple(parts), (), None, before.adapters)
+    return WeightContent(tuple(parts), adapters=before.adapters)
+
+
+def patch_elements(
+    base_version: int, before: WeightContent, parts: Sequence[UpdateWeights]
+) -> WeightContent:
+    """Change elements of the model's own tensors, as they are in ``base_version``."""
+    step = PatchStep(base_version, tuple(parts))
+    return replace(before, patches=(*before.patches, step), bases=None)
 
 
 def replace_some(before: WeightContent, parts: Sequence[UpdateWeights]) -> WeightContent:

@@ -1030,7 +1030,8 @@ class WeightControl:
         before, keep, delta_base_version = self._base, self.kept_buffers, None
         if request.has_deltas:
             layers = len({part.version for part in before.content.overlays}) if before else 0
-            delta_base_version = UNKNOWN if layers >= LAYERS_MAX else self.base_version
+            has_room = before is None or before.content.has_room_for_patches
+            delta_base_version = self.base_version if layers < LAYERS_MAX and has_room else UNKNOWN
         # A whole set keeps the adapters of before.
         needs_before = request.is_part or delta_base_version is not None or self.base_adapters
         if needs_before and before is not None:

@@ -40,7 +40,7 @@ from tidegate.orchestrator.settings.config import RunSettings
 from tidegate.orchestrator.telemetry.recorder import Recorder, RunObservers
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.orchestrator.weight_sync.channel import open_channel
-from tidegate.orchestrator.weight_sync.deltas import WrittenTensors
+from tidegate.orchestrator.weight_sync.deltas import written_by
 from tidegate.transport.addresses import connectable_address
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.private_directory import PrivateDirectory
@@ -89,8 +89,8 @@ class Run:
                 run_directory=settings.records.run_directory,
             )
             undo.callback(self.channel.close)
-            self.written = WrittenTensors()
-            """Tensors written to the channel. Only the publish that holds the buffer uses them."""
+            self.written = written_by(settings.weights.weight_deltas)
+            """What was written to the channel. Only the publish that holds the buffer uses them."""
             self._scheduler: Scheduler | None = None
             self._loop: asyncio.AbstractEventLoop | None = None
             if parts.observers is not None:

@@ -19,6 +19,7 @@ from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.orchestrator.core.weight_content import (
     Change,
     WeightContent,
+    patch_elements,
     replace_all,
     replace_some,
     with_adapter,
@@ -29,6 +30,7 @@ from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.trainer.run import Run
 from tidegate.orchestrator.weight_sync.adapter_files import checked_name, load_adapter
 from tidegate.orchestrator.weight_sync.channel import write_on_gpu
+from tidegate.orchestrator.weight_sync.deltas import WrittenElements
 from tidegate.orchestrator.weight_sync.parts import WHOLE, ArchivedAdapter, WeightParts
 from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import Adapter, UpdateWeights
@@ -88,7 +90,7 @@ class WeightPublish:
         """
         _refuse_under_adapters(scheduler.engines.adapters.in_use)
         control = scheduler.control
-        has_deltas = self._run.settings.weights.weight_deltas and self._change is replace_all
+        has_deltas = bool(self._run.settings.weights.weight_deltas) and self._change is replace_all
         reserved = await control.reserve(
             is_part=self._is_part, has_deltas=has_deltas, first_bad=self._first_bad
         )
@@ -150,10 +152,16 @@ class WeightPublish:
                 has_checksums=settings.weight_checksums,
             )
         buffers = named_buffers(self.state_dict)
-        if reserved.delta_base_version is not None:
-            changed = written.changed(version, buffers, before=reserved.delta_base_version)
+        if (before := reserved.delta_base_version) is not None:
+            if isinstance(written, WrittenElements):
+                changed = written.changed(
+                    version, buffers, before=before, has_checksums=settings.weight_checksums
+                )
+                change: Change = partial(patch_elements, before)
+            else:
+                changed, change = written.changed(version, buffers, before=before), replace_some
             if changed is not None:
-                buffers, self._change = changed, replace_some
+                buffers, self._change = changed, change
             if not buffers:
                 return []
         # Computed over the source tensors, so that an error of the copy shows too.

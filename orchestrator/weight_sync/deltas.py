@@ -1,13 +1,22 @@
-"""Tensors of a state dict that changed since an earlier version, by hashes.
+"""What changed in a state dict since an earlier version: tensors by hashes, or elements by bits.
 
-The publish path uses it to send only changed tensors. Digests are kept of the last few versions
-that this process wrote; relative to any other version, all tensors count as changed.
+The publish path uses it to send less than a whole set: :class:`WrittenTensors` for
+``weight_deltas=True``, :class:`WrittenElements` for ``weight_deltas="elements"``. Both know the
+last versions that this process wrote; relative to any other version, everything has changed.
 """
 
 import hashlib
+import zlib
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tidegate.transport.weight_channels.base import NamedBuffer
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidegate.transport.weight_channels.base import ITEM_BYTES, NamedBuffer
+from tidegate.transport.weight_channels.patches import bits_of, encode_patch
 
 DIGEST_BYTES = 16
 """Bytes of a BLAKE2b digest. Collisions are practically impossible, unlike with the 4 bytes of a
@@ -54,6 +63,120 @@ class WrittenTensors:
             or (len(tensor.shape) > 1 and old[tensor.name] in changed)
         ]
         return to_send if len(to_send) < len(tensors) else None
+
+
+PATCHED_ITEM_BYTES = 2
+"""Size of the elements whose tensors are patched. In float32 a step of Adam changes nearly every
+element; there whole tensors are sent, if they have changed."""
+
+SAMPLE_BYTES = 256
+"""Bytes by which matrices are compared before all of their bytes are."""
+
+PATCH_SHARE_MAX = 0.5
+"""Largest size of a patch, as a share of its tensor's bytes; above it the tensor is sent whole,
+because its copy is faster than applying the patch."""
+
+
+class WrittenElements:
+    """Copy of the last set of tensors that was written. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._tensors: dict[str, tuple[tuple[str, tuple[int, ...]], npt.NDArray[np.uint8]]] = {}
+        """Dtype and shape, and bytes, by name."""
+
+    def forget(self, version: int) -> None:
+        """Forget a version, because other content is written under its number."""
+        if self._version == version:
+            self._version = None
+
+    def changed(
+        self,
+        version: int,
+        tensors: Sequence[NamedBuffer],
+        *,
+        before: int,
+        has_checksums: bool = False,
+    ) -> list[NamedBuffer] | None:
+        """Record a whole set written as ``version``; return patches from ``before`` to it.
+
+        Unchanged tensors are left out, and tensors that a patch would not make smaller are whole.
+        None means that the whole set must be sent.
+        """
+        kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+        if self._version != before or kinds != {n: kind for n, (kind, _) in self._tensors.items()}:
+            self._copy(version, tensors)
+            return None
+        self._version = None  # until all tensors are compared: an error leaves a mixture
+        tied = self._equal_names(tensors)
+        found: dict[str, NamedBuffer] = {}
+        for tensor in tensors:
+            patched = self._patched(tensor, has_checksums=has_checksums)
+            if patched is not None:
+                found[tensor.name] = patched
+        for names in tied:
+            # An engine that computes with only one of two equal matrices must see whether they
+            # still are equal.
+            if 0 < sum(name in found for name in names) < len(names):
+                found.update({t.name: t for t in tensors if t.name in names})
+        self._version = version
+        return [found[tensor.name] for tensor in tensors if tensor.name in found]
+
+    def _patched(self, tensor: NamedBuffer, *, has_checksums: bool) -> NamedBuffer | None:
+        """Return a changed tensor as a patch, or whole; None if it has not changed."""
+        kept = self._tensors[tensor.name][1]
+        given = np.frombuffer(tensor.data.cast("B"), np.uint8) if kept.size else kept
+        if ITEM_BYTES[tensor.dtype] != PATCHED_ITEM_BYTES:
+            if np.array_equal(kept, given):
+                return None
+            np.copyto(kept, given)
+            return tensor
+        old, new = bits_of(kept, tensor.dtype), bits_of(given, tensor.dtype)
+        frame, patch, index = encode_patch(old, new)
+        if not len(index):
+            return None
+        kept.view(old.dtype)[index] = new[index]
+        if len(frame) > PATCH_SHARE_MAX * kept.nbytes:
+            return tensor
+        if has_checksums:
+            patch = msgspec.structs.replace(patch, result_crc32=zlib.crc32(given.data))
+        return replace(tensor, data=memoryview(frame), patch=patch)
+
+    def _equal_names(self, tensors: Sequence[NamedBuffer]) -> list[list[str]]:
+        """Return the groups of matrices that were equal in the version before."""
+        alike: defaultdict[tuple[object, bytes], list[str]] = defaultdict(list)
+        for tensor in tensors:
+            kind, kept = self._tensors[tensor.name]
+            if len(tensor.shape) > 1:  # compared by a sample first: two whole reads each are slow
+                alike[kind, kept[:: max(1, kept.size // SAMPLE_BYTES)].tobytes()].append(
+                    tensor.name
+                )
+        groups = []
+        for first, *others in alike.values():
+            kept = self._tensors[first][1]
+            equal = [name for name in others if np.array_equal(self._tensors[name][1], kept)]
+            if equal:
+                groups.append([first, *equal])
+        return groups
+
+    def _copy(self, version: int, tensors: Sequence[NamedBuffer]) -> None:
+        self._version = None
+        kept, self._tensors = self._tensors, {}
+        for tensor in tensors:
+            kind, bytes_ = (tensor.dtype, tensor.shape), tensor.data.nbytes
+            old = kept.get(tensor.name)
+            # Pages are used again, because the first touch of fresh ones costs more than the copy.
+            is_reused = old is not None and old[1].nbytes == bytes_
+            target = old[1] if is_reused and old is not None else np.empty(bytes_, np.uint8)
+            if bytes_:
+                np.copyto(target, np.frombuffer(tensor.data.cast("B"), np.uint8))
+            self._tensors[tensor.name] = kind, target
+        self._version = version
+
+
+def written_by(weight_deltas: bool | str) -> WrittenTensors | WrittenElements:
+    """Return the record of written weights for a run's setting ``weight_deltas``."""
+    return WrittenElements() if weight_deltas == "elements" else WrittenTensors()
 
 
 def _digest(tensor: NamedBuffer) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from tidegate.errors import WeightsRefused
-from tidegate.transport.messages import InitWeights, TensorSpec, UpdateWeights
+from tidegate.transport.messages import InitWeights, TensorPatch, TensorSpec, UpdateWeights
 from tidegate.transport.security import EngineKeys
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ ITEM_BYTES = {
 """Size of one element in bytes, by torch's name of the dtype."""
 
 
+PATCH_GAP_MAX = 255
+"""Value of a gap's byte in a patch that means: as many unchanged elements, and another byte."""
+
 ALIGNMENT_BYTES = 64
 """Alignment of tensors in a buffer: one cache line, enough for every dtype and vector load."""
 
@@ -50,6 +53,8 @@ class NamedBuffer:
     shape: tuple[int, ...]
     data: memoryview
     """Contiguous; read while :meth:`WeightSender.write` runs, not kept."""
+    patch: TensorPatch | None = None
+    """Set if ``data`` is a patch of the tensor instead of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +137,27 @@ def checked_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     return item_bytes * math.prod(shape)
 
 
+def check_patch(name: str, patch: TensorPatch, dtype: str, shape: Sequence[int]) -> None:
+    """Check that a patch can be one of a tensor of this dtype and shape.
+
+    Raises:
+        WeightsRefused: it changes more elements than there are, or its gaps are too long or short.
+    """
+    elements = checked_nbytes(name, dtype, shape) // ITEM_BYTES[dtype]
+    gap_bytes_max = patch.changed + elements // PATCH_GAP_MAX
+    if patch.changed > elements or not patch.changed <= patch.gap_bytes <= gap_bytes_max:
+        raise WeightsRefused(
+            f"the patch of tensor {name!r} changes {patch.changed} of {elements} elements by "
+            f"{patch.gap_bytes} bytes of gaps, which can't be"
+        )
+
+
 def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
     """Check tensors before sending, by the receiver's rules."""
     names = set()
     for tensor in tensors:
         expected = checked_nbytes(tensor.name, tensor.dtype, tensor.shape)
-        if tensor.data.nbytes != expected:
+        if tensor.patch is None and tensor.data.nbytes != expected:
             raise WeightsRefused(
                 f"tensor {tensor.name!r} of dtype {tensor.dtype} and shape {list(tensor.shape)} "
                 f"takes {expected} bytes, but its data has {tensor.data.nbytes}"
@@ -160,7 +180,14 @@ def layout(tensors: Sequence[NamedBuffer], start: int = 0) -> tuple[list[TensorS
         offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         end = offset + tensor.data.nbytes
         specs.append(
-            TensorSpec(tensor.name, tensor.dtype, list(tensor.shape), offset, tensor.data.nbytes)
+            TensorSpec(
+                tensor.name,
+                tensor.dtype,
+                list(tensor.shape),
+                offset,
+                tensor.data.nbytes,
+                patch=tensor.patch,
+            )
         )
     return specs, end
 
@@ -178,7 +205,9 @@ def check_specs(specs: Sequence[TensorSpec], buffer_bytes: int) -> None:
     names = set()
     for spec in specs:
         expected = checked_nbytes(spec.name, spec.dtype, spec.shape)
-        if spec.nbytes != expected:
+        if spec.patch is not None:
+            check_patch(spec.name, spec.patch, spec.dtype, spec.shape)
+        elif spec.nbytes != expected:
             raise WeightsRefused(
                 f"tensor {spec.name!r} of dtype {spec.dtype} and shape {spec.shape} takes "
                 f"{expected} bytes, but its spec says {spec.nbytes}"

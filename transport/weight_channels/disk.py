@@ -203,16 +203,19 @@ def _header(version: int, tensors: Sequence[NamedBuffer]) -> tuple[bytes, list[T
     for tensor in tensors:
         starts.append(end)
         end += tensor.data.nbytes
+        is_patch = tensor.patch is not None
         entries[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": "U8" if is_patch else _SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": [tensor.data.nbytes] if is_patch else list(tensor.shape),
             "data_offsets": [starts[-1], end],
         }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT_BYTES)
     header = len(text).to_bytes(8, "little") + text
     specs = [
-        TensorSpec(t.name, t.dtype, list(t.shape), len(header) + start, t.data.nbytes)
+        TensorSpec(
+            t.name, t.dtype, list(t.shape), len(header) + start, t.data.nbytes, patch=t.patch
+        )
         for t, start in zip(tensors, starts, strict=True)
     ]
     return header, specs
