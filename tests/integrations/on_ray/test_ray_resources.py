@@ -240,7 +240,7 @@ def test_a_missing_or_too_small_placement_group_is_refused(cluster: Any, model: 
             workers=tidegate.ray_workers(tidegate.RayResources(placement_group="nowhere")),
         )
     group = made_group("small", [{"CPU": 1}])
-    with pytest.raises(ConfigError, match="1 GPU, and a bundle of placement group 'small' has 0"):
+    with pytest.raises(ConfigError, match="1 GPU, but a bundle of placement group 'small' has 0"):
         tidegate.EnvironmentPool(
             processes=1,
             workers=tidegate.ray_workers(tidegate.RayResources(gpus=1, placement_group="small")),
