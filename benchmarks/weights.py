@@ -5,6 +5,8 @@
 * on this machine, where every copy costs its CPUs: 1 to 32 engines on 1 host or 4;
 * if permitted, between network namespaces whose links carry 200 Mbit/s, where the network is the
   bottleneck, as between machines; compared with the models' predictions.
+
+`--deltas` measures patches of elements instead: their bytes, and the time to make and apply them.
 """
 
 import argparse
@@ -253,10 +255,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--hosts", type=int, nargs="*", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--deltas", action="store_true", help="patches of elements (5 minutes)")
     parser.add_argument("--ray-store", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.ray_store is not None:
         print(ray_store_s(arguments.ray_store))
+        return
+    if arguments.deltas:
+        from benchmarks import weight_deltas
+
+        show(weight_deltas.rows(), as_json=arguments.json)
         return
     show(network_rows(arguments.hosts), as_json=arguments.json)
     show(local_rows(arguments.engines), as_json=arguments.json)

@@ -71,6 +71,26 @@ void pack(const float* from, const Places& places, int64_t first, int64_t rows) 
                    });
 }
 
+// Add to the bits that bfloat16 elements of the rows from ``first`` on have, which wrap around; count
+// the results that are not finite. If a panel is not stored in bfloat16, change nothing and
+// return false.
+bool add_bits(const Places& places, int64_t first, const int64_t* index, const uint16_t* difference,
+              int64_t count, int64_t* not_finite) {
+    const int64_t inputs = places.matrix.inputs;
+    if (count == 0) return true;
+    const int64_t last_panel = (first + index[count - 1] / inputs) / PANEL;
+    for (int64_t panel = (first + index[0] / inputs) / PANEL; panel <= last_panel; panel++)
+        if (places.is_half(panel) == 0.0f) return false;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = first + index[i] / inputs;
+        bfloat16* to = (bfloat16*)places.at(row / PANEL) +
+                       Arithmetic<bfloat16>::place(row % PANEL, index[i] % inputs);
+        to->bits = uint16_t(to->bits + difference[i]);
+        *not_finite += !std::isfinite(widen(*to));
+    }
+    return true;
+}
+
 void multiply(const bfloat16* x, const Places& places, const float* bias, float* out,
               int64_t tokens, bool adds, int64_t threads_max) {
     const Matrix matrix = places.matrix;
@@ -118,4 +138,12 @@ extern "C" int64_t tg_take_exact(void* packed, const int64_t* rows, void* out, i
         for (int64_t i = 0; i < count; i++)
             take_row(places, rows[i], (float*)out + i * inputs);
     });
+}
+
+extern "C" int64_t tg_add_bits_exact(void* packed, int64_t first, const int64_t* index,
+                                     const void* difference, int64_t count, int64_t outputs,
+                                     int64_t inputs, int64_t* not_finite, int64_t* is_done) {
+    const Places places{(float*)packed, {outputs, inputs}};
+    *is_done = add_bits(places, first, index, (const uint16_t*)difference, count, not_finite);
+    return 0;
 }

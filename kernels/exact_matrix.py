@@ -18,6 +18,7 @@ from tidegate.kernels.weight_matrix import Matrix, PackedMatrix, make_matrix
 MULTIPLY = [POINTER] * 4 + [INT] * 5
 PACK = [POINTER] * 2 + [INT] * 4
 TAKE = [POINTER] * 3 + [INT] * 3
+ADD_BITS = [POINTER, INT, POINTER, POINTER, INT, INT, INT, POINTER, POINTER]
 
 
 class ExactMatrix(PackedMatrix):
@@ -28,6 +29,7 @@ class ExactMatrix(PackedMatrix):
         self._multiply_by = function(functions, "tg_multiply_exact", MULTIPLY)
         pack = function(functions, "tg_pack_exact", PACK)
         take = function(functions, "tg_take_exact", TAKE)
+        self._add_bits = function(functions, "tg_add_bits_exact", ADD_BITS)
         self._pack = lambda *arguments: pack(*arguments[:-1], outputs, inputs)
         self._take = lambda *arguments: take(*arguments[:-1], outputs, inputs)
         panel = functions["tg_panel_outputs"]()
@@ -37,8 +39,24 @@ class ExactMatrix(PackedMatrix):
         self.storage[outputs // panel * panel * stored :] = 0.0
 
     @property
-    def element_dtype(self) -> None:
-        """None: panels differ in dtype."""
+    def element_dtype(self) -> torch.dtype:
+        """bfloat16, as most panels are stored."""
+        return torch.bfloat16
+
+    def add_bits(self, first: int, index: torch.Tensor, difference: torch.Tensor) -> bool | None:
+        """As :meth:`PackedMatrix.add_bits`; None if a panel among the rows is stored in float32."""
+        not_finite, is_done = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self._add_bits(
+            self.storage.data_ptr(),
+            first,
+            index.data_ptr(),
+            difference.data_ptr(),
+            index.numel(),
+            *self.shape,
+            not_finite.data_ptr(),
+            is_done.data_ptr(),
+        )
+        return not bool(not_finite) if bool(is_done) else None
 
     @property
     def panels(self) -> None:

@@ -32,6 +32,10 @@ DECLARE_FOR_BOTH(tg_add_bits,
                  (void* packed, int64_t first, const int64_t* index, const void* difference,
                   int64_t count, int64_t inputs, int64_t* not_finite))
 
+DECLARE_FOR_BOTH(tg_add_bits_plain,
+                 (void* to, const int64_t* index, const void* difference, int64_t count,
+                  int64_t* not_finite))
+
 DECLARE_FOR_BOTH(tg_multiply,
                  (const void* x, const void* packed, const void* bias, void* out, int64_t tokens,
                   int64_t outputs, int64_t inputs, int64_t adds, int64_t threads_max))

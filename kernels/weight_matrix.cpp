@@ -60,6 +60,18 @@ void add_bits(T* packed, int64_t first, const int64_t* index, const void* differ
     }
 }
 
+template <typename T>
+void add_bits_plain(T* to, const int64_t* index, const typename BitsOf<T>::type* difference,
+                    int64_t count, int64_t* not_finite) {
+    for (int64_t i = 0; i < count; i++) {
+        typename BitsOf<T>::type bits;
+        std::memcpy(&bits, to + index[i], sizeof bits);
+        bits = bits + difference[i];
+        std::memcpy(to + index[i], &bits, sizeof bits);
+        *not_finite += !std::isfinite(widen(to[index[i]]));
+    }
+}
+
 }  // namespace
 
 extern "C" int64_t tg_panel_outputs() { return PANEL; }
@@ -84,6 +96,13 @@ FOR_BOTH(tg_add_bits,
          (void* packed, int64_t first, const int64_t* index, const void* difference,
           int64_t count, int64_t inputs, int64_t* not_finite),
          add_bits((T*)packed, first, index, difference, count, inputs, not_finite))
+
+// The same for elements of a tensor as published.
+FOR_BOTH(tg_add_bits_plain,
+         (void* to, const int64_t* index, const void* difference, int64_t count,
+          int64_t* not_finite),
+         add_bits_plain((T*)to, index, (const typename BitsOf<T>::type*)difference, count,
+                        not_finite))
 
 FOR_BOTH(tg_take,
          (const void* packed, const int64_t* rows, void* out, int64_t count, int64_t inputs),

@@ -30,6 +30,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "tg_pack": [POINTER] * 2 + [INT] * 3,
     "tg_take": [POINTER] * 3 + [INT] * 2,
     "tg_add_bits": [POINTER, INT] + [POINTER] * 2 + [INT] * 2 + [POINTER],
+    "tg_add_bits_plain": [POINTER] * 3 + [INT, POINTER],
 }
 
 
@@ -56,8 +57,9 @@ class PackedWeightRows(Protocol):
     def is_rounded(self) -> bool:
         """Whether elements are stored rounded, so that their published bits are lost."""
 
-    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
-        """As :meth:`PackedMatrix.add_bits`, for these rows."""
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool | None:
+        """As :meth:`PackedMatrix.add_bits`, for these rows; None if nothing was changed, because
+        they are not stored so now."""
 
 
 Rows = torch.Tensor | PackedWeightRows
@@ -103,7 +105,9 @@ def add_bits(rows: Rows, index: torch.Tensor, difference: torch.Tensor, dtype: t
         if rows.dtype == dtype and rows.is_contiguous():
             return _add_to(rows, index.to(rows.device), difference.to(rows.device))
     elif rows.element_dtype == dtype:
-        return rows.add_bits(index, difference)
+        is_finite = rows.add_bits(index, difference)
+        if is_finite is not None:
+            return is_finite
     stored = published(rows)
     elements = stored.to(dtype)
     is_rounded = not isinstance(rows, torch.Tensor) and rows.is_rounded
@@ -113,12 +117,19 @@ def add_bits(rows: Rows, index: torch.Tensor, difference: torch.Tensor, dtype: t
     if elements.data_ptr() == stored.data_ptr():
         elements = elements.clone()
     elements = elements.contiguous()
-    is_finite = _add_to(elements, index.to(elements.device), difference.to(elements.device))
+    are_finite = _add_to(elements, index.to(elements.device), difference.to(elements.device))
     rows.copy_(elements)
-    return is_finite
+    return are_finite
 
 
 def _add_to(tensor: torch.Tensor, index: torch.Tensor, difference: torch.Tensor) -> bool:
+    functions = library() if tensor.device.type == "cpu" and tensor.dtype in DTYPES else None
+    if functions is not None:
+        name, not_finite = "tg_add_bits_plain", torch.zeros(1, dtype=torch.int64)
+        add = function(functions, name, ARGUMENTS[name], tensor.dtype)
+        places = tensor.data_ptr(), index.data_ptr(), difference.data_ptr()
+        add(*places, index.numel(), not_finite.data_ptr())
+        return not bool(not_finite)
     bits = tensor.view(-1).view(SAME_SIZE[tensor.element_size()])
     bits[index] += difference
     return bool(tensor.view(-1)[index].isfinite().all())
@@ -271,7 +282,7 @@ class PackedMatrix:
             self._pack(rows.data_ptr(), self.storage.data_ptr(), first, rows.shape[0], inputs)
             first += rows.shape[0]
 
-    def add_bits(self, first: int, index: torch.Tensor, difference: torch.Tensor) -> bool:
+    def add_bits(self, first: int, index: torch.Tensor, difference: torch.Tensor) -> bool | None:
         """Add to the bits of elements of the rows from ``first`` on, which wrap around.
 
         Args:
@@ -280,7 +291,8 @@ class PackedMatrix:
             difference: [C], integers of the dtype's size.
 
         Returns:
-            Whether all results are finite.
+            Whether all results are finite; None if nothing was changed, because the elements are
+            not stored in :attr:`element_dtype` now.
         """
         not_finite = torch.zeros(1, dtype=torch.int64)
         self._add_bits(
@@ -324,7 +336,7 @@ class _PackedRows:
     def take_over(self, other: PackedWeightRows, /) -> None:
         self.copy_(other.unpacked())
 
-    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool:
+    def add_bits(self, index: torch.Tensor, difference: torch.Tensor) -> bool | None:
         return self._matrix.add_bits(self._first, index, difference)
 
     @property

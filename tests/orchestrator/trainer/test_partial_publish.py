@@ -11,6 +11,7 @@ import tidegate
 from tests.models import make_model_directory
 from tidegate.errors import ConfigError, WeightsRefused
 from tidegate.observability.audit.audit import audit_run
+from tidegate.orchestrator.settings.config import WeightChannelName
 from tidegate.transport.weight_channels.zmq import ZmqSender
 
 pytestmark = pytest.mark.wire
@@ -99,7 +100,7 @@ def train(state: dict[str, torch.Tensor], noise: torch.Generator, share: float =
 
 @pytest.mark.parametrize("weight_channel", ["shm", "zmq", "relay", "collective", "disk"])
 async def test_patches_of_elements_reach_engines_that_stay_and_one_that_comes_late(
-    tmp_path: Path, weight_channel: str
+    tmp_path: Path, weight_channel: WeightChannelName
 ) -> None:
     model = make_model_directory(tmp_path / "model", tied=False, dtype="bfloat16")
     state = load_file(model / "model.safetensors")
