@@ -161,6 +161,22 @@ def audit_table(rows: Rows) -> Iterator[str]:
         yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} | {alarms} |"
 
 
+def deltas_table(rows: Rows) -> Iterator[str]:
+    """Yield the bytes and times of a patch for each model and learning rate."""
+    values = {row["name"]: row for row in rows}
+    yield (
+        "| model, learning rate | elements changed | bytes of the whole | zstd of the whole "
+        "| made at, GB/s | applying over loading |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|"
+    for case in dict.fromkeys(name.rsplit("/", 1)[0] for name in values if "/bytes" in name):
+        shares = (values[f"{case}/{kind}"]["value"] for kind in ("changed", "bytes", "zstd"))
+        cells = [f"{share:.2%}" for share in shares]
+        cells.append(f"{values[f'{case}/make']['value']:.2f}")
+        cells.append(_number(values.get(f"{case}/apply"), "ratio", ".2f"))
+        yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} |"
+
+
 def replay_table(rows: Rows) -> Iterator[str]:
     """Yield the mismatch of each mixture without and with replay, and the cost."""
     values = {row["name"]: row for row in rows}
@@ -218,6 +234,17 @@ SOURCES = (
         "`uncorrected` without importance\ncorrection. [Staleness and learning](learning.md) "
         "explains the set-up.",
         table=learning_table,
+    ),
+    Source(
+        title="Patches of weights",
+        file="weight_deltas.jsonl",
+        command="python -m benchmarks.weights --deltas --json",
+        recorded="2026-11-26",
+        note="One step of AdamW on random gradients, float32 master weights, published in "
+        "bfloat16. Applying means both patches\nthat bring an engine's buffer up to date; "
+        "loading, the whole set from memory; both in CPU time. Each changed element\nis a cache "
+        "line of its own, so loading is faster here: patches save the network, not the engine.",
+        table=deltas_table,
     ),
     Source(
         title="Power of the audit",

@@ -81,13 +81,14 @@ bool add_bits(const Places& places, int64_t first, const int64_t* index, const u
     const int64_t last_panel = (first + index[count - 1] / inputs) / PANEL;
     for (int64_t panel = (first + index[0] / inputs) / PANEL; panel <= last_panel; panel++)
         if (places.is_half(panel) == 0.0f) return false;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = first + index[i] / inputs;
+    int64_t wrong = 0;
+    for_elements(first, index, count, inputs, [&](int64_t row, int64_t k, int64_t i) {
         bfloat16* to = (bfloat16*)places.at(row / PANEL) +
-                       Arithmetic<bfloat16>::place(row % PANEL, index[i] % inputs);
+                       Arithmetic<bfloat16>::place(row % PANEL, k);
         to->bits = uint16_t(to->bits + difference[i]);
-        *not_finite += !std::isfinite(widen(*to));
-    }
+        wrong += !std::isfinite(widen(*to));
+    });
+    *not_finite = wrong;
     return true;
 }
 

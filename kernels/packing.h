@@ -49,6 +49,17 @@ template <typename T> struct BitsOf;
 template <> struct BitsOf<float> { using type = uint32_t; };
 template <> struct BitsOf<bfloat16> { using type = uint16_t; };
 
+// Call ``change(row, k, i)`` for each of ``count`` elements of the rows from ``first`` on. Their
+// row-major indices ascend, so rows are followed without a division.
+template <typename F>
+void for_elements(int64_t first, const int64_t* index, int64_t count, int64_t inputs, F change) {
+    int64_t row = first, begin = 0;
+    for (int64_t i = 0; i < count; i++) {
+        while (index[i] >= begin + inputs) row++, begin += inputs;
+        change(row, index[i] - begin, i);
+    }
+}
+
 // Split rows [first, first + rows) of a matrix by panels:
 // ``pack_some(from, panel, lane, count)`` gets those of one.
 template <typename T, typename F>

@@ -48,16 +48,16 @@ void add_bits(T* packed, int64_t first, const int64_t* index, const void* differ
     using Bits = typename BitsOf<T>::type;
     const int64_t stride = stored_inputs<T>(inputs) * PANEL;
     const Bits* add = (const Bits*)difference;
-    *not_finite = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = first + index[i] / inputs;
-        T* to = packed + row / PANEL * stride + Arithmetic<T>::place(row % PANEL, index[i] % inputs);
+    int64_t wrong = 0;
+    for_elements(first, index, count, inputs, [&](int64_t row, int64_t k, int64_t i) {
+        T* to = packed + row / PANEL * stride + Arithmetic<T>::place(row % PANEL, k);
         Bits bits;
         std::memcpy(&bits, to, sizeof bits);
         bits = Bits(bits + add[i]);
         std::memcpy(to, &bits, sizeof bits);
-        *not_finite += !std::isfinite(widen(*to));
-    }
+        wrong += !std::isfinite(widen(*to));
+    });
+    *not_finite = wrong;
 }
 
 template <typename T>

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.wire
 
 THIRD_PARTY: dict[str, set[str]] = {
     "policies": {"torch"},
-    "transport": {"msgspec", "numpy", "safetensors", "torch", "zmq"},
+    "transport": {"msgspec", "numpy", "safetensors", "torch", "zmq", "zstandard"},
     "kernels": {"torch", "triton", "numpy"},
 }
 """Third-party packages that the lowest layer may import."""
