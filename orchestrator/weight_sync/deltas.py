@@ -78,6 +78,11 @@ engine applies a patch of a tenth of the bytes in ten times the time of a whole 
 changed element is a cache line of its own; over a link of 1 Gbit/s both then take as long."""
 
 
+SMALL_PATCH_BYTES = 65536
+"""Patches up to this size are sent whatever their share is. Where all tensors come as patches, norms
+too, engines bring their buffers up to date by patches alone."""
+
+
 class WrittenElements:
     """Copy of the last set of tensors that was written. Used by one thread at a time."""
 
@@ -137,7 +142,7 @@ class WrittenElements:
         if not len(index):
             return None
         kept.view(old.dtype)[index] = new[index]
-        if len(frame) > PATCH_SHARE_MAX * kept.nbytes:
+        if len(frame) > max(SMALL_PATCH_BYTES, PATCH_SHARE_MAX * kept.nbytes):
             return tensor
         if has_checksums:
             patch = msgspec.structs.replace(patch, result_crc32=zlib.crc32(given.data))
