@@ -79,8 +79,8 @@ changed element is a cache line of its own; over a link of 1 Gbit/s both then ta
 
 
 SMALL_PATCH_BYTES = 65536
-"""Patches up to this size are sent whatever their share is. Where all tensors come as patches, norms
-too, engines bring their buffers up to date by patches alone."""
+"""Patches up to this size are sent whatever their share is. Where all tensors come as patches, also
+the norms, engines bring their buffers up to date by patches alone."""
 
 
 class WrittenElements:
