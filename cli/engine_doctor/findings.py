@@ -231,8 +231,8 @@ def _cleared(kind: EngineKind, distance: Distance, allowed: float) -> Finding:
             f"from theirs, and {distance.from_old:.2g} from the old weights'",
         )
     measured = (
-        f"log-probs are {distance.from_new:.2g} nats from the new weights', and "
-        f"{distance.from_old:.2g} from the old ones', which are {distance.between:.2g} apart"
+        f"log-probs differ by {distance.from_new:.2g} nats from those of the new weights, and by "
+        f"{distance.from_old:.2g} from those of the old, which are {distance.between:.2g} apart"
     )
     if distance.from_old <= SAME_SHARE_MAX * distance.between:
         says = f"it accepts new weights, but computes with the old ones: {measured}"
@@ -250,7 +250,7 @@ def _kept(kind: EngineKind, kept: Distance, salted: Distance, allowed: float) ->
         )
     says = (
         f"an update that does not clear the cache leaves KV of the old weights in use: log-probs "
-        f"are {kept.from_new:.2g} nats from the new weights'"
+        f"differ by {kept.from_new:.2g} nats from those of the new weights"
     )
     if _matches_new(salted, allowed):
         return _finding(

@@ -7,8 +7,13 @@ verl imports it in each process for ``VERL_USE_EXTERNAL_MODULES=tidegate.integra
 
 from typing import TYPE_CHECKING
 
-from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+try:
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+except ImportError as error:
+    raise ImportError(
+        f"tidegate.integrations.verl needs verl 0.9.1 ({error}); run pip install verl==0.9.1"
+    ) from error
 
 if TYPE_CHECKING:
     from tidegate.integrations.verl.manager import Manager

@@ -209,7 +209,7 @@ def test_the_doctor_finds_an_update_sound_and_gives_it_its_own_weights_again(
     measured = measure(examined(server.url), server.model, updates=True)
     found = {one.check: one for one in findings(measured)}
     assert found["weight update"].verdict == Verdict.OK, found
-    assert "another salt" in found["cache over an update"].says
+    assert "a prompt with another salt does not find the KV" in found["cache over an update"].says
     again = measure(examined(server.url), server.model)
     assert again.mismatch is not None
     assert again.mismatch.mean < 1e-4

@@ -123,6 +123,8 @@ async def test_another_run_is_refused_while_one_is_served_and_a_closed_gateway_r
         ("/v1/chat/completions", {"messages": [user("q")], "n": 2}),
         ("/v1/completions", {"prompt": "q", "n": 2}),
         ("/v1/completions", {"prompt": ["q", "r"]}),
+        ("/v1/responses", {"model": "m", "input": "q"}),
+        ("/v1/messages", {"model": "m", "max_tokens": 8, "messages": [user("q")]}),
         ("/inference/v1/generate", {"token_ids": [30], "sampling_params": {"n": 2}}),
     ],
 )
@@ -132,6 +134,7 @@ async def test_a_client_that_closes_its_connection_has_its_turns_given_up(
     if stream and path == "/inference/v1/generate":
         pytest.skip("the gateway streams no tokens")
     talk = Talk(tmp_path, "chatml")
+    num_turns = 1 if path in ("/v1/responses", "/v1/messages") else 2
     asked, given_up = asyncio.Event(), asyncio.Event()
     running: set[int] = set()
 
@@ -140,7 +143,7 @@ async def test_a_client_that_closes_its_connection_has_its_turns_given_up(
     ) -> Turn:
         rollout.turns.append(Turn(rollout, sampling))
         running.add(rollout.rollout_id)
-        if len(running) == 2:
+        if len(running) == num_turns:
             asked.set()
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")

@@ -135,12 +135,16 @@ def answers(url: str, model: Path, key: str) -> dict[str, Any]:
     """Make all calls; return the status and the body of each, by its name."""
     found = {}
     headers = {"Authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+    with httpx.Client(base_url=url, headers=headers, timeout=300) as http:
         for call in CALLS:
             body = call.body
             if isinstance(body, dict) and body.get("model_path") == "MODEL":
                 body = body | {"model_path": str(model)}
-            answer = http.request(call.method, call.path, json=body)
+            try:
+                answer = http.request(call.method, call.path, json=body)
+            except httpx.TransportError as error:
+                error.add_note(f"in the call {call.name!r}: {call.method} {call.path}")
+                raise
             found[call.name] = {"status": answer.status_code, "body": _decoded(answer)}
     return found
 
