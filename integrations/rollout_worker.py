@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import tidegate
 from tidegate.errors import ConfigError, EpisodeError, WeightsRefused
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
+from tidegate.runs import serve_sync
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class RolloutWorker:
             ConfigError: a setting is unknown, out of range or impossible.
             EngineStartFailed: an engine did not start.
         """
-        self._run = tidegate.serve_sync(model=model, engines=engines, **settings)
+        self._run = serve_sync(model=model, engines=engines, **settings)
         self._seed = self._run.settings.sampling.seed
         self._run.__enter__()
         self._requested = itertools.count()

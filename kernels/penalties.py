@@ -1,4 +1,4 @@
-"""Logit bias, bans, and repetition, frequency and presence penalties, applied in place.
+"""Logit bias, bans, and repetition, frequency and presence penalties, in place, with torch.
 
 Used by ``engine/sampling/sampling.py``, which keeps the token counts. Only the listed tokens of a
 row are touched.
@@ -40,9 +40,9 @@ def penalize_(logits: torch.Tensor, seen: SeenTokens) -> None:
 
 
 def bias_(logits: torch.Tensor, indices: torch.Tensor, biases: torch.Tensor) -> None:
-    """Add ``biases`` [E], float32, in place; ``indices`` [E] as in :class:`SeenTokens`.
+    """Add ``biases`` [E], float32, in place; ``indices`` [E] are row * V + token.
 
-    A place may occur twice: then both are added.
+    An entry may occur twice: then both biases are added.
     """
     logits.view(-1).index_add_(0, indices, biases)
 

@@ -137,8 +137,8 @@ STALENESS = (
         "tidegate_staleness_from_queue_versions",
         "histogram",
         "The part of tidegate_staleness_versions that arose while the ended group waited for "
-        "hand-over. High values: engines are ahead of the trainer, so a lower max_staleness costs "
-        "no throughput.",
+        "hand-over. High values: engines are ahead of the trainer, so a lower max_staleness may "
+        "cost no throughput.",
         histogram(lambda snapshot: snapshot.statistics.staleness_from_queue),
     ),
     Metric(

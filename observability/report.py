@@ -1,7 +1,8 @@
 """Report of a run: Markdown page, JSON and picture, written from the files in its directory.
 
-``tidegate report`` and the examples call :func:`write_report`. It replays nothing; see `audit/` for
-that.
+``tidegate report`` and the examples call :func:`write_report`. It reads ``run.json``,
+``metrics.jsonl`` and ``trace.json`` through :mod:`facts`, and draws with matplotlib. It replays no
+token; `audit/` does.
 """
 
 import dataclasses
@@ -87,7 +88,10 @@ def mismatch_cell(mismatch: Mapping[str, float] | None) -> str:
 
 
 def memory_cell(memory_mb: Mapping[str, int] | None, *, sleeps: bool) -> str:
-    """Format peak memory by phase; ``sleeps``: engines freed memory while the trainer trained."""
+    """Format peak memory by phase.
+
+    ``sleeps``: whether engines slept, and so held no memory, while the trainer trained.
+    """
     if not memory_mb:
         return "-"
     peaks = "; ".join(f"{phase} {peak_mb} MB" for phase, peak_mb in memory_mb.items())

@@ -1,6 +1,7 @@
 """Ground truth of a simulated run: the steps and weights of its engines, as the engines did them.
 
-Engines record here; :class:`~tidegate.simulation.invariants.InvariantChecker` compares.
+Simulated engines record the :class:`Step` messages that they send and the weights that they swap
+in; :class:`~tidegate.simulation.invariants.InvariantChecker` compares them with the core's events.
 """
 
 from collections import deque
@@ -36,7 +37,7 @@ class GroundTruth:
         self._processes[engine][-1].append(SentStep(step.version, step.turns, step.token_ids))
 
     def swapped(self, engine: str, version: int, content: int) -> None:
-        """Note that ``engine`` computes with the weights ``content``, as ``version``, from now on.
+        """Record that an engine has swapped in the weights ``content`` as ``version``.
 
         Raises:
             AssertionError: the weights are torn, or the version belongs to other weights.
@@ -62,7 +63,8 @@ class GroundTruth:
         return content
 
     def arrived(self, event: StepArrived) -> None:
-        """Check a handled step: the next of its engine process, or the first of a later process.
+        """Check that a step which the core handled is the next that its engine process sent, or the
+        first of a later process.
 
         Raises:
             AssertionError: a step was left out, or handled twice.

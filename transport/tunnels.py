@@ -63,7 +63,8 @@ def decode_piece(frame: bytes, number: int) -> Piece:
 
 @dataclass(eq=False, slots=True)
 class Tunnel:
-    """Near end of one tunnel. The caller of :meth:`TunnelEntrance.open` owns its sockets."""
+    """Near end of one tunnel. Whoever opened it by :meth:`TunnelEntrance.open` closes both of its
+    sockets."""
 
     name: str
     connection: socket.socket

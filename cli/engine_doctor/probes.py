@@ -1,7 +1,7 @@
 """Probes of an engine's behaviour: log-prob mode, repeatability, and prefix cache.
 
-:func:`measuring.measure` calls them. They compare the engine with itself; :mod:`reference` compares
-it with the model.
+:func:`measuring.measure` calls them. They send requests through :class:`ExaminedEngine` (HTTP), and
+compare the engine with itself; :mod:`reference` compares it with the model.
 """
 
 import secrets
@@ -27,7 +27,10 @@ TOPS = 5
 
 
 def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode:
-    """Determine whether log-probs include temperature and truncation, from gaps between tokens."""
+    """Determine whether log-probs are those before or after temperature and truncation.
+
+    Temperature divides the differences between two tokens' log-probs; truncation shifts all.
+    """
     ratios = []
     for shift in range(3):
         start = prompt[shift:]

@@ -50,7 +50,8 @@ class AdapterVersions:
         return [HeldAdapter(name, version) for name, version in sorted(self.live.items())]
 
     def key_of(self, name: str, version: int) -> AdapterVersion:
-        """Return the version that a turn asks for; :data:`LIVE_ADAPTER` stays if none is live."""
+        """Return the version that a turn asks for: the live one for :data:`LIVE_ADAPTER`, which is
+        returned unchanged if none is live."""
         return name, (self.live.get(name, LIVE_ADAPTER) if version == LIVE_ADAPTER else version)
 
     def is_held(self, key: AdapterVersion) -> bool:

@@ -1,6 +1,7 @@
 """Trainer ranks on a Ray cluster: actors, placed all at once, that connect to the run.
 
-Each rank gets the run's address, keys, its rank, and the variables of ``torch.distributed``.
+Users call :func:`train_on_ray` with a run and their training function. Each rank gets the run's
+address, keys, its rank, and the variables of ``torch.distributed``.
 Batches and weights travel as for any trainer in another process.
 """
 

@@ -31,8 +31,9 @@ def rollout_page(
 ) -> dict[str, Any]:
     """Return a rollout's fields and its tokens from ``start`` on, at most :data:`TOKENS_SHOWN_MAX`.
 
-    ``segments`` are ``[start, end, turn, version, engine, kv]`` over the context, gapless; given
-    tokens have turn and version -1. Without a tokenizer, a token's text is its id.
+    ``segments`` are ``[start, end, turn, version, engine, kv]`` over the context, gapless; ``kv``
+    says which versions computed the KV that the tokens attended to. Given tokens have turn and
+    version -1. Without a tokenizer, a token's text is its id.
     """
     end = min(len(rollout.token_ids), start + TOKENS_SHOWN_MAX)
     return {
@@ -77,7 +78,8 @@ def segments(rollout: RecordedRollout) -> list[list[Any]]:
 def token_texts(
     token_ids: Sequence[int], tokenizer: Tokenizer | None, *, start: int, end: int
 ) -> list[str]:
-    """Return the text that each token adds; a character of several tokens is the last one's."""
+    """Return the text that each token adds. A character that several tokens encode is added by the
+    last of them."""
     ids = list(token_ids[max(0, start - CONTEXT_TOKENS) : end])
     if tokenizer is None:
         return [f"{token_id} " for token_id in token_ids[start:end]]

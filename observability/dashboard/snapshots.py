@@ -1,7 +1,7 @@
 """Snapshots of a run at one instant, from which the dashboard and the metrics are made.
 
-:mod:`source` takes them on the run's event loop, in about 1 ms for 1,000 groups. Nothing here
-encodes or waits.
+:mod:`source` takes them on the run's event loop, in about 1 ms for 1,000 groups. They read the
+run's scheduler, core and statistics; nothing here encodes or waits.
 """
 
 from collections.abc import Iterable, Mapping
@@ -87,7 +87,10 @@ def group_lines(core: Core) -> tuple[GroupLine, ...]:
 def rollout_lines(
     rollouts: Iterable[tuple[Rollout, object]], *, trainer_version: int | None = None
 ) -> list[RolloutLine]:
-    """Return a line per rollout and task. ``trainer_version``: at consumption, if known."""
+    """Return a line per rollout and task.
+
+    ``trainer_version``: the trainer's version when it took the rollouts; None if it has not.
+    """
     lines = []
     for rollout, task in rollouts:
         oldest = rollout.oldest_version

@@ -1,6 +1,7 @@
 """Interface of engine launchers, and the launcher of processes on this machine.
 
-The run's settings select the launcher; integrations/ray has one for Ray actors. All engines join
+`trainer/run.py` starts and ends engines through it; the run's settings select the launcher, and
+integrations/ray has one for Ray actors. All engines join
 over the wire, so a launcher only starts and ends engines, and reports their ends.
 """
 
@@ -24,7 +25,7 @@ class Engines(Protocol):
 
     @property
     def are_gone(self) -> bool:
-        """Whether no engine runs, and none will be started again."""
+        """Whether all engines have ended for good: none will be restarted."""
         ...
 
     def start(self) -> None:

@@ -47,10 +47,11 @@ class EngineSideCallbacks(Protocol):
         """Feed events to the core."""
 
     def when_safe(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once no crash can undo the events handled so far."""
+        """Call ``action`` once the journal has committed all events handled so far."""
 
     def hold_batches(self, is_held: bool) -> None:
-        """Hold batches while the trainer's version is undecided, or hand them over again."""
+        """Stop handing batches over while it is undecided which version the trainer has published;
+        False: hand them over again."""
 
     def suspend_deadlines(self, is_halted: bool) -> None:
         """Stop the clocks of all episodes while engines are paused, or start them again."""

@@ -85,8 +85,8 @@ class StalenessSettings(SettingsRecord):
     rollouts."""
     outstanding_groups_limit: Count | None = None
     """Largest number of groups that are started and not yet trained on. Lower values keep tokens
-    fresher and may idle engines. None: ``(max_staleness + 1) * groups_per_batch``, which is also
-    the most."""
+    fresher and may idle engines. None: ``(max_staleness + 1) * groups_per_batch``, the most that
+    the bound allows."""
     consumption_order: Order | InstanceOf[Window] = "admission"
     """Order in which ended groups form batches: ``admission`` in the order of their tasks, so that
     a slow group delays its batch; ``completion`` in the order of their ends; or a ``Window``

@@ -1,6 +1,7 @@
 """Idle shares of trainer and engines, and the trainer's time by activity.
 
-The trainer's handle marks each change of activity. The window measured begins when the first batch
+The trainer's handle marks each change of activity; batch metrics and the forecast read the shares.
+Engines' busy time comes from their step messages. The window measured begins when the first batch
 is requested and ends with the trainer's last activity, so set-up, warm-up and evaluation don't
 count.
 """
@@ -53,7 +54,7 @@ class Timekeeper:
         self._last: Mapping[str, EngineWork] = {}
 
     def mark(self, ended: TrainerActivity, version: int, engines: Mapping[str, EngineWork]) -> None:
-        """Note that the trainer did ``ended`` until now. The first mark only opens the window."""
+        """Count the time since the last mark as ``ended``. The first mark only opens the window."""
         now_us = self._now_us()
         if self._since_us is None:
             self._window_us, self._first = (now_us, now_us), engines

@@ -46,8 +46,8 @@ class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
 
 
 class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
-    """Body of ``POST /v1/completions``; a prompt of token ids continues the row whose tokens it
-    begins with."""
+    """Body of ``POST /v1/completions``. A prompt of token ids that begins with all tokens of a row
+    continues that row."""
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **openai_requests.CompletionRequest.REFUSED,
@@ -56,7 +56,7 @@ class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
 
 
 def completion_of(request: GenerateRequest) -> GatewayCompletionRequest:
-    """Return the completion whose tokens answer a request of ``/inference/v1/generate``.
+    """Convert a request of ``/inference/v1/generate`` to the completion request of the same tokens.
 
     Fields that only change a text are left out.
 

@@ -39,14 +39,15 @@ class Upstream:
 
     @classmethod
     def of(cls, address: str, init: InitWeights, keys: EngineKeys | None) -> "Upstream":
-        """Read the relay keys from the sender's phase-1 message."""
+        """Read the relays' CURVE keys from ``InitWeights``, which the sender's run sends first."""
         public, secret = (str(init.info.get(key, "")).encode() for key in ("public", "secret"))
         relay_keys = EngineKeys(public, secret, public) if public else None
         return cls(address, keys, relay_keys)
 
 
 class RelaySockets:
-    """A relay's sockets, in a context of their own because of its ZAP authenticator."""
+    """A relay's sockets. They have a ZeroMQ context of their own, because a context has one ZAP
+    authenticator."""
 
     def __init__(self, upstream: Upstream) -> None:
         """Connect to the sender, which need not answer yet, and listen for other relays.
