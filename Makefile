@@ -16,7 +16,7 @@ help:
 	@echo "make unit              quick tests that start no process and open no socket (1 min)"
 	@echo "make test-ROOM         tests of one folder: test-serving, test-core, test-scheduling, ... (up to 3 min)"
 	@echo "make test              lint, types, layers, all tests, a short demo, 2,300 simulated runs (12 min)"
-	@echo "make coverage          line coverage of the tests without processes and sockets, by folder (3 min)"
+	@echo "make coverage          line coverage of the unit tests, by folder (2 min)"
 	@echo "make lint              format, lint and types only (1 min)"
 	@echo "make docs              check the documentation: links lead somewhere, code runs (1 min)"
 	@echo "make site              the documentation as a site, in site/ (140 MB, 1 min)"
@@ -89,7 +89,7 @@ unit: venv
 	$(PYTEST) -m "not wire and not slow"
 
 coverage: venv
-	$(PYTEST) -m "not wire" --cov --cov-report=term:skip-covered
+	$(PYTEST) -m "not wire and not slow" --cov --cov-report=term:skip-covered
 
 # `make test-core` runs tests/orchestrator/core; targets below are more than a folder's tests.
 test-%: venv
