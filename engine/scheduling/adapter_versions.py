@@ -2,7 +2,8 @@
 
 The engine's scheduler asks it for the version of each turn; the engine loop puts loaded tensors in.
 Pure: tensors are opaque values here. At most ``versions_max`` versions stay in memory, beside those
-that are being published. A version that turns use stays; of the others the least recently used is
+that are being published. A version that turns use stays, also beyond the limit where a swap gives
+turns a new version while pinned turns use the old one; of the others the least recently used is
 dropped first.
 """
 
