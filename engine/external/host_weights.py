@@ -71,15 +71,11 @@ class HostWeights(WeightStore):
             self._add_state_dict_names()
         super().patch(name, dtype, patch)
 
-    def complete_from(self, other: WeightStore) -> None:
-        """Copy the tensors that have not been loaded from a complete version of the same model.
-
-        Raises:
-            WeightsRefused: as :meth:`WeightStore.complete_from`.
-        """
+    def copy_missing(self, other: WeightStore) -> None:
+        """Copy the tensors that have not been loaded from a complete version of the same model."""
         if self._accepts_state_dict_names and isinstance(other, HostWeights):
             other._add_state_dict_names()
-        super().complete_from(other)
+        super().copy_missing(other)
 
     def become(self, other: WeightStore) -> None:
         """Copy all of another complete version of the same model."""

@@ -85,9 +85,11 @@ class _StagedUpdate:
         self.adapters: dict[str, object] = {}
         self.keeps_weights = False
         """Whether the version changes adapters only, so that the live weights stay."""
-        self.patches: dict[str, tuple[torch.dtype, ElementPatch]] = {}
-        """Patches that made the version from the live weights, by tensor, if they are all of it."""
+        self.patches: list[tuple[str, torch.dtype, ElementPatch]] = []
+        """Patches of the version in order: tensor, published dtype, elements. A tensor has several
+        if the engine lacked several versions."""
         self.has_whole_tensors = False
+        """Whether tensors came whole, so that the patches alone do not make the version."""
         self.state = _State.OPEN
         """Set by the main thread only."""
         self.started_ns = time.monotonic_ns()
@@ -115,7 +117,8 @@ class _Patches:
 
     first: int
     last: int
-    patches: dict[str, tuple[torch.dtype, ElementPatch]]
+    patches: list[tuple[str, torch.dtype, ElementPatch]]
+    """Patches from the first version to the last, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,12 +442,12 @@ class Staging:
         elif base is None:
             update.has_whole_tensors = True  # those that this update has brought before
         self._buffer.patch(spec.name, dtype, patch)
-        update.patches[spec.name] = dtype, patch
+        update.patches.append((spec.name, dtype, patch))
         if spec.patch is not None and spec.patch.result_crc32 is not None:
             self._buffer.verify(spec.name, dtype, spec.patch.result_crc32)
 
     def _become_live(self, live: Live) -> None:
-        """Make the buffer equal to the live weights.
+        """Make the buffer equal to the live weights, except tensors that this update has brought.
 
         If the buffer holds the version before the live one, the patches between the two are
         applied once more, which touches a few percent of the memory; else all of it is copied.
@@ -452,10 +455,13 @@ class Staging:
         assert self._buffer is not None  # the caller has looked
         last, version = self._last_patches, self._buffer_version
         self._buffer_version = None
+        if not self._buffer.is_untouched:
+            self._buffer.copy_missing(live.weights)
+            return
         if last is None or (last.first, last.last) != (version, live.version):
             self._buffer.become(live.weights)
             return
-        for name, (dtype, patch) in last.patches.items():
+        for name, dtype, patch in last.patches:
             self._buffer.patch(name, dtype, patch)
         self._buffer.start()  # those were of another update
         self._buffer.mark_complete()

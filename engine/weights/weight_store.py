@@ -6,7 +6,7 @@ Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,9 +117,9 @@ class WeightStore:
         """Adapters of the version by name; replaced as a whole, never changed."""
         self._ignored: set[str] = set()
         """Redundant tensors that were published."""
-        self._patches: dict[str, ElementPatch] = {}
-        """Patches of this update by tensor."""
-        self._redundant_patches: dict[str, ElementPatch] = {}
+        self._patches: dict[str, list[ElementPatch]] = {}
+        """Patches of this update by tensor, in order."""
+        self._redundant_patches: dict[str, list[ElementPatch]] = {}
         """Patches of this update to tensors that are tied to others, by their own names."""
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
         """Copies of tensors published before the tensor they are tied to, by the latter's name,
@@ -247,10 +247,10 @@ class WeightStore:
         target = self._copy_targets.get(name) or self._joint_targets.get(name)
         if target is None:
             if self.is_redundant(name):
-                self._redundant_patches[name] = patch
+                self._redundant_patches.setdefault(name, []).append(patch)
                 return
             raise WeightsRefused(f"{self._model} has no tensor {name!r} to patch")
-        self._patches[name] = patch
+        self._patches.setdefault(name, []).append(patch)
         index, difference = torch.from_numpy(patch.index), _as_signed(patch.difference)
         if target.part is not None:
             index, difference = target.part.elements(index, difference, target.shape)
@@ -273,15 +273,9 @@ class WeightStore:
         Raises:
             WeightsRefused: a tensor differs from the tensor that it is tied to.
         """
-        for name, patch in self._redundant_patches.items():
+        for name, patches in self._redundant_patches.items():
             tied = self.tied_to(name)
-            other = None if tied is None else self._patches.get(tied)
-            is_same = (
-                other is not None
-                and np.array_equal(patch.index, other.index)
-                and np.array_equal(patch.difference, other.difference)
-            )
-            if tied is not None and not is_same:
+            if tied is not None and not _are_equal(patches, self._patches.get(tied, [])):
                 raise self._differ(name, tied)
 
     def verify(self, name: str, dtype: torch.dtype, crc32: int) -> None:
@@ -326,6 +320,10 @@ class WeightStore:
                 raise WeightsRefused(
                     f"{name} is tied to {tied}, which isn't published with it; publish {tied} too"
                 )
+        self.copy_missing(other)
+
+    def copy_missing(self, other: "WeightStore") -> None:
+        """Copy the tensors that have not been loaded from a complete version of the same model."""
         with torch.no_grad():
             for name in self.missing():
                 sources = other._copy_targets[name].targets
@@ -336,6 +334,13 @@ class WeightStore:
     def missing(self) -> list[str]:
         """Return the names not loaded since :meth:`start`, in the model's order."""
         return [name for name in self._copy_targets if name not in self._loaded]
+
+
+def _are_equal(one: Sequence[ElementPatch], other: Sequence[ElementPatch]) -> bool:
+    return len(one) == len(other) and all(
+        np.array_equal(a.index, b.index) and np.array_equal(a.difference, b.difference)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _as_signed(difference: Bits) -> torch.Tensor:

@@ -176,6 +176,59 @@ def test_the_buffer_catches_up_by_the_last_patches_or_by_a_copy(
     assert_same(rig.live.weights, rig.expected())
 
 
+def test_a_tensor_that_comes_whole_before_the_first_patch_keeps_its_new_elements(
+    tmp_path: Path, rigs: list[Rig]
+) -> None:
+    rig = Rig(tmp_path)
+    rigs.append(rig)
+    rig.publish()
+    rig.train()
+    before, rig.version = rig.version, rig.version + 1
+    buffers = buffers_of(rig.state)
+    patched = rig.written.changed(rig.version, buffers, before=before)
+    assert patched is not None
+    [update] = rig.channel.write(rig.version, [buffers[0], *patched[1:]])
+    assert [spec.patch is None for spec in update.tensors[:2]] == [True, False]
+    assert isinstance(rig.stage(update, BaseVersions(before, before)), WeightsStaged)
+    assert_same(rig.staging.swap(rig.version, rig.live.weights), rig.expected())
+
+
+def test_an_engine_that_lacked_two_versions_catches_up_exactly_at_the_next_one(
+    tmp_path: Path, rigs: list[Rig]
+) -> None:
+    rig = Rig(tmp_path)
+    rigs.append(rig)
+    for _ in range(2):
+        rig.publish()
+        rig.train()
+    base = BaseVersions(rig.live.version, rig.live.version)
+    chunks = []
+    for _ in range(2):  # versions 3 and 4 come at once
+        before, rig.version = rig.version, rig.version + 1
+        changed = rig.written.changed(rig.version, buffers_of(rig.state), before=before)
+        assert changed is not None
+        chunks += rig.channel.write(rig.version, changed, keep=range(rig.version))
+        expected = rig.expected()
+        rig.train()
+    rig.staging.start(StartWeightUpdate(version=4), rig.live)
+    for chunk in chunks:
+        rig.staging.update(
+            UpdateWeights(
+                version=4,
+                location=chunk.location,
+                tensors=chunk.tensors,
+                base_versions=base,
+                is_last=chunk is chunks[-1],
+            )
+        )
+    [answer] = answers(rig.staging)
+    assert isinstance(answer, WeightsStaged)
+    rig.live = Live(4, rig.staging.swap(4, rig.live.weights))
+    assert_same(rig.live.weights, expected)
+    assert isinstance(rig.publish(), WeightsStaged)  # its buffer is still of version 2
+    assert_same(rig.live.weights, rig.expected())
+
+
 def test_a_whole_set_and_patches_after_it_come_in_one_update(
     tmp_path: Path, rigs: list[Rig]
 ) -> None:
