@@ -88,7 +88,7 @@ def of_one_step(about: str, weights: Weights, before: State, after: State) -> It
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     assert patched is not None
     patch_bytes = sum(len(each.data) for each in patched)
-    changed = sum(each.patch.changed for each in patched if each.patch is not None)
+    changed = sum(int((before[name] != after[name]).sum()) for name in after)
     elements = sum(tensor.numel() for tensor in after.values())
     yield compared(f"{about}/bytes", "of the whole set", patch_bytes / whole_bytes, 1.0)
     yield Row(f"{about}/changed", changed / elements, "of the elements")
