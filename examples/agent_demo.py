@@ -121,9 +121,8 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
             rollouts,
             episode,
             model=model,
-            training=itertools.islice(subject.tasks("train", options.seed), num_tasks),
+            training=list(itertools.islice(subject.tasks("train", options.seed), num_tasks)),
             held_out=held_out,
-            batches=options.versions,
             learning_rate=LEARNING_RATE,
         )
         rollouts.record_facts(

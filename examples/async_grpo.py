@@ -109,8 +109,10 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
     model_path, warm_up = find_model(options)
     make_tasks = TASKS[options.task]
     held_out = list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), options.held_out))
-    training = itertools.islice(
-        make_tasks("train", options.seed), options.versions * options.groups_per_batch
+    training = list(
+        itertools.islice(
+            make_tasks("train", options.seed), options.versions * options.groups_per_batch
+        )
     )
     bound = MODES[mode] if options.max_staleness is None else options.max_staleness
     async with tidegate.serve(
@@ -128,17 +130,15 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
         step_time_min_s=options.step_time_s,
         run_directory=run_directory,
         dashboard_address=options.dashboard,
+        progress=True,
         seed=options.seed,
     ) as rollouts:
-        if rollouts.dashboard_url is not None:
-            print(f"dashboard: {rollouts.dashboard_url}", flush=True)
         gain = await learn(
             rollouts,
             solve,
             model=model_path,
             training=training,
             held_out=held_out,
-            batches=options.versions,
             learning_rate=options.learning_rate,
             corrects=options.correction != "none",
             is_colocated=options.colocated,

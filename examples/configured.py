@@ -33,9 +33,8 @@ async def train(
         rollouts,
         episode,
         model=settings.model,
-        training=itertools.islice(tasks, batches * settings.staleness.groups_per_batch),
+        training=list(itertools.islice(tasks, batches * settings.staleness.groups_per_batch)),
         held_out=list(itertools.islice(long_tailed_tasks("held_out", HELD_OUT_SEED), held_out)),
-        batches=batches,
         learning_rate=learning_rate,
     )
     return {"reward_before": gain.before, "reward_after": gain.after}

@@ -6,7 +6,7 @@ episode.
 Shapes: R rows in a batch, P of them in one pass, T tokens in the longest of these, N sampled ones.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tidegate
 from examples.memory_marks import MemoryMarks
-from tidegate.observability.progress import RunProgress
 from tidegate.orchestrator.episodes.runner import EpisodeFunction
 from tidegate.policies.diagnostics import LagBucket, measure_mismatch, measure_mismatch_by_lag
 from tidegate.policies.objectives import decoupled_ppo_loss
@@ -55,9 +54,8 @@ async def learn(
     episode: EpisodeFunction,
     *,
     model: Path,
-    training: Iterable[Any],
+    training: Sequence[Any],
     held_out: Sequence[Any],
-    batches: int,
     learning_rate: float,
     corrects: bool = True,
     is_colocated: bool = False,
@@ -70,10 +68,7 @@ async def learn(
     before = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
     measured: list[OffPolicyness] = []
-    with (
-        RunProgress(rollouts.statistics, batches_total=batches) as progress,
-        MemoryMarks() as marks,
-    ):
+    with MemoryMarks() as marks:
         marks.begin("rollout")
         async for batch in rollouts.batches(training, episode=episode):
             if is_colocated:
@@ -92,7 +87,6 @@ async def learn(
             await rollouts.publish(policy.state_dict())
             if is_colocated:
                 await rollouts.wake()
-            progress.batch({"reward": batch.rewards.mean().item()})
     after = await rollouts.evaluate(held_out, episode=episode)
     print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
     return Gain(before.mean_reward, after.mean_reward, summary(measured), marks.megabytes)

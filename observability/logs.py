@@ -18,8 +18,8 @@ import msgspec
 from tidegate.transport.printable import CONTROLS
 
 _FIELD = re.compile(
-    r"%%|(?:(?P<name>\b[a-z_]+)=)?%[-#0 +]*(?:\d+)?(?:\.\d+)?[a-zA-Z]"
-    r"|(?P<literal_name>\b[a-z_]+)=(?P<literal>\w+)"
+    r"%%|(?:(?P<name>\b[a-z_][a-z0-9_]*)=)?%[-#0 +]*(?:\d+)?(?:\.\d+)?[a-zA-Z]"
+    r"|(?P<literal_name>\b[a-z_][a-z0-9_]*)=(?P<literal>\w+)"
 )
 """Matches each ``%`` argument of a format string, with its key if any, and each ``key=word``."""
 

@@ -24,6 +24,7 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 if TYPE_CHECKING:
     from tidegate.observability.dashboard.dashboard import Dashboard
     from tidegate.observability.dashboard.live import LiveRecorder
+    from tidegate.observability.progress import ProgressDisplay
     from tidegate.observability.recording import RunRecorder
 
 POLICIES = {
@@ -63,6 +64,7 @@ class RecorderGroup(Recorder):
     engine_dtype = _forwarded(Recorder.engine_dtype)
     trainer_interval = _forwarded(Recorder.trainer_interval)
     episode_interval = _forwarded(Recorder.episode_interval)
+    offered = _forwarded(Recorder.offered)
     batch = _forwarded(Recorder.batch)
     trained_lags = _forwarded(Recorder.trained_lags)
     off_policy = _forwarded(Recorder.off_policy)
@@ -85,7 +87,7 @@ class RecorderGroup(Recorder):
 
 
 class Observers:
-    """The recorder and dashboard that a run's settings ask for; see :class:`RunObservers`."""
+    """Recorder, dashboard and progress that a run's settings ask for: its :class:`RunObservers`."""
 
     def __init__(self, settings: RunSettings) -> None:
         """Bind the dashboard's address if the settings have one. Starts nothing.
@@ -96,6 +98,7 @@ class Observers:
         self._settings = settings
         self._dashboard: Dashboard | None = None
         self._live: LiveRecorder | None = None
+        self._progress: ProgressDisplay | None = None
         if settings.records.dashboard_address is not None:
             from tidegate.observability.dashboard import dashboard
 
@@ -117,6 +120,14 @@ class Observers:
         if self._dashboard is not None:
             self._live = self._live_recorder(resumed)
             recorders.append(self._live)
+        if self._settings.records.progress:
+            from tidegate.observability.progress import ProgressDisplay
+
+            self._progress = ProgressDisplay(
+                groups_per_batch=self._settings.staleness.make_policy().groups_per_batch,
+                batches=0 if resumed is None else resumed.batches,
+            )
+            recorders.insert(0, self._progress)  # its close() must not depend on another's success
         if len(recorders) > 1:
             return RecorderGroup(recorders)
         return recorders[0] if recorders else None
@@ -127,7 +138,17 @@ class Observers:
         statistics: Callable[[Scheduler], RunStatistics],
         tokenizer: Tokenizer,
     ) -> None:
-        """Start the dashboard's server; see :meth:`RunObservers.show`."""
+        """Start the dashboard's server and the progress; see :meth:`RunObservers.show`."""
+        self._show_dashboard(read, statistics, tokenizer)
+        if self._progress is not None:
+            self._progress.show(self._heading(), lambda: read(statistics))
+
+    def _show_dashboard(
+        self,
+        read: Callable[[Callable[[Scheduler], Any]], Any],
+        statistics: Callable[[Scheduler], RunStatistics],
+        tokenizer: Tokenizer,
+    ) -> None:
         if self._dashboard is None or self._live is None:
             return
         from tidegate.observability.dashboard.live import monotonic_us
@@ -145,9 +166,20 @@ class Observers:
         log.info("run=shown url=%s", self._dashboard.url)
 
     def close(self) -> None:
-        """Stop the dashboard; see :meth:`RunObservers.close`."""
+        """Stop the dashboard and the progress; see :meth:`RunObservers.close`."""
+        if self._progress is not None:
+            self._progress.hide()
         if self._dashboard is not None:
             self._dashboard.close()
+
+    def _heading(self) -> str:
+        """Return the lines that the progress begins with: where to look while the run runs."""
+        fleet, records = self._settings.fleet, self._settings.records
+        return (
+            f"model: {self._settings.model}; engines: {fleet.engines_started}\n"
+            f"records: {records.run_directory or 'none (run_directory is not set)'}\n"
+            f"dashboard: {self.url or 'none (dashboard_address is not set)'}"
+        )
 
     def _recorder(
         self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]

@@ -1,103 +1,137 @@
-"""Terminal progress of a training loop, drawn with rich: a live table, or one line per batch.
+"""Progress of a run in the terminal, drawn with rich: a live table, or one plain line per batch.
 
-Users' and the examples' training loops call :meth:`RunProgress.batch`, which takes the run's
-statistics. There is no thread, so sync and async code can use it.
+``serve(progress=True)`` and ``tidegate run`` add a :class:`ProgressDisplay` to the run's recorders.
+It writes to standard error, so that standard output holds results only.
 """
 
-import sys
+import contextlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
+from tidegate.orchestrator.telemetry.recorder import Recorder
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 from tidegate.transport.printable import printable
 
-LINE_WIDTH_MAX = 160
+REDRAWS_PER_S = 2.0
+"""Redraws of the live table; each takes statistics on the run's loop, about a millisecond."""
 
 
-class RunProgress:
-    """Progress of one run. Use it in ``with`` or ``async with``; call :meth:`batch` for each batch.
-
-        with RunProgress(rollouts.statistics, batches_total=40) as progress:
-            for batch in rollouts.batches(...):
-                ...
-                progress.batch({"reward": batch.rewards.mean().item()})
+class ProgressDisplay(Recorder):
+    """Shows a run while it runs, and a summary when it ends, however it ends.
 
     Args:
-        statistics: returns a snapshot of the run.
-        batches_total: number of batches, if known; a progress bar needs it.
-        console: the rich console to print to; standard output if None.
+        groups_per_batch: converts a number of tasks into a number of batches.
+        batches: number of batches before a resume; 0 for a new run.
+        console: the rich console to print to; standard error if None.
     """
 
     def __init__(
-        self,
-        statistics: Callable[[], RunStatistics],
-        *,
-        batches_total: int | None = None,
-        console: Console | None = None,
+        self, *, groups_per_batch: int, batches: int = 0, console: Console | None = None
     ) -> None:
-        self._statistics = statistics
-        self._batches_total = batches_total
-        self._console = console or Console(file=sys.stdout, highlight=False)
-        self._batches = 0
-        self._live = (
-            Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        )
+        self._groups_per_batch = groups_per_batch
+        self._batches = batches
+        self._batches_total: int | None = None
+        self._rewards: list[float] = []
+        self._facts: dict[str, Any] = {}
+        self._read: Callable[[], RunStatistics] | None = None
+        self._statistics: RunStatistics | None = None
+        """The last snapshot; None until the run has started."""
+        self._console = console or Console(stderr=True, highlight=False)
+        self._live: Live | None = None
+        self._lock = threading.Lock()
+        """Guards the start and the end of the live table, which several threads may request."""
 
-    def batch(self, metrics: Mapping[str, float]) -> None:
-        """Show the statistics after a train step; of ``metrics``, ``reward`` and ``loss``."""
-        self._batches += 1
-        statistics = self._statistics()
-        if self._live is not None:
-            self._live.update(self._table(statistics, metrics), refresh=True)
+    # ------------------------------------------------------------ called by the run's observers
+
+    def show(self, heading: str, read: Callable[[], RunStatistics]) -> None:
+        """Print ``heading``, and start the live table in a terminal. ``read`` takes a snapshot."""
+        self._say(heading)
+        self._read = read
+        if not self._console.is_terminal:
+            return
+        with self._lock:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._table,
+                refresh_per_second=REDRAWS_PER_S,
+            )
+            self._live.start()
+
+    def hide(self) -> None:
+        """Stop the live table; its last state stays on the screen. Harmless if repeated."""
+        with self._lock:
+            live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        self._read = None
+
+    @override
+    def offered(self, tasks: int | None) -> None:
+        if tasks is None:
+            self._batches_total = None
         else:
-            self.say(self._line(statistics, metrics))
+            self._batches_total = -(-tasks // self._groups_per_batch)
 
-    def say(self, text: str) -> None:
-        """Print a line above the live table."""
+    @override
+    def batch(self, metrics: Mapping[str, float]) -> None:
+        self._batches += 1
+        self._rewards.append(metrics["reward"])
+        if self._live is None:
+            self._say(
+                f"batch {self._number()}  reward {metrics['reward']:.3f}  "
+                f"v{metrics['version']:.0f}  {metrics['tokens_per_s']:.0f} tok/s  "
+                f"staleness mean {metrics['staleness_mean']:.2f} max "
+                f"{metrics['staleness_max']:.0f}  idle trainer "
+                f"{metrics['trainer_idle_share']:.0%} engines {metrics['engine_idle_share']:.0%}"
+            )
+
+    @override
+    def finish(self, statistics: RunStatistics, **facts: object) -> None:
+        self._statistics = statistics
+        self._facts |= facts
+
+    @override
+    def close(self) -> None:
+        """Print the summary, if the run had started."""
+        self.hide()
+        statistics, self._statistics = self._statistics, None
+        if statistics is not None:
+            self._say(summary(statistics, self._rewards, self._facts))
+
+    # ------------------------------------------------------------ drawing
+
+    def _say(self, text: str) -> None:
         self._console.print(Text(printable(text, keeps="\n")), soft_wrap=True)
 
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
+    def _number(self) -> str:
+        total = self._batches_total
+        return f"{self._batches}/{total}" if total is not None else str(self._batches)
 
-    def __exit__(self, *exception: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.__exit__()
-
-    def _step(self) -> str:
-        total = f"/{self._batches_total}" if self._batches_total else ""
-        return f"{self._batches}{total}"
-
-    def _line(self, statistics: RunStatistics, metrics: Mapping[str, float]) -> str:
-        s = statistics
-        return (
-            f"step {self._step()}  {_metrics(metrics)}  {s.tokens_per_s:.0f} tok/s  "
-            f"staleness {s.mean_staleness:.2f} max {s.max_staleness_seen}/{s.staleness_bound}  "
-            f"v{s.trainer_version} engines {_versions(s)}  "
-            f"idle trainer {s.trainer_idle_share:.0%} engines {s.engine_idle_share:.0%}"
-        )[:LINE_WIDTH_MAX]
-
-    def _table(self, statistics: RunStatistics, metrics: Mapping[str, float]) -> Group:
-        s = statistics
+    def _table(self) -> Group | Text:
+        """Return the live table; rich's thread calls it for each redraw."""
+        read = self._read
+        if read is not None:
+            with contextlib.suppress(Exception):  # the run has not started yet, or has ended
+                self._statistics = read()
+        s = self._statistics
+        if s is None or not s.engines:
+            return Text("waiting for engines")
         table = Table.grid(padding=(0, 3))
-        table.add_row("step", self._step(), "measured", _metrics(metrics))
-        table.add_row("tokens/s", f"{s.tokens_per_s:.0f}", "wall time", f"{s.wall_s:.0f} s")
+        reward = f"{self._rewards[-1]:.3f}" if self._rewards else "-"
+        table.add_row("batch", self._number(), "reward", reward)
+        table.add_row("tokens/s", f"{s.tokens_per_s:.0f}", "time", self._time(s))
         table.add_row(
             "staleness",
-            f"mean {s.mean_staleness:.2f}, max {s.max_staleness_seen}, bound {s.staleness_bound}",
+            f"mean {s.mean_staleness:.2f}, max {s.max_staleness_seen}, bound {_bound(s)}",
             "mixed versions",
             f"{s.mixed_version_share:.0%} of rollouts",
         )
@@ -116,15 +150,49 @@ class RunProgress:
         bar.add_row(ProgressBar(total=self._batches_total, completed=self._batches))
         return Group(bar, table)
 
+    def _time(self, statistics: RunStatistics) -> str:
+        """Return the time since the first batch was requested, and about how much is left."""
+        elapsed = f"{statistics.wall_s:.0f} s"
+        if not self._batches_total or not self._rewards:
+            return elapsed
+        batches_left = max(0, self._batches_total - self._batches)
+        left_s = statistics.wall_s / len(self._rewards) * batches_left
+        return f"{elapsed}, about {left_s:.0f} s left"
 
-def _metrics(metrics: Mapping[str, float]) -> str:
-    parts = [f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics]
-    return "  ".join(parts) or "-"
+
+def summary(statistics: RunStatistics, rewards: list[float], facts: Mapping[str, object]) -> str:
+    """Return a run's outcome in one line: batches, rewards, staleness, speed, idle shares."""
+    s = statistics
+    if not s.batches:
+        return "ended before the first batch"
+    parts = [
+        f"{s.batches} batches, v{s.trainer_version}, {s.wall_s:.0f} s",
+        f"{s.trained_rollouts} rollouts trained, {sum(s.discarded_rollouts.values())} discarded",
+    ]
+    if rewards:
+        parts.append(f"reward {rewards[0]:.3f} in the first batch, {rewards[-1]:.3f} in the last")
+    before, after = facts.get("reward_before"), facts.get("reward_after")
+    if isinstance(before, float) and isinstance(after, float):
+        parts.append(f"held-out reward {before:.3f} before, {after:.3f} after")
+    parts += [
+        f"staleness max {s.max_staleness_seen} of bound {_bound(s)}",
+        f"{s.tokens_per_s:.0f} tok/s",
+        f"idle: trainer {s.trainer_idle_share:.0%}, engines {s.engine_idle_share:.0%}",
+    ]
+    return "ended: " + "; ".join(parts)
+
+
+def _bound(statistics: RunStatistics) -> str:
+    bound = statistics.staleness_bound
+    return "none" if bound is None else str(bound)
 
 
 def _versions(statistics: RunStatistics) -> str:
-    engines = statistics.engines
-    return " ".join(f"v{e.weight_version}" if e.is_alive else "lost" for e in engines) or "-"
+    """Return the number of engines that serve each weight version, such as ``2 at v4, 1 lost``."""
+    states = Counter(
+        f"at v{e.weight_version}" if e.is_alive else "lost" for e in statistics.engines
+    )
+    return ", ".join(f"{engines} {state}" for state, engines in states.items()) or "-"
 
 
 def _groups(statistics: RunStatistics) -> str:

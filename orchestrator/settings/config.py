@@ -60,6 +60,18 @@ ENGINE_THREADS_MAX = 16
 bandwidth limits it before more threads help."""
 
 
+SET_BY_POLICY = frozenset(
+    {
+        "max_staleness",
+        "groups_per_batch",
+        "outstanding_groups_limit",
+        "consumption_order",
+        "deadline_policy",
+    }
+)
+"""Settings that ``staleness_policy`` replaces."""
+
+
 def cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
@@ -121,13 +133,7 @@ class StalenessSettings(SettingsRecord):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.make_policy()
-        replaced = {
-            "max_staleness",
-            "groups_per_batch",
-            "outstanding_groups_limit",
-            "consumption_order",
-        }
-        replaced = (replaced | {"deadline_policy"}) & self.model_fields_set
+        replaced = SET_BY_POLICY & self.model_fields_set
         if self.staleness_policy is not None and replaced:
             raise ConfigError(
                 f"staleness_policy={self.staleness_policy!r} already sets the staleness rules; "
@@ -435,6 +441,9 @@ class RecordSettings(SettingsRecord):
     resume_partial_rollouts: bool = True
     """Whether rollouts that a crash interrupted continue from their sampled tokens after a resume;
     False samples them anew."""
+    progress: bool = False
+    """Whether the run shows its progress on standard error: a live table in a terminal, else one
+    line per batch; and a summary when it ends. ``tidegate run`` sets it."""
     stuck_after_s: Seconds = 60.0
     """Time without progress, in seconds, after which the watchdog names an episode, turn, engine,
     publish or task iterator in the log and in ``statistics().stuck``. Nothing is ended."""
@@ -664,6 +673,7 @@ class RunOptions(TypedDict, total=False):
     journal: bool
     keep_full_journal: bool
     resume_partial_rollouts: bool
+    progress: bool
     stuck_after_s: float
 
 

@@ -97,6 +97,9 @@ class Recorder:
     def episode_interval(self, interval: EpisodeInterval) -> None:
         """Record an episode, or one activity of it."""
 
+    def offered(self, tasks: int | None) -> None:
+        """Record that the trainer offers tasks; None if their number is not known."""
+
     def batch(self, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a batch that the trainer has."""
 

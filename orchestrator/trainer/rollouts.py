@@ -18,7 +18,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
@@ -428,6 +436,8 @@ class Rollouts(Scorer, TrainerHandle):
             scheduler.offer(tasks, episode)
 
         await self._requests.do(work)
+        if self._running.recorder is not None:
+            self._running.recorder.offered(len(tasks) if isinstance(tasks, Sized) else None)
 
     async def next_batch(self) -> "Batch | None":
         """Return the next batch, or None once the tasks are used up; raises as :meth:`batches`.

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tidegate.integrations.trl_rollout_func import trl_rollout_func
     from tidegate.integrations.trl_rollouts import TRLRollouts
     from tidegate.observability.logs import log_as_json
-    from tidegate.observability.tensorboard import TensorBoard
+    from tidegate.observability.report import write_report
+    from tidegate.observability.trackers import MLflow, TensorBoard, WandB
     from tidegate.orchestrator.batches.batches import Batch, PackedBatch
     from tidegate.orchestrator.episodes.episode import Episode
     from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
@@ -96,6 +97,7 @@ __all__ = [
     "GeneratedTurn",
     "GroupFilter",
     "LogitsProcessor",
+    "MLflow",
     "Observation",
     "OneStepOffPolicy",
     "OverSampling",
@@ -128,6 +130,7 @@ __all__ = [
     "Tools",
     "Unbounded",
     "VLLMServer",
+    "WandB",
     "WeightSettings",
     "Window",
     "connect",
@@ -145,6 +148,7 @@ __all__ = [
     "train_on_ray",
     "trl_rollout_func",
     "vllm_server",
+    "write_report",
 ]
 
 _HOMES = {
@@ -190,12 +194,14 @@ _HOMES = {
     "Synchronous": "policies.rounds",
     "TRLRollouts": "integrations.trl_rollouts",
     "TailPacking": "policies.rounds",
-    "TensorBoard": "observability.tensorboard",
+    "MLflow": "observability.trackers",
+    "TensorBoard": "observability.trackers",
     "TidegateError": "errors",
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "environments.tools",
     "Unbounded": "policies.asynchrony",
     "VLLMServer": "serving.vllm_server.server",
+    "WandB": "observability.trackers",
     "WeightSettings": "orchestrator.settings.config",
     "Window": "policies.consumption",
     "connect": "orchestrator.trainer.remote.rollouts",
@@ -211,6 +217,7 @@ _HOMES = {
     "serve": "runs",
     "serve_sync": "runs",
     "vllm_server": "runs",
+    "write_report": "observability.report",
     "train_on_ray": "integrations.ray.ray_trainers",
     "trl_rollout_func": "integrations.trl_rollout_func",
 }

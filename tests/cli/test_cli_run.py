@@ -1,16 +1,20 @@
 """`tidegate run`: TOML files, overrides, and error messages that suggest what was meant."""
 
 import json
+import logging
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.models import make_model_directory
 from tidegate.cli import command
-from tidegate.cli.program import read_program
+from tidegate.cli.program import Program, read_program
 from tidegate.cli.run import overrides
+from tidegate.cli.toml_file import toml_lines, toml_value
 from tidegate.errors import ConfigError
+from tidegate.orchestrator.settings.config import RECORDS
 from tidegate.policies.routing import SessionAffinity
 
 pytestmark = pytest.mark.wire
@@ -21,6 +25,7 @@ MODULE = '''
 """A user's own module, beside the file."""
 
 import itertools
+import json
 
 
 def questions(first: int = 0):
@@ -38,6 +43,16 @@ def train(rollouts, tasks, episode, *, batches: int, rate: float = 0.1):
     for batch in rollouts.batches(itertools.islice(tasks, 2 * batches), episode=episode):
         rewards.append(batch.rewards.mean().item())
     return {"reward_after": rewards[-1], "rate": rate, "batches_seen": len(rewards)}
+
+
+def write(figures, path):
+    with open(path, "a") as file:
+        file.write(json.dumps(dict(figures)) + "\\n")
+
+
+def interrupted(rollouts, tasks, episode, *, batches: int):
+    for batch in rollouts.batches(itertools.islice(tasks, 4), episode=episode):
+        raise KeyboardInterrupt
 
 
 async def train_async(rollouts, tasks, episode):
@@ -94,21 +109,132 @@ def test_run_uses_the_files_values_with_overrides_and_writes_a_report(
     flags = ["--set", "trainer.rate=0.5", "--run.group-size", "3"]
     assert status_of(["run", str(config), *flags], monkeypatch) == 0
     run = config.parent / "run"
-    assert capsys.readouterr().out == f"report: {run / 'report.md'}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"report: {run / 'report.md'}\n"
+    shown = printed.err.splitlines()
+    assert f"records: {run}" in shown
+    assert [line.split()[:2] for line in shown if line.startswith("batch")] == [
+        ["batch", "1"],
+        ["batch", "2"],
+    ]
+    assert shown[-1].startswith("ended: 2 batches, v0")
     record = json.loads((run / "run.json").read_text())
     assert record["settings"]["group_size"] == 3
     assert (record["extra"]["rate"], record["extra"]["batches_seen"]) == (0.5, 2)
     assert json.loads((run / "report.json").read_text())["rollouts_trained"] == 2 * 2 * 3
 
 
-def test_check_runs_nothing_and_shows_every_setting(
+def test_check_runs_nothing_and_prints_a_complete_file_that_means_the_same(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status_of(["run", str(config), "--check"], monkeypatch) == 0
-    output = capsys.readouterr().out
-    assert "run.group_size = 2\n" in output
-    assert f"the run would be recorded in {config.parent / 'run'}" in output
+    routing = "run.routing_policy={use='tidegate.policies.routing:SessionAffinity', margin_turns=3}"
+    assert status_of(["run", str(config), "--check", "--set", routing], monkeypatch) == 0
     assert not (config.parent / "run").exists()
+    complete = capsys.readouterr().out
+    tables = tomllib.loads(complete)
+    assert tables["run"].keys() == {"model", *RECORDS}
+    assert tables["run"]["staleness"]["group_size"] == 2
+    assert tables["trainer"]["rate"] == 0.1  # a default of the user's function
+    assert "# dashboard_address is not set\n" in complete
+    config.with_name("complete.toml").write_text(complete)
+    again = read_program(config.with_name("complete.toml"))
+    assert settings_of(again) == settings_of(read_program(config, [routing]))
+    assert again.file.trainer.arguments == {"batches": 2, "rate": 0.1}
+
+
+def test_a_complete_file_leaves_out_settings_that_a_policy_decides(config: Path) -> None:
+    policy = "run.staleness_policy={use='tidegate.policies.rounds:Synchronous',groups_per_batch=2}"
+    config.write_text(config.read_text().replace("groups_per_batch = 2", ""))
+    program = read_program(config, [policy])
+    config.with_name("complete.toml").write_text("\n".join(toml_lines(program)))
+    assert settings_of(read_program(config.with_name("complete.toml"))) == settings_of(program)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ('a "b"\n\x7f\\', '"a \\"b\\"\\n\\u007f\\\\"'),
+        ({"a b": [1, True, 0.5]}, '{"a b" = [1, true, 0.5]}'),
+        ({1, 2}, None),
+        ([None], None),
+    ],
+)
+def test_values_are_written_as_toml_reads_them_or_not_at_all(value: object, text: str) -> None:
+    assert toml_value(value) == text
+    if text is not None:
+        assert tomllib.loads(f"value = {text}") == {"value": value}
+
+
+def test_an_override_replaces_a_setting_wherever_the_file_has_it(config: Path) -> None:
+    flat = read_program(config, ["run.staleness.group_size=3"]).settings
+    assert flat.staleness.group_size == 3
+    text = config.read_text().replace("group_size = 2", "staleness.group_size = 2")
+    config.write_text(text)
+    assert read_program(config, ["run.group_size=5"]).settings.staleness.group_size == 5
+
+
+def test_batches_reach_the_files_function_and_json_log(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_directory(config.parent / "model")
+    module = config_module(config)
+    figures = config.parent / "figures.jsonl"
+    config.write_text(
+        f"{config.read_text()}\n[on_batch]\nuse = '{module}:write'\npath = '{figures}'\n"
+        "[logging]\njson = true\n"
+    )
+    capsys.readouterr()
+    logger = logging.getLogger("tidegate")
+    before = logger.handlers[:], logger.propagate, logger.level
+    try:
+        assert status_of(["run", str(config)], monkeypatch) == 0
+    finally:
+        logger.handlers[:], logger.propagate = before[:2]
+        logger.setLevel(before[2])
+    rewards = [json.loads(line)["reward"] for line in figures.read_text().splitlines()]
+    assert len(rewards) == 2
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]  # all are JSON
+    batches = [line for line in logged if line.get("batch") == "trained"]
+    assert [line["reward"] for line in batches] == rewards
+    assert all("staleness_p50" in line for line in batches)  # digits are part of a field's name
+    assert {line["run"] for line in batches} == {"run"}
+
+
+def test_resume_needs_a_journal_and_then_continues_in_its_directory(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_directory(config.parent / "model")
+    other = config.parent / "other"
+    assert status_of(["run", str(config), "--resume", str(other)], monkeypatch) == 2
+    assert "has no journal.db" in capsys.readouterr().err
+    flags = ["--run.journal", "true", "--run.run-directory", str(other)]
+    assert status_of(["run", str(config), *flags], monkeypatch) == 0
+    capsys.readouterr()
+    assert status_of(["run", str(config), "--resume", str(other)], monkeypatch) == 0
+    assert f"records: {other}\n" in capsys.readouterr().err
+    assert (other / "part-1" / "run.json").exists()
+
+
+def test_ctrl_c_ends_with_a_summary_and_how_to_go_on(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_directory(config.parent / "model")
+    flags = ["--trainer.use", config_module(config) + ":interrupted", "--run.journal", "true"]
+    assert status_of(["run", str(config), *flags], monkeypatch) == 130
+    *_, summary, report, resume = capsys.readouterr().err.splitlines()
+    run = config.parent / "run"
+    assert summary.startswith("ended: 1 batches")
+    assert report.startswith(f"interrupted; `tidegate report {run}`")
+    assert resume == f"`tidegate run {config} --resume {run}` continues the run"
+
+
+def settings_of(program: Program) -> dict[str, object]:
+    """Return the settings by name: records compare which fields were set, too."""
+    return program.settings.by_flat_name()
+
+
+def config_module(config: Path) -> str:
+    return read_program(config).file.tasks.use.partition(":")[0]
 
 
 def test_the_example_file_is_valid() -> None:
@@ -129,8 +255,11 @@ def test_the_example_file_is_valid() -> None:
         ("run.engines", "must be SECTION.KEY=VALUE"),
         ("run.engines.more=1", "engines={'more': 1}"),
         ("run.weights.puase_mode=keep", "no such setting; did you mean 'pause_mode'?"),
-        ("run.staleness.group_size=3", "group_size is set twice, by itself and in staleness"),
-        ("run.records.run_directory=runs", "run_directory is set twice, by itself and in records"),
+        ("run.records=3", "run.records = 3 must be a table of settings"),
+        ("logging.wanbd={}", "logging.wanbd: no such log; did you mean 'wandb'?"),
+        ("logging.json=2", "logging.json = 2 must be true or false"),
+        ("logging.wandb=true", "logging.wandb = True must be a table of options"),
+        ("on_batch.use=json:nothing", "json has no 'nothing'"),
         (
             "run.placement.routing_policy.use=tidegate.policies.routing:NoAffinity",
             "'SessionAffinity'?",

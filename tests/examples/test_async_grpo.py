@@ -173,7 +173,7 @@ def test_the_demo_ends_cleanly_on_a_signal(
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as demo:
         assert demo.stdout is not None
-        while "step 2/500" not in demo.stdout.readline():
+        while "batch 2/500" not in demo.stdout.readline():
             assert demo.poll() is None
         engines = psutil.Process(demo.pid).children(recursive=True)
         assert len(engines) == 2

