@@ -51,7 +51,9 @@ def test_in_mlflow_each_figure_is_a_metric_over_versions(tmp_path: Path) -> None
     again = MLflow("mine", tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert again.client.get_run(again.run_id).info.experiment_id == run.info.experiment_id
     again.close()
-    assert importlib.import_module("mlflow").active_run() is None  # the user's own runs are left alone
+    assert (
+        importlib.import_module("mlflow").active_run() is None
+    )  # the user's own runs are left alone
 
 
 @needs("wandb")
