@@ -1,7 +1,8 @@
 """Settings of a run: frozen records by component, and the flat names that users give them by.
 
 ``serve()``, ``tidegate run`` and the simulation call :func:`run_settings`, which checks every value
-before any process starts. A component takes the record that it reads, not all settings.
+before any process starts. A component takes the record that it reads, not all settings. Built on
+pydantic models; policies are objects of ``policies/``.
 
 Each field belongs to one record and keeps its name in the flat form: ``pause_mode="abort"`` is
 ``weights=WeightSettings(pause_mode="abort")``, and in TOML ``[run.weights] pause_mode = "abort"``.
@@ -89,30 +90,40 @@ class StalenessSettings(SettingsRecord):
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Staleness bound η, in weight versions: a token that the trainer trains on was sampled by
     weights at most this many versions older than the trainer's. 0 is synchronous on-policy
-    training; higher values let engines generate further ahead, on older weights."""
+    training. The default is the largest bound at which learning did not need corrections
+    (docs/learning.md). Raise it while ``trainer_idle_share`` is high and
+    ``forecast.max_useful_staleness`` is larger; lower it if the trainer's ``mismatch_kl`` grows."""
     group_size: Count = 8
-    """Number of rollouts per task, whose rewards are compared for the advantages (GRPO)."""
+    """Number of rollouts per task, whose rewards are compared for the advantages (GRPO). Raise it
+    if most groups' rewards are all equal, which gives no gradient; each rollout costs one
+    generation."""
     groups_per_batch: Count = 8
     """Number of groups in a training batch, which then has ``group_size * groups_per_batch``
-    rollouts."""
+    rollouts. Raise it for steadier gradients, or if a publish takes long beside a train step."""
     outstanding_groups_limit: Count | None = None
-    """Largest number of groups that are started and not yet trained on. Lower values keep tokens
-    fresher and may idle engines. None: ``(max_staleness + 1) * groups_per_batch``, the most that
-    the bound allows."""
+    """Largest number of groups that are started and not yet trained on, >= ``groups_per_batch``.
+    None: ``(max_staleness + 1) * groups_per_batch``, the most that the bound allows. Lower it if
+    environments or memory can't hold that many episodes, or if ``mean_staleness_from_queue`` is
+    high; engines may idle (``engine_idle_share``)."""
     consumption_order: Order | InstanceOf[Window] = "admission"
     """Order in which ended groups form batches: ``admission`` in the order of their tasks, so that
     a slow group delays its batch; ``completion`` in the order of their ends; or a ``Window``
-    between the two."""
+    between the two. The default keeps the bound without masks or drops. Choose ``completion`` if
+    ``trainer_idle_share`` and ``mean_straggler_wait_s`` are high."""
     deadline_policy: DeadlinePolicy = "wait"
     """What happens to an unfinished group whose oldest tokens reach the staleness bound: ``wait``
     holds the batch until the group ends, ``mask`` masks the old tokens, ``split`` trains on the
-    finished rollouts first, and ``drop`` discards the group."""
+    finished rollouts first, and ``drop`` discards the group. The default loses no token. With
+    ``consumption_order="completion"``, ``split`` costs the least time, and ``drop`` biases towards
+    short answers (``length_bias``)."""
     staleness_policy: InstanceOf[StalenessPolicy] | None = None
     """A staleness policy object, in place of ``max_staleness``, ``groups_per_batch``,
     ``outstanding_groups_limit``, ``consumption_order`` and ``deadline_policy``."""
     group_filter: InstanceOf[GroupFilter] = GroupFilter()
-    """Decides by their rewards which groups are worth training on; others are discarded.
-    ``DynamicSampling()`` drops groups whose rewards are all equal. The default keeps all."""
+    """Decides by their rewards which groups are worth training on; others are discarded. The
+    default keeps all. Use ``DynamicSampling()``, which drops groups whose rewards are all equal, if
+    those are a large share of batches: they train nothing, but new groups must be generated in
+    their place."""
 
     def make_policy(self) -> StalenessPolicy:
         """Return ``staleness_policy``, or the bounded staleness that the other settings describe.
@@ -152,13 +163,16 @@ class PlacementSettings(SettingsRecord):
 
     routing_policy: InstanceOf[RoutingPolicy] = LeastLoaded()
     """Chooses the engine that a new turn is sent to. The default is the engine with the least load.
-    """
+    If ``cached_context_share`` is low, choose ``SessionAffinity`` for episodes of several turns, or
+    ``PrefixAffinity`` for long prompts of single-turn groups."""
     engine_speeds: InstanceOf[EngineSpeeds] | None = None
     """Relative speeds of the engines, declared or measured, by which routing weighs their loads: an
-    engine twice as fast gets twice the turns. None treats all engines as equally fast."""
+    engine twice as fast gets twice the turns. None treats all engines as equally fast. Set it if
+    engines of one run have different hardware."""
     migration_policy: InstanceOf[MigrationPolicy] | None = None
     """Chooses running turns to move to a less loaded engine, at the cost of computing their context
-    again. None never moves a turn."""
+    again. None never moves a turn. Set it if the last turns of a batch keep one engine busy while
+    others idle (``engine_idle_share``, ``forecast.tail_factor``)."""
 
     def rules(self) -> PlacementRules:
         """Return these policies as the core takes them."""
@@ -173,11 +187,12 @@ class SamplingSettings(SettingsRecord):
     """Default sampling parameters of turns; arguments of ``Episode.generate`` override them."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature, by which logits are divided; 1 samples the model's distribution, 0
-    takes the likeliest token (greedy)."""
+    """Sampling temperature, >= 0, by which logits are divided; 1 samples the model's distribution,
+    0 takes the likeliest token (greedy). Keep 1 for training: recorded log-probs are those at this
+    temperature, and the loss must use the same."""
     max_tokens: Count = 256
     """Largest number of output tokens per turn; a turn that reaches it ends with the finish reason
-    ``length``."""
+    ``length``. Raise it if many turns end so: their answers are cut off."""
     adapter: str = ""
     """Name of the LoRA adapter that turns are sampled with; publish the adapter before the first
     batch. Empty: the base model."""
@@ -191,11 +206,13 @@ class EpisodeSettings(SettingsRecord):
 
     episode_timeout_s: Seconds = 600.0
     """Longest duration of an episode in seconds; a longer one is cancelled and its rollout
-    discarded. Time while the episode is parked does not count."""
+    discarded. Time while the episode is parked does not count. Raise it if ``discarded_rollouts``
+    has many ``timeout``; it should exceed the longest turn and tool call together."""
     episode_park_after_s: Seconds | None = None
     """Running time in seconds after which an episode is parked: before its next turn it waits for
     newer weights, while other episodes use the engines. The time then starts again. None parks an
-    episode only when it calls ``Episode.park``."""
+    episode only when it calls ``Episode.park``. Set it for long agent episodes that would otherwise
+    grow older than the bound (``staleness_from_generation``); less than ``episode_timeout_s``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -214,7 +231,8 @@ class FleetSettings(SettingsRecord):
 
     engines: Annotated[int, Field(ge=0)] = 1
     """Number of engine processes to start on this machine; with 0, engines started elsewhere
-    connect to ``listen_address``."""
+    connect to ``listen_address``. Add engines while ``forecast.throughput_ratio`` is below 1
+    (generation limits the run) and cores or GPUs are free."""
     engine_urls: tuple[str, ...] = ()
     """Running inference servers to use as engines, such as ``vllm+http://127.0.0.1:8000``. The run
     starts an adapter process for each of them, and engines of its own only if ``engines`` is set
@@ -224,32 +242,39 @@ class FleetSettings(SettingsRecord):
     same path; None starts them on this machine. With Ray, the run makes CURVE keys if none are
     given, and ``weight_channel`` defaults to ``relay``."""
     gpus_per_engine: Annotated[float, Field(ge=0)] = 0
-    """Number of GPUs that Ray reserves for each engine; fractions share a GPU. Only with
-    ``cluster="ray"``."""
+    """Number of GPUs that Ray reserves for each engine, >= 0; fractions share a GPU. 0 leaves
+    engines on CPUs. Only with ``cluster="ray"``."""
     placement_group: str | None = None
     """Name of a Ray placement group for the engines, one bundle each, so that they can share nodes
     with trainer ranks or environments; None makes a group for each engine."""
     listen_address: str | None = None
-    """ZeroMQ address that engines connect to; None makes a private ipc socket."""
+    """ZeroMQ address that engines connect to, such as ``tcp://*:5555``; None makes a private ipc
+    socket. Set it if engines are started by hand or on other hosts, which also needs
+    ``curve_key_directory``."""
     curve_key_directory: Path | None = None
     """Directory of CURVE keys, made by ``tidegate keys``. With keys, engines may connect from any
-    host, and engines without a key are refused."""
+    host, and engines without a key are refused. Needed for a ``listen_address`` that other hosts
+    can reach."""
     engine_start_timeout_s: Seconds = 120.0
     """Longest wait in seconds for all engines to join when the run starts (then
     ``EngineStartFailed``), and for a new engine when all are lost (then ``EngineLost``). Raise it
     for models that load slowly."""
     engine_timeout_s: Seconds = 30.0
     """Silence in seconds after which an engine counts as lost; its turns continue on other engines.
-    At least twice ``heartbeat_interval_s``."""
+    At least twice ``heartbeat_interval_s``. Raise it if engines are reported lost that were only
+    slow (loaded host, long prefill); lower it to replace hung engines sooner."""
     orchestrator_timeout_s: Seconds = 60.0
     """Silence of the run in seconds after which its engines exit. A crashed run that is resumed
-    sooner finds its engines still running."""
+    sooner finds its engines still running, so raise it above the time that a restart takes."""
     heartbeat_interval_s: Seconds = 1.0
-    """Silence in seconds after which an engine, or the run, sends a heartbeat."""
+    """Silence in seconds after which an engine, or the run, sends a heartbeat. At most half of
+    ``engine_timeout_s``. Steps count as messages, so busy engines send none; there is rarely a
+    reason to change it."""
     credit_steps: Count = 256
     """Largest number of step messages that an engine sends beyond the last one that the
-    orchestrator acknowledged; then it stops decoding. Flow control: higher values bridge longer
-    outages and take more memory."""
+    orchestrator acknowledged; then it stops decoding. Flow control: 256 steps of 20 ms bridge 5 s.
+    Raise it if engines idle while the run's event loop is blocked (``event_loop_longest_block_s``);
+    each step takes memory on the engine until it is acknowledged."""
 
     @property
     def engines_started(self) -> int:
@@ -328,42 +353,54 @@ class EngineSettings(SettingsRecord):
 
     max_running_turns: Count = 64
     """Number of decode slots per engine: turns that it decodes in one step; further turns wait.
-    Higher values raise throughput, and need more KV cache."""
+    Raise it if ``engines[…].waiting_turns`` stays above 0 and memory allows: throughput rises, each
+    step takes longer, and the KV cache must hold more contexts."""
     adapters_max: Count = 64
     """Number of versions of LoRA adapters that an engine holds in memory, for adapters that are
     published by ``rollouts.adapter()``; beside them those being published. The least recently used
-    one leaves memory first, and comes back when a turn needs it."""
+    one leaves memory first, and comes back when a turn needs it. Raise it if a run samples with
+    more adapters, or more pinned versions, than this at once."""
     num_kv_blocks: Count | None = None
     """Number of KV cache blocks per engine, each of ``--block-tokens`` context tokens. None sizes
-    the KV cache by the engine's memory budget."""
+    the KV cache by the engine's memory budget. Lower it if an engine runs out of memory; raise it
+    if contexts are recomputed because they were evicted (``cached_context_share`` low)."""
     logits_processors: tuple[str, ...] = ()
     """Names of Python modules that engines import logits processors from; each has a dict
     ``PROCESSORS``. Found in the run's working directory or in PYTHONPATH."""
     quantization: Quantization | None = None
     """Type that engines round the layers' matrices to; the trainer's and the published weights stay
-    exact. Recorded log-probs are those of the rounded weights, so the loss must correct for the
-    difference. The audit rounds in the same way."""
+    exact. None rounds nothing. Set it if reading weights limits decoding. Recorded log-probs are
+    those of the rounded weights, so the loss must correct for the difference. The audit rounds in
+    the same way."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of processes per engine, between which each layer is split, for models that are too
-    large or too slow for one process. All of them swap to new weights together, or none does."""
+    """Number of processes per engine, 1 to 64, between which each layer is split, for models that
+    are too large or too slow for one process. All of them swap to new weights together, or none
+    does. If the model fits one process, add ``engines`` instead, which exchange nothing while they
+    decode."""
     deterministic: bool = False
     """Makes engines batch-invariant: a turn's tokens and log-probs are the same to the last bit,
-    whatever else is in the batch, and however the turn is chunked, preempted or moved. Costs some
-    speed. The bits depend on the kind of processor, the compiler and the engines'
-    ``--block-tokens`` (``statistics().engines[…].block_tokens``)."""
+    whatever else is in the batch, and however the turn is chunked, preempted or moved. Set it to
+    reproduce a run's tokens or for ``tidegate audit --exact``; costs some speed. The bits depend on
+    the kind of processor, the compiler and the engines' ``--block-tokens``
+    (``statistics().engines[…].block_tokens``)."""
     speculative_method: str | None = None
     """Source of draft tokens for speculative decoding, which changes speed only. ``lookup`` drafts
     from the turn's own context; ``rollouts`` also from earlier samples of its prompt;
-    ``draft:DIRECTORY`` by a smaller model with the same vocabulary. None: no drafts."""
+    ``draft:DIRECTORY`` by a smaller model with the same vocabulary. None: no drafts. Worth its cost
+    while few turns run per step; see that ``accepted_draft_tokens`` is a good part of
+    ``draft_tokens``."""
     dtype: Dtype = "auto"
     """Type that engines compute in. ``auto`` is the type that the model directory is stored in, or
-    float32 for a float16 directory. ``statistics().engines[…].dtype`` reports the type in use."""
+    float32 for a float16 directory. Set the trainer's type if log-probs of trainer and engine
+    differ more than you expect. ``statistics().engines[…].dtype`` reports the type in use."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Device that the run's engines compute on, and share if there are several: ``cpu``, ``cuda``
     or ``cuda:N``. CUDA needs a CUDA build of torch, and Triton."""
     threads_per_engine: Count | None = None
     """Number of torch threads of each engine process. None takes ``OMP_NUM_THREADS`` if it is set,
-    else divides the host's cores among the engine processes and the trainer, from 1 to 16 each."""
+    else divides the host's cores among the engine processes and the trainer, from 1 to 16 each.
+    Lower it if processes compete for cores: more threads than cores make a run many times slower.
+    """
     step_time_min_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Shortest duration of a decode step; an engine that is faster sleeps for the rest. A small
     model on a CPU then has the step time of a large one on an accelerator, which shows how a run
@@ -385,14 +422,17 @@ class WeightSettings(SettingsRecord):
     pause_mode: PauseMode = "keep"
     """What a weight update does to running turns: ``keep`` freezes them and continues with the new
     weights; ``abort`` ends them, and the rest is requested again; ``wait`` lets them finish first,
-    which delays the update by the longest turn."""
+    which delays the update by the longest turn. Choose ``wait`` if a turn must not mix versions,
+    ``abort`` for servers that can't freeze turns."""
     kv_policy: KvPolicy = "recompute"
     """What a weight update does to the KV cache of kept turns: ``recompute`` it under the new
     weights, which costs a prefill per turn, or ``keep`` it, which costs nothing and mixes versions
-    in one context."""
+    in one context. Choose ``keep`` if contexts are long and ``mean_weight_swap_stall_s`` or prefill
+    time is high, and watch ``mismatch_kl``."""
     engines_per_update_wave: Count | None = None
     """Number of engines that take new weights at the same time, while the others decode; None
-    updates all engines at once."""
+    updates all engines at once. Set it if a simultaneous swap loads the network, or stops all
+    generation, for too long."""
     weight_channel: WeightChannelName = "shm"
     """How weights reach the engines. ``shm``: shared memory of this host. ``cuda_ipc``: within the
     GPU that trainer and engines share. ``zmq``: ZeroMQ to each engine, on any host. ``relay``:
@@ -400,16 +440,18 @@ class WeightSettings(SettingsRecord):
     torch.distributed, unencrypted, for trusted networks. ``disk``: safetensors files in the run's
     directory."""
     weight_deltas: WeightDeltas = False
-    """Sends less than a full set. ``elements``: patches of the elements that have changed, in
-    bfloat16 and float16, found by a copy of the last set on the host (1 GB/s); usually 1 % of the
-    bytes. ``True``: only the tensors that have changed, found by their hashes (1 GB/s); for
-    trainers that freeze part of the model."""
+    """Sends less than a full set. False sends all. ``elements``: patches of the elements that have
+    changed, in bfloat16 and float16, found by a copy of the last set on the host (1 GB/s); usually
+    1 % of the bytes, for slow networks. ``True``: only the tensors that have changed, found by
+    their hashes (1 GB/s); for trainers that freeze part of the model."""
     weight_checksums: bool = False
     """Whether engines check each published tensor against the trainer's CRC-32 checksum. Takes
-    trainer and engine about 1 s per gigabyte each."""
+    trainer and engine about 1 s per gigabyte each. Set it to rule out damaged transfers when
+    log-probs of trainer and engine differ."""
     weight_update_timeout_s: Seconds = 120.0
     """Longest time in seconds until all engines serve a published version; late engines are given
-    up (``EngineLagging``). With ``engines_per_update_wave``, the time of each wave."""
+    up (``EngineLagging``). With ``engines_per_update_wave``, the time of each wave. Raise it for
+    models whose transfer and load take longer, and for ``pause_mode="wait"`` with long turns."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -428,25 +470,29 @@ class RecordSettings(SettingsRecord):
 
     run_directory: Path | None = None
     """Directory for trajectories, weights, metrics and a trace, for ``tidegate report`` and
-    ``audit``; None records nothing."""
+    ``audit``; None records nothing. Weights of every version are archived: a run takes their size
+    times its versions on disk."""
     dashboard_address: str | None = None
     """HOST:PORT of the dashboard and of the metrics for Prometheus. Port 0 takes a free one, which
     ``dashboard_url`` reports. If other hosts can reach the address, visitors need a token."""
     journal: bool = False
     """Whether the run keeps a journal in ``run_directory``, from which ``serve(resume=)`` continues
-    after a crash."""
+    after a crash. Set it for runs whose rollouts are too costly to sample again."""
     keep_full_journal: bool = False
-    """Whether the journal keeps all events, so that ``tidegate replay`` covers the whole run; takes
-    more disk space. False deletes events that a snapshot covers."""
+    """Whether the journal keeps all events, so that ``tidegate replay`` covers the whole run, to
+    try other policies or find a bug; takes more disk space. False deletes events that a snapshot
+    covers."""
     resume_partial_rollouts: bool = True
-    """Whether rollouts that a crash interrupted continue from their sampled tokens after a resume;
-    False samples them anew."""
+    """Whether rollouts that a crash interrupted continue from their sampled tokens after a resume.
+    False samples them anew: set it if episodes have side effects that a repeated turn sequence
+    would not restore."""
     progress: bool = False
     """Whether the run shows its progress on standard error: a live table in a terminal, else one
     line per batch; and a summary when it ends. ``tidegate run`` sets it."""
     stuck_after_s: Seconds = 60.0
     """Time without progress, in seconds, after which the watchdog names an episode, turn, engine,
-    publish or task iterator in the log and in ``statistics().stuck``. Nothing is ended."""
+    publish or task iterator in the log and in ``statistics().stuck``. Nothing is ended. Raise it if
+    normal tool calls or turns take longer, so that only real faults are named."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
