@@ -101,7 +101,7 @@ def overrides(arguments: list[str]) -> list[str]:
             )
         if not equals:
             if not rest:
-                raise ConfigError(f"{flag} needs a value")
+                raise ConfigError(f"{flag} needs a value, as in {flag} VALUE or {flag}=VALUE")
             value = rest.pop(0)
         found.append(f"{name.replace('-', '_')}={value}")
     return found

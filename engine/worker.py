@@ -2,7 +2,8 @@
 
 Started by the orchestrator or by hand; opens the model, builds the engine's parts and runs
 ``EngineLoop``. Exit status: 0 ended on request or because the orchestrator is gone, 1 a defect, 2 a
-model or setting that cannot work, 3 refused by the orchestrator.
+model or setting that cannot work, 3 refused by the orchestrator. The parts are ``served_model.py``
+(model), ``scheduler.py``, ``staging.py`` and ``link.py``.
 """
 
 import argparse

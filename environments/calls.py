@@ -131,7 +131,10 @@ def frame(message: WorkerMessage) -> bytes:
     """
     body = _encode(message)
     if len(body) > FRAME_BYTES_MAX:
-        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {FRAME_BYTES_MAX}")
+        raise ValueError(
+            f"{type(message).__name__} of {len(body)} bytes exceeds the limit of {FRAME_BYTES_MAX} "
+            "between a run and its environments; pass large data by a file"
+        )
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
@@ -143,5 +146,8 @@ def body_bytes(prefix: bytes | bytearray) -> int:
     """
     length = int.from_bytes(prefix, "big")
     if length > FRAME_BYTES_MAX:
-        raise ValueError(f"a frame of {length} bytes exceeds the limit of {FRAME_BYTES_MAX}")
+        raise ValueError(
+            f"a frame of {length} bytes exceeds the limit of {FRAME_BYTES_MAX} between a run and "
+            "its environments; pass large data by a file"
+        )
     return length

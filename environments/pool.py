@@ -469,6 +469,7 @@ class EnvironmentPool:
             return started
         if least is None:
             raise OSError(
-                "can't start a worker process for environments: out of processes, memory or files"
+                "can't start a worker process for environments: the system is out of processes, "
+                "memory or file descriptors; lower `processes`, or raise the limit (ulimit -u, -n)"
             )
         return least

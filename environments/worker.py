@@ -205,7 +205,8 @@ def _as_text(result: Any) -> str:
             text = str(result)
     if len(text) > TEXT_CHARACTERS_MAX:
         raise ValueError(
-            f"a tool returned {len(text)} characters; the limit is {TEXT_CHARACTERS_MAX}"
+            f"a tool returned {len(text)} characters, and the limit is {TEXT_CHARACTERS_MAX}; cut "
+            "the text in the tool"
         )
     return text
 

@@ -135,7 +135,9 @@ class RolloutWorker:
             ConfigError: there are none.
         """
         if not self._responses:
-            raise ConfigError("get_responses() without add_requests() before it")
+            raise ConfigError(
+                "get_responses() has no requests to wait for; call add_requests() first"
+            )
         return self._responses.pop(0)
 
     def compute_log_probs(
@@ -202,7 +204,10 @@ class RolloutWorker:
             dtype if isinstance(dtype, torch.dtype) else getattr(torch, _dtype_name(dtype), None)
         )
         if not isinstance(tensor_dtype, torch.dtype):
-            raise WeightsRefused(f"tensor {name!r} has dtype {dtype!r}, which torch does not know")
+            raise WeightsRefused(
+                f"tensor {name!r} has dtype {dtype!r}, which this torch does not have; send "
+                "float32, bfloat16 or float16"
+            )
         tensor = torch.empty(tuple(shape), dtype=tensor_dtype)
         dist.broadcast(tensor, 0, group=self._group)
         self._received[name] = tensor

@@ -109,7 +109,11 @@ class _SlimeRollouts:
             self.has_tasks = True
         batch = self.run.next_batch()
         if batch is None:
-            raise EpisodeError("slime's data source has no more samples for a batch")
+            raise EpisodeError(
+                f"slime's data source ended before {self.run.settings.staleness.groups_per_batch} "
+                "groups for a batch were taken from it; lower groups_per_batch, or end training "
+                "earlier"
+            )
         groups: dict[int, tuple[Sequence[Any], list[Any]]] = {}
         for number in batch.rollout_ids.tolist():
             given, sample = self.finished.pop(number)
@@ -146,7 +150,11 @@ class _SlimeRollouts:
 
             self.run.evaluate(list(range(len(samples))), episode=play)
             if len(found) < len(samples):
-                raise EpisodeError(f"{len(samples) - len(found)} episodes of {name} failed")
+                raise EpisodeError(
+                    f"{len(samples) - len(found)} of {len(samples)} episodes of the evaluation set "
+                    f"{name!r} failed, and slime needs a reward for each; have the episode handle "
+                    "its errors. The log has them"
+                )
             made = [found[index] for index in range(len(samples))]
             data[name] = {
                 "rewards": [_value(args, sample.reward) for sample in made],
@@ -228,7 +236,9 @@ def _fill(sample: Any, episode: Episode) -> None:
     turns = episode.turns
     if episode.branches or not turns:
         raise EpisodeError(
-            "slime trains on one context for each sample: the episode must generate, and not fork"
+            "slime trains on one context for each sample, and this episode has "
+            f"{len(episode.branches)} forks and {len(turns)} turns; generate at least once, and do "
+            "not fork"
         )
     token_ids = episode.token_ids
     sample.tokens = token_ids[: turns[0].start]

@@ -146,7 +146,10 @@ class TRLRollouts:
     def _next_rows(self) -> list[TrlRow]:
         """Return the next batch's rows as TRL's samples; none once the tasks are used up."""
         if self._batches is None:
-            raise RunClosed("TRL asked for rollouts before start() or after stop()")
+            raise RunClosed(
+                "TRL asked for rollouts before start() or after stop(); let AsyncGRPOTrainer call "
+                "both"
+            )
         batch = next(self._batches, None)
         if batch is None:
             return []

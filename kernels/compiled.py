@@ -98,7 +98,10 @@ def function(
 
 def _raise_if_out_of_memory(is_out_of_memory: int, called: object, arguments: object) -> int:
     if is_out_of_memory:
-        raise MemoryError("compiled code could not allocate its working memory")
+        raise MemoryError(
+            "compiled code could not allocate its working memory; start fewer engines, or lower "
+            "max_running_turns"
+        )
     return is_out_of_memory
 
 

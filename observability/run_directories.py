@@ -47,7 +47,10 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise AuditError(f"{path} can't be read: {error}") from error
     if not isinstance(body, dict):
-        raise AuditError(f"{path} is not what Tidegate writes: no object at its top")
+        raise AuditError(
+            f"{path} must hold a JSON object, as Tidegate writes it, and holds "
+            f"{type(body).__name__} {body!r:.80}; give the directory of a recorded run"
+        )
     return body
 
 
@@ -62,12 +65,17 @@ def read_json_lines(path: Path, *, stops_at_damage: bool = False) -> list[dict[s
     lines: list[dict[str, Any]] = []
     try:
         *whole, _ = read_regular(path).decode(errors="replace").split("\n")
-        for line in filter(str.strip, whole):
+        for number, line in enumerate(whole, start=1):
+            if not line.strip():
+                continue
             read = json.loads(line)
             if isinstance(read, dict):
                 lines.append(read)
             elif not stops_at_damage:
-                raise ValueError(f"a line holds no object, but {read!r:.80}")
+                raise ValueError(
+                    f"line {number} must hold a JSON object, as Tidegate writes it, and holds "
+                    f"{read!r:.80}"
+                )
     except (OSError, ValueError) as error:
         if not stops_at_damage:
             raise AuditError(f"{path} can't be read: {error}") from error

@@ -98,7 +98,8 @@ class RunFiles:
         )  # a job of its own, so that a failure of the one before is already stored
         if not done.wait(timeout_s):
             raise RecordingFailed(
-                path=self._directory, why=f"the disk took longer than {timeout_s:.0f} s"
+                path=self._directory,
+                why=f"the disk did not write what was recorded within {timeout_s:.0f} s",
             )
         if self.failure is not None:
             raise self.failure.with_traceback(None)

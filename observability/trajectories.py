@@ -411,7 +411,11 @@ def _batches_of_stream(path: Path, columns: Sequence[str] | None) -> Iterator[pa
 
 def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
     if not schema.equals(SCHEMA):
-        raise AuditError(f"{path} has other columns than this version of Tidegate writes")
+        raise AuditError(
+            f"{path} has other columns than this version of Tidegate writes "
+            f"({', '.join(sorted(set(schema.names) ^ set(SCHEMA.names))) or 'of other types'}); "
+            "read it with the version that recorded it"
+        )
 
 
 def as_recorded(taken: RolloutSnapshot) -> RecordedRollout:
@@ -443,7 +447,10 @@ def _turn_of(row: dict[str, Any]) -> RecordedTurn:
         if text is not None:
             options = SamplingParams.from_record(msgspec.json.decode(text, type=dict[str, Any]))
     except msgspec.DecodeError as error:
-        raise AuditError(f"a turn's recorded sampling options can't be read: {error}") from None
+        raise AuditError(
+            f"a turn's recorded sampling options are no JSON ({error}); the file was changed, or "
+            "is damaged"
+        ) from None
     return RecordedTurn(**row, options=options, spans=spans, prefills=prefills)
 
 

@@ -182,17 +182,22 @@ class OneStepOffPolicy(StalenessPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Unbounded(StalenessPolicy):
-    """Fully asynchronous: trains on groups in completion order, with no bound on staleness.
+    """Fully asynchronous: trains on groups in completion order, however old their tokens are.
 
-    Admission is still bounded, by ``outstanding_groups_limit``, which is required.
+    Only ``outstanding_groups_limit``, which is required, limits how far generation runs ahead. With
+    a limit of N groups and B per batch, a group is handed over about ``N/B - 1`` versions after its
+    start on average (Little's law), and a straggler much later; its loss needs a correction
+    (docs/losses.md). :class:`BoundedStaleness` with ``consumption_order="completion"`` has a bound
+    too.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.outstanding_groups_limit is None:
             raise ConfigError(
-                f"{type(self).__name__} bounds no age, so it needs outstanding_groups_limit: how "
-                f"many groups may be running, buffered or in training at once"
+                f"{type(self).__name__} bounds no staleness, so it needs outstanding_groups_limit, "
+                "the number of groups that may be running, buffered or in training at once, got "
+                f"None; {2 * self.groups_per_batch} (two batches) overlap generation and training"
             )
 
     @property

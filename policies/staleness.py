@@ -111,7 +111,9 @@ class StalenessPolicy:
     groups_per_batch: int
     """Number of groups per batch, B, >= 1."""
     outstanding_groups_limit: int | None = None
-    """Further limit on outstanding groups, where environments or memory require it; >= B."""
+    """Largest number of groups that may be outstanding (running, buffered, or in training until
+    their version is live), >= B, where environments or memory hold fewer than the policy allows.
+    None: as many as the policy allows."""
 
     def __post_init__(self) -> None:
         if self.groups_per_batch < 1:

@@ -1,6 +1,6 @@
 """Coverage marks: named situations that a simulated run reached, counted over a sweep's runs.
 
-Engines, wire and trainer note marks; ``tidegate simulate`` reports those never reached. A mark is
+Engines, wire and trainer record marks; ``tidegate simulate`` reports those never reached. A mark is
 noted where its situation occurs, not where a fault is planned, because a planned fault may have no
 effect, such as a crash of an engine that has ended already.
 """
@@ -73,6 +73,6 @@ class CoverageMarks:
     def __init__(self) -> None:
         self.seen: set[CoverageMark] = set()
 
-    def note(self, mark: CoverageMark) -> None:
-        """Note that the run has reached this mark."""
+    def record(self, mark: CoverageMark) -> None:
+        """Record that the run has reached this mark."""
         self.seen.add(mark)

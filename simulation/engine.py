@@ -169,7 +169,7 @@ class SimulatedEngine:
     def hang(self) -> None:
         """Do nothing until :meth:`wake`."""
         if self.turns.running:
-            self._coverage.note(CoverageMark.HUNG)
+            self._coverage.record(CoverageMark.HUNG)
         self._is_hung = True
 
     def wake(self) -> None:
@@ -277,7 +277,7 @@ class SimulatedEngine:
         self._heard_at_s = self._loop.time()
         self._window.set_credit(welcome.credit_steps)
         for frame in self._window.unacknowledged():
-            self._coverage.note(CoverageMark.REPLAYED)
+            self._coverage.record(CoverageMark.REPLAYED)
             self._link.send(frame)
 
     def _handle_complaint(self, why: str) -> None:
@@ -322,7 +322,7 @@ class SimulatedEngine:
     def _begin_step(self) -> None:
         if not self._window.is_open:
             if self.turns.running:
-                self._coverage.note(CoverageMark.NO_CREDIT)
+                self._coverage.record(CoverageMark.NO_CREDIT)
             return
         work = self.turns.plan()
         if not work.chunks:

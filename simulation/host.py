@@ -90,7 +90,7 @@ class EngineHost:
         """Inject one fault now, if the engine is in a state that the fault applies to."""
         if self.engine is None:
             if fault.kind is FaultKind.LATE:
-                self._context.coverage.note(CoverageMark.LATE)
+                self._context.coverage.record(CoverageMark.LATE)
                 self._restart()
         elif fault.kind in (FaultKind.CUT, FaultKind.STALL, FaultKind.GARBLE):
             self._inject_wire_fault(fault)
@@ -114,11 +114,11 @@ class EngineHost:
                 engine.hang()
                 self._loop.call_later(fault.lasts_s, engine.wake)
             case FaultKind.SLOW:
-                self._context.coverage.note(CoverageMark.SLOWED)
+                self._context.coverage.record(CoverageMark.SLOWED)
                 engine.slowness = SLOWNESS
                 self._loop.call_later(fault.lasts_s, setattr, engine, "slowness", 1.0)
             case FaultKind.LEAVE:
-                self._context.coverage.note(CoverageMark.LEFT)
+                self._context.coverage.record(CoverageMark.LEFT)
                 engine.end("asked to leave")
             case FaultKind.REFUSE:
                 engine.staging.refusals_due += 1
@@ -135,7 +135,7 @@ class EngineHost:
         """
         if self.engine is None or not self.engine.is_alive:
             return
-        self._context.coverage.note(CoverageMark.CRASHED)
+        self._context.coverage.record(CoverageMark.CRASHED)
         self.engine.kill(is_clean=is_clean)
         if is_noticed:
             self._loop.call_later(NOTICE_S, self._on_exit, self.name, "crashed")

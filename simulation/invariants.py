@@ -224,7 +224,7 @@ class InvariantChecker:
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StopEpisode(rollout=rollout):
                     self.stopped.add(rollout.rollout_id)
-                    self._coverage.note(CoverageMark.STOPPED)
+                    self._coverage.record(CoverageMark.STOPPED)
                 case ev.HandOver():
                     self._check_batch(command)
                 case ev.EndBatches():
@@ -235,7 +235,7 @@ class InvariantChecker:
         if isinstance(event, ev.RowsDiscarded):
             self.trained_rows.check(core)
         if isinstance(event, ev.TurnRequested) and not commands:
-            self._coverage.note(CoverageMark.ALONE)
+            self._coverage.record(CoverageMark.ALONE)
         self._release()
         generated = core.ledger.generated + core.evaluation_ledger.generated
         assert generated == self._tokens_arrived, f"{generated} != {self._tokens_arrived} tokens"
@@ -250,7 +250,7 @@ class InvariantChecker:
         )
         stale = core.discarded_rollouts["stale"]
         if stale:
-            self._coverage.note(CoverageMark.STALE)
+            self._coverage.record(CoverageMark.STALE)
             is_expected = self._idle_publishes or self._may_be_retried
             assert is_expected or self._scenario.deadline_policy == "drop", (
                 f"admission let {stale} rollouts get too old"
@@ -267,7 +267,7 @@ class InvariantChecker:
                 self._epochs[engine] = epoch
                 self._serve(engine, version)
                 if engine in self._departed:
-                    self._coverage.note(CoverageMark.CAME_BACK)
+                    self._coverage.record(CoverageMark.CAME_BACK)
             case ev.EngineSwapped(engine=engine, version=version):
                 assert version <= self._published, f"{engine} serves v{version}, not published"
                 if engine in self._serving:  # otherwise the engine was given up meanwhile
@@ -303,7 +303,7 @@ class InvariantChecker:
             case ev.RowsDiscarded():
                 self.trained_rows.discarded(event)
             case ev.BatchReturned(number=number):
-                self._coverage.note(CoverageMark.BATCH_RETURNED)
+                self._coverage.record(CoverageMark.BATCH_RETURNED)
                 self._take_back(number)
             case ev.EpisodeReturned() | ev.EpisodeFailed():
                 self._running_rollouts.pop(event.rollout_id, None)
@@ -338,7 +338,7 @@ class InvariantChecker:
         if losses < CONSECUTIVE_LOSSES_MAX:
             return
         self._refused_rollouts.add(turn.rollout.root.rollout_id)
-        self._coverage.note(CoverageMark.TURN_ENDED_ENGINES)
+        self._coverage.record(CoverageMark.TURN_ENDED_ENGINES)
 
     def _count_step(self, step: ev.StepArrived) -> None:
         self._ground_truth.arrived(step)
@@ -398,7 +398,7 @@ class InvariantChecker:
         expected = self._scenario.script(task, rollout.index).failure
         is_refused = rollout.root.rollout_id in self._refused_rollouts
         if is_refused and expected is None:
-            self._coverage.note(CoverageMark.INNOCENT_REFUSED)
+            self._coverage.record(CoverageMark.INNOCENT_REFUSED)
             self._excused_tasks.add(task)
         elif reason in ("episode_error", "episode_timeout"):
             # An episode whose turn was refused for lost engines may not reach its scripted end.
@@ -411,7 +411,7 @@ class InvariantChecker:
         if self._discarded[rollout.group_id] == self._scenario.group_size:
             self._dropped_groups += 1
             is_filtered = reason == "zero_variance"
-            self._coverage.note(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
+            self._coverage.record(CoverageMark.FILTERED if is_filtered else CoverageMark.DROPPED)
             if reason not in ("stale", "tail"):  # the tasks of such groups are admitted again
                 self.dropped[task] += 1
 
@@ -474,7 +474,7 @@ class InvariantChecker:
         scenario, chosen = self._scenario, {group.group_id for group in groups}
         newest = max(chosen)
         if any(group_id < newest for group_id in self._running_rollouts.values()):
-            self._coverage.note(CoverageMark.OVERTAKEN)
+            self._coverage.record(CoverageMark.OVERTAKEN)
         is_window = scenario.policy == "bounded" and scenario.order == "window"
         if not is_window and not scenario.is_in_order:
             return
@@ -493,7 +493,7 @@ class InvariantChecker:
         roots = [rollout for rollout in group.rollouts if rollout.branch_of is None]
         is_whole = len(roots) == self._scenario.group_size
         if group.is_split_remainder:
-            self._coverage.note(CoverageMark.SPLIT)
+            self._coverage.record(CoverageMark.SPLIT)
         if self._scenario.filters_groups and is_whole:
             assert len({rollout.reward for rollout in group.kept}) > 1, "all rewards are equal"
         self.trained[task] += not group.is_split_remainder
@@ -512,7 +512,7 @@ class InvariantChecker:
             scripted = script.branch
             _check_beginning(rollout, forked, script)
         if rollout.oldest_version != rollout.newest_version:
-            self._coverage.note(CoverageMark.MIXED)
+            self._coverage.record(CoverageMark.MIXED)
         self._check_finish_reasons(rollout, scripted)
         for turn in rollout.turns:
             self._check_turn(turn, oldest_trainable, version)
@@ -532,10 +532,10 @@ class InvariantChecker:
         without_prefills = self._scenario.without_prefills
         check_turn(turn, self._ground_truth.content_of, without_prefills=without_prefills)
         if any(span.kv is None for span in turn.spans()):
-            self._coverage.note(CoverageMark.KV_UNKNOWN)
+            self._coverage.record(CoverageMark.KV_UNKNOWN)
         spans = [span for span in turn.spans() if span.version >= oldest_trainable]
         if len(spans) < len(turn.spans()):
-            self._coverage.note(CoverageMark.MASKED)
+            self._coverage.record(CoverageMark.MASKED)
         if not spans:
             return  # the turn was given up before its first token, or all its tokens are masked
         staleness = version - min(span.version for span in spans)
@@ -545,11 +545,11 @@ class InvariantChecker:
         )
         self.oldest_staleness = max(self.oldest_staleness, staleness)
         if bound and staleness == bound:
-            self._coverage.note(CoverageMark.OLDEST)
+            self._coverage.record(CoverageMark.OLDEST)
         if len({span.engine for span in spans}) > 1:
-            self._coverage.note(CoverageMark.MOVED)
+            self._coverage.record(CoverageMark.MOVED)
         if any(span.kv and span.kv.oldest != span.kv.newest for span in spans):
-            self._coverage.note(CoverageMark.MIXED_KV)
+            self._coverage.record(CoverageMark.MIXED_KV)
 
     # ------------------------------------------------------------ the end
 

@@ -261,7 +261,7 @@ class Simulation:
         checker, frame_log = self._checker, self._context.frame_log
         virtual_s, callbacks = self._loop.time(), self._loop.callbacks_run
         received = self._trainer.received_groups
-        frame_log.note_fact(
+        frame_log.record_fact(
             (str(failure), virtual_s, callbacks, checker.trained_rows.tokens, received)
         )
         return SimulationReport(

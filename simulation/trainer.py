@@ -117,10 +117,10 @@ class SimulatedTrainer:
         """Number of batches that may still be requested ahead."""
         self._may_request = asyncio.Event()
         """Set unless a request ahead was refused; set again by a publish or an offer of tasks."""
-        self._offers = 0
-        """Number of iterators offered so far."""
-        self._exhausted_offer = 0
-        """Value of :attr:`_offers` when the run had no more batches."""
+        self._offered_iterators = 0
+        """Number of task iterators that the trainer has given the run."""
+        self._exhausted_iterators = 0
+        """Number of those that had been given when the run had no more batches."""
         self._is_repeated_refusal = False
         """Whether a request was refused before a publish, and has been made once more since."""
         self._async_tasks: list[AsyncIterator[int]] = []
@@ -135,7 +135,7 @@ class SimulatedTrainer:
             self._offer(scheduler)
             lookahead = None
             if scenario.look_ahead:
-                self._context.coverage.note(CoverageMark.LOOKED_AHEAD)
+                self._context.coverage.record(CoverageMark.LOOKED_AHEAD)
                 lookahead = background.create_task(self._look_ahead(scheduler), name="look-ahead")
             while await self._has_more(outcome := await self._next_outcome(scheduler), scheduler):
                 if outcome is _BatchOutcome.BATCH:
@@ -150,7 +150,7 @@ class SimulatedTrainer:
                     await self._publish_and_evaluate(scheduler, background)
                 self._may_request.set()
                 if self._batches == scenario.batches_per_offer:
-                    self._context.coverage.note(CoverageMark.OFFERED_AGAIN)
+                    self._context.coverage.record(CoverageMark.OFFERED_AGAIN)
                     self._batches = 0
                     self._offer(scheduler)
             if lookahead is not None:
@@ -160,17 +160,17 @@ class SimulatedTrainer:
         """Return whether batches may follow; offer another iterator if tasks are left."""
         if outcome is not _BatchOutcome.NO_MORE:
             return True
-        if self._exhausted_offer < self._offers:
+        if self._exhausted_iterators < self._offered_iterators:
             return True  # the request was made before the newest offer
         if len(self.taken_tasks) == self._scenario.tasks:
             return False
-        self._context.coverage.note(CoverageMark.SHORT_BATCH)
+        self._context.coverage.record(CoverageMark.SHORT_BATCH)
         self._sync_tasks = iter(self._remaining_tasks())
         self._offer(scheduler)
         return True
 
     def _offer(self, scheduler: Scheduler) -> None:
-        self._offers += 1
+        self._offered_iterators += 1
         scheduler.offer(self._task_iterator(), self._episode)
 
     def _must_publish(self, outcome: _BatchOutcome) -> bool:
@@ -218,11 +218,11 @@ class SimulatedTrainer:
             self._is_asleep = self._chance.random() < SLEEP_SHARE
             self.activity = "pausing engines or putting them to sleep"
             if self._is_asleep:
-                self._context.coverage.note(CoverageMark.SLEPT)
+                self._context.coverage.record(CoverageMark.SLEPT)
                 tags = self._chance.choice((MEMORY_TAGS, MEMORY_TAGS, MEMORY_TAGS[:1]))
                 await scheduler.control.sleep(self._chance.choice((1, 2)), tags, mode)
             else:
-                self._context.coverage.note(CoverageMark.PAUSED)
+                self._context.coverage.record(CoverageMark.PAUSED)
                 await scheduler.control.pause(mode)
         self.activity = "training"
         await asyncio.sleep(self._scenario.train_s)
@@ -261,17 +261,17 @@ class SimulatedTrainer:
                         scheduler, self._scenario.batch_poll_delay_s, self._batch_poll_chance
                     )
             except PublishNeeded:
-                self._context.coverage.note(CoverageMark.PUBLISH_NEEDED)
+                self._context.coverage.record(CoverageMark.PUBLISH_NEEDED)
                 return _BatchOutcome.PUBLISH_FIRST
             except TimeoutError:
-                self._context.coverage.note(CoverageMark.STOPPED_WAITING)
+                self._context.coverage.record(CoverageMark.STOPPED_WAITING)
                 continue
             except (EngineLagging, WeightsRefused, PublishDropped) as error:
                 check_refusal(str(error))
-                self._context.coverage.note(CoverageMark.FAILED_LATER)
+                self._context.coverage.record(CoverageMark.FAILED_LATER)
                 continue
             if batch is None:
-                self._exhausted_offer = self._offers
+                self._exhausted_iterators = self._offered_iterators
                 return _BatchOutcome.NO_MORE
             self._received_batch = batch
             if not self._scenario.look_ahead:
@@ -285,7 +285,7 @@ class SimulatedTrainer:
         rows = range(sum(len(group.kept) for group in batch.groups))
         chance, share = self._discard_chance, self._scenario.discarded_rows
         if share and (discarded := [row for row in rows if chance.random() < share]):
-            self._context.coverage.note(CoverageMark.ROWS_DISCARDED)
+            self._context.coverage.record(CoverageMark.ROWS_DISCARDED)
             reason = chance.choice(DISCARD_REASONS)
             await discarded_rows(batch.number, discarded, reason).report(scheduler)
 
@@ -297,20 +297,20 @@ class SimulatedTrainer:
         await self._publish(scheduler)
         is_twice = self._chance.random() < self._scenario.publishing_twice
         if is_twice and not self._scenario.look_ahead:  # with look-ahead, held batches may age
-            self._context.coverage.note(CoverageMark.PUBLISHED_TWICE)
+            self._context.coverage.record(CoverageMark.PUBLISHED_TWICE)
             await self._publish(scheduler)
         await self._wake(scheduler)
         if not self._scenario.evaluation_tasks:
             return
         if self._scenario.evaluates_beside:
-            self._context.coverage.note(CoverageMark.EVALUATED_BESIDE)
+            self._context.coverage.record(CoverageMark.EVALUATED_BESIDE)
             background.create_task(self._evaluate(scheduler), name="evaluation")
         else:
             self.activity = "evaluating"
             await self._evaluate(scheduler)
 
     async def _publish(self, scheduler: Scheduler) -> None:
-        """Publish as :meth:`Rollouts.publish` does; note a failure and continue."""
+        """Publish as :meth:`Rollouts.publish` does; record a failure and continue."""
         is_cancelled = self._chance.random() < self._scenario.cancelled_publishes
         timeout_s = PUBLISH_TIMEOUT_MAX_S * self._chance.random() ** 2 if is_cancelled else None
         coverage = self._context.coverage
@@ -318,14 +318,14 @@ class SimulatedTrainer:
             async with asyncio.timeout(timeout_s):
                 await self._write_and_publish(scheduler)
         except EngineLagging:
-            coverage.note(CoverageMark.LAGGED)
+            coverage.record(CoverageMark.LAGGED)
         except WeightsRefused as error:
             check_refusal(str(error))
-            coverage.note(CoverageMark.REFUSED)
+            coverage.record(CoverageMark.REFUSED)
         except PublishDropped:
-            coverage.note(CoverageMark.FAILED_LATER)
+            coverage.record(CoverageMark.FAILED_LATER)
         except TimeoutError:
-            coverage.note(CoverageMark.CANCELLED_PUBLISH)
+            coverage.record(CoverageMark.CANCELLED_PUBLISH)
 
     async def _write_and_publish(self, scheduler: Scheduler) -> None:
         self.activity = "waiting until weights can be written"
@@ -345,7 +345,7 @@ class SimulatedTrainer:
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]
         for rollout in await scheduler.evaluate(tasks, self._episode):
-            self._context.frame_log.note_fact((rollout.reward, rollout.token_ids.tobytes()))
+            self._context.frame_log.record_fact((rollout.reward, rollout.token_ids.tobytes()))
 
     # ------------------------------------------------------------ tasks
 

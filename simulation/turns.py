@@ -166,7 +166,7 @@ class SimulatedTurns:
     def abort_running(self) -> None:
         """End every running turn with ``abort``, to be continued on any engine."""
         if self.running:
-            self._coverage.note(CoverageMark.ABORTED)
+            self._coverage.record(CoverageMark.ABORTED)
         self._ended += [(turn.message.turn, ABORT) for turn in self.running]
         self.running.clear()
 
@@ -291,10 +291,10 @@ class SimulatedTurns:
             turn = self.running.pop()
             needed -= self._blocks_needed(turn)
             if self._spec.hands_turns_back:
-                self._coverage.note(CoverageMark.HANDED_BACK)
+                self._coverage.record(CoverageMark.HANDED_BACK)
                 self._ended.append((turn.message.turn, ABORT))
                 continue
-            self._coverage.note(CoverageMark.PREEMPTED)
+            self._coverage.record(CoverageMark.PREEMPTED)
             turn.context.drop_kv()
             turn.is_prefilling = True
             insort(self.waiting, turn, key=_rank)

@@ -79,7 +79,7 @@ class FrameLog:
         self.frames = 0
         self.last: deque[CarriedFrame] = deque(maxlen=LAST_FRAMES_MAX)
 
-    def note(self, carried: CarriedFrame) -> None:
+    def record(self, carried: CarriedFrame) -> None:
         """Add one frame that has arrived; heartbeats count only in the digest."""
         self.frames += 1
         if b"heartbeat" not in carried.frame[:32]:
@@ -87,7 +87,7 @@ class FrameLog:
         header = struct.pack("<d?", carried.at_s, carried.is_from_engine)
         self._digest.update(header + carried.engine.encode() + carried.frame)
 
-    def note_fact(self, fact: object) -> None:
+    def record_fact(self, fact: object) -> None:
         """Add a result to the digest that must be equal in each run of a seed."""
         self._digest.update(repr(fact).encode())
 
@@ -180,14 +180,14 @@ class SimulatedLink:
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_router,
-            on_loss=partial(self._coverage.note, CoverageMark.LOST_TO_ORCHESTRATOR),
+            on_loss=partial(self._coverage.record, CoverageMark.LOST_TO_ORCHESTRATOR),
         )
         self._down = _Direction(
             router.loop,
             latency_s=latency_s,
             chance=chance,
             deliver=self._at_engine,
-            on_loss=partial(self._coverage.note, CoverageMark.LOST_TO_ENGINE),
+            on_loss=partial(self._coverage.record, CoverageMark.LOST_TO_ENGINE),
         )
         self._unsent: list[bytes] = []
         self._cuts = 0
@@ -223,7 +223,7 @@ class SimulatedLink:
             return
         if self._frames_to_garble:
             self._frames_to_garble -= 1
-            self._coverage.note(CoverageMark.GARBLED)
+            self._coverage.record(CoverageMark.GARBLED)
             frame = _garbled(frame)
         self._up.carry(frame)
 
@@ -246,7 +246,7 @@ class SimulatedLink:
     def cut(self, lasts_s: float) -> None:
         """Break the connection, and restore it after ``lasts_s`` seconds."""
         if self._receive is not None:
-            self._coverage.note(CoverageMark.CUT)
+            self._coverage.record(CoverageMark.CUT)
         self._up.lose_tail()
         self._down.lose_tail()
         self._is_cut = True
@@ -269,7 +269,7 @@ class SimulatedLink:
         for direction in directions:
             direction.stall(lasts_s)
         if self.is_up:
-            self._coverage.note(CoverageMark.STALLED)
+            self._coverage.record(CoverageMark.STALLED)
 
     def garble(self, frames: int) -> None:
         """Damage the next frames that the engine sends."""
@@ -278,12 +278,12 @@ class SimulatedLink:
     # ------------------------------------------------------------ arrivals
 
     def _at_router(self, frame: bytes) -> None:
-        self._frame_log.note(CarriedFrame(self._loop.time(), self._engine, True, frame))
+        self._frame_log.record(CarriedFrame(self._loop.time(), self._engine, True, frame))
         self._router.arrive(self._engine.encode(), frame)
 
     def _at_engine(self, frame: bytes) -> None:
         if self._receive is not None:
-            self._frame_log.note(CarriedFrame(self._loop.time(), self._engine, False, frame))
+            self._frame_log.record(CarriedFrame(self._loop.time(), self._engine, False, frame))
             self._receive(frame)
 
 

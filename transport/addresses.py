@@ -1,7 +1,8 @@
 """Validation of ZeroMQ addresses, and checks whether an address is reachable or already in use.
 
 The sockets and weight channels call it before they bind or connect. Without CURVE keys, only
-addresses that no other host can reach are allowed (loopback, ipc, inproc); with keys, any.
+addresses that no other host can reach are allowed (loopback, ipc, inproc); with keys, any. Standard
+library only.
 """
 
 import ipaddress

@@ -2,7 +2,7 @@
 
 Both ends of every connection use them. The limits differ by kind because decoding multiplies
 memory: four bytes of MessagePack can become a hundred bytes of Python objects, so a heartbeat of
-the largest frame size would cost gigabytes before its type is rejected.
+the largest frame size would cost gigabytes before its type is rejected. Built on msgspec.
 """
 
 from typing import Annotated, Final

@@ -191,7 +191,10 @@ def _read_pair(path: Path) -> tuple[bytes, bytes]:
     if secret is None:
         raise ConfigError(f"{path} has no secret key; {_HINT}")
     if zmq.curve_public(secret) != public:
-        raise ConfigError(f"{path} is damaged: its public key does not belong to its secret key")
+        raise ConfigError(
+            f"{path} has a public key that does not belong to its secret key; copy the file again, "
+            "or make new keys with `tidegate keys`"
+        )
     return public, secret
 
 

@@ -1,7 +1,7 @@
 """API keys from environment variables and private files, for other engines' servers and our own.
 
 External-engine adapters and the HTTP servers read them. A key is never part of a URL or a command
-line, because those are logged, shown by ``ps``, and recorded with a run.
+line, because those are logged, shown by ``ps``, and recorded with a run. Standard library only.
 """
 
 import os
@@ -85,7 +85,9 @@ def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str |
         return _checked(key.strip(), variable) if key else None
     lines = _read(Path(path), f"{variable}_FILE", "it holds one key, in one line")
     if len(lines) != 1 or len(lines[0]) != 1:
-        raise ConfigError(f"{path} of {variable}_FILE must hold one key, in one line")
+        raise ConfigError(
+            f"{path} of {variable}_FILE must hold one key in one line, got {len(lines)} lines"
+        )
     return _checked(lines[0][0], path)
 
 
@@ -130,5 +132,8 @@ def _normalized(url: str) -> str:
 def _checked(key: str, source: str) -> str:
     """Check a key: a header allows no line ends, spaces or non-ASCII characters."""
     if not _KEY.fullmatch(key):
-        raise ConfigError(f"the key in {source} is empty, or has a character that no key can have")
+        raise ConfigError(
+            f"the key in {source} must be one or more printable ASCII characters without spaces; "
+            "it is empty, or has another character"
+        )
     return key

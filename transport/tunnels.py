@@ -2,7 +2,7 @@
 
 Environment workers on a Ray cluster use them. Bytes are forwarded in numbered pieces over one
 ZeroMQ ROUTER; if a connection breaks and a piece is lost, the tunnel ends, and with it the process
-at its far end (:mod:`tunnel_exit`).
+at its far end (:mod:`tunnel_exit`). Built on pyzmq and plain sockets, with one thread.
 """
 
 import os
@@ -57,7 +57,9 @@ def decode_piece(frame: bytes, number: int) -> Piece:
     except (msgspec.DecodeError, ValueError) as error:
         raise BadFrame(f"a tunnel's message can't be decoded: {error}") from error
     if piece.number != number:
-        raise BadFrame(f"pieces {number} to {piece.number - 1} were lost on the way")
+        raise BadFrame(
+            f"pieces {number} to {piece.number - 1} of a tunnelled connection were lost on the way"
+        )
     return piece
 
 

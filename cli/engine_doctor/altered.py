@@ -33,7 +33,10 @@ def altered(model: Path) -> Iterator[Path]:
     """
     model = model.resolve()
     if not list(model.glob("*.safetensors")):
-        raise ConfigError(f"{model} has no *.safetensors: weights can't be altered without")
+        raise ConfigError(
+            f"{model} has no *.safetensors, whose copies the doctor alters to see whether the "
+            "engine loads them; give --model a directory that has them"
+        )
     try:
         directory = Path(tempfile.mkdtemp(prefix="doctor-", dir=model.parent))
     except OSError as error:

@@ -28,7 +28,10 @@ def identify_sglang(http: Http) -> Identity | None:
     if not info.is_ok or not isinstance(info.body, dict) or "is_generation" not in info.body:
         return None
     if not info.body["is_generation"]:
-        raise EngineLost(f"{info.body.get('model_path')} at {http.url} embeds: it can't generate")
+        raise EngineLost(
+            f"{http.url} serves {info.body.get('model_path')} for embeddings, and the doctor "
+            "examines generation; start SGLang without --is-embedding"
+        )
     server = http.get("/server_info")
     body: dict[str, Any] = server.body if isinstance(server.body, dict) else {}
     models = http.get("/v1/models")
@@ -56,7 +59,10 @@ class ExaminedSglang:
         """Generate by ``/generate``; see :class:`ExaminedEngine`."""
         reply = self._http.post("/generate", _body(request))
         if not reply.is_ok or not isinstance(reply.body, dict):
-            raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
+            raise EngineLost(
+                f"{self._http.url}/generate refuses a test request with status {reply.status}: "
+                f"{reply.body}. Its log has the cause"
+            )
         meta = reply.body["meta_info"]
         return ProbeResponse(
             token_ids=tuple(reply.body["output_ids"]),

@@ -141,7 +141,10 @@ def _salt(request: ProbeRequest) -> dict[str, Any]:
 
 def _choice(reply: HttpReply) -> dict[str, Any]:
     if not reply.is_ok or not isinstance(reply.body, dict):
-        raise EngineLost(f"it refuses to generate, with status {reply.status}: {reply.body}")
+        raise EngineLost(
+            f"the engine refuses a test request with status {reply.status}: {reply.body}. Its log "
+            "has the cause"
+        )
     choice: dict[str, Any] = reply.body["choices"][0]
     choice["usage"] = reply.body.get("usage") or {}
     return choice
@@ -165,8 +168,8 @@ def _from_openai(choice: dict[str, Any]) -> ProbeResponse:
     logprobs = choice.get("logprobs") or {}
     if choice.get("token_ids") is None:
         raise EngineLost(
-            "its /v1/completions returns no token ids though asked to (return_token_ids): too old "
-            "to train on"
+            "the engine's /v1/completions returns no token ids although return_token_ids=true was "
+            "sent, and training needs them; use vLLM 0.21 or newer"
         )
     return ProbeResponse(
         token_ids=tuple(choice["token_ids"]),

@@ -1,7 +1,7 @@
 """Resolves a ``--device`` name to a CUDA device, or refuses it with the reason.
 
 Used by the worker and by everything in ``engine/device``. ``cpu`` resolves to None, because the CPU
-has its own runner.
+has its own runner. Depends on torch.cuda.
 """
 
 import re
@@ -27,7 +27,7 @@ def find_device(name: str) -> torch.device | None:
     if name == CPU:
         return None
     if NAMES.fullmatch(name) is None:
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+        raise ConfigError(f"device must be 'cpu', 'cuda' (the first GPU) or 'cuda:N', got {name!r}")
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device={name!r}: torch {torch.__version__} finds no CUDA device here; install a CUDA "
@@ -37,7 +37,11 @@ def find_device(name: str) -> torch.device | None:
     device = torch.device(name if ":" in name else f"{name}:0")
     count = torch.cuda.device_count()
     if device.index >= count:
-        raise ConfigError(f"device={name!r}: this process sees {count} devices, numbered from 0")
+        raise ConfigError(
+            f"device={name!r}: this process sees {count} CUDA device{'s' if count > 1 else ''}; "
+            f"set cuda:0{f' to cuda:{count - 1}' if count > 1 else ''}, or change "
+            "CUDA_VISIBLE_DEVICES"
+        )
     return device
 
 

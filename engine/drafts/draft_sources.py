@@ -1,6 +1,7 @@
 """Creates the draft source that the ``--speculative-method`` setting names.
 
-Called by the worker: ``lookup``, ``rollouts`` or ``draft:DIRECTORY``.
+Called by the worker: ``lookup``, ``rollouts`` or ``draft:DIRECTORY``. The interface is
+``scheduling/drafts.py``'s :class:`DraftSource`.
 """
 
 from pathlib import Path

@@ -4,6 +4,7 @@ Implements ``Runner`` with the same block layout as
 :class:`~tidegate.engine.execution.runner.ModelRunner`; made by ``served_model.FallbackModel``. For
 each row, keys and values are gathered from its blocks into a transformers cache, and the new ones
 are scattered back afterwards. Rows run one at a time, because models differ in how they pad.
+Depends on transformers' own modeling code, held by ``models/fallback_weights.py``.
 
 Letters in shapes: P past positions, T a row's tokens, K KV heads, D head width, H hidden size, V
 vocabulary.
@@ -343,5 +344,8 @@ def _layers(module: Any, cache: Any, positions: int) -> list[Cache]:
                     f"values of {positions} positions; such a model can't be served by this engine"
                 )
     if not layers:
-        raise ModelError(f"{type(module).__name__} keeps no keys and values of its context")
+        raise ModelError(
+            f"{type(module).__name__} keeps no keys and values of its context, from which turns "
+            f"continue. {SUPPORTED_MODELS_HINT}"
+        )
     return layers

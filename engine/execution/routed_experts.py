@@ -3,7 +3,7 @@
 Used by the runners, in steps with rows that ask for routed experts. A block that turns share has
 the routed experts of its positions, as it has their keys and values, so a turn that finds its
 prefix in the prefix cache need not compute it again. Their memory is small beside the KV's: 384
-bytes a position for Qwen3-30B-A3B, whose keys and values take 98,304.
+bytes a position for Qwen3-30B-A3B, whose keys and values take 98,304. Depends on numpy only.
 
 Letters in shapes: N positions of a step, P of a row, L mixture layers, k experts per token.
 """

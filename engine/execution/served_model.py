@@ -2,7 +2,8 @@
 
 Called by the worker; makes the runner, allocates weights for updates, and reloads the directory
 after sleep. Both implementations satisfy ``ServedModel``, so the rest of the engine does not
-distinguish them.
+distinguish them. Tidegate's code is ``models/model.py``; the weights' layouts are
+``model_weights.py`` and ``fallback_weights.py``.
 """
 
 import sys

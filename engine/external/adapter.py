@@ -2,7 +2,8 @@
 
 Implemented by ``vllm.py`` and ``sglang.py``, called by ``ExternalEngineLoop`` and its parts. An
 adapter translates to the engine's API and declares what the engine cannot do; the wire protocol,
-handles and steps are the worker's, shared by all kinds (docs/vllm-engine.md).
+handles and steps are the worker's, shared by all kinds (docs/vllm-engine.md). It depends on the
+message types of ``transport/`` only.
 
 An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``score``, ``check``
 and ``preemptions``) are made one at a time.

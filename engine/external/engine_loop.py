@@ -3,7 +3,9 @@
 Run by ``external/worker.py`` on one asyncio loop. Messages only record the desired state; one task,
 :meth:`ExternalEngineLoop._reconcile`, compares it with the actual state and calls the engine, one
 call after another. Turns are ``ExternalTurnQueue``'s, weights ``WeightSwapper``'s, memory
-``ExternalSleepController``'s."""
+``ExternalSleepController``'s. The link to the run is ``engine/link.py``, staging
+``weights/staging.py``, as in Tidegate's own engine.
+"""
 
 import asyncio
 import time

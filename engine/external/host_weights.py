@@ -2,7 +2,8 @@
 
 Used by ``WeightSwapper`` and, as the staging buffer, by ``Staging``. A published set may be
 partial, so the newest complete one is kept beside the one being received: twice the model's size in
-host memory.
+host memory. Files are written with safetensors; names are converted by
+``weights/weight_conversions.py``.
 """
 
 import json

@@ -161,7 +161,8 @@ class HttpEngine:
             except EngineGone as error:
                 if time.monotonic() - started_s > START_TIMEOUT_S:
                     raise ConfigError(
-                        f"no server answers at {self.url} after {START_TIMEOUT_S:.0f} s ({error})"
+                        f"no server answers at {self.url} after {START_TIMEOUT_S:.0f} s ({error}); "
+                        "start the server, or correct the address"
                     ) from error
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -198,7 +199,8 @@ class HttpEngine:
     def _connection_error(self, path: str, error: BaseException) -> EngineGone:
         reported_labels = str(error) or type(error).__name__
         return EngineGone(
-            f"{self.url}{path}: the connection broke or was refused ({reported_labels})"
+            f"{self.url}{path}: the connection broke or was refused ({reported_labels}); does the "
+            "server run?"
         )
 
 

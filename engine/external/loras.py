@@ -1,7 +1,8 @@
 """LoRA adapters in an external engine: which are loaded, under which names, and until when.
 
 Used by ``WeightSwapper``. An adapter gets a new name in the engine whenever its tensors change, so
-KV and requests of the old tensors are never mixed with those of the new.
+KV and requests of the old tensors are never mixed with those of the new. Adapters are loaded
+through the :class:`EngineAdapter`.
 """
 
 import asyncio

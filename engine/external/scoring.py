@@ -1,7 +1,8 @@
 """Scoring requests to an external engine: sent while the engine runs, restarted after each pause.
 
 Used by ``ExternalEngineLoop``. An answer is of one weight version, because no request outlasts a
-pause."""
+pause. Built on asyncio and ``EngineAdapter.score``.
+"""
 
 import asyncio
 from collections.abc import Callable

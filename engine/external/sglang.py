@@ -2,7 +2,8 @@
 
 Implements ``EngineAdapter``; made by ``external/worker.py``. It works around three observed faults
 of SGLang: an update reported as failed after the weights had changed, two names for one set of
-weights, and a crash on a token id outside the vocabulary.
+weights, and a crash on a token id outside the vocabulary. Its parts are ``sglang_server.py``
+(inspection), ``sglang_weights.py``, ``sglang_loras.py`` and ``http.py``.
 """
 
 import asyncio
@@ -184,7 +185,10 @@ class SglangAdapter:
                     yield chunk
                 if chunk.ended:
                     return
-            raise EngineGone(f"{self._http.url}/generate ended a stream without a finish reason")
+            raise EngineGone(
+                f"{self._http.url}/generate ended a stream without a finish reason; SGLang's log "
+                "says whether the server failed"
+            )
         finally:
             if not has_ended:
                 self._abort_soon(rid)
@@ -196,7 +200,10 @@ class SglangAdapter:
                 async for event in events:
                     message = msgspec.json.decode(event)
                     if "error" in message:
-                        raise EngineGone(f"{self._http.url}/generate failed: {message['error']}")
+                        raise EngineGone(
+                            f"{self._http.url}/generate failed: {message['error']}. SGLang's log "
+                            "has the cause"
+                        )
                     yield message
         except HttpStatusError as error:
             if error.status >= 500:
@@ -448,7 +455,10 @@ def _ended_of(reason: dict[str, Any] | None) -> Ended | None:
     match reason["type"]:
         case "length" | "stop" | "abort" as ended:
             return ended  # type: ignore[no-any-return]
-    raise EngineGone(f"SGLang ended a request with an unknown finish reason: {reason}")
+    raise EngineGone(
+        f"SGLang ended a request with finish reason {reason}, which this Tidegate does not know; "
+        "use a release that docs/vllm-engine.md lists"
+    )
 
 
 def _read_top(positions: Sequence[Sequence[Sequence[Any]]]) -> TopLogprobs:

@@ -2,7 +2,7 @@
 
 Used by ``SglangAdapter``. SGLang may evict the least recently used adapter and read its files
 again, so they must stay until it is unloaded. Unloading waits for the requests that use the
-adapter.
+adapter. Calls go through ``http.py``.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class SglangLoras:
         try:
             await self._call("/load_lora_adapter", body)
         except HttpStatusError as refusal:
-            raise WeightsRefused(f"SGLang can't load it: {refusal.why}") from refusal
+            raise WeightsRefused(f"SGLang can't load the adapter: {refusal.why}") from refusal
 
     async def unload(self, name: str) -> None:
         """Unload an adapter that only aborting requests use."""

@@ -1,6 +1,7 @@
 """Inspects an SGLang server: version, sizes and flags; refuses one that cannot serve a run.
 
 Called by ``SglangAdapter.open``; changes nothing in the server. Errors name the flag that helps.
+Calls go through ``http.py``.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,10 @@
 """Sleep and wake of an external engine, as requests from the run that need a pause in effect.
 
 Used by ``ExternalEngineLoop``. While memory sleeps, or weights are missing, the engine stays
-paused: :attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight
-are ended before, and made again afterwards."""
+paused: :attr:`ExternalSleepController.keeps_paused` forbids resuming it. Requests in flight are
+ended before, and made again afterwards. The server is put to sleep through the
+:class:`EngineAdapter`; running requests are :class:`Streams`'.
+"""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,7 +1,8 @@
 """Requests in flight in an external engine, one asyncio task each.
 
 Used by ``ExternalTurnQueue`` and ``ExternalEngineLoop``. Pauses and resumes of the engine are here
-too, because a pause is complete only when the requests in flight have returned.
+too, because a pause is complete only when the requests in flight have returned. Tokens go to
+:class:`StepMessageBatcher`.
 """
 
 import asyncio
@@ -116,8 +117,9 @@ class Streams:
         """Add a chunk to the next step message; return whether it was the last."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise EngineGone(
-                f"{self._capabilities.engine} returned {len(chunk.token_ids)} tokens and "
-                f"{len(chunk.logprobs)} log-probs"
+                f"{self._capabilities.engine} returned {len(chunk.token_ids)} tokens with "
+                f"{len(chunk.logprobs)} log-probs, and training needs one for each; is a proxy "
+                "changing its answers?"
             )
         if chunk.token_ids:
             if not turn.has_output and self._batcher.rows.has_tokens_of(turn.handle):
@@ -174,8 +176,8 @@ class Streams:
             await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
         if self._running:
             raise EngineGone(
-                f"{self._capabilities.engine} was paused by abort, and did not return "
-                f"{len(self._running)} requests within {ABORT_TIMEOUT_S:.0f} s"
+                f"{self._capabilities.engine} was paused with mode abort, and {len(self._running)} "
+                f"of its requests had not ended {ABORT_TIMEOUT_S:.0f} s later; is the engine stuck?"
             )
         self._abort_ends_turns = True
         return sum(not turn.has_ended for turn in before)

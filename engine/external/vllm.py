@@ -3,6 +3,7 @@
 Implements ``EngineAdapter``; made by ``external/worker.py``. `vllm_releases.py` has the differences
 between releases, docs/vllm-engine.md the server's observed behaviour that the adapter relies on.
 vLLM sleeps as a whole and wakes by parts: to put only one part to sleep, the rest is woken again.
+Requests go through ``http.py``, weights through ``vllm_weights.py``.
 """
 
 import json
@@ -332,12 +333,16 @@ class VllmAdapter(OptionalAdapterMethods):
             async with aclosing(self.generate(request)) as chunks:
                 received = [chunk async for chunk in chunks]
         except TurnRefused as error:
-            raise ConfigError(f"vLLM at {self._http.url} samples nothing: {error}") from error
+            raise ConfigError(
+                f"vLLM at {self._http.url} refused a test turn of one token, which each adapter "
+                f"sends before it joins: {error}"
+            ) from error
         last = received[-1]
         if self._server_info.has_spans and last.labels != [VersionLabel(label, 0, 1)]:
             raise ConfigError(
                 f"vLLM {self._server_info.text} at {self._http.url} labels a token {last.labels}, "
-                f"although its weights were just named {label}"
+                f"although its weights were just named {label}; is another client loading weights "
+                "into it?"
             )
 
     async def close(self) -> None:
@@ -357,7 +362,8 @@ class VllmAdapter(OptionalAdapterMethods):
                     event = read_event(data)
                     if event.error is not None:
                         raise EngineGone(
-                            f"{self._http.url} ended a stream with an error: {event.error}"
+                            f"{self._http.url} ended a stream with an error: {event.error}. vLLM's "
+                            "log has the cause"
                         )
                     for choice in event.choices:
                         has_ended = choice.finish_reason is not None
@@ -367,8 +373,14 @@ class VllmAdapter(OptionalAdapterMethods):
         except HttpStatusError as refusal:
             raise await self._refused(refusal) from refusal
         except msgspec.DecodeError as error:
-            raise EngineGone(f"{self._http.url} sent a malformed stream event: {error}") from error
-        raise EngineGone(f"{self._http.url} ended a stream without a finish reason")
+            raise EngineGone(
+                f"{self._http.url} sent a stream event that is not vLLM's JSON ({error}); is a "
+                "proxy in between, or another server?"
+            ) from error
+        raise EngineGone(
+            f"{self._http.url} ended a stream without a finish reason; vLLM's log says whether the "
+            "server failed"
+        )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -420,7 +432,7 @@ class VllmAdapter(OptionalAdapterMethods):
         try:
             answer = await self._http.call("POST", GENERATE, body, timeout_s=LOAD_TIMEOUT_S)
         except HttpStatusError as refusal:
-            raise ScoreRefused(f"vLLM refuses to score: {refusal.why}") from refusal
+            raise ScoreRefused(f"vLLM refuses to score these tokens: {refusal.why}") from refusal
         prompt_logprobs = answer["prompt_logprobs"]
         logprobs: list[float] = []
         top = TopLogprobs([], [])
@@ -496,7 +508,9 @@ class VllmAdapter(OptionalAdapterMethods):
         try:
             await self._http.call("GET", "/health")
         except HttpStatusError as refusal:
-            raise EngineGone(f"{self._http.url} is not healthy: {refusal}") from refusal
+            raise EngineGone(
+                f"{self._http.url} is not healthy ({refusal}); vLLM's log says why"
+            ) from refusal
 
     async def preemptions(self) -> int | None:
         """Return the preemption count of all its engine processes together."""
@@ -516,4 +530,4 @@ class VllmAdapter(OptionalAdapterMethods):
         try:
             return await self._http.call(method, path, body, query=query, timeout_s=timeout_s)
         except HttpStatusError as refusal:
-            raise EngineGone(f"a vLLM control call failed: {refusal}") from refusal
+            raise EngineGone(f"vLLM refuses {method} {path}: {refusal}") from refusal

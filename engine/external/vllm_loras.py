@@ -1,7 +1,8 @@
 """LoRA adapters of a vLLM server, loaded from files by ``/v1/load_lora_adapter``.
 
 Used by ``VllmAdapter`` and ``vllm_releases``. vLLM reads an adapter's files again if its cache was
-too small, or weights were loaded, so they must stay until it is unloaded.
+too small, or weights were loaded, so they must stay until it is unloaded. Calls go through
+``http.py``.
 """
 
 from collections.abc import Collection, Mapping
@@ -58,7 +59,7 @@ class VllmLoras:
         try:
             await self._http.call("POST", LOAD, body, timeout_s=LOAD_TIMEOUT_S)
         except HttpStatusError as refusal:
-            raise WeightsRefused(f"vLLM can't load it: {refusal.why}") from refusal
+            raise WeightsRefused(f"vLLM can't load the adapter: {refusal.why}") from refusal
 
     async def unload(self, name: str) -> None:
         """Unload an adapter, at once for new requests."""

@@ -146,7 +146,8 @@ class VllmNcclSender:
         except TimeoutError:
             await self._abort(request)
             raise NcclFailed(
-                "the server reported success, but did not take part in the broadcast"
+                "vLLM reported success of an NCCL weight update without taking part in the "
+                "broadcast; does another client update its weights?"
             ) from None
         except BaseException:
             await self._abort(request)

@@ -1,6 +1,7 @@
 """Capabilities of a vLLM server, from its version, routes and start-up settings.
 
 Used by ``VllmAdapter.open``. Version limits were read in the releases, and tried with 0.32.0.
+Depends on no connection: the adapter passes what the server answered.
 """
 
 import hashlib

@@ -2,6 +2,7 @@
 
 Used by ``VllmAdapter``, only while the server is paused, because an update of a running vLLM
 crashes it. The outcome is always verified. Differences between releases are in ``vllm_releases``.
+``vllm_ipc.py`` and ``vllm_nccl.py`` send tensors without files.
 """
 
 import asyncio
@@ -130,7 +131,9 @@ class VllmWeights:
                     f"{self._http.url} could load neither new weights ({refusal}) nor those of "
                     f"before ({error})"
                 ) from error
-            raise WeightsRefused(f"vLLM can't load them: {refusal.why}") from refusal
+            raise WeightsRefused(
+                f"vLLM can't load the published weights: {refusal.why}"
+            ) from refusal
         self._loaded = (directory, label)
 
     async def _load_files(self, directory: Path, label: str) -> None:

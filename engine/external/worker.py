@@ -2,7 +2,8 @@
 
 Started by the orchestrator for each of its ``engine_urls``, or by hand; opens the adapter and runs
 ``ExternalEngineLoop``. Exit status as in :mod:`tidegate.engine.worker`. The engine itself keeps
-running when this process ends."""
+running when this process ends. Built on uvloop and the ZeroMQ DEALER of ``transport/dealer.py``.
+"""
 
 import argparse
 import asyncio

@@ -1,6 +1,7 @@
 """Reads a model directory's tensors from safetensors, single or sharded.
 
-Used to load weights and by ``served_model``. Tensor names are Hugging Face's.
+Used to load weights and by ``served_model``. Tensor names are Hugging Face's. Uses the safetensors
+library.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ INDEX_FILE = "model.safetensors.index.json"
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two tensors that are one if ``tie_word_embeddings`` is set."""
+
+DOWNLOAD_AGAIN = "download or save the model again"
+"""What to do about a model directory with an incomplete file."""
 
 
 class _Index(msgspec.Struct):
@@ -40,13 +44,20 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 names = set(tensors.keys())
                 missing = sorted(promised - names)
                 if missing:
-                    raise ModelError(f"{file} lacks {missing[0]}, which {INDEX_FILE} says it has")
+                    raise ModelError(
+                        f"{file} lacks tensor {missing[0]!r}, which {INDEX_FILE} lists for it; "
+                        f"{DOWNLOAD_AGAIN}"
+                    )
                 for name in sorted(names):
                     yield name, tensors.get_tensor(name)
         except FileNotFoundError as error:
-            raise ModelError(f"{file} is missing, but {INDEX_FILE} names it") from error
+            raise ModelError(
+                f"{file} is missing, but {INDEX_FILE} lists it; {DOWNLOAD_AGAIN}"
+            ) from error
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is damaged or cut short: {error}") from error
+            raise ModelError(
+                f"{file} is no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
+            ) from error
 
 
 def tensor_names(path: Path) -> set[str]:
@@ -61,7 +72,9 @@ def tensor_names(path: Path) -> set[str]:
             with safe_open(file, framework="pt") as tensors:
                 names |= set(tensors.keys())
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is missing, damaged or cut short: {error}") from error
+            raise ModelError(
+                f"{file} is missing or no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
+            ) from error
     return names
 
 
@@ -78,7 +91,9 @@ def has_other_head(path: Path) -> bool:
                 for name in {EMBEDDING, HEAD} & set(tensors.keys()):
                     found[name] = tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is missing, damaged or cut short: {error}") from error
+            raise ModelError(
+                f"{file} is missing or no complete safetensors file ({error}); {DOWNLOAD_AGAIN}"
+            ) from error
     return len(found) == 2 and not torch.equal(found[EMBEDDING], found[HEAD])
 
 
@@ -94,8 +109,12 @@ def _files(path: Path) -> dict[Path, set[str]]:
         return {path / SINGLE_FILE: set()}
     found = sorted(file.name for file in path.glob("*") if file.suffix in (".bin", ".pt"))
     raise ModelError(
-        f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
-        + (f" (but {', '.join(found)}: save it again as safetensors)" if found else "")
+        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+        + (
+            f", but {', '.join(found)}; save the model again as safetensors"
+            if found
+            else "; give the directory of a Hugging Face model"
+        )
     )
 
 
@@ -103,4 +122,6 @@ def _read_index(file: Path) -> _Index:
     try:
         return msgspec.json.decode(file.read_bytes(), type=_Index)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is damaged: {error}") from error
+        raise ModelError(
+            f"{file} is no index of safetensors files ({error}); {DOWNLOAD_AGAIN}"
+        ) from error

@@ -1,7 +1,8 @@
 """Fields of config.json, and their defaults for each supported architecture.
 
 Read by ``model_config.py``. A field that a config omits has the default of the architecture's
-config class in transformers, and these differ: Gemma ties its head, Llama does not.
+config class in transformers, and these differ: Gemma ties its head, Llama does not. Built on
+msgspec.
 """
 
 from dataclasses import dataclass
@@ -243,14 +244,21 @@ def _read_json(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ModelError(
-            f"{file} can't be read ({error.strerror}); a Hugging Face model directory has one"
+            f"{file} can't be read ({error.strerror}); give the directory of a Hugging Face model, "
+            "which has one"
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is damaged or not a model's config: {error}") from error
+        raise ModelError(
+            f"{file} is not the config of a Hugging Face model ({error}); correct it, or download "
+            "the model again"
+        ) from error
 
 
 def _convert(file: Path, raw: dict[str, Any], fields: type[_Fields]) -> _Fields:
     try:
         return msgspec.convert(raw, fields)
     except msgspec.ValidationError as error:
-        raise ModelError(f"{file} is damaged or not a model's config: {error}") from error
+        raise ModelError(
+            f"{file} is not the config of a Hugging Face model ({error}); correct it, or download "
+            "the model again"
+        ) from error

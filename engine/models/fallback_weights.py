@@ -2,7 +2,7 @@
 
 Used by ``FallbackModel`` and ``FallbackRunner``. Published tensors overwrite the module's
 parameters in place. The LM head computes in float32 whatever the dtype, as in Tidegate's own
-models.
+models. Uses transformers' ``AutoModelForCausalLM``.
 """
 
 import copy
@@ -125,7 +125,10 @@ def read_config(path: Path) -> Any:
     try:
         config = auto.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"transformers can't read {path}: {_first_line(error)}") from error
+        raise ModelError(
+            f"transformers can't read the config of {path}: {_first_line(error)}. Download or save "
+            "the model again; newer models may need a newer transformers"
+        ) from error
     text = config.get_text_config()
     refuse_other_tasks(path, config)
     for name, reason in (
@@ -135,7 +138,8 @@ def read_config(path: Path) -> Any:
     ):
         if getattr(config, name, None) or getattr(text, name, None):
             raise ModelError(
-                f"{path} {reason} ({name}); such a model can't be served by this engine"
+                f"{path} {reason} ({name} is set in config.json), so its tokens can't be sampled "
+                "one by one; serve a causal model"
             )
     return config
 
@@ -242,7 +246,10 @@ def load_fallback(path: Path, dtype: torch.dtype) -> FallbackWeights:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"transformers can't load {path}: {_first_line(error)}") from error
+        raise ModelError(
+            f"transformers can't load {path}: {_first_line(error)}. Download or save the model "
+            "again; newer models may need a newer transformers"
+        ) from error
     missing = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     refuse_lacking(path, sorted(missing))
     aliases = _aliases(module)

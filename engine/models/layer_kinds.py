@@ -1,6 +1,7 @@
 """Groups a model's layers by attention kind, and packs dense layers into one compiled call.
 
-Used by ``ModelRunner``; valid for all steps of a weight version, or for all versions.
+Used by ``ModelRunner``; valid for all steps of a weight version, or for all versions. Rotary tables
+are ``rope_tables.py``'s; the compiled call is ``kernels/layers.py``'s.
 """
 
 from collections.abc import Sequence

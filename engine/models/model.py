@@ -1,7 +1,8 @@
 """Forward pass of a decoder-only transformer on the CPU, from token ids to logits.
 
 Called by ``ModelRunner`` with a step's plan. Weights are an argument, so another version can be
-used in the next step.
+used in the next step. Compiled kernels are those of ``kernels/native.py``, with torch as their
+fallback.
 
 Letters in shapes: T tokens of a step, S of them to sample after or to score, H hidden size, A query
 heads, D head_dim, I intermediate size, B blocks of a context, P positions, V vocabulary, L mixture

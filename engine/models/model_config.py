@@ -1,7 +1,8 @@
 """Architecture of the model in a directory: config.json, validated field by field.
 
 Used by ``served_model`` and by everything that allocates tensors. Refuses by name whatever
-Tidegate's model code would compute wrongly. Depends on neither torch nor transformers.
+Tidegate's model code would compute wrongly. Depends on neither torch nor transformers. Field names
+and defaults are ``config_fields.py``'s.
 """
 
 from dataclasses import dataclass
@@ -134,7 +135,10 @@ def refuse_unsupported(file: Path, fields: ConfigFields) -> None:
             f"{file} is of a quantised model ({method}); give its float32 or bfloat16 directory"
         )
     if fields.use_bidirectional_attention:
-        raise ModelError(f"{file} attends to later tokens too; such a model can't be sampled from")
+        raise ModelError(
+            f"{file} has use_bidirectional_attention=true: its tokens attend to later ones, so "
+            "they can't be sampled one by one; serve a causal model"
+        )
 
 
 def _build(
@@ -244,7 +248,8 @@ def _sliding_layers(
     unsupported = sorted(set(types or []) - {"full_attention", "sliding_attention"})
     if unsupported:
         raise ModelNotComputed(
-            f"{file} has layers of {', '.join(unsupported)}, which Tidegate does not compute"
+            f"{file} has layers of type {', '.join(unsupported)}; Tidegate's own code computes "
+            "full_attention and sliding_attention"
         )
     layers = range(fields.num_hidden_layers)
     if types is not None and family.reads_layer_types:
@@ -256,12 +261,19 @@ def _sliding_layers(
     else:
         slides = [window is not None for _ in layers]
     if len(slides) != len(layers):
-        raise ModelError(f"{file} has {len(layers)} layers, but layer_types of {len(slides)}")
+        raise ModelError(
+            f"{file} has num_hidden_layers {len(layers)}, but {len(slides)} layer_types; correct "
+            "it, or download the model again"
+        )
     if any(slides) and window is None:
-        raise ModelError(f"{file} has layers of sliding_attention, but no sliding_window is in use")
+        raise ModelError(
+            f"{file} has layer_types with sliding_attention, but no sliding_window in use; set "
+            "sliding_window (and use_sliding_window, if the model has it)"
+        )
     if types is not None and [name == "sliding_attention" for name in types] != slides:
         raise ModelNotComputed(
-            f"{file} has layer_types, which {family.model_type} does not support"
+            f"{file} has layer_types {types}, and Tidegate's own code computes other ones for "
+            f"{family.model_type}"
         )
     return slides
 
@@ -304,5 +316,8 @@ def _attention_soft_cap(file: Path, fields: ConfigFields, family: Family) -> flo
     if cap is None or family.caps_attention:
         return cap
     if family.is_gemma:  # transformers ignores it here, and the trainer may not
-        raise ModelNotComputed(f"{file} has attn_logit_softcapping {cap}, unusual in this model")
+        raise ModelNotComputed(
+            f"{file} has attn_logit_softcapping {cap}, which transformers ignores for this model; "
+            "without it, Tidegate's own code computes the model"
+        )
     return None

@@ -190,7 +190,10 @@ def fill_from_directory(
         try:
             weights.load(name, tensor)
         except WeightsRefused as error:
-            raise ModelError(f"{path} does not fit its own config.json: {error}") from error
+            raise ModelError(
+                f"{path}: its tensors do not fit its config.json: {error}. Download or save both "
+                "again"
+            ) from error
         heartbeat()
     refuse_lacking(path, weights.missing())
 

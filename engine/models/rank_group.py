@@ -3,6 +3,7 @@
 Used by the forward pass, over the loopback. Every call has a timeout: if a rank is gone or stuck,
 the other ranks fail, because an engine that has lost a rank has lost its turns' KV. The process
 group belongs to its object, not to the process, so an engine and its trainer may each have one.
+Built on ``torch.distributed``'s gloo backend.
 """
 
 from datetime import timedelta

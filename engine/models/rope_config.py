@@ -1,7 +1,8 @@
 """Rotary-embedding parameters of config.json: default, linear, llama3 and yarn.
 
 Read by ``model_config.py``, turned into tensors by ``rope_tables.py``. A model has one rotary
-embedding for all layers, or one for layers with a sliding window and another for the rest.
+embedding for all layers, or one for layers with a sliding window and another for the rest. Depends
+on msgspec only.
 """
 
 import math
@@ -91,7 +92,8 @@ def read_local_rope(file: Path, fields: ConfigFields) -> tuple[Rope, Rope]:
     global_fields = (nested.get("full_attention") or {}) | (fields.rope_scaling or {})
     if not isinstance(local_fields, dict) or not isinstance(global_fields, dict):
         raise ModelError(
-            f"{file}: rope parameters {nested} are invalid: each layer type needs an object"
+            f"{file}: rope_parameters {nested} must map each layer type (full_attention, "
+            "sliding_attention) to its own parameters"
         )
     return (
         _rope(file, fields, local_fields, fields.rope_local_base_freq),

@@ -1,7 +1,8 @@
 """Rotary tables: cosine and sine of every position, from ``rope_config.Rope``.
 
 The CPU runner (by ``LayerKinds``) and the GPU runner each build one table per kind of attention:
-one for each distinct combination of window and rotary settings among the layers.
+one for each distinct combination of window and rotary settings among the layers. Computed by
+``kernels/rope.py``.
 """
 
 import math

@@ -1,6 +1,7 @@
 """The model's tokenizer, loaded from tokenizer.json on first use.
 
 Used by stop strings, bad words and grammars. Most runs never load it, because tokens go in and out.
+Uses the ``tokenizers`` library.
 """
 
 from pathlib import Path
@@ -30,7 +31,8 @@ class ModelTokenizer:
     def _load(self) -> Tokenizer:
         if self._directory is None:
             raise TurnRefused(
-                "this engine has no tokenizer, which stop strings, bad words and grammars need"
+                "stop strings, bad words and grammars need the model's tokenizer, and this engine "
+                "was started without a model directory; use stop_token_ids"
             )
         path = self._directory / "tokenizer.json"
         if not path.exists():
@@ -41,4 +43,7 @@ class ModelTokenizer:
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any damage
-            raise TurnRefused(f"{path} can't be read: {error}") from None
+            raise TurnRefused(
+                f"stop strings, bad words and grammars need the model's tokenizer, and {path} "
+                f"can't be read: {error}. Download or save it again"
+            ) from None

@@ -2,7 +2,8 @@
 
 Run by ``ranks/worker.py``. The loop decides nothing: rank 0 sends the same messages in the same
 order to every rank. Each rank reads weights from the channel that the orchestrator names, and
-copies its own part.
+copies its own part. Built on ``Runner``, ``Staging`` and ``SleepController``, as one engine has
+them.
 """
 
 import time

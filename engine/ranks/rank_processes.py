@@ -2,7 +2,8 @@
 
 Used by ``Ranks``, ``MultiRankStaging`` and ``MultiRankSleepController``. A rank that ends is
 noticed at the next message to or from that rank. An engine that loses a rank ends, because every
-rank holds a part of all turns' KV.
+rank holds a part of all turns' KV. Built on ``subprocess`` and pipes; messages are
+``transport/rank_messages.py``'s.
 """
 
 import contextlib

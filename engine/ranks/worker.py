@@ -1,7 +1,8 @@
 """Process of a tensor-parallel rank other than 0: ``python -m tidegate.engine.ranks.worker``.
 
 Rank 0 starts the process and commands it over a pipe. Weights come directly from the orchestrator's
-weight channel. The kernel kills the process when rank 0 ends.
+weight channel. The kernel kills the process when rank 0 ends. It opens its shard by
+``execution/served_model.py`` and runs :class:`RankLoop`.
 """
 
 import argparse

@@ -82,7 +82,10 @@ def _lark_text(arguments: dict[str, Any]) -> str:
 
 def _vocabulary(setup: ProcessorSetup) -> Vocabulary:
     if not setup.stop_token_ids:
-        raise ValueError("the turn has no stop token to end with where the grammar is complete")
+        raise ValueError(
+            "a turn with a grammar ends by a stop token when the grammar is complete, and this "
+            "one has none; set stop_token_ids"
+        )
     return Vocabulary(setup.tokenizer.get(), setup.vocab_size, setup.stop_token_ids[0])
 
 

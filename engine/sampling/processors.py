@@ -1,7 +1,8 @@
 """Registry of logits processors by name: the built-in ones and those of users' modules.
 
 Used by ``OptionReader``. A module adds processors as ``PROCESSORS = {"my_name": make_mine}``. An
-engine imports only the modules on its command line, never names that come over the wire.
+engine imports only the modules on its command line, never names that come over the wire. Structured
+output is ``grammar.py``'s.
 """
 
 import importlib
@@ -134,7 +135,7 @@ def allowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnLogi
     """Allow only ``token_ids``: an action mask. Stop tokens must be listed, too."""
     token_ids = _read_token_ids(arguments, setup)
     if not len(token_ids):
-        raise ValueError("token_ids is empty, which leaves nothing to sample")
+        raise ValueError("token_ids is empty, so no token is allowed; name at least one")
 
     def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
         allowed = logits[token_ids]
@@ -148,7 +149,10 @@ def disallowed_tokens(arguments: dict[str, Any], setup: ProcessorSetup) -> TurnL
     """Exclude ``token_ids``."""
     token_ids = _read_token_ids(arguments, setup)
     if len(token_ids) == setup.vocab_size:
-        raise ValueError("token_ids is the whole vocabulary, which leaves nothing to sample")
+        raise ValueError(
+            f"token_ids holds all {setup.vocab_size} tokens of the vocabulary, so none is left to "
+            "sample; leave out at least one"
+        )
 
     def processor(logits: torch.Tensor, turn: TurnTokens) -> None:
         logits[token_ids] = -torch.inf

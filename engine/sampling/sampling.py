@@ -2,6 +2,7 @@
 
 Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
 Every draw uses the row's own counter-based random number, independent of the rest of the batch.
+Draws and filters are compiled (``kernels/sampling.py``), with torch as their fallback.
 
 Letters in shapes: S sampling rows, V vocabulary.
 """

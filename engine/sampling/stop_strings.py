@@ -2,7 +2,7 @@
 
 Used by ``RowOptions`` per sampled token. A token may end in the middle of a character, and some
 decoders write a token differently after a space, so a few tokens are decoded together, and a
-character counts once it is complete.
+character counts once it is complete. Uses the model's tokenizer.
 """
 
 from collections.abc import Iterable, Sequence

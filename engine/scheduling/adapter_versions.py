@@ -4,7 +4,7 @@ The engine's scheduler asks it for the version of each turn; the engine loop put
 Pure: tensors are opaque values here. At most ``versions_max`` versions stay in memory, beside those
 that are being published. A version that turns use stays, also beyond the limit where a swap gives
 turns a new version while pinned turns use the old one; of the others the least recently used is
-dropped first.
+dropped first. Depends on ``transport/adapter_messages.py`` only.
 """
 
 from collections import OrderedDict

@@ -2,7 +2,8 @@
 
 Used by the scheduler and by ``external/engine_loop.py``; moves no sequences itself. At most one
 pause and one swap are pending: a newer pause replaces the mode of an older one. Every pause that
-takes effect before it is lifted is answered with ``TurnsPaused``.
+takes effect before it is lifted is answered with ``TurnsPaused``. Depends on the message types
+only.
 """
 
 from tidegate.transport.messages import FinishWeightUpdate, PauseMode, TurnsPaused

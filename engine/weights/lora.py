@@ -2,7 +2,8 @@
 
 Used by ``model.forward``, and by staging to make adapters. Query, key and value are one matrix
 here, and so are gate and up. So their adapters are fused too: the A matrices stacked, the B
-matrices side by side, each in the rows of its projection.
+matrices side by side, each in the rows of its projection. Products are
+``kernels/weight_matrix.py``'s.
 
 Hu et al. 2021, arXiv:2106.09685.
 
@@ -125,9 +126,10 @@ def make_adapter(
         layers.append(layer)
     if pairs:
         raise WeightsRefused(
-            f"an adapter of {min(pairs)} can't be served: supported projections are "
-            f"{', '.join(name for names in PROJECTIONS.values() for name in names)}, and none of "
-            "experts"
+            f"the adapter has tensors of {min(pairs)}, and engines serve adapters of "
+            f"{', '.join(name for names in PROJECTIONS.values() for name in names)}, not of "
+            "experts; train those only (target_modules), or merge the adapter and publish the "
+            "weights"
         )
     return layers
 
@@ -151,24 +153,30 @@ def _pairs(tensors: Mapping[str, torch.Tensor], targets: OwnCopyTargets) -> dict
         lora_b = tensors.get(f"{projection}.lora_B.weight")
         if lora_a is None or lora_b is None:
             raise WeightsRefused(
-                f"an adapter has a tensor of {projection!r}, but not both of its lora_A.weight and "
-                f"lora_B.weight"
+                f"the adapter has one of {projection!r}'s lora_A.weight and lora_B.weight without "
+                "the other; publish both"
             )
         matrix = targets.get(f"{projection}.weight")
         shape = () if matrix is None else matrix.shape
         if matrix is None or len(shape) != 2:
-            raise WeightsRefused(f"an adapter is of {projection!r}, which this model does not have")
+            raise WeightsRefused(
+                f"the adapter has tensors of {projection!r}, which is no matrix of this model; was "
+                "it trained on another model?"
+            )
         rank = lora_a.shape[0]
         if not 0 < rank <= RANK_MAX:
-            raise WeightsRefused(f"{projection} has rank {rank}; ranks are in [1, {RANK_MAX}]")
+            raise WeightsRefused(
+                f"the adapter's {projection} has rank {rank}, and ranks must be in [1, {RANK_MAX}]"
+            )
         for name, tensor, expected in (
             ("lora_A", lora_a, (rank, shape[1])),
             ("lora_B", lora_b, (shape[0], rank)),
         ):
             if tuple(tensor.shape) != expected or not tensor.is_floating_point():
                 raise WeightsRefused(
-                    f"{projection}.{name}.weight is {tensor.dtype} of shape {list(tensor.shape)}, "
-                    f"expected floating point of shape {list(expected)}"
+                    f"the adapter's {projection}.{name}.weight is {tensor.dtype} of shape "
+                    f"{list(tensor.shape)}, and this model needs floating point of shape "
+                    f"{list(expected)}; was it trained on another model?"
                 )
         pairs[projection] = _cut(lora_a, lora_b, matrix)
     return pairs

@@ -2,6 +2,7 @@
 
 Subclassed per implementation (``Weights``, ``DeviceWeights``, ``FallbackWeights``,
 ``HostWeights``); filled by staging and by the loaders, and tracks which tensors are missing.
+Patches are applied by ``kernels/weight_matrix.py``; a refused tensor raises ``WeightsRefused``.
 """
 
 import math
@@ -249,7 +250,10 @@ class WeightStore:
             if self.is_redundant(name):
                 self._redundant_patches.setdefault(name, []).append(patch)
                 return
-            raise WeightsRefused(f"{self._model} has no tensor {name!r} to patch")
+            raise WeightsRefused(
+                f"{self._model} has no tensor {name!r} to patch; publish a whole state dict by the "
+                "names that the model directory has"
+            )
         self._patches.setdefault(name, []).append(patch)
         index, difference = torch.from_numpy(patch.index), _as_signed(patch.difference)
         if target.part is not None:

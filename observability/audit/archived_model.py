@@ -94,7 +94,10 @@ def load_version(
         _round(model, quantization)
     if adapter:
         if adapter not in files.adapters:
-            raise AuditError(f"v{version} has no adapter {adapter!r} in the archive")
+            raise AuditError(
+                f"v{version} has no adapter {adapter!r} in the archive; it has "
+                f"{', '.join(sorted(files.adapters)) or 'none'}"
+            )
         _merge(model, *files.adapters[adapter])
     return model
 
@@ -131,7 +134,10 @@ def _has_tensor(directory: Path, name: str) -> bool:
 def _round(model: Any, quantization: str) -> None:
     """Quantize and dequantize each matrix, with one scale per output row."""
     if quantization not in ("int8", "fp8"):
-        raise AuditError(f"weights were rounded to {quantization!r}, which an audit can't repeat")
+        raise AuditError(
+            f"the engines rounded weights to {quantization!r}, and this version audits int8 and "
+            "fp8; audit with the version that recorded the run"
+        )
     for name, weights in model.named_parameters():
         if weights.dim() > 1 and ROUNDED.fullmatch(name):
             largest = weights.abs().amax(-1, keepdim=True)
@@ -168,7 +174,10 @@ def _merge(model: Any, path: Path, scale: float) -> None:
                 matrix += scale * (lora_b.float() @ lora_a.float())
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AuditError(f"the adapter in {path} can't be merged: {why}") from error
+        raise AuditError(
+            f"the archived adapter in {path} does not fit the model: {why}. Was a file of the run "
+            "directory changed?"
+        ) from error
 
 
 def _overlay(model: Any, path: Path) -> Any:
@@ -185,7 +194,10 @@ def _overlay(model: Any, path: Path) -> Any:
         raise
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AuditError(f"{path} can't be laid over the version before: {why}") from error
+        raise AuditError(
+            f"the archived tensors of {path} do not fit the version before: {why}. Was a file of "
+            "the run directory changed?"
+        ) from error
 
 
 def _overlay_saved(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -198,7 +210,10 @@ def _overlay_saved(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
                 f"{name} is no tensor of transformers' model, nor of a directory that it saves"
             )
         if tensor.shape != saved[entry].shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, and the model's has "
+                f"{list(saved[entry].shape)}"
+            )
         saved[entry] = tensor
     is_tied = _is_tied(model)
     with _quiet_transformers():
@@ -232,7 +247,10 @@ def load_weights(directory: Path) -> Any:
         AuditError: the directory is missing, damaged, or lacks tensors.
     """
     if not (directory / "config.json").is_file():
-        raise AuditError(f"{directory} holds no model: its config.json is missing")
+        raise AuditError(
+            f"{directory} has no config.json, so it is no model directory; give the directory of "
+            "the run's model"
+        )
     auto: Any = transformers.AutoModelForCausalLM
     try:
         with _quiet_transformers():
@@ -248,7 +266,10 @@ def load_weights(directory: Path) -> Any:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AuditError(f"{directory} can't be loaded by transformers: {why}") from error
     if faults := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise AuditError(f"{directory} lacks {len(faults)} tensors, {sorted(faults)[0]} first")
+        raise AuditError(
+            f"{directory} lacks {len(faults)} tensors that its config.json describes, "
+            f"{sorted(faults)[0]} first; was a file removed or replaced?"
+        )
     return model.eval()
 
 

@@ -249,7 +249,7 @@ def audit_run(
         bookkeeping = Bookkeeping(part)
         plans_of_part: list[ReplayPlan] = []
         for rollout in read_trajectories_of_one(part):
-            bookkeeping.note(rollout)
+            bookkeeping.check(rollout)
             # Take `rollouts_wanted` rows, evenly spaced: those at which the count due increases.
             if (row + 1) * rollouts_wanted // recorded > row * rollouts_wanted // recorded:
                 plans_of_part.append(plan_rollout(rollout))
@@ -277,7 +277,10 @@ def audit_run(
         plans += plans_of_part
     tokens = sum(plan.tokens for plan in plans)
     if not tokens:
-        raise AuditError(f"{directory} holds {recorded} rollouts but no sampled token to audit")
+        raise AuditError(
+            f"{directory} has {recorded} rollouts without a sampled token, so there is nothing to "
+            "audit; give the directory of a run whose engines generated"
+        )
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]
     problems += _mismatches(segments)
@@ -340,7 +343,10 @@ def _quantization(directory: Path) -> str:
         # Runs recorded before the setting was renamed have it as `quantize`.
         return str(settings.get("quantization", settings.get("quantize")) or "")
     except (KeyError, AttributeError) as error:
-        raise AuditError(f"{directory / RUN_FILE} is damaged: {error!r}") from error
+        raise AuditError(
+            f"{directory / RUN_FILE} lacks {error}, which every version of Tidegate writes: the "
+            "file was changed, or is of another program"
+        ) from error
 
 
 def _engine_build(directory: Path, replays: Iterable[Replay]) -> EngineBuild:
@@ -396,11 +402,13 @@ class _Archive:
 
 def _refuse_without_weights(directory: Path) -> None:
     if not directory.is_dir():
-        raise AuditError(f"{directory} is not a directory")
+        raise AuditError(
+            f"{directory} is not a directory; give a run's directory, such as runs/latest/async"
+        )
     if not any(_versions_in(archive) for archive in archives(directory)):
         raise AuditError(
-            f"{directory / 'weights'} holds no weights; a run can be audited only if it archived "
-            f"them"
+            f"{directory / 'weights'} has no weights; an audit replays tokens through the weights "
+            "that a run with run_directory archives"
         )
 
 

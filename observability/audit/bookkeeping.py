@@ -43,7 +43,7 @@ class Bookkeeping:
         self._tokens: Counter[int] = Counter()
         """Number of trained sampled tokens by ``consumed_version``."""
 
-    def note(self, row: RecordedRollout) -> None:
+    def check(self, row: RecordedRollout) -> None:
         """Check one row by itself and against the rows before it."""
         messages = self._of_trained(row) if row.state == "trained" else _of_untrained(row)
         self._problems += [Problem(row.rollout_id, -1, message) for message in messages]

@@ -145,7 +145,7 @@ class _ReplayEngine:
                 adapters[name] = weights.make_adapter(load_file(path), scale)
             weights.adapters = adapters
         except (ModelError, WeightsRefused, OSError) as error:
-            raise AuditError(f"weights v{version} can't be loaded: {error}") from error
+            raise AuditError(f"the archived weights v{version} can't be loaded: {error}") from error
         self._runner.swap(weights)
 
     def _samples(self, replay: Replay, table: list[int]) -> Iterator["_Sample"]:
@@ -204,7 +204,10 @@ class _ReplayEngine:
         try:
             options = self._options.read(message, replay.context)
         except TurnRefused as error:
-            raise AuditError(f"recorded sampling options can't be read: {error}") from error
+            raise AuditError(
+                f"a turn's recorded sampling options are refused now: {error}. Audit with the "
+                "version that recorded the run, or leave --exact out"
+            ) from error
         if options is None and params.stop_strings:
             return RowOptions(sampling, replay.context, start)
         return options
@@ -271,7 +274,8 @@ def _open_model(directory: Path, build: EngineBuild) -> ServedModel:
         )
     except (ConfigError, ModelError) as error:
         raise AuditError(
-            f"{directory} can't be computed exactly on this machine: {error}"
+            f"{directory} can't be computed exactly on this machine: {error}. Audit on a machine "
+            "like the engines', or leave --exact out"
         ) from error
     assert isinstance(model, OwnModel)  # transformers' models are refused if deterministic
     return model

@@ -1,7 +1,8 @@
 """Conversions of a :class:`Batch`: the rows of one data-parallel rank, and columns for the wire.
 
 Called by the remote trainer's service and handle, and by :class:`RolloutDataset`. Letters in shapes
-are those of :mod:`~tidegate.orchestrator.batches.batches`.
+are those of :mod:`~tidegate.orchestrator.batches.batches`. ``policies/sharding.py`` decides which
+rank gets which rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -143,11 +144,14 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
 def _check(columns: Mapping[str, torch.Tensor]) -> None:
     missing = sorted(set(COLUMNS) - {TURN_REWARDS} - set(columns))
     if missing:
-        raise BadFrame(f"a batch lacks the columns {', '.join(missing)}")
+        raise BadFrame(
+            f"a batch lacks the columns {', '.join(missing)}; run one version of Tidegate on "
+            "trainer and run"
+        )
     lengths = columns["lengths"]
     rows, tokens = len(lengths), int(lengths.sum())
     if rows and int(lengths.min()) < 0:
-        raise BadFrame(f"a batch has a row of {int(lengths.min())} tokens")
+        raise BadFrame(f"a batch has a row of {int(lengths.min())} tokens; lengths must be >= 0")
     for name, column in columns.items():
         wanted = rows if name in ROW_COLUMNS else tokens
         if len(column) != wanted:

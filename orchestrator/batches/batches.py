@@ -1,6 +1,7 @@
 """The trainer's batch: torch tensors over the rows of its rollouts, padded and packed.
 
 Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it of the core's groups.
+Advantages are those of ``policies/advantages.py``, ages those of ``version_runs.py``.
 
 Shapes: R rows, T tokens of the longest row, N tokens of all rows. A row is the whole context of a
 rollout, or of one branch of a rollout that forked: prompts, sampled tokens and observations in the

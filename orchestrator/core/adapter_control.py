@@ -3,7 +3,8 @@
 :class:`tidegate.orchestrator.weight_sync.adapters.AdapterManager` feeds :class:`AdapterControl`
 events and carries out its commands. Every adapter is published, pinned and unloaded apart from all
 others and from the model's weights; one publish of an adapter runs at a time. The reasons are in
-docs/decisions/adapter-versions.md.
+docs/decisions/adapter-versions.md. It depends on the message types of
+``transport/adapter_messages.py`` only, and reads no clock.
 
 A version is loaded by every engine, then released (journalled), then swapped in by every engine. An
 engine that is asked for a turn of an adapter that it does not hold asks for it, so nothing here

@@ -318,7 +318,8 @@ class Core:
         if not self.admissible_groups:
             raise TidegateError(
                 f"a task arrived with {self.outstanding_groups} groups outstanding of "
-                f"{self.policy.outstanding_groups_max} allowed; ask admissible_groups first"
+                f"{self.policy.outstanding_groups_max} allowed; take only as many tasks as "
+                "`admissible_groups` says"
             )
         key = self.tasks.take(event.key)
         if self.prompts.histories and self.prompts.skip(event.digest):

@@ -2,7 +2,7 @@
 
 :class:`GroupTracker` counts each discard; :class:`RunStatistics` shows the counters. Memory is
 bounded, all numbers are integers, and equal calls give equal states, because the counters are saved
-with the core.
+with the core. It reads groups and rollouts, and is written with msgspec.
 """
 
 from collections import Counter

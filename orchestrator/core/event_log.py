@@ -2,7 +2,8 @@
 
 The journal stores the records; a resume and a replay feed them to a new core, which then has the
 same state. A task is written if it is plain data; other tasks come from the user's iterator again.
-An event's record includes the tokens that the episode appended since its last turn.
+An event's record includes the tokens that the episode appended since its last turn. Events are
+``core/events.py``'s, encoded with msgspec as MessagePack.
 """
 
 from typing import Any
@@ -115,18 +116,26 @@ def _plain(value: object, depth: int) -> object:
             parts = [_plain(item, depth + 1) for item in value]  # type: ignore[attr-defined]
             data = msgspec.msgpack.encode(parts, order="deterministic")
             return msgspec.msgpack.Ext(TUPLE_CODE, data)
-    raise TypeError(f"{kind.__name__} is not plain data")
+    raise TypeError(
+        f"{kind.__name__} is not plain data: None, bool, int, float, str, bytes, list, tuple or "
+        "dict"
+    )
 
 
 def _key(key: object) -> object:
     if type(key) is not str:
-        raise TypeError(f"a key of type {type(key).__name__} may be restored as another type")
+        raise TypeError(
+            f"a dict key of type {type(key).__name__} may be restored as another type; use str keys"
+        )
     return key
 
 
 def _tuple(code: int, data: memoryview) -> object:
     if code != TUPLE_CODE:
-        raise ValueError(f"a task has data of extension type {code}")
+        raise ValueError(
+            f"a journalled task has MessagePack extension type {code}, and only {TUPLE_CODE} "
+            "(tuples) is written; is the journal of a newer version?"
+        )
     return tuple(msgspec.msgpack.decode(data, type=list[Any], ext_hook=_tuple))
 
 

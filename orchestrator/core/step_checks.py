@@ -2,7 +2,7 @@
 
 The fleet calls it on every step before the core sees it, so impossible numbers from a faulty engine
 are refused as :class:`BadFrame`. It checks each step by itself: whether a turn exists or has ended
-is checked in :class:`TurnTracker`.
+is checked in :class:`TurnTracker`. Columns are read as numpy arrays.
 """
 
 import struct

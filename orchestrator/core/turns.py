@@ -2,7 +2,8 @@
 
 :class:`GroupTracker` submits and cancels turns; :class:`Core` passes on engines' events. A turn may
 have several submissions: after an abort, or the loss of an engine, the next submission continues
-from the tokens sampled so far.
+from the tokens sampled so far. ``placement.py`` chooses the engine, ``filing.py`` appends the
+tokens.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,8 @@
 """Rows that the trainer had but did not train on: moves their tokens to a discard account.
 
 :class:`Core` calls it for :class:`RowsDiscarded`, and when a batch is undone. A row is a rollout or
-a branch of one; a rollout counts as trained while one of its rows does.
+a branch of one; a rollout counts as trained while one of its rows does. Changes
+:class:`GroupTracker` and :class:`TrainedCounts`.
 """
 
 from collections.abc import Iterable

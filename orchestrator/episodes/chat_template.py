@@ -1,8 +1,8 @@
 """Chat template of a model: renders messages to text as ``transformers`` does.
 
-:class:`Conversation` and the HTTP servers use it. :mod:`conversation` tokenizes the text and
-finds which tokens are in the context already. A template is untrusted code, and runs in Jinja's
-sandbox.
+:class:`Conversation` and the HTTP servers use it. :mod:`conversation` tokenizes the text and finds
+which tokens are in the context already. A template is untrusted code, and runs in Jinja's sandbox.
+Built on jinja2.
 """
 
 import datetime
@@ -65,7 +65,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self.end_of_turn = self._find_end_of_turn()
         except (jinja2.TemplateError, ChatRefused) as error:
-            raise ModelError(f"the model's chat template can't be used: {error}") from error
+            raise ModelError(
+                f"the model's chat template can't be used: {error}; correct chat_template.jinja in "
+                "the model directory"
+            ) from error
 
     def prompt(
         self,
@@ -92,7 +95,8 @@ class ChatTemplate:
         start = text.rfind(ending) if ending else -1
         if start < 0:
             raise ChatRefused(
-                "continue_final_message needs a last message with a text that the template shows"
+                "continue_final_message continues the last message's text, and the chat template "
+                f"does not show {ending!r:.80} at the end; end with a message that has text"
             )
         # Templates may trim a message: keep the spaces after it only if the template does.
         whole = str(content).lstrip()
@@ -135,7 +139,7 @@ class ChatTemplate:
         text = self.render(messages, add_generation_prompt=False)
         _, found, end = text.rpartition(PLACEHOLDER)
         if not found:
-            raise ChatRefused("it does not render the assistant's content")
+            raise ChatRefused("it does not show an assistant message's content")
         return end
 
 

@@ -8,7 +8,8 @@
 The episode runner makes one :class:`Episode` per rollout and sends its turns to the core. The
 context only grows: prompts and observations by :meth:`Episode.append`, the model's tokens by
 :meth:`Episode.generate`. So the tokens that are trained are exactly those that the engine sampled.
-An episode that needs more than one context forks: each branch is a row of its own.
+An episode that needs more than one context forks: each branch is a row of its own. It depends on
+``conversation.py`` for messages and on ``sampling_options.py`` for options.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 The episode runner reports to it; a callback gets each interval at its end. At most ``LANES_MAX``
 episodes are logged at a time; others cost one dict lookup per call. No event is made, so replays
-are not affected.
+are not affected. Depends on the recorder's :class:`EpisodeInterval` only.
 """
 
 import asyncio

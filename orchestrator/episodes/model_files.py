@@ -2,7 +2,7 @@
 
 The run reads them once at its start; episodes and the HTTP servers share them. Reads no weights and
 imports no torch. A group's rollouts append the same texts, so the tokens of the last few are
-cached.
+cached. Built on the ``tokenizers`` library.
 """
 
 import asyncio
@@ -135,7 +135,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing: not a Hugging Face model directory") from None
+        raise ModelError(
+            f"{path} is missing; give the directory of a Hugging Face model, with config.json, "
+            "*.safetensors and tokenizer.json"
+        ) from None
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} can't be read: {error}") from None
     if not isinstance(content, dict):

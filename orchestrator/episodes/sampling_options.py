@@ -1,7 +1,7 @@
 """Sampling options of ``Episode.generate``: checks them, and makes :class:`SamplingParams` of them.
 
 Options that no engine could read are refused here, by name; an engine refuses those that it can't
-serve. Their meanings are documented in :class:`SamplingParams`.
+serve. Their meanings are documented in :class:`SamplingParams`. Checked by encoding with msgspec.
 """
 
 import math
@@ -133,7 +133,11 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
     read = msgspec.msgpack.decode(sent, type=SamplingParams)
     numbers = [getattr(read, name) for name in FLOATS] + [one.bias for one in read.logit_bias]
     if not all(map(math.isfinite, numbers)):
-        raise ValueError("an option is infinite or no number; omit it, or pass a finite value")
+        raise ValueError(
+            "sampling options must be finite, got "
+            f"{next(n for n in numbers if not math.isfinite(n))}; leave that option out, or pass a "
+            "finite value"
+        )
     counts = {name: getattr(read, name) for name in COUNTS}
     ids = [*read.stop_token_ids, *(one.token_id for one in read.logit_bias)]
     counts["the largest token id"] = max(ids, key=abs, default=0)
@@ -146,5 +150,5 @@ def _checked(sampling: SamplingParams) -> SamplingParams:
 def _number(value: object) -> object:
     item = getattr(value, "item", None)  # as numpy's and torch's have
     if item is None:
-        raise TypeError(f"{value!r:.200} is neither a number nor a text")
+        raise TypeError(f"a sampling option must be a number or text, got {value!r:.200}")
     return item()

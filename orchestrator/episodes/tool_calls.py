@@ -8,7 +8,8 @@
                                                             it: the mark may be a special token
 
 :class:`Conversation`, the gateway and the dashboard use it. Text that can't be parsed stays in the
-content unchanged: whether that is an error is the agent's decision.
+content unchanged: whether that is an error is the agent's decision. Standard library only
+(``json``, ``re``).
 """
 
 import json

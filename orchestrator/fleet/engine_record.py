@@ -1,6 +1,7 @@
 """Counters of one engine, made from its steps and messages; the fleet keeps one for each engine.
 
-``statistics().engines`` and the watchdog read them.
+``statistics().engines`` and the watchdog read them. Made of ``transport/streams.py``'s window and
+the core's events.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Interface of engine launchers, and the launcher of processes on this machine.
 
 `trainer/run.py` starts and ends engines through it; the run's settings select the launcher, and
-integrations/ray has one for Ray actors. All engines join
-over the wire, so a launcher only starts and ends engines, and reports their ends.
+integrations/ray has one for Ray actors. All engines join over the wire, so a launcher only starts
+and ends engines, and reports their ends. Local processes are ``processes.py``'s.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,9 @@
 
 ``Rollouts.score``, ``embed`` and ``reward`` and the :class:`Episode` methods use it;
 :class:`~tidegate.orchestrator.fleet.score_dispatcher.ScoreDispatcher` sends the requests. Letters
-in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels."""
+in shapes: N tokens of a sequence, k likeliest tokens, H hidden, L labels. Arrays are numpy's; the
+messages are ``transport/scoring.py``'s.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,7 +2,8 @@
 
 ``serve(resume=…)`` calls :func:`open_run_journal` before anything is started. The trainer saves a
 small token with its weights; the journal has all events. Both must be of the same run, and the
-token must not be ahead of the journal.
+token must not be ahead of the journal. Built on :class:`RunJournal`, and on ``core/rules.py`` to
+compare settings.
 """
 
 import uuid

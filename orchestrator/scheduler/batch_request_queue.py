@@ -4,7 +4,8 @@ The scheduler adds requests and passes on the core's hand-overs. A handed-over b
 first: the trainer's thread takes it (see :class:`BatchRequest`), and acknowledges it once nothing
 can interrupt the trainer's call any more. Until then the hand-over can be undone: a batch that the
 trainer does not take returns to the core, which selects the next batch again at the version current
-then. One batch is on offer at a time, so the batch that is undone is always the newest.
+then. One batch is on offer at a time, so the batch that is undone is always the newest. Built on
+:class:`BatchRequest` of ``fleet/pending_futures.py``.
 
 While it is undecided which version the trainer has made, no batch is on offer, because its
 staleness would be counted from the version before.

@@ -2,7 +2,8 @@
 
 `trainer/run.py` makes one :class:`Scheduler` per run and uses it only on the run's event loop.
 Engines' messages, ends of episodes and the trainer's requests become events. `engine_side.py`
-exchanges messages with engines.
+exchanges messages with engines. `run_journal.py` applies events to the core, `runner.py` runs
+episodes.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Immutable snapshots of a run and its engines, for users, metrics, dashboard and reports.
 
 Metrics, dashboard, reports and users' loops read them. ``Rollouts.statistics()`` takes them.
+Standard library dataclasses, made of the ledger's, the discards' and the watchdog's own snapshots.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """Trainer's handle of one LoRA adapter with weight versions of its own.
 
 ``rollouts.adapter("critic")`` returns one. A publish through it stages, swaps and counts alone: no
-turn of the base or of another adapter pauses, recomputes KV or ages.
+turn of the base or of another adapter pauses, recomputes KV or ages. Tensors are read by
+``weight_sync/adapter_files.py``, and published by the scheduler's :class:`AdapterManager`.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping

@@ -1,7 +1,8 @@
 """Reader of LoRA adapters, from PEFT directories or a trainer's tensors; refuses unsupported ones.
 
 ``Rollouts.publish_adapter`` calls it through ``trainer/weight_updates.py``. Reads safetensors by
-``tensor_files.py``. Engines check whether an adapter fits their model.
+``tensor_files.py``. Engines check whether an adapter fits their model. Uses torch to check the
+tensors.
 """
 
 from collections.abc import Mapping
@@ -118,16 +119,20 @@ def _scale(fields: Mapping[str, Any]) -> float:
     """Return alpha / r; rank-stabilised: alpha / sqrt(r), Kalajdzievski 2023, arXiv:2312.03732."""
     kind = str(getattr(fields.get("peft_type"), "value", fields.get("peft_type") or "LORA"))
     if kind != "LORA":
-        raise ConfigError(f"the adapter is a {kind}; engines serve LoRA")
+        raise ConfigError(
+            f"the adapter's peft_type is {kind}, and engines serve LORA; train a LoraConfig, or "
+            "merge the adapter and publish the weights"
+        )
     for name, feature in UNSUPPORTED_FIELDS.items():
         if fields.get(name):
             raise ConfigError(
-                f"the adapter has {feature} ({name}={fields[name]!r:.100}), which engines "
-                f"don't serve"
+                f"the adapter has {feature} ({name}={fields[name]!r:.100}), which engines don't "
+                "serve; train without it, or merge the adapter and publish the weights"
             )
     if (bias := fields.get("bias", "none")) != "none":
         raise ConfigError(
-            f"the adapter trains biases (bias={bias!r:.50}), which engines don't support"
+            f"the adapter trains biases (bias={bias!r:.50}), which engines don't serve; set "
+            "bias='none' in its LoraConfig"
         )
     init = str(fields.get("init_lora_weights", "")).lower()
     if init.startswith(BASE_CHANGING_INITS):
@@ -158,7 +163,10 @@ def _refuse_other_ranks(tensors: "Mapping[str, torch.Tensor]", rank: int) -> Non
                 f"adapter's own config"
             )
         if not tensor.isfinite().all():
-            raise ConfigError(f"{name} holds NaN or infinite values")
+            raise ConfigError(
+                f"the adapter's {name} contains NaN or infinity: the training step before this "
+                "publish diverged. Undo it, and publish the previous adapter"
+            )
 
 
 def _renamed(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
@@ -174,8 +182,11 @@ def _renamed(tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]"
             )
         short = f"{projection}.lora_{letter}.weight"
         if short in renamed:
-            raise ConfigError(f"{short!r} appears twice: these tensors hold several adapters")
+            raise ConfigError(
+                f"{short!r} appears twice, so these are tensors of several adapters; pass those of "
+                "one, peft.get_peft_model_state_dict(model, adapter_name=...)"
+            )
         renamed[short] = tensor
     if not renamed:
-        raise ConfigError("the adapter has no tensors")
+        raise ConfigError("the adapter has no tensors; pass peft.get_peft_model_state_dict(model)")
     return renamed

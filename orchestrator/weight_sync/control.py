@@ -2,7 +2,8 @@
 
 The engine side creates one :class:`EngineControl`. It feeds trainers' calls and engines' messages
 to the state machine, carries out the commands, and returns to each caller when its call is
-resolved.
+resolved. Built on asyncio, :class:`PendingFutures` and the messages of
+``transport/weight_messages.py``.
 """
 
 import asyncio

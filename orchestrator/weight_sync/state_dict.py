@@ -3,7 +3,8 @@
 Called by the publish path and by remote trainers. FSDP and tensor parallelism leave each rank a
 shard of each tensor (a DTensor): the rank that publishes gathers one whole tensor at a time, and
 the other ranks call :func:`take_part`, so no device holds more than one whole tensor beside its
-shards. torch is imported when a tensor is read, because `tidegate audit` runs without it.
+shards. torch is imported when a tensor is read, because `tidegate audit` runs without it. Its
+tensors go to a sender of ``transport/weight_channels/``.
 """
 
 from collections.abc import Iterator, Mapping

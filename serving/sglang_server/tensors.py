@@ -56,7 +56,10 @@ def read_tensors(pickled: str) -> "dict[str, torch.Tensor]":
     )
     tensors = {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, torch.Tensor)}
     if not isinstance(found, list) or len(tensors) != len(found):
-        raise UpdateError("serialized_named_tensors must be a list of (name, tensor) pairs")
+        raise UpdateError(
+            "serialized_named_tensors must be a list of (name, tensor) pairs, got "
+            f"{type(found).__name__} with {len(tensors)} of them"
+        )
     return tensors
 
 
@@ -99,7 +102,9 @@ def _shared_bytes(kind: object, manager: bytes, handle: bytes, size: int, *_: ob
     import torch
 
     if not SHARED_FILE.fullmatch(handle):
-        raise UnsafePickle(f"{handle!r:.100} is no name of torch's shared memory")
+        raise UnsafePickle(
+            f"{handle!r:.100} is not a name that torch gives shared memory (/torch_...)"
+        )
     file = os.open(b"/dev/shm" + handle, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with mmap.mmap(file, size, prot=mmap.PROT_READ) as shared:
@@ -117,9 +122,15 @@ def _tensor_of_storage(
     storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
 ) -> "torch.Tensor":
     if min((offset, *size, *stride)) < 0 or len(size) != len(stride):
-        raise UnsafePickle(f"a tensor has offset {offset}, size {size} and stride {stride}")
+        raise UnsafePickle(
+            "a tensor must have offset, sizes and strides >= 0 and as many strides as sizes, got "
+            f"{offset}, {size} and {stride}"
+        )
     if math.prod(size) > storage.values.numel():
-        raise UnsafePickle(f"a tensor of size {size} has {storage.values.numel()} values")
+        raise UnsafePickle(
+            f"a tensor of size {size} needs {math.prod(size)} values, and its storage has "
+            f"{storage.values.numel()}"
+        )
     return storage.values.as_strided(size, stride, offset)
 
 
@@ -167,7 +178,7 @@ class UpdateGroups:
         from tidegate.transport.weight_channels.collective import join_custom_group, open_store
 
         if request.backend not in ("gloo", "nccl"):
-            raise UpdateError(f"backend is gloo or nccl, got {request.backend!r}")
+            raise UpdateError(f"backend must be gloo or nccl, got {request.backend!r}")
         if request.backend == "nccl" and not torch.cuda.is_available():
             raise UpdateError(
                 "this server's process sees no GPU, and nccl needs one: make the group with "
@@ -220,7 +231,10 @@ class UpdateGroups:
                 group.broadcast(tensor)
         except RuntimeError as error:
             self.leave(request.group_name)
-            raise UpdateError(f"the trainer sent no more tensors: {error}") from None
+            raise UpdateError(
+                f"the trainer's broadcast ended before all announced tensors came: {error}. See "
+                "the trainer's log"
+            ) from None
         return tensors
 
     def leave(self, name: str) -> bool:

@@ -92,11 +92,17 @@ class IpcUpdateReceiver:
             }
         sizes = info.get("tensor_sizes")
         if sizes != [tensor.num_bytes for tensor in announced] or not isinstance(handles, dict):
-            raise UpdateError("packed tensors come with one handle, and tensor_sizes that fit them")
+            raise UpdateError(
+                "packed tensors must have one handle per GPU and tensor_sizes that equal their "
+                f"byte counts {[tensor.num_bytes for tensor in announced]}, got {sizes!r:.200}"
+            )
         handle = _own(handles, uuid)
         total = sum(sizes)
         if handle.dtype != _bytes_dtype() or len(handle.size) != 1 or handle.size[0] < total:
-            raise UpdateError(f"the packed buffer is no {total} bytes: {handle.size}")
+            raise UpdateError(
+                f"the packed buffer must be uint8 [{total}] or longer, got {handle.dtype} "
+                f"{list(handle.size)}"
+            )
         return unpacked(self._buffer(handle), announced)
 
     def finished(self) -> None:
@@ -128,12 +134,21 @@ def _skyrls_tensors(
     The buffer is closed here: SkyRL's trainer frees it after this chunk.
     """
     if sizes != [tensor.num_elements for tensor in announced] or not isinstance(handles, dict):
-        raise UpdateError("SkyRL's chunks come with one handle, and sizes that fit their tensors")
+        raise UpdateError(
+            "SkyRL's chunks must have one handle per GPU and sizes that equal their tensors' "
+            f"element counts {[tensor.num_elements for tensor in announced]}, got {sizes!r:.200}"
+        )
     handle, total = _own(handles, uuid), sum(tensor.num_elements for tensor in announced)
     if any(tensor.dtype != handle.dtype for tensor in announced):
-        raise UpdateError(f"the packed buffer is of {handle.dtype}, and not all of its tensors")
+        raise UpdateError(
+            f"the packed buffer is {handle.dtype}, and tensors of it were announced with other "
+            "dtypes; send one chunk per dtype"
+        )
     if handle.size[1:] or handle.stride != (1,) or handle.size[0] < total:
-        raise UpdateError(f"the packed buffer is no {total} elements in a row: {handle.size}")
+        raise UpdateError(
+            f"the packed buffer must be [{total}] or longer and contiguous, got "
+            f"{list(handle.size)} with strides {list(handle.stride)}"
+        )
     return unpacked(_rebuilt(handle).view(_bytes_dtype()), announced)
 
 
@@ -160,7 +175,7 @@ def read_handles(pickled: object) -> "list[dict[str, Handle]] | dict[str, Handle
 
 def _handles(found: object) -> dict[str, Handle]:
     if not isinstance(found, dict):
-        raise UnsafePickle(f"handles are by UUID of the GPU, got {type(found).__name__}")
+        raise UnsafePickle(f"handles must be a dict by GPU UUID, got {type(found).__name__}")
     return {str(uuid): _handle(fields) for uuid, fields in found.items()}
 
 
@@ -169,10 +184,15 @@ def _handle(fields: object) -> Handle:
         case (function, arguments) if function is _REBUILD:  # SkyRL's trainer pickles both
             fields = arguments
     if not isinstance(fields, tuple) or len(fields) != len(_KINDS):
-        raise UnsafePickle(f"a handle has {len(_KINDS)} fields")
+        raise UnsafePickle(
+            f"a handle must be a tuple of {len(_KINDS)} fields, got {type(fields).__name__}"
+        )
     for field, kind, name in zip(fields, _KINDS, Handle._fields, strict=True):
         if not isinstance(field, kind):
-            raise UnsafePickle(f"a handle's {name} can't be {type(field).__name__}")
+            raise UnsafePickle(
+                f"a handle's {name} must be {getattr(kind, '__name__', kind)}, got "
+                f"{type(field).__name__}"
+            )
     handle = Handle(*fields)
     _check_extent(handle)
     return handle
@@ -184,13 +204,20 @@ def _check_extent(handle: Handle) -> None:
 
     numbers = (*handle.size, *handle.stride, handle.offset, handle.storage_offset_bytes)
     if not all(isinstance(n, int) and n >= 0 for n in (*numbers, handle.counter_offset)):
-        raise UnsafePickle("a handle's sizes and offsets are no numbers from 0 on")
+        raise UnsafePickle(
+            f"a handle's sizes, strides and offsets must be integers >= 0, got {numbers!r:.200}"
+        )
     if not isinstance(handle.dtype, torch.dtype) or len(handle.size) != len(handle.stride):
-        raise UnsafePickle("a handle's dtype, sizes and strides are no tensor's")
+        raise UnsafePickle(
+            "a handle must have a torch dtype and as many strides as sizes, got "
+            f"{handle.dtype!r:.50}, sizes {list(handle.size)} and strides {list(handle.stride)}"
+        )
     last = sum((n - 1) * step for n, step in zip(handle.size, handle.stride, strict=True))
     end = (handle.offset + last + 1) * handle.dtype.itemsize
     if min(handle.size, default=1) > 0 and end > handle.storage_bytes:
-        raise UnsafePickle(f"a tensor reaches to byte {end} of {handle.storage_bytes}")
+        raise UnsafePickle(
+            f"a handle's tensor ends at byte {end} of a storage of {handle.storage_bytes} bytes"
+        )
     if len(handle.event) != EVENT_BYTES:
         raise UnsafePickle(f"a handle of an event has {EVENT_BYTES} bytes, got {len(handle.event)}")
     if flaw := ref_counter_problem(handle.counter, handle.counter_offset):
@@ -204,7 +231,9 @@ _TENSOR, _STORAGE, _REBUILD = object(), object(), object()
 def _size(dimensions: object) -> tuple[object, ...]:
     """Return the dimensions of a pickled ``torch.Size``."""
     if not isinstance(dimensions, tuple | list):
-        raise UnsafePickle("a size is made of no tuple")
+        raise UnsafePickle(
+            f"a pickled torch.Size must hold a tuple, got {type(dimensions).__name__}"
+        )
     return tuple(dimensions)
 
 

@@ -97,7 +97,10 @@ class NcclUpdateReceiver:
             raise UpdateError(str(error)) from None
         except RuntimeError as error:  # or the trainer would wait in a broadcast for ever
             self.close()
-            raise UpdateError(f"no memory for the announced tensors: {error}") from None
+            raise UpdateError(
+                f"no memory for the announced tensors: {error}. Send smaller chunks, or free GPU "
+                "memory"
+            ) from None
 
     def _packed(
         self, group: Communicator, announced: list[AnnouncedTensor], buffer_bytes: int
@@ -223,7 +226,10 @@ def _check(rendezvous: Rendezvous) -> None:
             f"world_size - 1, got rank_offset={rendezvous.rank}, world_size={rendezvous.ranks}"
         )
     if (rendezvous.address is None) == (rendezvous.given_id is None):
-        raise UpdateError("init_info has either master_address and port, or nccl_unique_id_b64")
+        raise UpdateError(
+            "init_info must have either master_address and port or nccl_unique_id_b64, got "
+            f"{'both' if rendezvous.address is not None else 'neither'}"
+        )
     if rendezvous.given_id is not None and len(rendezvous.given_id) != UNIQUE_ID_BYTES:
         raise UpdateError(
             f"nccl_unique_id_b64 must be {UNIQUE_ID_BYTES} bytes, got {len(rendezvous.given_id)}"
@@ -274,9 +280,14 @@ def read_unique_id(pickled: bytes) -> bytes:
     try:
         found = read_plain_pickle(pickled, _named)
     except UnsafePickle as error:
-        raise UpdateError(f"the trainer gave no ncclUniqueId: {error}") from None
+        raise UpdateError(
+            f"the trainer must store a pickled ncclUniqueId, and it can't be read: {error}"
+        ) from None
     if not isinstance(found, bytes) or len(found) != UNIQUE_ID_BYTES:
-        raise UpdateError(f"the trainer gave no ncclUniqueId of {UNIQUE_ID_BYTES} bytes")
+        raise UpdateError(
+            f"the trainer must store an ncclUniqueId of {UNIQUE_ID_BYTES} bytes, got "
+            f"{len(found) if isinstance(found, bytes) else type(found).__name__}"
+        )
     return found
 
 
@@ -295,4 +306,4 @@ def _struct_bytes(kind: object, state: object) -> bytes:
     match state:
         case ({**rest}, bytes(held)) if kind is _STRUCT and not rest:
             return held
-    raise UnsafePickle("it is a C struct, but no ncclUniqueId")
+    raise UnsafePickle("it must hold ncclUniqueId's bytes, and holds another C struct")

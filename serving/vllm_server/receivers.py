@@ -84,7 +84,10 @@ def announced_tensors(info: Mapping[str, Any]) -> list[AnnouncedTensor]:
         ) from None
     for tensor in tensors:
         if not isinstance(tensor.dtype, torch.dtype) or min(tensor.shape, default=0) < 0:
-            raise UpdateError(f"Invalid update_info: {tensor.name} is no tensor: {tensor!r}")
+            raise UpdateError(
+                f"Invalid update_info: {tensor.name} must have a torch dtype and a shape of sizes "
+                f">= 0, got {tensor!r}"
+            )
     return tensors
 
 
@@ -119,7 +122,10 @@ class DiskUpdateReceiver:
         _refuse_unknown(info, ("path", "names"), "update_info")
         path = info.get("path")
         if not isinstance(path, str):
-            raise UpdateError("update_info must have a path, of safetensors or their directory")
+            raise UpdateError(
+                "update_info must have a path, of a safetensors file or a directory of them, got "
+                f"{path!r:.200}"
+            )
         return read_tensors(Path(path), info.get("names"))
 
     def finished(self) -> None:
@@ -147,7 +153,10 @@ def read_tensors(path: Path, names: Any = None) -> "dict[str, torch.Tensor]":
     if names is None:
         return tensors
     if missing := [name for name in names if name not in tensors]:
-        raise UpdateError(f"{path} has no tensor {missing[0]!r}")
+        raise UpdateError(
+            f"{path} has no tensor {missing[0]!r}, which update_info names ({len(missing)} are "
+            "missing)"
+        )
     return {name: tensors[name] for name in names}
 
 
@@ -197,13 +206,19 @@ class GlooUpdateReceiver:
             }
         except RuntimeError as error:
             self.close()  # or the trainer would wait in a broadcast for long
-            raise UpdateError(f"no memory for the announced tensors: {error}") from None
+            raise UpdateError(
+                f"no memory for the announced tensors: {error}. Send smaller chunks, or free "
+                "memory of the server"
+            ) from None
         try:
             for tensor in tensors.values():
                 broadcast(self._group, tensor)
         except RuntimeError as error:
             self.close()
-            raise UpdateError(f"the trainer sent no more tensors: {error}") from None
+            raise UpdateError(
+                f"the trainer's broadcast ended before all announced tensors came: {error}. See "
+                "the trainer's log"
+            ) from None
         return tensors
 
     def finished(self) -> None:

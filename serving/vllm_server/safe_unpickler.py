@@ -70,7 +70,7 @@ class _Unpickler:
             if operation.name == "STOP":
                 return self._pop().value
             self._do(operation.name, argument)
-        raise UnsafePickle("it has no end")
+        raise UnsafePickle("it ends without a STOP operation")
 
     def _do(self, name: str, argument: Any) -> None:
         match name:
@@ -122,14 +122,17 @@ class _Unpickler:
             case _ if name in _WITH_ARGUMENT:
                 self._push_plain(argument)
             case _:
-                raise UnsafePickle(f"it has the operation {name}, which is not read")
+                raise UnsafePickle(f"it has the pickle operation {name}, which is not allowed")
 
     def _push(self, value: Any, count: int = 1) -> None:
         self._stack.append(_Value(value, count))
 
     def _push_plain(self, value: Any) -> None:
         if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
-            raise UnsafePickle(f"it has an integer of {value.bit_length()} bits")
+            raise UnsafePickle(
+                f"it has an integer of {value.bit_length()} bits, and the limit is "
+                f"{INTEGER_BITS_MAX}"
+            )
         self._push(value)
 
     def _push_tuple(self, items: list[_Value]) -> None:
@@ -146,13 +149,16 @@ class _Unpickler:
         container.count += self._counted(items)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key.value, str | int):
-                raise UnsafePickle(f"a key is a {type(key.value).__name__}, and may be a text")
+                raise UnsafePickle(f"a dict key must be str or int, got {type(key.value).__name__}")
             container.value[key.value] = value.value
 
     def _call(self) -> None:
         arguments, function = self._pop(), self._pop()
         if not isinstance(arguments.value, tuple) or not callable(function.value):
-            raise UnsafePickle("it calls a value that is no function of its names")
+            raise UnsafePickle(
+                f"it calls a {type(function.value).__name__}, and only the allowed functions may "
+                "be called"
+            )
         self._push(function.value(*arguments.value), 1 + arguments.count)
 
     def _counted(self, items: list[_Value]) -> int:
@@ -162,13 +168,16 @@ class _Unpickler:
             item.is_held = True
             count += item.count
         if count > VALUES_MAX:
-            raise UnsafePickle(f"it holds more than {VALUES_MAX} values")
+            raise UnsafePickle(f"it holds {count} values, and the limit is {VALUES_MAX}")
         return count
 
     def _open(self, kind: type) -> _Value:
         container = self._top()
         if not isinstance(container.value, kind) or container.is_held:
-            raise UnsafePickle("it adds to a value that is no container, or is held by another")
+            raise UnsafePickle(
+                f"it adds to a {type(container.value).__name__} where a {kind.__name__} that "
+                "nothing else holds is allowed"
+            )
         return container
 
     def _found(self, module: Any, attribute: Any) -> Any:
@@ -176,13 +185,13 @@ class _Unpickler:
         if isinstance(module, str) and isinstance(attribute, str):
             found = self._named(module, attribute)
         if found is None:
-            raise UnsafePickle(f"it names {module!s:.100}.{attribute!s:.100}, which is not read")
+            raise UnsafePickle(f"it names {module!s:.100}.{attribute!s:.100}, which is not allowed")
         return found
 
     def _top(self) -> _Value:
         top = self._stack[-1]
         if top is _MARK:
-            raise UnsafePickle("a value is missing")
+            raise UnsafePickle("it takes a value from an empty stack")
         return top
 
     def _pop(self) -> _Value:
@@ -210,7 +219,7 @@ def read_plain_pickle(
         UnsafePickle: the pickle names something else, holds too much, or can't be read.
     """
     if len(data) > bytes_max:
-        raise UnsafePickle(f"it has {len(data)} bytes, {bytes_max} at most are read")
+        raise UnsafePickle(f"it has {len(data)} bytes, and the limit is {bytes_max}")
     try:
         return _Unpickler(named).run(data)
     except UnsafePickle:

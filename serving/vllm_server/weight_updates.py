@@ -117,7 +117,10 @@ class WeightUpdates:
         """Receive some tensors, or all; a failure drops the whole update."""
         pieces = [info] if isinstance(info, Mapping) else list(info)
         if len(pieces) != 1:
-            raise UpdateError(f"update_info is for one rank, got {len(pieces)} of them")
+            raise UpdateError(
+                "the server is one rank, so update_info must be one object, got a list of "
+                f"{len(pieces)}"
+            )
         async with self._one_at_a_time:
             session = self._session
             if session is None:
@@ -233,7 +236,11 @@ class WeightUpdates:
             why = f"action is checksum or compare, got {action}; weights can't be reset"
             raise ApiError(501 if action == "reset" else 400, why, param="action")
         if not self._run.settings.weights.weight_checksums:
-            raise ApiError(501, "start the server with --weight-checksums")
+            raise ApiError(
+                501,
+                f"{action} needs checksums of published weights; start the server with "
+                "--weight-checksums",
+            )
         if not self._checksums:
             facts = await asyncio.to_thread(read_tensors, self._info.path)
             self._checksums = {name: _checksum(tensor) for name, tensor in facts.items()}
@@ -241,7 +248,11 @@ class WeightUpdates:
         if action == "checksum":
             return {"checksums": sums}
         if baseline is None:
-            raise ApiError(400, "compare needs a baseline", param="baseline")
+            raise ApiError(
+                400,
+                "compare needs a baseline, the result of an earlier action=checksum",
+                param="baseline",
+            )
         differ = sorted(n for n in sums.keys() | baseline.keys() if sums.get(n) != baseline.get(n))
         return {"match": not differ, "mismatches": differ}
 
@@ -334,14 +345,17 @@ class WeightUpdates:
         for name, tensor in tensors.items():
             facts = self._info.facts_of(name)
             if facts is None:
-                raise UpdateError(f"the model has no tensor {name!r}")
+                raise UpdateError(
+                    f"the model has no tensor {name!r}; send the names that the model directory has"
+                )
             if not hasattr(torch, facts.dtype) and self._info.transformers_names.is_passed_over(
                 name
             ):
                 continue  # a mask in bytes, such as old GPT-2s have
             if tuple(tensor.shape) != facts.shape:
                 raise UpdateError(
-                    f"{name} has shape {list(tensor.shape)}, the model's {list(facts.shape)}"
+                    f"{name} has shape {list(tensor.shape)}, and the model's has "
+                    f"{list(facts.shape)}"
                 )
             wanted = getattr(torch, facts.dtype if dtype == "auto" else dtype)
             fitted[name] = tensor.to(wanted)

@@ -37,7 +37,7 @@ WARM_UP_VERSIONS_MIN = 4
 class NullFrameLog(FrameLog):
     """Frame log that only counts frames, because keeping them would be most of their cost."""
 
-    def note(self, carried: CarriedFrame) -> None:
+    def record(self, carried: CarriedFrame) -> None:
         """Count one frame."""
         self.frames += 1
 

@@ -38,7 +38,10 @@ class PlanWorkload:
 
     def __post_init__(self) -> None:
         if not self.groups or not all(self.groups) or not self.mean_tokens:
-            raise ConfigError("lengths are needed: at least one group with a token")
+            raise ConfigError(
+                "a workload needs at least one group, and a token in each group, got "
+                f"{len(self.groups)} groups"
+            )
         if not self.trainer_tokens_per_s > 0:
             raise ConfigError(f"a trainer's speed must be > 0, got {self.trainer_tokens_per_s}")
 

@@ -201,7 +201,7 @@ def test_an_impossible_plan_gives_a_one_line_error(
 
 
 def test_a_group_without_a_token_and_a_trainer_without_speed_are_refused() -> None:
-    with pytest.raises(ConfigError, match="lengths are needed"):
+    with pytest.raises(ConfigError, match="needs at least one group"):
         PlanWorkload(groups=(), costs=COSTS, trainer_tokens_per_s=1.0)
     with pytest.raises(ConfigError, match="speed must be > 0"):
         replace(WORKLOAD, trainer_tokens_per_s=0.0)

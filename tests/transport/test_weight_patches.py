@@ -78,16 +78,16 @@ def refused(frame: bytes, patch: TensorPatch, elements: int = 900) -> str:
 
 
 def test_a_damaged_frame_is_refused() -> None:
-    assert "damaged" in refused(FRAME[:-1], PATCH)
+    assert "can't be decompressed" in refused(FRAME[:-1], PATCH)
     flipped = bytearray(FRAME)
     flipped[-1] ^= 1
-    assert "damaged" in refused(bytes(flipped), PATCH)
-    assert "damaged" in refused(b"no zstd frame", PATCH)
+    assert "can't be decompressed" in refused(bytes(flipped), PATCH)
+    assert "can't be decompressed" in refused(b"no zstd frame", PATCH)
 
 
 def test_a_frame_of_another_size_is_refused_before_it_is_decompressed() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(2**28))
-    assert "is not of" in refused(bomb, PATCH)
+    assert "decompresses to another size" in refused(bomb, PATCH)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_a_frame_of_another_size_is_refused_before_it_is_decompressed() -> None:
     [{"changed": 901}, {"gap_bytes": 1}, {"gap_bytes": 2000}],
 )
 def test_counts_that_no_patch_of_the_tensor_can_have_are_refused(changes: dict[str, int]) -> None:
-    assert "can't be" in refused(FRAME, msgspec.structs.replace(PATCH, **changes))
+    assert "of gaps, and that many changes take" in refused(
+        FRAME, msgspec.structs.replace(PATCH, **changes)
+    )
 
 
 def test_a_patch_that_reaches_beyond_the_tensor_is_refused() -> None:
@@ -103,10 +105,10 @@ def test_a_patch_that_reaches_beyond_the_tensor_is_refused() -> None:
     new = old.copy()
     new[899] = 1
     frame, patch, _ = encode_patch(old, new)
-    assert "beyond" in refused(frame, patch, elements=800)
+    assert "changes element 899 of 800" in refused(frame, patch, elements=800)
 
 
 def test_gaps_that_do_not_end_are_refused() -> None:
     content = bytes([255, 1, 0])
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(content)
-    assert "other gaps" in refused(frame, TensorPatch(1, 1))
+    assert "changed elements" in refused(frame, TensorPatch(1, 1))

@@ -130,7 +130,7 @@ def checked_nbytes(name: str, dtype: str, shape: Sequence[int]) -> int:
     item_bytes = ITEM_BYTES.get(dtype)
     if item_bytes is None:
         raise WeightsRefused(
-            f"tensor {name!r} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}"
+            f"tensor {name!r} has dtype {dtype!r}; publish one of {', '.join(ITEM_BYTES)}"
         )
     if any(dimension < 0 for dimension in shape):
         raise WeightsRefused(f"tensor {name!r} has a negative dimension: {list(shape)}")
@@ -148,7 +148,8 @@ def check_patch(name: str, patch: TensorPatch, dtype: str, shape: Sequence[int])
     if patch.changed > elements or not patch.changed <= patch.gap_bytes <= gap_bytes_max:
         raise WeightsRefused(
             f"the patch of tensor {name!r} changes {patch.changed} of {elements} elements by "
-            f"{patch.gap_bytes} bytes of gaps, which can't be"
+            f"{patch.gap_bytes} bytes of gaps, and that many changes take {patch.changed} to "
+            f"{gap_bytes_max}"
         )
 
 

@@ -141,7 +141,8 @@ class CollectiveReceiver:
             transfer.attempts += 1
             if transfer.attempts == ATTEMPTS_MAX:
                 raise WeightsRefused(
-                    f"{ATTEMPTS_MAX} rounds of broadcasting weights have failed; the last: {error}"
+                    f"{ATTEMPTS_MAX} broadcasts of these weights have failed, the last because: "
+                    f"{error}. Check the network between the hosts, or set weight_channel to 'zmq'"
                 ) from error
         return True
 

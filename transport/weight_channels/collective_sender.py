@@ -2,7 +2,7 @@
 
 The publish path writes to it. It stores versions as :class:`ZmqSender` does, and also answers that
 channel's requests. Rounds run one after another on a thread of their own, so that new requests are
-read meanwhile.
+read meanwhile. Built on ``zmq.py`` and ``torch.distributed``.
 """
 
 import socket

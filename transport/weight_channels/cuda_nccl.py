@@ -3,7 +3,7 @@
 torch.distributed has its own rendezvous, and cannot join the communicator of vLLM's
 PyNcclCommunicator; NCCL itself can, given the same unique id. The vLLM-compatible server and the
 external-engine adapters use it; rank 0 sends. **NCCL does not encrypt**, so the network must be
-trusted.
+trusted. Called by ctypes.
 """
 
 import contextlib
@@ -182,9 +182,9 @@ class Communicator:
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _TYPES:
-            raise NcclFailed(f"NCCL broadcasts no {dtype}")
+            raise NcclFailed(f"NCCL broadcasts no {dtype}; publish {', '.join(map(str, _TYPES))}")
         if self._comm.value is None:
-            raise NcclFailed("its communicator is closed")
+            raise NcclFailed("the NCCL communicator of weight updates was closed; connect again")
         there = ctypes.c_void_p(tensor.data_ptr())
         with self._on_device():
             code = self._library.ncclBroadcast(
@@ -213,10 +213,13 @@ class Communicator:
             _check(self._library, failed.value, "a broadcast")
             if time.monotonic() > deadline_s:
                 self.close()
-                raise NcclFailed(f"the other end did not respond for {patience_s:.0f} s")
+                raise NcclFailed(
+                    f"the other end of a weight broadcast did not respond for {patience_s:.0f} s; "
+                    "does its process run?"
+                )
             time.sleep(POLL_S)
         if self._comm.value is None:
-            raise NcclFailed("its communicator was closed in the midst of a broadcast")
+            raise NcclFailed("the NCCL communicator was closed during a broadcast of weights")
 
     def close(self) -> None:
         """Abort the communicator, even during a broadcast. Idempotent."""

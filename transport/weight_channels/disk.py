@@ -67,7 +67,10 @@ class DiskSender:
             assert directory is not None
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"can't make the directory for weights: {error}") from error
+            raise ConfigError(
+                f"weight_channel='disk' can't make its directory: {error}; set another "
+                "run_directory"
+            ) from error
         self._directory = directory.resolve()
         # Files that a killed process has left are removed like our own.
         self._files = deque(sorted(self._directory.glob(FILES)))
@@ -167,7 +170,9 @@ def _open_checked(path: Path, update: UpdateWeights) -> int:
         raise WeightsRefused(f"can't open {update.location!r}: {error.strerror}") from error
     try:
         if (nbytes := os.fstat(fd).st_size) == 0:
-            raise WeightsRefused(f"{update.location!r} is empty")
+            raise WeightsRefused(
+                f"{update.location!r} is empty: the writer ended early, or the disk is full"
+            )
         check_specs(update.tensors, nbytes)
     except BaseException:
         os.close(fd)
@@ -184,7 +189,8 @@ def _read(path: Path, update: UpdateWeights) -> Iterator[tuple[TensorSpec, memor
                 read_exactly(fd, data, spec.offset)
             except OSError as error:
                 raise WeightsRefused(
-                    f"{update.location!r} was changed while it was read: {error.strerror}"
+                    f"{update.location!r} was changed while it was read ({error.strerror}); does "
+                    "another run write to this directory?"
                 ) from error
             yield spec, data
     finally:

@@ -3,7 +3,7 @@
 The publish path encodes a patch of each tensor (``weight_deltas="elements"``), engines' staging
 decodes it. In bfloat16 a step of RL changes a few percent of a model's elements at most (PULSE,
 arXiv:2602.03839), mostly by one unit in the last place. A patch says which and by how much, so the
-result has the same bits as the whole tensor.
+result has the same bits as the whole tensor. Built on numpy and zstandard.
 
 A patch is one zstd frame, with zstd's checksum, of two columns: for each changed element the number
 of unchanged ones before it, in bytes of which 255 means "255, and more follows"; then the
@@ -77,17 +77,29 @@ def decode_patch(spec: TensorSpec, frame: memoryview) -> ElementPatch:
     try:
         # The size is checked before anything is allocated: a frame may claim any.
         if zstandard.frame_content_size(frame) != size:
-            raise WeightsRefused(f"the patch of tensor {spec.name!r} is not of {size} bytes")
+            raise WeightsRefused(
+                f"the patch of tensor {spec.name!r} decompresses to another size than the {size} "
+                "bytes that its header gives; publish a whole state dict"
+            )
         content = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
     except zstandard.ZstdError as error:
-        raise WeightsRefused(f"the patch of tensor {spec.name!r} is damaged: {error}") from None
+        raise WeightsRefused(
+            f"the patch of tensor {spec.name!r} can't be decompressed ({error}): its bytes changed "
+            "in transit; publish a whole state dict"
+        ) from None
     column = content[: patch.gap_bytes]
     is_end = column != PATCH_GAP_MAX
     if (len(column) and not is_end[-1]) or int(is_end.sum()) != patch.changed:
-        raise WeightsRefused(f"the patch of tensor {spec.name!r} has other gaps than elements")
+        raise WeightsRefused(
+            f"the patch of tensor {spec.name!r} has {int(is_end.sum())} positions for "
+            f"{patch.changed} changed elements; publish a whole state dict"
+        )
     index = np.cumsum(column, dtype=np.int64)[is_end] + np.arange(patch.changed)
     if len(index) and index[-1] >= spec_elements(spec):
-        raise WeightsRefused(f"the patch of tensor {spec.name!r} reaches beyond its elements")
+        raise WeightsRefused(
+            f"the patch of tensor {spec.name!r} changes element {index[-1]} of "
+            f"{spec_elements(spec)}; publish a whole state dict"
+        )
     planes = content[patch.gap_bytes :].reshape(item_bytes, patch.changed)
     zigzag = np.ascontiguousarray(planes.T).view(f"<u{item_bytes}").reshape(-1)
     one = zigzag.dtype.type(1)

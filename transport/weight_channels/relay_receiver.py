@@ -2,7 +2,7 @@
 
 Engines make one by :func:`weight_channels.receiver`. The first engine of a host to ask becomes that
 relay, in a thread (:mod:`relay_node`), and is its own client. When the relay's process dies,
-another engine takes over with what it has mapped.
+another engine takes over with what it has mapped. Chunks are mapped by ``host_memory.py``.
 """
 
 import os

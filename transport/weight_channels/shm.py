@@ -5,7 +5,7 @@ The publish path writes the segment, the engine's staging reads it. Receivers op
 process that uses it however that process dies, no resource tracker interferes, and a container's
 small /dev/shm does not limit it. It only grows and its pages are reused, because the first touch of
 a fresh page costs ten times a copy into an old one. Receivers that do not share the sender's /proc
-or user need another channel.
+or user need another channel. Standard library and numpy.
 """
 
 import fcntl
@@ -111,7 +111,10 @@ class ShmReceiver:
             ) from error
         if os.fstat(self._fd).st_ino != init.info.get("inode"):
             os.close(self._fd)
-            raise WeightsRefused(f"{self._path!r} is not the sender's segment any more")
+            raise WeightsRefused(
+                f"{self._path!r} is another segment than the sender's at init; was the sender "
+                "restarted? Its engines must join again"
+            )
         self._buffer = memoryview(b"")
         self._is_closed = False
 

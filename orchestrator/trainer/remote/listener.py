@@ -1,7 +1,8 @@
 """Listener for a trainer in another process: a ZeroMQ ROUTER socket, and a task for each request.
 
-Lost messages are requested again by number, and no request is executed twice. `service.py`
-executes them. The listener ends when the trainer is done, or has been gone for too long.
+Lost messages are requested again by number, and no request is executed twice. `service.py` executes
+them. The listener ends when the trainer is done, or has been gone for too long. Built on
+``transport/trainer_sockets.py`` and asyncio.
 """
 
 import asyncio

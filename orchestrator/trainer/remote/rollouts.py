@@ -271,7 +271,10 @@ class RemoteRollouts(TrainerHandle):
         )
         if self.rank == 0:
             if state_dict is None:
-                raise ConfigError("rank 0 publishes for all ranks, and needs a state_dict")
+                raise ConfigError(
+                    "rank 0 publishes for all ranks, and got state_dict=None; pass the weights on "
+                    "rank 0"
+                )
             publish = self._weights.send(self._link, state_dict, publish)
         return self._link.request(publish)
 

@@ -1,7 +1,8 @@
 """Transfer of a remote trainer's weights to the run: by shared memory, or in chunks over ZeroMQ.
 
 The trainer's rank 0 sends with :class:`WeightUpload`. The run's listener keeps one
-:class:`ReceivedWeights` per client, which gives `service.py` the state dict to publish.
+:class:`ReceivedWeights` per client, which gives `service.py` the state dict to publish. Built on
+the ``shm`` weight channel and torch.
 """
 
 import math
@@ -129,7 +130,8 @@ class ReceivedWeights:
         end = chunk.start + len(data)
         if end > len(upload):
             raise WeightsRefused(
-                f"a chunk at bytes [{chunk.start}, {end}) of an upload of {len(upload)} bytes"
+                f"a chunk at bytes [{chunk.start}, {end}) does not fit an upload of {len(upload)} "
+                "bytes; publish again"
             )
         if data:
             upload[chunk.start : end] = np.frombuffer(data, np.uint8)
@@ -142,7 +144,10 @@ class ReceivedWeights:
         """
         if publish.shared is not None:
             if self._receiver is None:
-                raise WeightsRefused("the weights are in shared memory that the run can't read")
+                raise WeightsRefused(
+                    "the weights are in shared memory, and the run is on another host or in "
+                    "another IPC namespace; connect() from the same one, or over tcp"
+                )
             return _tensors(self._receiver.tensors(publish.shared))
         upload = self._uploads.pop(publish.upload, None)
         if upload is None:
@@ -160,7 +165,10 @@ def _buffer(nbytes: int) -> npt.NDArray[np.uint8]:
     try:
         return np.empty(nbytes, np.uint8)
     except (MemoryError, ValueError):
-        raise WeightsRefused(f"the run has no memory for weights of {nbytes} bytes") from None
+        raise WeightsRefused(
+            f"the run's process has no memory for {nbytes} bytes of weights; free memory on its "
+            "host"
+        ) from None
 
 
 def _tensors(received: Iterable[tuple[TensorSpec, memoryview]]) -> "dict[str, torch.Tensor]":
@@ -172,7 +180,9 @@ def _tensor(spec: TensorSpec, view: memoryview) -> "torch.Tensor":
 
     dtype = getattr(torch, spec.dtype) if spec.dtype in ITEM_BYTES else None
     if dtype is None:
-        raise WeightsRefused(f"tensor {spec.name!r} has unsupported dtype {spec.dtype!r}")
+        raise WeightsRefused(
+            f"tensor {spec.name!r} has dtype {spec.dtype!r}; publish one of {', '.join(ITEM_BYTES)}"
+        )
     if not math.prod(spec.shape):
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(view, dtype=dtype).view(spec.shape)

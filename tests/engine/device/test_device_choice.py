@@ -23,7 +23,7 @@ def test_cpu_resolves_to_no_device() -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:0,1", "tpu:0", ""])
 def test_device_names_other_than_cuda_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"cpu, cuda or cuda:N, got {name!r}"):
+    with pytest.raises(ConfigError, match=f"'cuda:N', got {name!r}"):
         find_device(name)
 
 

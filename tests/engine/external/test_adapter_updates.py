@@ -102,7 +102,7 @@ def test_an_adapter_that_does_not_fit_leaves_those_that_serve(rig: Rig) -> None:
     half = {f"{DOWN}.lora_A.weight": torch.ones(2, 96)}
     [failed] = stage(rig, 4, {good: pair(1.0), odd: half}, BaseVersions(3, 3))
     assert isinstance(failed, WeightsFailed)
-    assert f"a tensor of {DOWN!r}, but not both" in failed.message
+    assert f"one of {DOWN!r}'s lora_A.weight and lora_B.weight without" in failed.message
     assert rig.live.weights.adapters == {}
 
 

@@ -23,7 +23,7 @@ def test_a_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     file = path / SINGLE_FILE
     file.write_bytes(file.read_bytes()[:-100])
 
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is no complete safetensors file"):
         list(read_tensors(path))
 
 
@@ -41,19 +41,21 @@ def test_a_tensor_that_the_index_promises_in_vain_is_refused_by_name(tmp_path: P
     index["weight_map"]["model.extra.weight"] = "model-00001-of-00002.safetensors"
     (path / INDEX_FILE).write_text(json.dumps(index))
 
-    with pytest.raises(ModelError, match=r"lacks model\.extra\.weight"):
+    with pytest.raises(ModelError, match=r"lacks tensor 'model\.extra\.weight'"):
         list(read_tensors(path))
 
 
 def test_a_damaged_index_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text('{"weight_map": 3}')
 
-    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+    with pytest.raises(ModelError, match=r"index\.json is no index of safetensors"):
         list(read_tensors(tmp_path))
 
 
 def test_a_directory_of_other_formats_is_refused_with_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
 
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin: save it again as safetensors"):
+    with pytest.raises(
+        ModelError, match=r"pytorch_model\.bin; save the model again as safetensors"
+    ):
         list(read_tensors(tmp_path))

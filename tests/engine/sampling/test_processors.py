@@ -236,7 +236,7 @@ ARGUMENTS = [
     ("allowed_tokens", {"token_ids": [96]}, r"token 96, and the model's vocabulary is \[0, 96\)"),
     ("allowed_tokens", {"token_ids": ["a"]}, "Expected `int`, got `str`"),
     ("allowed_tokens", {"ids": [1]}, "unknown field `ids`"),
-    ("disallowed_tokens", {"token_ids": list(range(96))}, "whole vocabulary"),
+    ("disallowed_tokens", {"token_ids": list(range(96))}, "of the vocabulary, so none is left"),
     ("temperature_schedule", {"initial": 1, "final": 0, "warmup_tokens": 4}, "got 0"),
     ("temperature_schedule", {"initial": 1, "final": 1, "warmup_tokens": 0}, "at least 1, got 0"),
     ("json_schema", {"schema": {"type": "nonsense"}}, "json_schema"),
@@ -452,5 +452,5 @@ def test_without_the_library_a_grammar_is_refused_with_what_to_install(
 
 def test_a_grammar_without_a_stop_token_is_refused(engine: Engine) -> None:
     pytest.importorskip("llguidance")
-    with pytest.raises(TurnRefused, match="no stop token to end with"):
+    with pytest.raises(TurnRefused, match="ends by a stop token"):
         engine.submit(1, [5], LogitsProcessor("json_schema", {"schema": SCHEMA}))

@@ -36,7 +36,7 @@ REFUSALS = [
     ({"top_logprobs": -1}, "got -1"),
     ({"stop_strings": [""]}, "a stop string must have 1 to 1000 characters, got 0"),
     ({"stop_strings": ["x"] * 65}, "a turn may have 64 stop_strings, got 65"),
-    ({"stop_strings": ["x"]}, "this engine has no tokenizer"),
+    ({"stop_strings": ["x"]}, "was started without a model directory"),
     ({"logits_processors": ["{}"] * 17}, "a turn may have 16 processors, got 17"),
 ]
 

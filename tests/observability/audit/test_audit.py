@@ -115,7 +115,7 @@ def test_options_that_are_not_json_can_not_be_audited(
     run = tmp_path / "run"
     shutil.copytree(run_with_options, run)
     edit_rollout(run, 0, lambda row: row["turns"][0].update(options="{"))
-    with pytest.raises(AuditError, match="recorded sampling options can't be read"):
+    with pytest.raises(AuditError, match="recorded sampling options are no JSON"):
         audit_run(run)
 
 
@@ -409,7 +409,7 @@ def test_a_directory_without_a_run_names_the_missing_file(run: Path, tmp_path: P
     with pytest.raises(AuditError, match=r"trajectories\.parquet is missing"):
         audit_run(run)
     shutil.rmtree(run / "weights")
-    with pytest.raises(AuditError, match="holds no weights"):
+    with pytest.raises(AuditError, match="has no weights"):
         audit_run(run)
 
 
@@ -418,7 +418,7 @@ def test_damaged_or_incomplete_weights_can_not_be_audited(run: Path) -> None:
     tensors = load_file(path)
     tensors.pop("model.norm.weight")
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(AuditError, match=r"lacks 1 tensors, model\.norm\.weight"):
+    with pytest.raises(AuditError, match=r"lacks 1 tensors .*, model\.norm\.weight"):
         audit_run(run)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(AuditError, match=r"v00001 can't be loaded"):
@@ -427,7 +427,7 @@ def test_damaged_or_incomplete_weights_can_not_be_audited(run: Path) -> None:
 
 def test_a_run_without_tokens_can_not_be_audited(tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", make_models(1), [])
-    with pytest.raises(AuditError, match="no sampled token"):
+    with pytest.raises(AuditError, match="without a sampled token"):
         audit_run(run)
 
 

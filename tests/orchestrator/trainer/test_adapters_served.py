@@ -113,7 +113,7 @@ async def test_an_adapter_serves_until_it_is_unloaded_and_what_is_unknown_is_ref
         with pytest.raises(ConfigError, match="DoRA"):
             await rollouts.publish_adapter("a", adapter, config=CONFIG | {"use_dora": True})
         odd = {name.replace("layers.0", "layers.7"): t for name, t in adapter.items()}
-        with pytest.raises(WeightsRefused, match="which this model does not have"):
+        with pytest.raises(WeightsRefused, match="is no matrix of this model"):
             await rollouts.publish_adapter("a", odd, config=CONFIG)
         await rollouts.publish_adapter("a", adapter, config=CONFIG)
         await rollouts.publish_adapter("b", {n: 2 * t for n, t in adapter.items()}, config=CONFIG)

@@ -37,7 +37,7 @@ def test_names_of_a_models_own_state_dict_and_rank_stabilised_scales_are_underst
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "IA3"}, "the adapter is a IA3"),
+        ({"peft_type": "IA3"}, "peft_type is IA3"),
         ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules trained whole"),
         ({"rank_pattern": {"q_proj": 8}}, "ranks that differ"),
@@ -67,7 +67,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
         load_adapter(TENSORS | twice, CONFIG)
     with pytest.raises(ConfigError, match="has no tensors"):
         load_adapter({}, CONFIG)
-    with pytest.raises(ConfigError, match=r"lora_A.weight holds NaN or infinite"):
+    with pytest.raises(ConfigError, match=r"lora_A.weight contains NaN or infinity"):
         load_adapter({n: t * float("nan") for n, t in TENSORS.items()}, CONFIG)
     with pytest.raises(ConfigError, match="an adapter's name is"):
         checked_name("")

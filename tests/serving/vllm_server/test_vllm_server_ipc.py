@@ -95,16 +95,16 @@ def test_nothing_in_a_pickle_is_run(
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"size": (3, 3)}, "reaches to byte 20 of 14"),
-        ({"offset": -1}, "no numbers from 0 on"),
-        ({"stride": (3,)}, "no tensor's"),
-        ({"dtype": torch.Tensor}, "no tensor's"),
+        ({"size": (3, 3)}, "ends at byte 20 of a storage of 14"),
+        ({"offset": -1}, "must be integers >= 0"),
+        ({"stride": (3,)}, "must have a torch dtype"),
+        ({"dtype": torch.Tensor}, "must have a torch dtype"),
         ({"counter": b"/tidegate-weights"}, "reference counters"),
         ({"counter": b"/torch_1_2_3/../x"}, "reference counters"),
         ({"counter_offset": 10_000}, "counter 10000 does not exist"),
         ({"event": b"e" * 63}, "an event has 64 bytes, got 63"),
-        ({"memory": "text"}, "memory can't be str"),
-        ({"storage_bytes": None}, "storage_bytes can't be NoneType"),
+        ({"memory": "text"}, "memory must be bytes, got str"),
+        ({"storage_bytes": None}, "storage_bytes must be int, got NoneType"),
     ],
 )
 def test_a_handle_must_be_whole_and_within_its_memory(fields: dict[str, Any], why: str) -> None:
@@ -175,9 +175,9 @@ def test_skyrls_chunks_are_cut_by_their_sizes_in_elements(monkeypatch: pytest.Mo
     mixed = {"sizes": [6, 2], "dtype_names": ["bfloat16", "float32"]}
     long = {"sizes": [6, 4], "shapes": [[2, 3], [4]]}
     for wrong, why in (
-        ({"sizes": [6, 3]}, "sizes that fit"),
-        (mixed, "not all of its tensors"),
-        (long, "no 10 elements in a row"),
+        ({"sizes": [6, 3]}, "sizes that equal"),
+        (mixed, "announced with other dtypes"),
+        (long, "or longer and contiguous"),
     ):
         with pytest.raises(UpdateError, match=why):
             IpcUpdateReceiver().receive({**info, **wrong})

@@ -124,7 +124,7 @@ def test_a_message_is_continued_where_it_ends(client: Client) -> None:
     assert "Cannot set both" in refused["message"]
     nothing = [*MESSAGES, {"role": "assistant", "content": ""}]
     refused = client.refusal("/v1/chat/completions", {**prefilled, "messages": nothing})
-    assert "continue_final_message needs a last message" in refused["message"]
+    assert "continue_final_message continues the last message's text" in refused["message"]
 
 
 def test_a_bad_word_is_never_completed_but_its_parts_are_written(client: Client) -> None:
