@@ -4,7 +4,7 @@ Reports, comparisons and the dashboard read them. The numbers of a killed run ar
 its last process wrote last, at most a second before its last batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class Facts:
     """Mean seconds that the trainer waited in ``publish`` for its weights to be live."""
     episode_activity_s: Mapping[str, float]
     """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
+    episode_failures: Sequence[Mapping[str, Any]]
+    """Failed episodes by cause and reason, and what became of them."""
 
 
 def read_facts(directory: Path) -> Facts:
@@ -184,6 +186,7 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
             (statistics.get("trainer_activity_s") or {}).get("publish"), statistics.get("publishes")
         ),
         episode_activity_s=statistics.get("episode_activity_s") or {},
+        episode_failures=statistics.get("episode_failures") or (),
     )
 
 

@@ -116,6 +116,15 @@ def _reported_by_lag(name: str) -> Callable[[DashboardSnapshot], list[MetricSamp
     return samples
 
 
+def _failures(snapshot: DashboardSnapshot) -> list[MetricSample]:
+    """Read the failed episodes by cause, reason and outcome."""
+    return [
+        MetricSample(float(getattr(each, outcome)), (each.cause, each.reason, outcome))
+        for each in snapshot.statistics.episode_failures
+        for outcome in ("retried", "rewarded", "discarded")
+    ]
+
+
 STALENESS = (
     Metric(
         "tidegate_staleness_versions",
@@ -560,6 +569,15 @@ ROLLOUTS = (
         "or a group filter.",
         by_key(lambda snapshot: dict(snapshot.statistics.discarded_rollouts)),
         ("reason",),
+    ),
+    Metric(
+        "tidegate_episode_failures_total",
+        "counter",
+        "Failed episodes, by `cause` (`policy`: the model; `infrastructure`: tools, graders, "
+        "engines; `code`: the episode function), `reason` and `outcome` of the rollout (`retried`, "
+        "`rewarded`, `discarded`).",
+        _failures,
+        ("cause", "reason", "outcome"),
     ),
     Metric(
         "tidegate_groups_running",

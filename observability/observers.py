@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 POLICIES = {
     "staleness_policy",
     "group_filter",
+    "failure_policy",
     "routing_policy",
     "engine_speeds",
     "migration_policy",

@@ -7,7 +7,7 @@ token; `audit/` does.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,25 @@ def discard_lines(discards: Mapping[str, Any], bias: Mapping[str, Any] | None) -
             "",
         ]
     return lines
+
+
+def failure_lines(failures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table of failed episodes by cause and reason; empty without any."""
+    if not failures:
+        return []
+    return [
+        "Failed episodes by cause: `policy` is the model, `infrastructure` are tools, graders and "
+        "engines, `code` is the episode function.",
+        "",
+        "| cause | reason | retried | rewarded | discarded |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {each['cause']} | {each['reason']} | {each['retried']} | {each['rewarded']} | "
+            f"{each['discarded']} |"
+            for each in failures
+        ),
+        "",
+    ]
 
 
 def seconds_cell(seconds: float | None) -> str:
@@ -139,6 +158,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
         *_ledger(facts),
         "",
         *discard_lines(facts.discards, facts.length_bias),
+        *failure_lines(facts.episode_failures),
         "## Audit",
         "",
         *_audit(facts),

@@ -43,6 +43,8 @@ class CoverageMark(StrEnum):
     HANDED_BACK = "a turn was handed back for lack of memory"
     ABORTED = "turns were aborted for new weights"
     RAISED = "an episode raised"
+    BEGUN_AGAIN = "an episode that had failed began again"
+    FAILURE_REWARDED = "a rollout that failed by the policy's doing was trained"
     HUNG_EPISODE = "an episode never returned"
     TURN_REFUSED = "a turn was refused"
     TURN_ENDED_ENGINES = "a turn was refused because engines were lost with it"

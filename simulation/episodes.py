@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Set
 from weakref import WeakKeyDictionary
 
-from tidegate.errors import EngineLost, RunClosed, TurnRefused
+from tidegate.errors import EngineLost, InfrastructureFailed, RunClosed, TurnRefused
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.simulation.context import SimulationContext
 from tidegate.simulation.coverage_marks import CoverageMark
@@ -185,6 +185,9 @@ class SimulatedEpisodes:
             case "ends engines":
                 episode.append([DEADLY_TOKEN])
                 await episode.generate(max_tokens=4)
+            case "raises once" if not episode.retries:
+                self._coverage.record(CoverageMark.RAISED)
+                raise InfrastructureFailed("meant to fail once")
             case "raises":
                 self._coverage.record(CoverageMark.RAISED)
                 raise ValueError("meant to fail")

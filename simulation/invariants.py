@@ -218,6 +218,8 @@ class InvariantChecker:
                     self._check_refused(turn)
                 case ev.StartEpisode(rollout=rollout) if rollout.group_id >= 0:
                     self._running_rollouts[rollout.rollout_id] = rollout.group_id
+                case ev.RetryEpisode(rollout=rollout):
+                    self._check_retry(rollout)
                 case ev.StartEpisode(rollout=rollout):
                     self._evaluation_rollouts.add(rollout.rollout_id)
                 case ev.StartBranch(rollout=rollout) if rollout.group_id < 0:
@@ -390,6 +392,14 @@ class InvariantChecker:
 
     # ------------------------------------------------------------ rollouts end
 
+    def _check_retry(self, rollout: Rollout) -> None:
+        self._coverage.record(CoverageMark.BEGUN_AGAIN)
+        assert rollout.retries <= self._scenario.retries_max, (
+            f"rollout {rollout.rollout_id} begins again for the {rollout.retries}th time"
+        )
+        if rollout.group_id >= 0:
+            self._running_rollouts[rollout.rollout_id] = rollout.group_id
+
     def _check_record(self, rollout: Rollout, task: object) -> None:
         if rollout.state is not RolloutState.DISCARDED:
             return
@@ -400,9 +410,9 @@ class InvariantChecker:
         if is_refused and expected is None:
             self._coverage.record(CoverageMark.INNOCENT_REFUSED)
             self._excused_tasks.add(task)
-        elif reason in ("episode_error", "episode_timeout"):
+        elif reason in ("episode_error", "episode_timeout", "turn_refused", "no_engine"):
             # An episode whose turn was refused for lost engines may not reach its scripted end.
-            is_explained = reason == expected or (is_refused and reason == "episode_error")
+            is_explained = reason == expected or (is_refused and reason == "turn_refused")
             assert is_explained, f"task {task}: {reason}, but expected {expected}"
         if rollout.group_id < 0 or rollout.branch_of is not None:
             return
@@ -505,8 +515,12 @@ class InvariantChecker:
         self, rollout: Rollout, task: int, oldest_trainable: int, version: int
     ) -> None:
         script = self._scenario.script(task, rollout.index)
-        assert script.fate == "returns"
-        assert rollout.reward == script.reward
+        if script.failure is None:
+            assert rollout.reward == script.reward
+        else:  # by the policy's doing
+            assert script.failure == "episode_timeout", f"trained after {script.failure}"
+            assert rollout.reward == self._scenario.failure_reward is not None
+            self._coverage.record(CoverageMark.FAILURE_REWARDED)
         scripted = script.turns
         if (forked := rollout.branch_of) is not None:
             scripted = script.branch
@@ -577,7 +591,7 @@ class InvariantChecker:
             times = self.trained[task] + self.dropped[task]
             assert times == 1, f"task {task} was trained {self.trained[task]} times, {times} in all"
             scripts = [self._scenario.script(task, i) for i in range(self._scenario.group_size)]
-            is_whole = all(script.fate == "returns" for script in scripts)
+            is_whole = all(script.failure is None for script in scripts)
             is_whole &= task not in self._excused_tasks
             if is_whole and not self._is_filtered(scripts):
                 assert self.trained[task] == 1, f"task {task} was dropped without a reason"

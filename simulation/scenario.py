@@ -23,6 +23,7 @@ from tidegate.policies.asynchrony import (
     Unbounded,
 )
 from tidegate.policies.consumption import Window
+from tidegate.policies.failures import FailurePolicy
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.migration import EvenOut, LongTailLane
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
@@ -212,6 +213,10 @@ FAULTS_UNTIL_S = 3.0
 """Latest virtual time of a planned fault, in seconds: about the duration of a run without
 faults."""
 
+RETRY_DELAY_S = 0.02
+"""Time until a failed episode begins again for the first time, in seconds: a few engine steps, so
+that its running turn may end in between."""
+
 FAILING_EPISODES = 0.15
 """Share of episodes that fail, in scenarios with failing episodes; a fifth of the failing ones
 never return."""
@@ -284,6 +289,12 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     output_tokens_max: Count = 4
     failing_episodes: float = 0.0
     """Share of episodes that fail."""
+    flaky_episodes: float = 0.0
+    """Share of episodes that fail by infrastructure's doing, and return when they begin again."""
+    retries_max: int = 0
+    """Number of times that an episode begins again after a failure of infrastructure."""
+    failure_reward: float | None = None
+    """Reward of rollouts that failed by the policy's doing; None: they are discarded."""
     deadly_turns: float = 0.0
     """Share of episodes whose last turn ends every engine that it is sent to."""
     giving_up_turns: float = 0.0
@@ -390,6 +401,11 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
             weight_update_timeout_s=self.weight_update_timeout_s,
             episode_timeout_s=self.episode_timeout_s,
             episode_park_after_s=self.episode_park_after_s,
+            failure_policy=FailurePolicy(
+                reward=self.failure_reward,
+                retries_max=self.retries_max,
+                retry_delay_s=RETRY_DELAY_S,
+            ),
         )
 
     def script(self, task: int, index: int) -> Script:
@@ -400,6 +416,9 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
         if self.deadly_turns and script.fate == "returns":
             chance = self.chance("deadly", task, index)
             script.fate = "ends engines" if chance.random() < self.deadly_turns else "returns"
+        if self.flaky_episodes and self.retries_max and script.fate == "returns":
+            chance = self.chance("flaky", task, index)
+            script.fate = "raises once" if chance.random() < self.flaky_episodes else "returns"
         return script
 
     @cached_property
@@ -500,9 +519,19 @@ def _with_run_wide_faults(plain: Scenario, kinds: frozenset[FaultKind]) -> Scena
     if FaultKind.EPISODE in kinds:
         shares = (0.0,) * 7 + (DEADLY_EPISODES,)
         changes["deadly_turns"] = random.Random(f"{plain.seed}/deadly").choice(shares)
+        changes |= _draw_failure_policy(random.Random(f"{plain.seed}/failures"))
     if kinds & WEIGHT_FAULTS:
         changes["weight_update_timeout_s"] = chance.choice((3.0, WEIGHTS_TIMEOUT_S))
     return msgspec.structs.replace(plain, **changes)
+
+
+def _draw_failure_policy(chance: random.Random) -> dict[str, object]:
+    """Draw what becomes of failed episodes, and the share of those that only fail once."""
+    return {
+        "flaky_episodes": chance.choice((0.0, 0.0, 0.2)),
+        "retries_max": chance.choice((0, 1, 2)),
+        "failure_reward": chance.choice((None, None, -1.0)),
+    }
 
 
 def _draw_slow_trainer_loop(plain: Scenario) -> dict[str, object]:

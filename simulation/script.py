@@ -38,8 +38,8 @@ class Script:
     turns: list[ScriptedTurn]
     reward: float
     fate: str
-    """``returns``, or the kind of failure: ``raises``, ``asks too much``, ``hangs`` or
-    ``ends engines``."""
+    """``returns``, ``raises once`` (and returns when it begins again), or the kind of failure:
+    ``raises``, ``asks too much``, ``hangs`` or ``ends engines``."""
     forks_before: int | None = None
     """Index of the turn before which the episode forks; None: the episode doesn't fork."""
     branch: list[ScriptedTurn] = field(default_factory=list)
@@ -48,9 +48,14 @@ class Script:
     @property
     def failure(self) -> str | None:
         """Reason for which the episode's rollout is discarded; None if the episode returns."""
-        if self.fate == "returns":
-            return None
-        return "episode_timeout" if self.fate == "hangs" else "episode_error"
+        match self.fate:
+            case "returns" | "raises once":
+                return None
+            case "hangs":
+                return "episode_timeout"
+            case "raises":
+                return "episode_error"
+        return "turn_refused"
 
 
 @dataclass(frozen=True, slots=True)

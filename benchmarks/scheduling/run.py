@@ -249,7 +249,7 @@ async def _main(
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
-    if failed := scheduler.core.discarded_rollouts["episode_error"]:
+    if failed := scheduler.core.groups.failures.total():
         raise AssertionError(f"{failed} episodes of the benchmark failed; nothing here may")
     return await training
 

@@ -116,7 +116,11 @@ class Core:
         self.prompts = Prompts(rules.group_filter)
         self.tasks = TakenTasks()
         self.groups = GroupTracker(
-            self.turns, self.prompts, self.tasks, group_size=rules.group_size
+            self.turns,
+            self.prompts,
+            self.tasks,
+            group_size=rules.group_size,
+            failure_policy=rules.failure_policy,
         )
         self.ledger = self.groups.ledger
         self.evaluation_ledger = self.groups.evaluation_ledger

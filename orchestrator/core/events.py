@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.policies.failures import FailureCause
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, TokenDetails
 
@@ -82,10 +83,14 @@ class EpisodeReturned(Struct, frozen=True, gc=False):
 
 
 class EpisodeFailed(Struct, frozen=True, gc=False):
-    """An episode raised, timed out or was cancelled; ``reason`` names its tokens' account."""
+    """An episode raised, timed out or was cancelled."""
 
     rollout_id: int
     reason: str
+    """Kind of failure; the ledger's account of the rollout's tokens if it is discarded."""
+    cause: FailureCause = FailureCause.CODE
+    can_be_retried: bool = True
+    """False if the episode still runs although it was cancelled."""
 
 
 class EngineJoined(Struct, frozen=True, gc=False):
@@ -318,6 +323,15 @@ class StartEpisode(Struct, frozen=True, gc=False):
     task: object
 
 
+class RetryEpisode(Struct, frozen=True, gc=False):
+    """Run a failed episode again, which replays its turns."""
+
+    rollout: Rollout
+    task: object
+    delay_s: float
+    """Seconds until it begins."""
+
+
 class StartBranch(Struct, frozen=True, gc=False):
     """Give the episode the row that its fork made."""
 
@@ -408,6 +422,7 @@ class Record(Struct, frozen=True, gc=False):
 
 Command = (
     StartEpisode
+    | RetryEpisode
     | StartBranch
     | StopEpisode
     | Submit

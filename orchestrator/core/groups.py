@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.discards import Discards
+from tidegate.orchestrator.core.failure_counts import FailureKey, FailureOutcome
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.prompts import Prompts
@@ -22,6 +23,12 @@ from tidegate.orchestrator.core.rollout import (
 )
 from tidegate.orchestrator.core.taken_tasks import TakenTasks
 from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.policies.failures import (
+    EpisodeFailure,
+    FailurePolicy,
+    decide_retry,
+    decide_reward,
+)
 from tidegate.policies.filters import GroupFilter
 
 
@@ -270,7 +277,13 @@ class GroupTracker(OutstandingGroupIndex):
     """All running and buffered groups, and the ledger of their tokens."""
 
     def __init__(
-        self, turns: TurnTracker, prompts: Prompts, tasks: TakenTasks, *, group_size: int
+        self,
+        turns: TurnTracker,
+        prompts: Prompts,
+        tasks: TakenTasks,
+        *,
+        group_size: int,
+        failure_policy: FailurePolicy,
     ) -> None:
         super().__init__()
         self._turns = turns
@@ -285,6 +298,9 @@ class GroupTracker(OutstandingGroupIndex):
         self.evaluation_ledger = Ledger()
         self.discarded_rollouts: Counter[str] = Counter()
         self.discards = Discards()
+        self._failure_policy = failure_policy
+        self.failures: Counter[FailureKey] = Counter()
+        """Number of failed episodes of training, by cause, reason and outcome."""
         self.rollout_ends = 0
         """Number of rollouts that ended by themselves, with a reward or a failure."""
         self.running: dict[int, tuple[Rollout, Group]] = {}
@@ -440,13 +456,52 @@ class GroupTracker(OutstandingGroupIndex):
         return rows
 
     def fail(self, event: ev.EpisodeFailed) -> list[ev.Command]:
-        """Settle a rollout whose episode raised, timed out or was cancelled."""
+        """Retry, reward or discard a rollout whose episode failed, as the failure policy decides.
+
+        Raises:
+            PolicyBroken: the failure policy decided something that it must not.
+        """
         rollout, group = self.running[event.rollout_id]
+        failure = EpisodeFailure(
+            event.cause, event.reason, rollout.tokens_of_all_rows, rollout.retries
+        )
+        if event.can_be_retried:
+            delay_s = decide_retry(self._failure_policy, failure)
+            if delay_s is not None:
+                self._count_failure(event, group, FailureOutcome.RETRIED)
+                return [self._retry(rollout, group, delay_s)]
+        reward = decide_reward(self._failure_policy, failure)
+        if reward is not None:
+            self._count_failure(event, group, FailureOutcome.REWARDED)
+            return self._reward_failure(rollout, reward)
+        self._count_failure(event, group, FailureOutcome.DISCARDED)
         commands = self.give_up(rollout, group, event.reason)
         if group.is_evaluation:
             return [*commands, ev.EndEvaluation(rollout)]
         group.running += 1
         return commands + self._rollout_ended(group)
+
+    def _count_failure(
+        self, event: ev.EpisodeFailed, group: Group, outcome: FailureOutcome
+    ) -> None:
+        if not group.is_evaluation:
+            self.failures[FailureKey(event.cause, event.reason, outcome)] += 1
+
+    def _retry(self, rollout: Rollout, group: Group, delay_s: float) -> ev.Command:
+        """Begin an episode again from the turns that it has, as a resume does. Its running turn
+        goes on: the episode asks for it again."""
+        rollout.retries += 1
+        for row in rollout.rows:
+            row.cut(turns=len(row.turns))
+        return ev.RetryEpisode(rollout, group.task, delay_s)
+
+    def _reward_failure(self, rollout: Rollout, reward: float) -> list[ev.Command]:
+        """Settle a rollout that failed by the policy's doing as one that got this reward."""
+        commands: list[ev.Command] = []
+        for row in rollout.rows:
+            if row.turns and row.turns[-1].finish_reason is None:
+                commands += self.give_up_turn(row.rollout_id)
+        return commands + self.finish(ev.EpisodeReturned(rollout.rollout_id, reward))
 
     def _rollout_ended(self, group: Group) -> list[ev.Command]:
         self.rollout_ends += 1

@@ -216,6 +216,7 @@ class Rollout:
         "index",
         "may_have_media",
         "oldest_trainable",
+        "retries",
         "reward",
         "rollout_id",
         "state",
@@ -241,6 +242,8 @@ class Rollout:
         and not in the journal."""
         self.oldest_trainable = 0
         """Tokens of older versions are masked. Set when the rollout is handed over."""
+        self.retries = 0
+        """Number of times that its episode was begun again after a failure of infrastructure."""
         self.branch_of: Rollout | None = None
         """For a branch: the row that it was forked from, whose context it began with."""
         self.fork_reason = ""

@@ -16,6 +16,7 @@ from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.policies.adaptive import AdaptiveStaleness
 from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
 from tidegate.policies.consumption import Window
+from tidegate.policies.failures import FailurePolicy
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.migration import EvenOut, LongTailLane
 from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
@@ -37,7 +38,7 @@ OUR_PACKAGE = "tidegate."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Policies that a run's core decides by: staleness, group filter, routing and group size.
+    """Policies that a run's core decides by: staleness, filter, failures, routing, group size.
 
     The journal's header has a record of them, from which another process makes an equal core.
     """
@@ -46,6 +47,7 @@ class Rules:
     group_size: int
     group_filter: GroupFilter = field(default_factory=GroupFilter)
     placement: PlacementRules = field(default_factory=PlacementRules)
+    failure_policy: FailurePolicy = field(default_factory=FailurePolicy)
 
 
 OUR_CLASSES: dict[str, type] = {
@@ -63,6 +65,7 @@ OUR_CLASSES: dict[str, type] = {
         Window,
         DynamicSampling,
         GroupFilter,
+        FailurePolicy,
         LeastLoaded,
         PowerOfTwoChoices,
         PrefixAffinity,
@@ -83,6 +86,10 @@ FORMER_FIELDS = {
     "stragglers": "migration_policy",
 }
 """Former name of a field of our classes -> its name now, for journals written before."""
+
+ADDED_POLICIES = {"failure_policy"}
+"""Policies that older journals lack: no event of such a journal depends on them, so it is resumed
+with any."""
 
 RECORD_DEPTH_MAX = 16
 """Nesting limit of a record. Rules have four levels; a foreign header may have any number."""

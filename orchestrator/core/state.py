@@ -15,6 +15,7 @@ import msgspec
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.discards import SavedDiscards
 from tidegate.orchestrator.core.event_log import task_of
+from tidegate.orchestrator.core.failure_counts import FailureKey
 from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.handed_batches import HandedBatch
 from tidegate.orchestrator.core.ledger import Ledger
@@ -67,6 +68,7 @@ class SavedRollout(Saved):
     oldest_trainable: int
     branch_of: int | None = None
     fork_reason: str = ""
+    retries: int = 0
 
 
 class SavedGroup(Saved):
@@ -211,6 +213,7 @@ class SavedCore(Saved):
     skipped: int
     has_unmet_request: bool = False
     adapters: dict[str, int] = {}
+    failures: list[tuple[FailureKey, int]] = []
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -253,6 +256,7 @@ def save(core: Core, *, is_replayed: bool = False) -> bytes:
             skipped=core.prompts.skipped,
             has_unmet_request=core.has_unmet_request,
             adapters=core.adapters,
+            failures=sorted(groups.failures.items()),
         )
     )
 
@@ -294,6 +298,7 @@ def _rollout(rollout: Rollout, is_replayed: bool) -> SavedRollout:
         rollout.oldest_trainable,
         None if rollout.branch_of is None else rollout.branch_of.rollout_id,
         rollout.fork_reason,
+        rollout.retries,
     )
 
 
@@ -461,6 +466,7 @@ def _load_groups(saved: SavedCore, core: Core) -> None:
     tracker.next_group_id = saved.next_group_id
     tracker.discarded_rollouts.update(saved.discarded_rollouts)
     tracker.discards.load(saved.discards)
+    tracker.failures = Counter(dict(saved.failures))
     for ledger, figures in (
         (core.ledger, saved.ledger),
         (core.evaluation_ledger, saved.evaluation_ledger),
@@ -503,6 +509,7 @@ def _loaded_rollout(saved: SavedRollout, group: Group) -> Rollout:
     rollout.state = saved.state
     rollout.discard_reason = saved.discard_reason
     rollout.oldest_trainable = saved.oldest_trainable
+    rollout.retries = saved.retries
     for turn in saved.turns:
         rollout.turns.append(_loaded_turn(turn, rollout))
     if saved.state is not RolloutState.RUNNING:

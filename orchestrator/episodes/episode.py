@@ -20,7 +20,7 @@ from typing import Any, Protocol, Unpack, cast
 
 import msgspec
 
-from tidegate.errors import RunClosed, TurnRefused, TurnTimeout
+from tidegate.errors import ContextFull, RunClosed, TurnRefused, TurnTimeout
 from tidegate.orchestrator.core.events import TurnsRewarded
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import SCORE
@@ -255,9 +255,9 @@ class ReplayCursor:
         self.tokens = turn.start + turn.length
 
 
-def too_long(tokens: int) -> TurnRefused:
+def too_long(tokens: int) -> ContextFull:
     """Return the error for a context that fits no message to an engine."""
-    return TurnRefused(
+    return ContextFull(
         f"a context has at most {CONTEXT_TOKENS_MAX} tokens, because one message to an engine "
         f"holds it, got {tokens}; shorten the prompt, or what is appended to it"
     )
@@ -274,12 +274,13 @@ def refuse_too_large(
     ``context_tokens_max``: longest context that an engine of the run reads; 0 if unknown.
 
     Raises:
-        TurnRefused: its context is too long, or context, options and media together are too large.
+        ContextFull: its context is too long.
+        TurnRefused: context, options and media together are too large.
     """
     context = rollout.token_ids
     tokens = len(context)
     if context_tokens_max and tokens >= context_tokens_max:
-        raise TurnRefused(
+        raise ContextFull(
             f"a context of {tokens} tokens, where engines read {context_tokens_max} "
             f"together with what they sample; shorten the prompt"
         )
@@ -363,6 +364,11 @@ class Episode(ScoringEpisode):
     def turns(self) -> tuple[GeneratedTurn, ...]:
         """Turns of this row that have ended, in order; not those of its branches."""
         return tuple(self._turns)
+
+    @property
+    def retries(self) -> int:
+        """Number of times that this episode was begun again after a failure of infrastructure."""
+        return self._rollout.root.retries
 
     @property
     def media(self) -> list[Media]:
@@ -614,20 +620,22 @@ class Episode(ScoringEpisode):
             answer = self._backend.generate(self._rollout, sampling, media)
         return answer if timeout_s is None else with_timeout(timeout_s, answer, self._rollout)
 
-    def end(self) -> None:
+    def end(self, *, keeps_unrepeated: bool = False) -> None:
         """Close the context: background tasks of a returned episode can't change it any more.
 
-        Turns of the journal that the episode had not replayed are discarded.
+        Turns that the episode had not replayed are discarded, unless ``keeps_unrepeated``: then
+        another attempt may replay them.
         """
         if self._is_over:
             return
         for branch in self.branches:
-            branch.end()
-        for unforked in self._replay_branches:
-            for row in unforked.rows:
-                self._backend.cut(row, turns=0, tokens=0)
-        if self._replay is not None:
-            self._stop_replay()
+            branch.end(keeps_unrepeated=keeps_unrepeated)
+        if not keeps_unrepeated:
+            for unforked in self._replay_branches:
+                for row in unforked.rows:
+                    self._backend.cut(row, turns=0, tokens=0)
+            if self._replay is not None:
+                self._stop_replay()
         self._is_over = True
         if self._pending_scores:
             self._cancel_scores()

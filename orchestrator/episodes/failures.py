@@ -1,31 +1,53 @@
-"""Counts failed episodes, logs each distinct error once, and ends a run that fails too often.
+"""Classifies failed episodes, logs each distinct error once, and ends a run that fails too often.
 
-Used by :class:`~tidegate.orchestrator.episodes.runner.EpisodeRunner`. Two errors are the same if
-they have one type and were raised through the same lines of code; the message may differ.
+Used by :class:`~tidegate.orchestrator.episodes.runner.EpisodeRunner`. What becomes of a failed
+episode is decided by the core, from the cause that :func:`classify` returns. Two errors are the
+same if they have one type and were raised through the same lines of code; the message may differ.
 """
 
 import logging
 import traceback
+from dataclasses import dataclass
 
-from tidegate.errors import ChatRefused, ConfigError, EpisodeError, ModelError
+from tidegate.errors import (
+    ChatRefused,
+    ConfigError,
+    ContextFull,
+    EngineGone,
+    EngineHeld,
+    EngineLost,
+    EnvironmentFailed,
+    EpisodeError,
+    InfrastructureFailed,
+    ModelError,
+    PolicyFailed,
+    TurnRefused,
+    TurnTimeout,
+)
+from tidegate.orchestrator.core.failure_counts import FailureKey, FailureOutcome
+from tidegate.orchestrator.core.rollout import Rollout, RolloutState
+from tidegate.policies.failures import FailureCause
 
 CONSECUTIVE_FAILURES_MAX = 100
-"""Failed episodes in a row, without one success, that end the run: the code is wrong, not a task. A
-lower limit would let one bad batch of tasks end it."""
+"""Episodes in a row whose failure discarded their rollout, without one success, that end the run:
+the code is wrong, not a task. A lower limit would let one bad batch of tasks end it."""
 
 CODE_ERRORS = (
+    ArithmeticError,
     AssertionError,
     AttributeError,
     ChatRefused,
     ConfigError,
+    EpisodeError,
     ImportError,
+    LookupError,
     ModelError,
     NameError,
     NotImplementedError,
     TypeError,
 )
-"""Errors that the episode's code or settings cause, rather than a task's data or the outside world:
-no reward returned, a forgotten ``await``, a chat template without tools."""
+"""Errors that the episode's code or settings cause, rather than infrastructure: no reward returned,
+a forgotten ``await``, a chat template without tools. They are not retried."""
 
 CODE_ERROR_FAILURES_MAX = 8
 """Failures by one of :data:`CODE_ERRORS`, before any episode has succeeded, that end the run."""
@@ -36,7 +58,81 @@ CODE_ERROR_GROUPS_MIN = 3
 DISTINCT_ERRORS_MAX = 64
 """Errors told apart; later ones are logged in one line each."""
 
+REASONS_MAX = 32
+"""Reasons of failures told apart, because each is an account of the ledger; later ones are counted
+as ``other``."""
+
 log = logging.getLogger("tidegate")
+
+
+class EpisodeTimedOut(TimeoutError):
+    """An episode exceeded the run's ``episode_timeout_s``."""
+
+    def __init__(self, why: str, *, lacked_engine: bool = False) -> None:
+        self.lacked_engine = lacked_engine
+        """Whether one of its turns waited for an engine when the time was up."""
+        super().__init__(why)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureClass:
+    """Cause of a failure and its kind."""
+
+    cause: FailureCause
+    reason: str
+
+
+def classify(error: BaseException, rollout: Rollout) -> FailureClass:
+    """Return who has caused the error that ended an episode, and its reason.
+
+    A model that has sampled nothing has caused nothing: then infrastructure has caused a timeout,
+    and a full context is the task's prompt.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    has_sampled = rollout.tokens_of_all_rows > 0
+    policy, infrastructure = FailureCause.POLICY, FailureCause.INFRASTRUCTURE
+    match error:
+        case PolicyFailed(reason=reason):
+            return FailureClass(policy, reason)
+        case InfrastructureFailed(reason=reason):
+            return FailureClass(infrastructure, reason)
+        case ContextFull() if has_sampled:
+            return FailureClass(policy, "context_full")
+        case ContextFull():
+            return FailureClass(FailureCause.CODE, "prompt_too_long")
+        case TurnRefused():
+            return FailureClass(FailureCause.CODE, "turn_refused")
+        case EpisodeTimedOut(lacked_engine=True):
+            return FailureClass(infrastructure, "no_engine")
+        case EpisodeTimedOut():
+            return FailureClass(policy if has_sampled else infrastructure, "episode_timeout")
+        case TurnTimeout(tokens=tokens):
+            return FailureClass(policy if tokens else infrastructure, "turn_timeout")
+        case EnvironmentFailed():
+            return FailureClass(infrastructure, "environment_failed")
+        case EngineLost() | EngineGone() | EngineHeld():
+            return FailureClass(infrastructure, "engine_lost")
+        case TimeoutError() if _has_given_up_tokens(rollout):
+            return FailureClass(policy, "turn_timeout")
+        case _ if isinstance(error, CODE_ERRORS):
+            return FailureClass(FailureCause.CODE, "code_error")
+    return FailureClass(infrastructure, "episode_error")
+
+
+def _has_given_up_tokens(rollout: Rollout) -> bool:
+    """Whether the episode stopped waiting for its last turn, which had tokens: then a bare
+    TimeoutError is that of an ``asyncio.timeout`` around the turn."""
+    last_turns = [row.turns[-1] for row in rollout.rows if row.turns]
+    return any(turn.finish_reason == "cancelled" and turn.length for turn in last_turns)
+
+
+def outcome_of(rollout: Rollout, reason: str) -> FailureOutcome:
+    """Return what the core has made of a rollout whose episode failed for ``reason``."""
+    if rollout.state is RolloutState.RUNNING:
+        return FailureOutcome.RETRIED
+    is_discarded = rollout.state is RolloutState.DISCARDED and rollout.discard_reason == reason
+    return FailureOutcome.DISCARDED if is_discarded else FailureOutcome.REWARDED
 
 
 class _DistinctError:
@@ -54,15 +150,25 @@ class EpisodeFailures:
     def __init__(self) -> None:
         self._consecutive = 0
         self._has_succeeded = False
+        self._has_warned = False
+        """Whether the log has said that failures of the policy are discarded."""
         self._errors: dict[tuple[object, ...], _DistinctError] = {}
+        self._reasons: set[str] = set()
 
     def succeed(self) -> None:
         """Count an episode that returned a reward."""
         self._consecutive = 0
         self._has_succeeded = True
 
-    def fail(self, rollout_id: int, group_id: int, error: BaseException) -> None:
-        """Count and log an episode that failed by ``error``.
+    def known(self, failure: FailureClass) -> FailureClass:
+        """Return the failure; with the reason ``other`` if too many reasons are known already."""
+        if failure.reason in self._reasons or len(self._reasons) < REASONS_MAX:
+            self._reasons.add(failure.reason)
+            return failure
+        return FailureClass(failure.cause, "other")
+
+    def fail(self, rollout_id: int, group_id: int, error: BaseException, key: FailureKey) -> None:
+        """Count and log an episode that failed by ``error``, as ``key`` classifies it.
 
         The first failure by an error is logged with its traceback; of further ones, the 10th, the
         100th, and so on, in one line.
@@ -70,16 +176,20 @@ class EpisodeFailures:
         Raises:
             EpisodeError: the run must end, because no further episode is likely to succeed.
         """
+        same = self._count(rollout_id, group_id, error, key)
+        self._warn_of_hidden_failures(rollout_id, key)
+        if key.outcome is not FailureOutcome.DISCARDED:
+            return
         self._consecutive += 1
-        same = self._count(rollout_id, group_id, error)
         if self._consecutive >= CONSECUTIVE_FAILURES_MAX:
             raise EpisodeError(
-                f"the episode failed {self._consecutive} times in a row without one success, by "
-                f"{len(self._errors)} distinct errors; the last time with "
+                f"{self._consecutive} episodes in a row failed and were discarded, without one "
+                f"success, by {len(self._errors)} distinct errors; the last one with "
                 f"{type(error).__name__}: {error}"
             ) from error
         if (
             not self._has_succeeded
+            and key.cause is FailureCause.CODE
             and isinstance(error, CODE_ERRORS)
             and same.count >= CODE_ERROR_FAILURES_MAX
             and len(same.groups) >= CODE_ERROR_GROUPS_MIN
@@ -89,7 +199,21 @@ class EpisodeFailures:
                 f"place before any succeeded; the last one with {type(error).__name__}: {error}"
             ) from error
 
-    def _count(self, rollout_id: int, group_id: int, error: BaseException) -> _DistinctError:
+    def _warn_of_hidden_failures(self, rollout_id: int, key: FailureKey) -> None:
+        is_hidden = key.cause is FailureCause.POLICY and key.outcome is FailureOutcome.DISCARDED
+        if is_hidden and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rollout=%d was discarded as %s, which is the model's doing: the model is not "
+                "trained to avoid it, and may learn to fail so where its answer would be wrong. "
+                "Reward such rollouts, as with failure_policy=tidegate.FailurePolicy(reward=0.0)",
+                rollout_id,
+                key.reason,
+            )
+
+    def _count(
+        self, rollout_id: int, group_id: int, error: BaseException, key: FailureKey
+    ) -> _DistinctError:
         lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         identity = (type(error), *lines)
         same = self._errors.get(identity, _DistinctError())
@@ -99,12 +223,22 @@ class EpisodeFailures:
         if same.count == 1 and len(self._errors) < DISTINCT_ERRORS_MAX:
             self._errors[identity] = same
             stack = "".join(traceback.format_exception(error))
-            log.warning("rollout=%d discarded, its episode failed:\n%s", rollout_id, stack)
+            log.warning(
+                "rollout=%d %s, its episode failed (cause=%s reason=%s):\n%s",
+                rollout_id,
+                key.outcome,
+                key.cause,
+                key.reason,
+                stack,
+            )
         elif str(same.count).strip("0") == "1":
             log.warning(
-                "rollout=%d discarded, its episode failed with %s: %s (%d failures in this place "
-                "so far; the first one's traceback is above)",
+                "rollout=%d %s, its episode failed (cause=%s reason=%s) with %s: %s (%d failures "
+                "in this place so far; the first one's traceback is above)",
                 rollout_id,
+                key.outcome,
+                key.cause,
+                key.reason,
                 type(error).__name__,
                 error,
                 same.count,

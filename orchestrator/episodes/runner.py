@@ -21,18 +21,26 @@ from typing import Any, Generic, TypeVar
 
 from tidegate.errors import ConfigError, EpisodeError, RunClosed
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.failure_counts import FailureKey
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.activities import Activities
 from tidegate.orchestrator.episodes.contained_tasks import is_interrupt
 from tidegate.orchestrator.episodes.episode import Episode, refuse_too_large
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
-from tidegate.orchestrator.episodes.failures import EpisodeFailures
+from tidegate.orchestrator.episodes.failures import (
+    EpisodeFailures,
+    EpisodeTimedOut,
+    FailureClass,
+    classify,
+    outcome_of,
+)
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
 from tidegate.orchestrator.fleet.pending_futures import PendingFutures, fail
 from tidegate.orchestrator.fleet.scores import Score, ScoreQuery
 from tidegate.orchestrator.settings.config import EpisodeSettings, SamplingSettings
+from tidegate.policies.failures import FailureCause
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -49,10 +57,17 @@ Task = TypeVar("Task", bound="asyncio.Task[Any]")
 class Deadlines(Generic[Task]):
     """Cancels asyncio tasks that have not ended ``timeout_s`` after :meth:`begin`."""
 
-    def __init__(self, timeout_s: float, give_up: Callable[[Task], None]) -> None:
-        """``give_up`` is called with a task that still runs ``CANCEL_GRACE_S`` after its cancel."""
+    def __init__(
+        self,
+        timeout_s: float,
+        give_up: Callable[[Task], None],
+        on_due: Callable[[Task], None] = lambda task: None,
+    ) -> None:
+        """``give_up`` is called with a task that still runs ``CANCEL_GRACE_S`` after its cancel;
+        ``on_due`` with a task whose time is up, before its cancel."""
         self._timeout_s = timeout_s
         self._give_up = give_up
+        self._on_due = on_due
         self._due_s: dict[Task, float] = {}
         """Deadline of each task on the loop's clock, earliest first."""
         self._is_sorted = True
@@ -131,6 +146,7 @@ class Deadlines(Generic[Task]):
         self._sort()
         for task in _take_due(self._due_s, self._now_s(loop)):
             self._cancelled[task] = now_s + CANCEL_GRACE_S
+            self._on_due(task)
             task.cancel()
         for task in _take_due(self._cancelled, now_s):
             self._give_up(task)
@@ -204,13 +220,16 @@ class EpisodeLeakTracker:
 class EpisodeTask(asyncio.Task[None]):
     """The asyncio task of one episode, with what its runner knows of the episode."""
 
-    __slots__ = ("episode", "parks_at_left_s", "rollout")
+    __slots__ = ("episode", "function", "lacked_engine", "parks_at_left_s", "rollout")
 
     def __init__(
         self, runner: "EpisodeRunner", rollout: Rollout, task: object, function: EpisodeFunction
     ) -> None:
         """``function`` is called with the episode and ``task`` when the task first runs."""
         self.rollout = rollout
+        self.function = function
+        self.lacked_engine = False
+        """Whether one of its turns waited for an engine when its time was up."""
         self.episode: Episode | None = None
         """None until the task has begun."""
         self.parks_at_left_s = -math.inf
@@ -218,6 +237,14 @@ class EpisodeTask(asyncio.Task[None]):
         before its deadline."""
         playing = runner.play(self, task, function)
         super().__init__(playing, loop=runner.loop, name=f"rollout {rollout.rollout_id}")
+
+
+def _note_lack_of_engine(task: EpisodeTask) -> None:
+    """Note whether a turn of the episode waits for an engine: cancelling the turn hides that."""
+    last_turns = [row.turns[-1] for row in task.rollout.rows if row.turns]
+    task.lacked_engine = any(
+        turn.finish_reason is None and turn.place is None for turn in last_turns
+    )
 
 
 def _reward(value: object) -> float | BaseException:
@@ -275,7 +302,7 @@ class EpisodeRunner:
         ``context_tokens_max`` returns the longest context that an engine reads, 0 if unknown."""
         self.loop = asyncio.get_running_loop()
         self._on_error = on_error
-        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up)
+        self._deadlines = Deadlines(settings.episode_timeout_s, self._give_up, _note_lack_of_engine)
         self._budget_s = settings.episode_park_after_s
         self._defaults = sampling
         self._model = model
@@ -290,6 +317,8 @@ class EpisodeRunner:
         self._failures = EpisodeFailures()
         self._tasks: dict[int, EpisodeTask] = {}
         """Tasks of running episodes, by rollout id."""
+        self._retries: dict[int, asyncio.TimerHandle] = {}
+        """Timers of failed episodes that will begin again, by rollout id."""
         self._is_ending = False
         self.leaks = EpisodeLeakTracker()
         self._new_row: Rollout | None = None
@@ -307,8 +336,22 @@ class EpisodeRunner:
         if not self._is_ending:
             self._tasks[rollout.rollout_id] = EpisodeTask(self, rollout, task, function)
 
+    def retry(self, rollout: Rollout, task: object, delay_s: float) -> None:
+        """Start an episode that has just failed again, after ``delay_s``."""
+        function = self._tasks[rollout.rollout_id].function
+        self._retries[rollout.rollout_id] = self.loop.call_later(
+            delay_s, self._retry_now, rollout, task, function
+        )
+
+    def _retry_now(self, rollout: Rollout, task: object, function: EpisodeFunction) -> None:
+        del self._retries[rollout.rollout_id]
+        self.begin(rollout, task, function)
+
     def stop(self, rollout: Rollout) -> None:
         """Cancel the episode of a discarded rollout, and ignore its result."""
+        timer = self._retries.pop(rollout.rollout_id, None)
+        if timer is not None:
+            timer.cancel()
         task = self._tasks.get(rollout.rollout_id)
         if task is not None:
             self.leaks.uncancelled.add(rollout.rollout_id)  # until it has ended
@@ -318,6 +361,9 @@ class EpisodeRunner:
     async def end(self) -> None:
         """Cancel all episodes, let none begin, and return once all have ended."""
         self._is_ending = True
+        for timer in self._retries.values():
+            timer.cancel()
+        self._retries.clear()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -366,60 +412,92 @@ class EpisodeRunner:
             self._on_error(failure)
 
     def _ended(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
-        rollout, uncancelled = task.rollout, self.leaks.uncancelled
-        number = rollout.rollout_id
+        rollout, number = task.rollout, task.rollout.rollout_id
         try:
-            event = self._end_event(task, value, error)
-            rollout.ended_s = self.loop.time()
-            # Ignored if it was cancelled because its rollout was discarded, or the run ends.
-            if event is not None and not (number in uncancelled or self._is_ending):
-                assert task.episode is not None
-                for rewarded in task.episode.turn_rewards():
-                    self._handle(rewarded)
-                self._handle(event)
+            self._report_end(task, value, error)
         finally:
             if self._tracer is not None:
                 self._tracer.ended(rollout, "failed" if error is not None else "returned")
-            uncancelled.discard(number)
+            self.leaks.uncancelled.discard(number)
             del self._tasks[number]
-            self._on_over(rollout)
+            if number not in self._retries:
+                self._on_over(rollout)
 
-    def _end_event(
-        self, task: EpisodeTask, value: object, error: BaseException | None
-    ) -> ev.Event | None:
-        """Return the event of a task's end; None if its episode never began."""
-        episode = task.episode
+    def _report_end(self, task: EpisodeTask, value: object, error: BaseException | None) -> None:
+        """Report a task's end to the core; nothing if its episode never began."""
+        rollout, episode = task.rollout, task.episode
         if episode is None:  # the task never began
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
-            return None
-        reward = _reward(value) if error is None else error
-        event: ev.Event
-        if isinstance(reward, float):
+            return
+        # Ignored if it was cancelled because its rollout was discarded, or the run ends.
+        is_ignored = rollout.rollout_id in self.leaks.uncancelled or self._is_ending
+        result = _reward(value) if error is None else error
+        if isinstance(result, float):
             self._deadlines.end(task)
-            event = ev.EpisodeReturned(task.rollout.rollout_id, reward)
             self._failures.succeed()
-        elif is_interrupt(reward):
-            raise reward
+            self._end_episode(rollout, episode)
+            if not is_ignored:
+                self._report_turn_rewards(episode)
+                self._handle(ev.EpisodeReturned(rollout.rollout_id, result))
+        elif is_interrupt(result):
+            raise result
         else:
-            event = self._failed(task, reward)
-        if not self._is_ending:  # else a resumed run continues unfinished rollouts
-            self._settle(task.rollout, episode)
-        return event
+            self._report_failure(task, episode, result, is_ignored=is_ignored)
 
-    def _failed(self, task: EpisodeTask, error: BaseException) -> ev.Event:
+    def _report_failure(
+        self, task: EpisodeTask, episode: Episode, error: BaseException, *, is_ignored: bool
+    ) -> None:
         rollout = task.rollout
-        was_too_long = self._deadlines.end(task)
-        reason = "episode_error"
-        if isinstance(error, asyncio.CancelledError) and was_too_long:
-            reason, late = "episode_timeout", TimeoutError("the episode exceeded its timeout")
+        if self._deadlines.end(task) and isinstance(error, asyncio.CancelledError):
+            late = EpisodeTimedOut(
+                "the episode exceeded its timeout", lacked_engine=task.lacked_engine
+            )
             late.__cause__, error = error, late
-        if not (rollout.rollout_id in self.leaks.uncancelled or self._is_ending):
-            self._failures.fail(rollout.rollout_id, rollout.group_id, error)
-        return ev.EpisodeFailed(rollout.rollout_id, reason)
+        if is_ignored:
+            self._end_episode(rollout, episode)
+            return
+        failure = self._failures.known(classify(error, rollout))
+        may_be_retried = failure.cause is FailureCause.INFRASTRUCTURE
+        self._end_episode(rollout, episode, keeps_unrepeated=may_be_retried)
+        if not may_be_retried:
+            self._report_turn_rewards(episode)
+        self._fail(rollout, error, failure)
 
-    def _settle(self, rollout: Rollout, episode: Episode) -> None:
-        episode.end()
+    def _fail(
+        self,
+        rollout: Rollout,
+        error: BaseException,
+        failure: FailureClass,
+        *,
+        can_be_retried: bool = True,
+    ) -> None:
+        """Have the core decide what becomes of a failed episode's rollout, then log the failure.
+
+        Raises:
+            EpisodeError: too many episodes have failed.
+        """
+        reason = failure.reason
+        self._handle(ev.EpisodeFailed(rollout.rollout_id, reason, failure.cause, can_be_retried))
+        key = FailureKey(failure.cause, reason, outcome_of(rollout, reason))
+        self._failures.fail(rollout.rollout_id, rollout.group_id, error, key)
+
+    def _report_turn_rewards(self, episode: Episode) -> None:
+        for rewarded in episode.turn_rewards():
+            self._handle(rewarded)
+
+    def _end_episode(
+        self, rollout: Rollout, episode: Episode, *, keeps_unrepeated: bool = False
+    ) -> None:
+        """Close an episode's context, unless the run ends: a resumed run continues it."""
+        rollout.ended_s = self.loop.time()
+        if not self._is_ending:
+            self._settle(rollout, episode, keeps_unrepeated=keeps_unrepeated)
+
+    def _settle(
+        self, rollout: Rollout, episode: Episode, *, keeps_unrepeated: bool = False
+    ) -> None:
+        episode.end(keeps_unrepeated=keeps_unrepeated)
         self.leaks.ended.append(weakref.ref(episode))
         # The rollout has dropped rows without tokens; the episode still has them.
         for row in episode.rows if episode.branches else (rollout,):
@@ -435,15 +513,15 @@ class EpisodeRunner:
         if rollout.rollout_id in self.leaks.uncancelled:
             return  # it was stopped: the core has settled it
         self.leaks.uncancelled.add(rollout.rollout_id)
+        late = EpisodeTimedOut(
+            "the episode exceeded its timeout and did not end after its cancel",
+            lacked_engine=task.lacked_engine,
+        )
+        failure = self._failures.known(classify(late, rollout))
         try:
-            self._failures.fail(
-                rollout.rollout_id,
-                rollout.group_id,
-                TimeoutError("the episode exceeded its timeout and did not end after its cancel"),
-            )
+            self._fail(rollout, late, failure, can_be_retried=False)
         except EpisodeError as error:
             self._failure = error
-        self._handle(ev.EpisodeFailed(rollout.rollout_id, "episode_timeout"))
 
     # ------------------------------------------------------------ requests of episodes
 

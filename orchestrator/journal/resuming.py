@@ -17,6 +17,7 @@ from tidegate.errors import ConfigError, JournalCorrupt, JournalError, ResumeMis
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.events import RunResumed
 from tidegate.orchestrator.core.rules import (
+    ADDED_POLICIES,
     Rules,
     check_can_be_made_again,
     describe,
@@ -152,6 +153,8 @@ def new_core(header: JournalHeader, settings: RunSettings) -> Core:
     """
     before = renamed(header.rules)
     for name, now in record_of(settings.rules()).items():
+        if name in ADDED_POLICIES and name not in before:
+            continue
         was = before.get(name)
         if was != now:
             raise ResumeMismatch(

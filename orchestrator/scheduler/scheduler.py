@@ -284,6 +284,8 @@ class Scheduler:
         match command:
             case ev.StartBranch(rollout=rollout):
                 self._episodes.forked(rollout)
+            case ev.RetryEpisode(rollout=rollout, task=task, delay_s=delay_s):
+                self._episodes.retry(rollout, task, delay_s)
             case ev.StopEpisode(rollout=rollout):
                 self._episodes.stop(rollout)
             case ev.FailTurn(turn=turn, message=why):

@@ -30,6 +30,7 @@ from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.settings.suggestions import did_you_mean
 from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy
 from tidegate.policies.consumption import Window
+from tidegate.policies.failures import FailurePolicy
 from tidegate.policies.filters import DynamicSampling, GroupFilter
 from tidegate.policies.migration import MigrationPolicy
 from tidegate.policies.routing import LeastLoaded, RoutingPolicy
@@ -202,17 +203,22 @@ class SamplingSettings(SettingsRecord):
 
 
 class EpisodeSettings(SettingsRecord):
-    """Time limits of an episode."""
+    """Time limits of an episode, and what becomes of one that fails."""
 
     episode_timeout_s: Seconds = 600.0
-    """Longest duration of an episode in seconds; a longer one is cancelled and its rollout
-    discarded. Time while the episode is parked does not count. Raise it if ``discarded_rollouts``
-    has many ``timeout``; it should exceed the longest turn and tool call together."""
+    """Longest duration of an episode in seconds; a longer one is cancelled and has failed, see
+    ``failure_policy``. Time while the episode is parked does not count. Raise it if
+    ``episode_failures`` has many of the reason ``episode_timeout``; it should exceed the longest
+    turn and tool call together."""
     episode_park_after_s: Seconds | None = None
     """Running time in seconds after which an episode is parked: before its next turn it waits for
     newer weights, while other episodes use the engines. The time then starts again. None parks an
     episode only when it calls ``Episode.park``. Set it for long agent episodes that would otherwise
     grow older than the bound (``staleness_from_generation``); less than ``episode_timeout_s``."""
+    failure_policy: InstanceOf[FailurePolicy] = FailurePolicy()
+    """Decides what becomes of failed episodes, by cause. ``FailurePolicy(reward=0.0)`` trains on
+    those that the model failed, with that reward; the default discards them. Those that
+    infrastructure failed (tools, graders, engines) are retried twice, and then discarded."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -551,6 +557,7 @@ class RunSettings(SettingsRecord):
             group_size=self.staleness.group_size,
             group_filter=self.staleness.group_filter,
             placement=self.placement.rules(),
+            failure_policy=self.episodes.failure_policy,
         )
 
     def by_flat_name(self) -> dict[str, Any]:
@@ -679,6 +686,7 @@ class RunOptions(TypedDict, total=False):
     # episodes
     episode_timeout_s: float
     episode_park_after_s: float | None
+    failure_policy: FailurePolicy
     # fleet
     engines: int
     engine_urls: Sequence[str]

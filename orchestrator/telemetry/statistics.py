@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tidegate.orchestrator.core.discards import DiscardStatistics, LengthBiasStatistics
+from tidegate.orchestrator.core.failure_counts import FailureStatistics
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.watchdog import Stuck
 
@@ -188,6 +189,8 @@ class RunStatistics:
     Blocks shorter than half a second may be missed."""
     batch_callback_errors: int = 0
     """Number of batches for which the user's ``on_batch`` raised an exception."""
+    episode_failures: tuple[FailureStatistics, ...] = ()
+    """Failed episodes of training by cause and reason, and what became of them."""
 
     @property
     def mixed_version_share(self) -> float:

@@ -4,20 +4,16 @@ Local and remote handles check the rows here and report them to the core as one 
 """
 
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, SupportsIndex
 
-from tidegate.errors import ConfigError
+from tidegate.errors import REASON, ConfigError
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.batches.batches import Batch
-
-REASON = re.compile("[a-z][a-z0-9_]{0,39}")
-"""Pattern of a reason, which becomes an account of the ledger and a Prometheus label."""
 
 NOT_TRAINED = "not_trained"
 """Reason of rows that are discarded without a given reason."""

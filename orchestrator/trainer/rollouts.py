@@ -40,6 +40,7 @@ from tidegate.errors import ConfigError, RecordingFailed, check_not_forked
 from tidegate.orchestrator.batches.ages import BatchAges
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.failure_counts import failure_statistics
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.weight_control import PublishWait
@@ -332,6 +333,7 @@ class Scorer(RunHandle):
             publishes=self._timekeeper.publishes,
             event_loop_longest_block_s=self._running.loop_watch.longest_block_s,
             batch_callback_errors=self._batch_callback_errors,
+            episode_failures=failure_statistics(core.groups.failures),
             forecast=self._forecaster.forecast(
                 ledger,
                 outstanding_groups_max=core.policy.outstanding_groups_max,

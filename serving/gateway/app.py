@@ -42,6 +42,7 @@ from tidegate.serving.gateway.completions import (
 )
 from tidegate.serving.gateway.openai_responses import ResponsesForm, ResponsesRequest
 from tidegate.serving.gateway.requests import (
+    FailureRequest,
     GatewayChatRequest,
     GatewayCompletionRequest,
     RewardRequest,
@@ -80,6 +81,7 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
         ApiRoute("POST", "/v1/tokenize", handlers.tokenize),
         ApiRoute("POST", "/sessions", handlers.open_session),
         ApiRoute("POST", "/sessions/{session_id}/reward", handlers.reward),
+        ApiRoute("POST", "/sessions/{session_id}/failure", handlers.fail),
         ApiRoute("GET", "/v1/models", handlers.models),
         ApiRoute("GET", "/health", handlers.health),
     ]
@@ -240,14 +242,26 @@ class _Handlers:
 
     async def reward(self, http: HttpRequest) -> Answer:
         """Answer ``POST /sessions/{id}/reward``: set the reward of a rollout."""
+        session = self._named_session(http)
+        request = decode_json(await _body(http), RewardRequest)
+        self._gateway.reward(session, request.reward)
+        return {"id": session.session_id, "reward": request.reward}
+
+    async def fail(self, http: HttpRequest) -> Answer:
+        """Answer ``POST /sessions/{id}/failure``: end an episode without a reward."""
+        session = self._named_session(http)
+        request = decode_json(await _body(http), FailureRequest)
+        self._gateway.fail(session, request.error())
+        return {"id": session.session_id, "cause": request.cause, "reason": request.reason}
+
+    def _named_session(self, http: HttpRequest) -> "Session":
+        """Return the session that the path names, if the request's key may use it."""
         session_id = http.path_params["session_id"]
         session = self._gateway.session(key_of(http), session_id)
         if session.session_id != session_id:
             why = f"this key is of session {session.session_id!r}, which the path doesn't name"
             raise ApiError(401, why)
-        request = decode_json(await _body(http), RewardRequest)
-        self._gateway.reward(session, request.reward)
-        return {"id": session.session_id, "reward": request.reward}
+        return session
 
     def _session(self, http: HttpRequest) -> "Session":
         return self._gateway.session(key_of(http), http.headers.get("x-session-id"))

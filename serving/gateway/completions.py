@@ -147,7 +147,9 @@ def begin(
     active = ActiveCompletion(session, request)
     try:
         for begin_choice in beginnings:
-            active.choices.append(begin_choice())
+            choice = begin_choice()
+            choice.turn.add_done_callback(session.note_turn)
+            active.choices.append(choice)
     except BaseException:
         active.cancel()
         raise

@@ -107,6 +107,10 @@ class Gateway(GatewaySessions):
                     return _reward_of(session, None)
                 endpoint = Endpoint(f"{self.url}/v1", session.api_key, session.session_id)
                 return _reward_of(session, await self._play(agent, endpoint, task))
+            except Exception as error:
+                if session.refusal is not None:
+                    raise session.refusal from error  # names who has caused it
+                raise
             finally:
                 self.end(session)
 
@@ -159,6 +163,8 @@ class Gateway(GatewaySessions):
 
 
 def _reward_of(session: Session, returned: float | None) -> float:
+    if session.failure is not None:
+        raise session.failure
     if returned is not None:
         return returned
     if session.reward is None:

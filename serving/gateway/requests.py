@@ -5,10 +5,11 @@ structs of :mod:`openai_requests`, which the vLLM-compatible server shares.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from tidegate.errors import InfrastructureFailed, PolicyFailed
 from tidegate.orchestrator.episodes.forced_calls import is_free
 from tidegate.serving import openai_requests
 from tidegate.serving.api_errors import ApiError
@@ -76,6 +77,23 @@ def completion_of(request: GenerateRequest) -> GatewayCompletionRequest:
         logprobs=sampling.logprobs,
         **{name: getattr(sampling, name) for name in names},
     )
+
+
+class FailureRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /sessions/{id}/failure``."""
+
+    cause: Literal["policy", "infrastructure"]
+    reason: str
+    message: str = ""
+
+    def error(self) -> PolicyFailed | InfrastructureFailed:
+        """Return the failure as the error that ends the episode.
+
+        Raises:
+            ConfigError: the reason is no name of a ledger's account.
+        """
+        kind = PolicyFailed if self.cause == "policy" else InfrastructureFailed
+        return kind(self.message or f"the agent reported {self.reason}", reason=self.reason)
 
 
 GatewayRequest = GatewayChatRequest | GatewayCompletionRequest

@@ -11,12 +11,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tidegate.errors import (
+    ContextFull,
+    InfrastructureFailed,
+    PolicyFailed,
+    TidegateError,
+    TurnTimeout,
+)
 from tidegate.orchestrator.episodes.generated_turn import checked_reward
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.gateway.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.episodes.episode import Episode
+    from tidegate.orchestrator.episodes.generated_turn import GeneratedTurn
 
 REQUESTS_PER_SESSION_MAX = 256
 """Requests of one session at a time: an agent with more sub-agents than that has lost count."""
@@ -34,11 +42,22 @@ class Session:
     episode: "Episode"
     task: object
     reward: float | None = None
+    failure: PolicyFailed | InfrastructureFailed | None = None
+    """Failure that the agent has reported, instead of a reward."""
     is_rewarded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the session has a reward or a failure."""
+    refusal: TidegateError | None = None
+    """Error of the newest ended turn, if it failed by the policy's doing; the agent only sees an
+    HTTP status."""
     requests: int = 0
     """Number of requests being answered."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     """Answers that requests of ``/v1/responses`` can continue."""
+
+    def note_turn(self, turn: "asyncio.Future[GeneratedTurn]") -> None:
+        """Keep the error of a turn that has ended, if the policy has caused it."""
+        error = None if turn.cancelled() else turn.exception()
+        self.refusal = error if isinstance(error, ContextFull | TurnTimeout) else None
 
     def refuse_if_busy(self) -> None:
         """Raise ApiError if the session has as many requests as it may have."""
@@ -119,6 +138,11 @@ class GatewaySessions:
             ConfigError: the reward is not finite.
         """
         session.reward = checked_reward(reward)
+        session.is_rewarded.set()
+
+    def fail(self, session: Session, failure: PolicyFailed | InfrastructureFailed) -> None:
+        """Let a session's episode end by this failure."""
+        session.failure = failure
         session.is_rewarded.set()
 
     def open(self, episode: "Episode", task: object) -> Session:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tidegate.environments.environment_episode import environment_episode
     from tidegate.environments.pool import EnvironmentPool
     from tidegate.environments.tools import Tools
-    from tidegate.errors import TidegateError
+    from tidegate.errors import InfrastructureFailed, PolicyFailed, TidegateError
     from tidegate.integrations.ray.ray_environments import ray_workers
     from tidegate.integrations.ray.ray_resources import RayResources
     from tidegate.integrations.ray.ray_trainers import train_on_ray
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from tidegate.policies.adaptive import AdaptiveStaleness
     from tidegate.policies.asynchrony import BoundedStaleness, OneStepOffPolicy, Unbounded
     from tidegate.policies.consumption import Window
+    from tidegate.policies.failures import EpisodeFailure, FailureCause, FailurePolicy
     from tidegate.policies.filters import DynamicSampling, GroupFilter
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.routing_replay import record_routed_experts, replay_routed_experts
@@ -90,12 +91,16 @@ __all__ = [
     "Environment",
     "EnvironmentPool",
     "Episode",
+    "EpisodeFailure",
     "EpisodeSettings",
     "Evaluation",
+    "FailureCause",
+    "FailurePolicy",
     "FleetSettings",
     "Gateway",
     "GeneratedTurn",
     "GroupFilter",
+    "InfrastructureFailed",
     "LogitsProcessor",
     "MLflow",
     "Observation",
@@ -103,6 +108,7 @@ __all__ = [
     "OverSampling",
     "PackedBatch",
     "PlacementSettings",
+    "PolicyFailed",
     "RayResources",
     "Readout",
     "RecordSettings",
@@ -162,7 +168,10 @@ _HOMES = {
     "Endpoint": "serving.gateway.gateway",
     "Episode": "orchestrator.episodes.episode",
     "EpisodeSettings": "orchestrator.settings.config",
+    "EpisodeFailure": "policies.failures",
     "Evaluation": "orchestrator.trainer.rollouts",
+    "FailureCause": "policies.failures",
+    "FailurePolicy": "policies.failures",
     "FleetSettings": "orchestrator.settings.config",
     "Gateway": "serving.gateway.gateway",
     "GeneratedTurn": "orchestrator.episodes.generated_turn",
@@ -197,6 +206,8 @@ _HOMES = {
     "MLflow": "observability.trackers",
     "TensorBoard": "observability.trackers",
     "TidegateError": "errors",
+    "PolicyFailed": "errors",
+    "InfrastructureFailed": "errors",
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "environments.tools",
     "Unbounded": "policies.asynchrony",

@@ -8,6 +8,7 @@ TidegateError
 ├── WeightsRefused          published weights do not fit the model          (also ValueError)
 ├── AddressInUse            the orchestrator's address is taken             (also OSError)
 ├── TurnRefused             an engine can never serve this turn             (also ValueError)
+│   └── ContextFull         its context is as long as engines read          (also ValueError)
 ├── TurnTimeout             a turn exceeded its time limit                  (also TimeoutError)
 ├── ChatRefused             messages cannot be rendered as a prompt         (also ValueError)
 ├── ScoreRefused            an engine can never score this request          (also ValueError)
@@ -24,13 +25,15 @@ TidegateError
 ├── SleepFailed             an engine could not sleep or wake               (also RuntimeError)
 ├── PublishDropped          published weights were superseded               (also RuntimeError)
 ├── PublishNeeded           no batch can fill before the next publish       (also RuntimeError)
-├── PolicyBroken            a user's staleness policy broke its contract    (also RuntimeError)
+├── PolicyBroken            a user's policy object broke its contract       (also RuntimeError)
 ├── EnvironmentFailed       an environment raised, or returned nonsense     (also RuntimeError)
 │   ├── EnvironmentHung     it did not answer in time                       (also TimeoutError)
 │   ├── EnvironmentCrashed  its process died                                (also RuntimeError)
 │   └── NotRepeatable       its replay gave different observations          (also RuntimeError)
 ├── PackageMissing          an environment's package is not installed       (also ImportError)
 ├── EpisodeError            a user's episode fails every time               (also RuntimeError)
+├── PolicyFailed            an episode ends because of what the model did   (also RuntimeError)
+├── InfrastructureFailed    an episode ends because of a tool, grader, …    (also RuntimeError)
 ├── RunBlocked              user code blocks the run's event loop           (also TimeoutError)
 ├── TrainerLost             a remote trainer, or a rank of it, is gone      (also ConnectionError)
 ├── RunLost                 a remote trainer's run stopped answering        (also ConnectionError)
@@ -54,6 +57,7 @@ Each message states what was wrong, the offending value, and what to do about it
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -112,6 +116,10 @@ class TurnTimeout(TidegateError, TimeoutError):
 
 class TurnRefused(TidegateError, ValueError):
     """An engine can never serve this turn as requested."""
+
+
+class ContextFull(TurnRefused):
+    """A turn's context is longer than any engine reads, or than a message to an engine holds."""
 
 
 class ScoreRefused(TidegateError, ValueError):
@@ -255,7 +263,8 @@ class PublishNeeded(TidegateError, RuntimeError):
 
 
 class PolicyBroken(TidegateError, RuntimeError):
-    """A staleness policy's ``select`` returned groups that it must not select."""
+    """A method of a policy object, such as a staleness policy's ``select``, returned something that
+    it must not return."""
 
 
 class EnvironmentFailed(TidegateError, RuntimeError):
@@ -293,6 +302,42 @@ class PackageMissing(TidegateError, ImportError):
 
 class EpisodeError(TidegateError, RuntimeError):
     """The user's episode failed many times in a row, or by its own code before any success."""
+
+
+REASON = re.compile("[a-z][a-z0-9_]{0,39}")
+"""Pattern of a reason for which rollouts are discarded. It becomes an account of the ledger and a
+Prometheus label."""
+
+
+def _checked_reason(reason: str) -> str:
+    if not REASON.fullmatch(reason):
+        raise ConfigError(
+            "a reason is up to 40 lowercase letters, digits and underscores, and begins with a "
+            f"letter; got {reason!r}"
+        )
+    return reason
+
+
+class PolicyFailed(TidegateError, RuntimeError):
+    """Raised by an episode that ends because of what the model did, such as an invalid call.
+
+    Its rollout gets the reward that the run's ``failure_policy`` gives.
+    """
+
+    def __init__(self, why: str = "the model gave up", *, reason: str = "gave_up") -> None:
+        self.reason = _checked_reason(reason)
+        super().__init__(why)
+
+
+class InfrastructureFailed(TidegateError, RuntimeError):
+    """Raised by an episode that ends because something outside the model failed, such as a tool.
+
+    The episode begins again, as often as the run's ``failure_policy`` allows.
+    """
+
+    def __init__(self, why: str, *, reason: str = "tool_failed") -> None:
+        self.reason = _checked_reason(reason)
+        super().__init__(why)
 
 
 class RunBlocked(TidegateError, TimeoutError):

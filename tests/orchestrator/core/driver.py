@@ -14,6 +14,7 @@ from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.core.state import digest, load, save
 from tidegate.policies.asynchrony import BoundedStaleness
+from tidegate.policies.failures import FailureCause, FailurePolicy
 from tidegate.policies.filters import GroupFilter
 from tidegate.policies.staleness import StalenessPolicy
 from tidegate.transport.messages import (
@@ -73,6 +74,7 @@ class Driver:
         policy: StalenessPolicy | None = None,
         group_filter: GroupFilter | None = None,
         placement: PlacementRules | None = None,
+        failure_policy: FailurePolicy | None = None,
     ) -> None:
         self.policy = policy or BoundedStaleness(
             max_staleness=max_staleness, groups_per_batch=groups_per_batch
@@ -82,8 +84,11 @@ class Driver:
             group_size=group_size,
             group_filter=group_filter or GroupFilter(),
             placement=placement or PlacementRules(),
+            failure_policy=failure_policy or FailurePolicy(),
         )
         self.stopped: list[Rollout] = []
+        self.retried: list[tuple[int, float]] = []
+        """(rollout id, delay in seconds) of each episode that was begun again."""
         self.core = self.new_core()
         self.records: list[bytes] = []
         """Every event so far, as journal records."""
@@ -126,6 +131,8 @@ class Driver:
                     self.engines[engine].turns.pop(handle, None)
             case ev.StartEpisode(rollout=rollout):
                 self.running[rollout.rollout_id] = rollout
+            case ev.RetryEpisode(rollout=rollout, delay_s=delay_s):
+                self.retried.append((rollout.rollout_id, delay_s))
             case ev.StopEpisode(rollout=rollout):
                 self.stopped.append(rollout)
             case ev.HandOver():
@@ -209,6 +216,12 @@ class Driver:
         """End a rollout's episode with an exception."""
         self.running.pop(rollout.rollout_id, None)
         self.do(ev.EpisodeFailed(rollout.rollout_id, "episode_error"))
+
+    def fail_by(
+        self, rollout: Rollout, cause: FailureCause, reason: str = "episode_error"
+    ) -> list[ev.Command]:
+        """End a rollout's episode with a failure of this cause."""
+        return self.do(ev.EpisodeFailed(rollout.rollout_id, reason, cause))
 
     def publish(self) -> None:
         """Publish a version; engines keep their weights until they swap."""

@@ -1,11 +1,34 @@
-"""EpisodeFailures: which failed episodes end a run, and what is logged of them."""
+"""EpisodeFailures: who has caused a failure, which end a run, and what is logged of them."""
 
 import logging
 
 import pytest
 
-from tidegate.errors import EpisodeError
-from tidegate.orchestrator.episodes.failures import EpisodeFailures
+from tidegate.errors import (
+    ConfigError,
+    ContextFull,
+    EngineLost,
+    EnvironmentCrashed,
+    EnvironmentHung,
+    EpisodeError,
+    InfrastructureFailed,
+    PolicyFailed,
+    TurnRefused,
+    TurnTimeout,
+)
+from tidegate.orchestrator.core.failure_counts import FailureKey, FailureOutcome
+from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.episodes.failures import (
+    REASONS_MAX,
+    EpisodeFailures,
+    EpisodeTimedOut,
+    FailureClass,
+    classify,
+)
+from tidegate.policies.failures import FailureCause
+from tidegate.transport.messages import SamplingParams
+
+POLICY, INFRA, CODE = FailureCause.POLICY, FailureCause.INFRASTRUCTURE, FailureCause.CODE
 
 
 def raised(error: BaseException) -> BaseException:
@@ -18,7 +41,10 @@ def raised(error: BaseException) -> BaseException:
 
 def fail_n(failures: EpisodeFailures, n: int, error: type[Exception], *, groups: int) -> None:
     for number in range(n):
-        failures.fail(number, number % groups, raised(error(f"failure {number}")))
+        caught = raised(error(f"failure {number}"))
+        cause = classify(caught, Rollout(number, 0, 0)).cause
+        key = FailureKey(cause, "reason", FailureOutcome.DISCARDED)
+        failures.fail(number, number % groups, caught, key)
 
 
 def test_the_same_error_of_the_code_ends_a_run_in_which_no_episode_has_succeeded() -> None:
@@ -42,7 +68,7 @@ def test_after_a_success_or_by_an_error_of_the_world_only_100_failures_in_a_row_
     unreachable = EpisodeFailures()
     fail_n(unreachable, 99, ConnectionError, groups=3)
     for failures in (succeeded, unreachable):
-        with pytest.raises(EpisodeError, match="100 times in a row"):
+        with pytest.raises(EpisodeError, match="100 episodes in a row failed"):
             fail_n(failures, 1, ConnectionError, groups=3)
 
 
@@ -57,3 +83,99 @@ def test_a_distinct_error_is_logged_once_with_its_traceback_and_then_counted(
     assert ["Traceback" in message for message in messages] == [True, False, True]
     assert "rollout=9 discarded" in messages[1]
     assert "10 failures in this place" in messages[1]
+
+
+# ---------------------------------------------------------------- whose doing
+
+
+def rollout_with(tokens: int, finish_reason: str = "stop") -> Rollout:
+    rollout = Rollout(0, 0, 0)
+    rollout.extend([1, 2])
+    turn = Turn(rollout, SamplingParams(max_tokens=8))
+    rollout.turns.append(turn)
+    for _ in range(tokens):
+        turn.append(5, -0.1, 0, "a")
+    turn.finish_reason = finish_reason
+    return rollout
+
+
+HUNG = EnvironmentHung(environment="e", doing="step 1", why="late")
+CRASHED = EnvironmentCrashed(environment="e", doing="step 1", why="killed")
+
+CLASSES = [
+    (PolicyFailed("no such tool", reason="invalid_call"), POLICY, "invalid_call"),
+    (PolicyFailed(), POLICY, "gave_up"),
+    (InfrastructureFailed("search is down"), INFRA, "tool_failed"),
+    (InfrastructureFailed("container lost", reason="sandbox_lost"), INFRA, "sandbox_lost"),
+    (ContextFull("300 tokens"), POLICY, "context_full"),
+    (TurnRefused("no such adapter"), CODE, "turn_refused"),
+    (EpisodeTimedOut("600 s"), POLICY, "episode_timeout"),
+    (EpisodeTimedOut("600 s", lacked_engine=True), INFRA, "no_engine"),
+    (TurnTimeout(timeout_s=1.0, tokens=3), POLICY, "turn_timeout"),
+    (TurnTimeout(timeout_s=1.0, tokens=0), INFRA, "turn_timeout"),
+    (HUNG, INFRA, "environment_failed"),
+    (CRASHED, INFRA, "environment_failed"),
+    (EngineLost("all are gone"), INFRA, "engine_lost"),
+    (ConnectionError("refused"), INFRA, "episode_error"),
+    (TimeoutError("a tool's"), INFRA, "episode_error"),
+    (TypeError("float can't be awaited"), CODE, "code_error"),
+    (KeyError("answer"), CODE, "code_error"),
+    (ConfigError("returned None"), CODE, "code_error"),
+    (ExceptionGroup("tasks", [ConnectionError("refused")]), INFRA, "episode_error"),
+    (ExceptionGroup("tasks", [ExceptionGroup("", [KeyError("answer")])]), CODE, "code_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "cause", "reason"), CLASSES)
+def test_an_error_is_classed_by_who_caused_it(
+    error: Exception, cause: FailureCause, reason: str
+) -> None:
+    assert classify(error, rollout_with(3)) == FailureClass(cause, reason)
+
+
+def test_a_model_that_has_sampled_nothing_is_not_to_blame() -> None:
+    nothing = rollout_with(0)
+    assert classify(ContextFull("a long prompt"), nothing).cause is CODE
+    assert classify(ContextFull("a long prompt"), nothing).reason == "prompt_too_long"
+    assert classify(EpisodeTimedOut("its reset hung"), nothing).cause is INFRA
+
+
+def test_a_timeout_around_a_turn_is_the_models_and_one_around_a_tool_the_infrastructures() -> None:
+    late = TimeoutError()
+    assert classify(late, rollout_with(3, "cancelled")) == FailureClass(POLICY, "turn_timeout")
+    assert classify(late, rollout_with(3, "stop")).cause is INFRA
+    assert classify(late, rollout_with(0, "cancelled")).cause is INFRA
+
+
+@pytest.mark.parametrize("reason", ["", "Gave up", "9_lives", "x" * 41])
+def test_a_reason_that_is_no_ledger_account_is_refused_where_it_is_raised(reason: str) -> None:
+    with pytest.raises(ConfigError, match="a reason is up to 40 lowercase letters"):
+        PolicyFailed("why", reason=reason)
+
+
+def test_reasons_beyond_the_limit_are_counted_together() -> None:
+    failures = EpisodeFailures()
+    for number in range(REASONS_MAX):
+        assert failures.known(FailureClass(INFRA, f"r{number}")).reason == f"r{number}"
+    assert failures.known(FailureClass(INFRA, "one_more")) == FailureClass(INFRA, "other")
+    assert failures.known(FailureClass(POLICY, "r0")).reason == "r0"
+
+
+def test_only_failures_that_discard_count_towards_the_end_of_the_run() -> None:
+    failures = EpisodeFailures()
+    for number in range(500):
+        outcome = FailureOutcome.RETRIED if number % 2 else FailureOutcome.REWARDED
+        failures.fail(number, number, raised(ConnectionError()), FailureKey(INFRA, "x", outcome))
+
+
+def test_the_log_says_once_that_failures_of_the_model_are_hidden_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failures = EpisodeFailures()
+    key = FailureKey(POLICY, "episode_timeout", FailureOutcome.DISCARDED)
+    with caplog.at_level(logging.WARNING, "tidegate"):
+        for number in range(3):
+            failures.fail(number, number, raised(EpisodeTimedOut("late")), key)
+    hints = [m for r in caplog.records if "FailurePolicy(reward=" in (m := r.getMessage())]
+    assert len(hints) == 1
+    assert "rollout=0 was discarded as episode_timeout" in hints[0]

@@ -181,8 +181,8 @@ async def test_a_reward_that_raises_costs_its_rollout_and_no_other(model: Path) 
         batches = [b async for b in rollouts.batches(range(2), episode=sometimes)]
     assert [len(batch.rewards) for batch in batches] == [4]
     statistics = rollouts.statistics()
-    assert dict(statistics.discarded_rollouts) == {"episode_error": 2}
-    assert statistics.ledger.discarded["episode_error"] > 0
+    assert dict(statistics.discarded_rollouts) == {"code_error": 2}
+    assert statistics.ledger.discarded["code_error"] > 0
     assert statistics.ledger.error == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.orchestrator.episodes.talking import Talk, user
 from tests.serving.gateway.gateway_clients import CHAT, END, client_of, session_of
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, ContextFull, InfrastructureFailed, PolicyFailed
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.serving.gateway.gateway import (
     Endpoint,
@@ -208,6 +208,53 @@ async def test_an_agent_that_neither_returns_nor_posts_a_reward_is_told_so(
 
     with pytest.raises(ConfigError, match="posted no reward"):
         await gateway.episode(forgetful)(Talk(tmp_path, "chatml").episode, "task")
+
+
+@pytest.mark.parametrize(
+    ("cause", "error"), [("policy", PolicyFailed), ("infrastructure", InfrastructureFailed)]
+)
+async def test_an_agent_from_outside_reports_a_failure_by_whose_doing_it_is(
+    gateway: Gateway, tmp_path: Path, cause: str, error: type[PolicyFailed | InfrastructureFailed]
+) -> None:
+    talk = Talk(tmp_path, "chatml")
+    playing = asyncio.ensure_future(gateway.episode()(talk.episode, "task"))
+    async with client_of(gateway, "master") as client:
+        session = (await client.post("/sessions")).json()
+        path = f"/sessions/{session['id']}/failure"
+        own = {"Authorization": f"Bearer {session['api_key']}"}
+        for bad in (
+            {"cause": "nobody", "reason": "x"},
+            {"cause": cause},
+            {"cause": cause, "reason": "Sandbox lost"},
+        ):
+            assert (await client.post(path, json=bad, headers=own)).status_code == 400
+        body = {"cause": cause, "reason": "sandbox_lost", "message": "container 7 is gone"}
+        assert (await client.post(path, json=body, headers=own)).status_code == 200
+        with pytest.raises(error, match="container 7 is gone") as raised:
+            await playing
+    assert isinstance(raised.value, PolicyFailed | InfrastructureFailed)
+    assert raised.value.reason == "sandbox_lost"
+
+
+async def test_an_agent_that_fails_after_a_refused_turn_fails_by_the_turns_error(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client's error is of a status 400, which says nothing of who has caused it."""
+    talk = Talk(tmp_path, "chatml")
+
+    async def agent(endpoint: Endpoint, task: object) -> float:
+        async with client_of(gateway, endpoint.api_key) as client:
+            answer = await client.post(CHAT, json={"messages": [user("q")]})
+            answer.raise_for_status()
+        return 1.0
+
+    async def full(*arguments: object) -> Turn:
+        raise ContextFull("a context of 900 tokens, where engines read 800")
+
+    monkeypatch.setattr(talk.engine, "generate", full)
+    with pytest.raises(ContextFull, match="900 tokens") as raised:
+        await gateway.episode(agent)(talk.episode, "task")
+    assert isinstance(raised.value.__cause__, httpx.HTTPStatusError)
 
 
 def test_an_address_that_is_taken_is_named(gateway: Gateway) -> None:
