@@ -1,6 +1,6 @@
 """Conventions shared by all commands: exit statuses, arguments, and the layout of help.
 
-Every command module imports it, so it imports nothing heavy.
+Every command module imports it, so it imports nothing heavy. Built on typer.
 """
 
 from pathlib import Path

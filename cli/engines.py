@@ -1,6 +1,7 @@
 """Commands `tidegate engine`, which starts an engine here, and `tidegate keys`, for other hosts.
 
-The engine parses its own options, because this layer does not import `tidegate.engine`.
+The engine parses its own options, because this layer does not import `tidegate.engine`. Keys are
+made by ``transport/security.py``.
 """
 
 import os

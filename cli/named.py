@@ -1,7 +1,7 @@
 """Import of objects named `module:name` in a configuration, and checks of their arguments.
 
 `tidegate run`'s TOML file and `tidegate replay --policy` name objects this way. Imports users'
-modules.
+modules. Built on ``importlib``, ``inspect`` and pydantic.
 """
 
 import importlib

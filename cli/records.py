@@ -1,6 +1,7 @@
 """Commands about recorded runs: `audit`, `replay`, `report`, `compare` and `trace`.
 
-They read run directories, and write only reports and audit results into them.
+They read run directories, and write only reports and audit results into them. The work is done by
+``observability/`` and, for replays, ``orchestrator/journal/replay.py``.
 """
 
 import json

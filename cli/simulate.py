@@ -1,6 +1,7 @@
 """The `tidegate simulate` command: runs seeded simulated clusters in virtual time.
 
 :mod:`tidegate.simulation` runs them, checks the promises after each event, and shrinks failures.
+Built on ``simulation/sweep.py`` and ``shrinking.py``.
 """
 
 from pathlib import Path

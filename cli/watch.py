@@ -1,6 +1,7 @@
 """Commands that show a run, running or finished: `tidegate dashboard` and `tidegate top`.
 
-They print the URL of a running run's dashboard or poll it, and read a finished run's files.
+They print the URL of a running run's dashboard or poll it, and read a finished run's files. The
+work is done by ``observability/dashboard/``.
 """
 
 from pathlib import Path

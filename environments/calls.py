@@ -1,7 +1,8 @@
 """Wire protocol between a pool and its worker processes: length-prefixed MessagePack frames.
 
 :mod:`worker_process` sends calls, :mod:`worker` replies. Each call gets one reply with its number.
-Nothing is unpickled, so data from an environment can be wrong but is never executed.
+Nothing is unpickled, so data from an environment can be wrong but is never executed. Built on
+msgspec.
 """
 
 from typing import Any
@@ -26,7 +27,8 @@ class CreateEnvironment(WorkerMessage, frozen=True, kw_only=True, tag="create_en
 
     environment_id: int
     factory: str
-    """``module:name``, called with ``arguments``."""
+    """Dotted name ``module:name`` of the class or function that makes the environment, called with
+    ``arguments``."""
     arguments: dict[str, Any]
     seed: int
     task: Any
@@ -53,7 +55,7 @@ class CallTool(WorkerMessage, frozen=True, kw_only=True, tag="call_tool"):
     """Call a tool function."""
 
     tool: str
-    """``module:name``."""
+    """Dotted name ``module:name`` of the tool's function."""
     arguments: dict[str, Any]
     timeout_s: float
 
@@ -103,9 +105,9 @@ class CallFailed(WorkerMessage, frozen=True, kw_only=True, tag="call_failed"):
     """The call raised an exception; the process continues."""
 
     error: str
-    """Exception type and message."""
+    """Type and message of the exception that the environment's or tool's code raised."""
     traceback: str = ""
-    """End of the traceback."""
+    """Last lines of the exception's traceback."""
     is_timeout: bool = False
     is_out_of_memory: bool = False
     """Whether it was a MemoryError; the pool then kills the process, which may be the cause."""

@@ -2,7 +2,7 @@
 
 Users implement :class:`Environment`; worker processes call it. Independent of models, tokens and
 training. Any class with these three methods is an environment; each method may be plain or
-``async``:
+``async``: Depends on msgspec only.
 
     class Guess:
         def reset(self, *, seed: int, task: Any) -> Observation:

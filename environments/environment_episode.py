@@ -28,7 +28,7 @@ class TurnLimits:
     context_tokens_max: int | None
     """Limit of the whole context including the turn; None for the engines'."""
     options: SamplingOptions
-    """Keyword arguments of ``generate``."""
+    """Further keyword arguments of each ``Episode.generate``."""
 
     def max_tokens_after(self, context_tokens: int) -> int | None:
         """Return the limit of a turn after ``context_tokens``; below 1 if the context is full."""
@@ -100,7 +100,7 @@ class EpisodeCounts:
 
     begun: int = 0
     ended: int = 0
-    """Ended by the environment."""
+    """Number of episodes that the environment ended."""
     out_of_turns: int = 0
     out_of_context: int = 0
     turns: int = 0

@@ -9,7 +9,7 @@
 The pool has a thread and an event loop of its own, so it can be used from any loop or thread. When
 a process dies, the environment that caused it fails. The process's other environments are replayed
 in another process: reset with the same seed and task, given the same actions, and checked for the
-same observations.
+same observations. Built on uvloop and :mod:`worker_process`.
 """
 
 import asyncio
@@ -252,7 +252,8 @@ class PooledEnvironment:
 
 
 CLOSE_GRACE_S = 2.0
-"""How long environments may take to close with the pool; then their processes are killed."""
+"""Longest time in seconds for environments to close with the pool; then their processes are killed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +261,9 @@ class PoolStatistics:
     """Counts of a pool's processes and environments."""
 
     processes: int
-    """Running processes."""
+    """Number of running worker processes."""
     environments: int
-    """Open environments."""
+    """Number of open environments, in all processes."""
     processes_lost: int
     """Processes that died or were killed since the start."""
     replayed: int

@@ -1,7 +1,8 @@
 """Start of a pool's worker processes: the interfaces, and the implementation on this machine.
 
 :mod:`worker_process` needs of a process its connected socket, its output, and a way to kill it.
-`integrations/ray/ray_environments.py` implements the interfaces on a Ray cluster.
+`integrations/ray/ray_environments.py` implements the interfaces on a Ray cluster. Built on
+``subprocess`` and sockets.
 """
 
 import os

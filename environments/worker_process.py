@@ -2,7 +2,7 @@
 
 All methods run on the pool's event loop. Calls that compute are sent one at a time, so that the
 pool knows which call a process was running when it died or hung. A call's timeout begins when it is
-sent.
+sent. Built on asyncio and :mod:`calls`.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ times out such calls, so this applies only if its event loop is blocked, and the
 it should time out first."""
 
 OUTPUT_DRAIN_S = 1.0
-"""How long to read the output of a process that has ended; its children may keep the pipe open."""
+"""Longest time in seconds to read the output of a process that has ended; its children may keep the
+pipe open."""
 
 
 class ProcessDied(Exception):

@@ -10,7 +10,7 @@
 Users call it as ``tidegate.trl_rollout_func``. TRL calls the returned function once per generation
 batch and waits for it, so rollouts are on-policy. The function publishes the trainer's weights
 first, because TRL itself sends weights only to vLLM. The training loop, the advantages and the loss
-are TRL's.
+are TRL's. Built on a run of :func:`tidegate.serve_sync` and on accelerate.
 """
 
 import importlib.metadata
@@ -92,7 +92,7 @@ class _Prompt:
     index: int
     """Index among the call's tasks, from 0."""
     prompt: Any
-    """TRL's prompt."""
+    """Prompt as TRL gave it: a text or a list of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class _Completion:
     env_mask: list[int]
     """1 for each sampled completion token, 0 for each one that the episode added."""
     values: Mapping[str, Any]
-    """What the episode returned, by name."""
+    """Values that the episode returned, by name (``reward`` if it returned a number), for the
+    reward functions."""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@
 
 A row is handed over when the trainer asks for one, instead of waiting in TRL's queue, where it
 would get older. Rewards and advantages are the run's; the loss is TRL's. The caller starts the run.
+Built on :mod:`trl_rows`, and on a local or remote run.
 """
 
 import queue

@@ -54,9 +54,9 @@ class TrlRow:
     """One row of a batch, in TRL's form."""
 
     sample: Any
-    """TRL's ``RolloutSample``."""
+    """Sample in TRL's own type ``RolloutSample``."""
     batch: int
-    """Number of the batch."""
+    """Number of the run's batch that the row belongs to, for discards."""
     index: int
     """Index of the row in its batch."""
 

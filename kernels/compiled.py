@@ -2,7 +2,8 @@
 
 Used by the modules that wrap compiled functions. Building targets this machine's processor, takes
 some seconds and a C++ compiler, and needs no torch headers. The library is cached under
-``$XDG_CACHE_HOME/tidegate``; without a compiler callers fall back to torch.
+``$XDG_CACHE_HOME/tidegate``; without a compiler callers fall back to torch. Built on the system's
+compiler and ctypes.
 """
 
 import ctypes

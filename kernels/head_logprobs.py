@@ -30,7 +30,8 @@ hold for the sums."""
 
 TOKEN_TILE = 64
 VOCAB_TILE = 128
-"""With TOKEN_TILE, 64 float32 sums for each of 128 threads."""
+"""Vocabulary entries of a program's tile: with TOKEN_TILE, 64 float32 sums for each of 128 threads.
+"""
 
 HIDDEN_TILE_BYTES = 128
 """64 hidden numbers of bfloat16: with both tiles 24 KB a step, several of which are in flight."""

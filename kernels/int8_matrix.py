@@ -4,7 +4,8 @@ Implements ``Matrix`` for ``quantization="int8"``. Each output's weights are mul
 of the output's step, which is its largest weight / 127. Activations are not quantized and sums are
 float32, so only the weights' rounding is lost. weight_matrix.cpp widens weights in registers and
 reads a quarter of float32's bytes; without a compiler torch computes the same over a widened copy.
-Each output is summed in one order, so rows have the same bits in every batch.
+Each output is summed in one order, so rows have the same bits in every batch. Shares its layout
+with ``weight_matrix.py``.
 
 Letters in shapes: T tokens, N outputs, K inputs, R rows.
 """

@@ -33,11 +33,11 @@ class DenseLayer:
     """Weights, KV cache and tables of one layer, contiguous, on the CPU, of one dtype."""
 
     input_norm: torch.Tensor
-    """[H]"""
+    """Gain of the norm before attention, [H]."""
     qkv: Projection
     """[(A + 2K) * D, H]"""
     qk_norm: torch.Tensor | None
-    """[A + K, D]"""
+    """Gains of the norms of query and key heads, [A + K, D]."""
     rotations: torch.Tensor
     """[P, 2, D], of :func:`tidegate.kernels.rope.rope_table`."""
     cache: torch.Tensor
@@ -45,13 +45,13 @@ class DenseLayer:
     window_tokens: int | None
     """Number of positions that a token attends to, itself included; None: all."""
     output: Projection
-    """[H, A * D]"""
+    """Output projection of attention, [H, A * D]."""
     mlp_norm: torch.Tensor
-    """[H]"""
+    """Gain of the norm before the MLP, [H]."""
     gate_up: Projection
-    """[2I, H]"""
+    """Gate and up projections, stacked, [2I, H]."""
     down: Projection
-    """[H, I]"""
+    """Down projection of the MLP, [H, I]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class SharedLayerParams:
     """Parameters that all layers share."""
 
     num_heads: int
-    """A"""
+    """Number of query heads, A."""
     norm_epsilon: float
     attention_scale: float
     """Factor of the products of queries and keys."""

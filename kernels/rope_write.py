@@ -2,7 +2,7 @@
 
 Used by ``engine/device/runner.py``. In separate kernels a GPU would read and write keys three times
 (rotate, concatenate with the values, store). The rotation is :mod:`tidegate.kernels.rope`'s, but
-computed in float32 and rounded once.
+computed in float32 and rounded once. Built on Triton.
 
 Source: RoFormer, arXiv:2104.09864.
 

@@ -1,7 +1,7 @@
 """Comparison of recorded runs as a Markdown table or JSON, for ``tidegate compare``.
 
 Also written by `examples/async_grpo.py`. Reads the same files as a report: `run.json` and
-`metrics.jsonl` of each run.
+`metrics.jsonl` of each run. Built on :mod:`facts`.
 """
 
 import dataclasses

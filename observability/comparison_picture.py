@@ -17,7 +17,7 @@ COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2"),
     *("#e15759", "#9c755f", "#bab0ac", "#1f3b57", "#7a4b12", "#2f5a28"),
 )
-"""One per run; at least `RUNS_MAX` of them."""
+"""Line colour of each run; at least `RUNS_MAX` of them."""
 
 
 def draw_comparison(path: Path, runs: Sequence[ComparedRun]) -> None:

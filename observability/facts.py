@@ -1,7 +1,7 @@
 """Numbers of a recorded run, read from `run.json` and `metrics.jsonl` of all its processes.
 
-Reports, comparisons and the dashboard read them. The numbers of a killed run are those that
-its last process wrote last, at most a second before its last batch.
+Reports, comparisons and the dashboard read them. The numbers of a killed run are those that its
+last process wrote last, at most a second before its last batch. Built on ``run_directories.py``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
 """Catalogue of a run's Prometheus metrics: name, type, labels, help, and how to read the value.
 
 :mod:`prometheus` exports it on the dashboard's `/metrics`; the reference lists it. Each metric
-reads a :class:`DashboardSnapshot` of the run. Independent of the exposition format.
+reads a :class:`DashboardSnapshot` of the run. Independent of the exposition format. Has no
+dependencies outside of Tidegate.
 """
 
 from collections.abc import Callable, Iterable, Mapping

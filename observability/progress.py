@@ -1,7 +1,8 @@
 """Progress of a run in the terminal, drawn with rich: a live table, or one plain line per batch.
 
 ``serve(progress=True)`` and ``tidegate run`` add a :class:`ProgressDisplay` to the run's recorders.
-It writes to standard error, so that standard output holds results only.
+It writes to standard error, so that standard output holds results only. It reads
+:class:`RunStatistics` after each batch.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Prometheus exposition of a run: renders the metric catalogue in the text format.
 
 The dashboard's `/metrics` route calls :func:`exposition` once per scrape. Values come from
-:mod:`metrics`; nothing is kept between scrapes.
+:mod:`metrics`; nothing is kept between scrapes. Built on prometheus-client.
 """
 
 from collections.abc import Iterable, Mapping

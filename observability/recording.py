@@ -10,7 +10,8 @@
 The run calls it through the :class:`Recorder` interface, from several threads. One background
 thread writes the files (:mod:`run_files`). If its queue is full, callers block: nothing is dropped
 silently. After a crash, everything already written is readable; :meth:`RunRecorder.sync` waits
-until all that was recorded so far is written.
+until all that was recorded so far is written. Rows are made by :mod:`trajectories`, the timeline by
+:mod:`trace`, weight files by safetensors.
 """
 
 import importlib.metadata

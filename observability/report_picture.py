@@ -24,7 +24,7 @@ EXCERPT_VERSIONS = 6
 """Versions in the timeline's excerpt: enough to show the overlap, few enough to tell apart."""
 
 EXCERPT_S_MAX = 10.0
-"""Longest excerpt, in seconds."""
+"""Longest excerpt of the timeline, in seconds."""
 
 LABEL_SHARE_MIN = 0.035
 """Bars narrower than this share of the timeline get no label."""

@@ -1,7 +1,8 @@
 """Experiment trackers as ``on_batch`` callbacks: TensorBoard, W&B and MLflow.
 
 Users pass one to a run, ``serve(on_batch=TensorBoard("runs/tb"))``, or name it in the ``[logging]``
-section of a file for ``tidegate run``. The run calls it with each batch's figures.
+section of a file for ``tidegate run``. The run calls it with each batch's figures. Each imports its
+own package when it is made.
 """
 
 import importlib

@@ -3,7 +3,7 @@
 The recorder writes, the audit and the dashboard read. One row per rollout, turns nested inside.
 While a process records, the same rows are appended to ``trajectories.arrows``, an Arrow IPC stream.
 After a crash the Parquet file has no footer and can't be read, but the stream can, up to its last
-complete record batch.
+complete record batch. Built on pyarrow.
 """
 
 from array import array
@@ -106,7 +106,8 @@ class RecordedTurn:
     """All sampling parameters, if others than the columns' differ from the defaults; else None.
     The columns don't include stop tokens."""
     raw_logprobs: list[float] | None
-    """This and the next two as in ``messages.TokenDetails``; None if not requested."""
+    """Log-probs before sampling options. This field and the next two are as in
+    ``messages.TokenDetails``; None if not requested."""
     top_ids: list[int] | None
     top_logprobs: list[float] | None
     reward: float | None
@@ -138,7 +139,8 @@ class _RowFields:
     """``rollout_id`` of the row that this one was forked from; None if it is no branch."""
     fork_reason: str
     oldest_trainable: int | None = None
-    """For a trained row: tokens of older versions were masked; 0 if none was."""
+    """Oldest version whose tokens a trained row was trained on; older tokens were masked. 0 if none
+    was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class RecordedRollout(_RowFields):
     """One row of ``trajectories.parquet``, as read."""
 
     task: str
-    """The task, as JSON."""
+    """Task of the rollout, as JSON."""
     token_ids: list[int]
     logprobs: list[float]
     turns: tuple[RecordedTurn, ...]

@@ -1,7 +1,8 @@
 """ASGI scaffold of an OpenAI-compatible API: routes, access, error answers and JSON bodies.
 
 The gateway and the vLLM-compatible server construct their Starlette applications with
-:func:`api_app`, and their handlers read requests and write answers with the functions below.
+:func:`api_app`, and their handlers read requests and write answers with the functions below. Built
+on Starlette and msgspec, with ``http_server.py``'s limits.
 """
 
 from collections.abc import Awaitable, Callable, Iterable

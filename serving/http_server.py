@@ -5,7 +5,7 @@
 * :func:`read_body`, :func:`unless_gone`, :class:`OwnedStream`, :func:`off_loop` are for handlers:
   with them no request, and no client that leaves, keeps the event loop or an engine.
 
-Paths and keys are the matter of the three applications.
+Routes and keys are defined by the three applications. Built on uvicorn.
 """
 
 import asyncio

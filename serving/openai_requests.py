@@ -1,7 +1,8 @@
 """Request bodies of OpenAI's API with vLLM's extensions, and the options of ``generate`` they mean.
 
 The gateway and the vLLM-compatible server both decode these models. Each adds in its own
-``requests.py`` the limits and fields that it alone has.
+``requests.py`` the limits and fields that it alone has. Built on msgspec; options are those of
+``transport/sampling.py``.
 
 Fields that mean nothing to an engine (``user``, ``store``, …) are ignored, as other servers do.
 Fields that would change the output are refused by name if they are not honoured.
@@ -36,7 +37,7 @@ CACHE_SALT_CHARACTERS_MAX = 256
 """Characters of a ``cache_salt``, 1,024 in vLLM; 43 characters are 256 random bits."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-"""JSON schema of ``json_object``."""
+"""JSON schema that ``response_format`` ``json_object`` stands for: any object."""
 
 UNSERVED: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),

@@ -3,7 +3,8 @@
 ``tidegate simulate --crash-restart-runs`` starts them. Orchestrator and trainer crash together at
 any instant while the engines continue; the next process starts from the journal's committed records
 and the trainer's last checkpoint. The journal is kept in memory, and its commits take virtual time:
-a crash loses records that were appended and not committed.
+a crash loses records that were appended and not committed. Built on :mod:`simulation`'s parts and
+on ``orchestrator/journal/run_journal.py``.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Like a real engine, it reads its messages between steps, stages weights while it decodes, keeps
 steps until they are acknowledged, and answers in the same order. :mod:`turns` samples the tokens,
-and :mod:`host` injects the faults.
+and :mod:`host` injects the faults. Credits and replays are ``transport/streams.py``'s.
 """
 
 import random

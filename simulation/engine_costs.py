@@ -1,7 +1,7 @@
 """Cost model of an engine: a few figures that predict its step times well enough to plan by.
 
 The coarse-grained engine and `tidegate plan` take step times from it. The figures do not depend on
-the content of the generated tokens.
+the content of the generated tokens. Standard library only.
 """
 
 from dataclasses import dataclass

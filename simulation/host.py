@@ -1,6 +1,6 @@
 """Machine of a simulated engine: starts its processes one after another, and injects its faults.
 
-Made by :mod:`simulation`, one for each engine of a scenario.
+Made by :mod:`simulation`, one for each engine of a scenario. Built on :mod:`engine`.
 """
 
 import math

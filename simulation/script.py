@@ -1,7 +1,7 @@
 """Script of one simulated episode: its turns, the tokens it appends, and how it ends.
 
 Drawn by :mod:`scenario`, played by :mod:`episodes`, checked by :mod:`invariants`. Scripts are plain
-data, drawn with random numbers that the scenario's seed determines.
+data, drawn with random numbers that the scenario's seed determines. Standard library only.
 """
 
 import random

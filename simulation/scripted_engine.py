@@ -2,7 +2,7 @@
 
 Made by the pytest plugin's ``tidegate_engine``. An engine's tokens come from a script instead of a
 model. Its messages, its steps in virtual time, and its reactions to pauses, weights and faults are
-those of the simulation's engines.
+those of the simulation's engines. Built on :mod:`host` and :mod:`engine`.
 """
 
 import functools

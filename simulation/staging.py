@@ -63,7 +63,7 @@ class _StagedVersion:
 
     version: int
     state: str = "open"
-    """``open``, ``staged`` or ``failed``."""
+    """Progress of the update: ``open``, ``staged`` or ``failed``."""
     content: int = TORN_WEIGHTS
 
 

@@ -1,7 +1,7 @@
 """Sweeps of simulated seeds over all CPU cores, and the text that reports them.
 
 ``tidegate simulate`` calls these functions. Reports come in the order of the seeds and do not
-depend on which process ran a seed.
+depend on which process ran a seed. Built on ``multiprocessing``.
 """
 
 import multiprocessing

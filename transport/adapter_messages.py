@@ -71,7 +71,7 @@ class UnloadAdapter(Message, frozen=True, kw_only=True, tag="unload_adapter"):
     name: AdapterName
     """Name of the adapter."""
     version: AdapterVersion | None = None
-    """None for all versions."""
+    """Version to drop; None for all versions."""
 
 
 # ---------------------------------------------------------------- engine -> orchestrator

@@ -87,7 +87,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     block_tokens: Count
     """Tokens per block of the KV cache."""
     pause_modes: list[PauseMode]
-    """Supported pause modes."""
+    """Pause modes that the engine supports."""
     kv_policies: list[KvPolicy]
     """Supported KV policies of a weight update."""
     weight_channels: list[str]
@@ -110,7 +110,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """Source of draft tokens for speculative decoding: ``lookup``, ``rollouts`` or ``draft``.
     Empty: none."""
     score_kinds: list[str] = []
-    """Supported values of ``ScoreTokens.score_kind``."""
+    """Values of ``ScoreTokens.score_kind`` that the engine supports."""
     is_deterministic: bool = False
     """Whether the same request, weights and seed give the same bits, whatever else is in the
     batch."""
@@ -228,7 +228,7 @@ class TurnFailed(Message, frozen=True, kw_only=True, tag="turn_failed"):
     """
 
     turn: Count
-    """Handle of the turn."""
+    """Handle of the turn that can't be served."""
     message: str
 
 
@@ -331,7 +331,7 @@ class EndSessions(Message, frozen=True, kw_only=True, tag="end_sessions"):
     """No more turns of these sessions will be sent to this engine; unknown sessions are ignored."""
 
     sessions: list[Count]
-    """Numbers of the sessions."""
+    """Numbers of the sessions that have ended."""
 
 
 class SubmitTurns(Message, frozen=True, kw_only=True, tag="submit_turns"):
@@ -345,7 +345,7 @@ class CancelTurn(Message, frozen=True, kw_only=True, tag="cancel_turn"):
     """Stops this turn; unknown or finished handles are ignored."""
 
     turn: Count
-    """Handle of the turn."""
+    """Handle of the turn to stop."""
 
 
 class Pause(Message, frozen=True, kw_only=True, tag="pause"):

@@ -62,7 +62,7 @@ class ScoreResult(Message, frozen=True, kw_only=True, tag="score_result"):
     """A part of an answer. All parts are consecutive and computed by one weight version."""
 
     request_id: Count
-    """Number of the request."""
+    """Number of the answered request."""
     version: Count
     start: Count = 0
     """Position of this part's first row."""
@@ -84,5 +84,5 @@ class ScoreFailed(Message, frozen=True, kw_only=True, tag="score_failed"):
     """The engine can never answer this request; ``message`` says why and what to change."""
 
     request_id: Count
-    """Number of the request."""
+    """Number of the request that can't be answered."""
     message: str

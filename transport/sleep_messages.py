@@ -47,7 +47,7 @@ class Asleep(Message, frozen=True, kw_only=True, tag="asleep"):
     """The requested memory is released."""
 
     request_id: Count
-    """Number of the request."""
+    """Number of the answered ``Sleep``."""
     tags: list[MemoryTag]
     """All memory that is asleep now."""
     freed_bytes: Count = 0
@@ -58,7 +58,7 @@ class Awake(Message, frozen=True, kw_only=True, tag="awake"):
     """The requested memory is allocated again."""
 
     request_id: Count
-    """Number of the request."""
+    """Number of the answered ``Wake``."""
     tags: list[MemoryTag]
     """Memory that is still asleep."""
     needs_weights: bool = False
@@ -70,5 +70,5 @@ class SleepRequestFailed(Message, frozen=True, kw_only=True, tag="sleep_request_
     """A ``Sleep`` or ``Wake`` failed, for this reason; memory that was asleep stays asleep."""
 
     request_id: Count
-    """Number of the request."""
+    """Number of the request that failed."""
     message: str

@@ -86,7 +86,7 @@ class StepAcceptance(Enum):
     NEW = auto()
     """The next in sequence: process it."""
     DUPLICATE = auto()
-    """Already processed: drop it."""
+    """The step was processed before: drop it."""
     GAP = auto()
     """A message before it is missing: drop it. The sender's replay will bring both."""
     OLD_EPOCH = auto()

@@ -34,7 +34,7 @@ class Column(msgspec.Struct, frozen=True):
     dtype: str
     """Dtype by torch's name, e.g. ``float32``."""
     count: Count
-    """Number of elements."""
+    """Number of elements of the array."""
 
 
 # ---------------------------------------------------------------- from a trainer

@@ -20,7 +20,7 @@ class TensorPatch(msgspec.Struct, frozen=True, array_like=True):
     """Marks a tensor whose bytes in an update are a patch: its changed elements, compressed."""
 
     changed: Count
-    """Number of changed elements."""
+    """Number of changed elements of the tensor."""
     gap_bytes: Count
     """Bytes of the decompressed patch that encode the gaps between changed elements; their
     differences follow."""
@@ -49,7 +49,7 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, array_like=True):
     """CUDA IPC handle of an update's buffer, as torch exports it."""
 
     gpu: str
-    """UUID of the GPU."""
+    """UUID of the GPU that has the memory."""
     handle: bytes
     """IPC handle of the allocation that contains the buffer."""
     nbytes: Count

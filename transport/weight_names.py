@@ -18,7 +18,7 @@ class NameGroup:
     """Tensors that hold the same numbers under two sets of names."""
 
     state: tuple[str, ...]
-    """Names in the ``state_dict()``."""
+    """Names of the group in the model's ``state_dict()``."""
     directory: tuple[str, ...]
     """Names in the model directory."""
 

@@ -53,7 +53,7 @@ class SocketStatistics:
     """Counters of what a socket has received so far."""
 
     frames: int
-    """Number of messages delivered."""
+    """Number of messages that the socket has delivered."""
     bytes: int
     """Total size of the delivered messages."""
     malformed: int

@@ -1,6 +1,7 @@
 """Interface of an engine under examination: generate, tokenize, load weights, count cache hits.
 
-vllm.py and sglang.py implement it over HTTP; the probes call it.
+vllm.py and sglang.py implement it over HTTP; the probes call it. Depends on :mod:`measurements`
+only.
 """
 
 from collections.abc import Mapping

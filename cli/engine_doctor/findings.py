@@ -1,7 +1,8 @@
 """Findings of `tidegate doctor`: what an engine's measurements mean for RL, and what to do.
 
 Pure functions from :class:`Measurements` to findings: tokens, log-probs and seeds, the routes in
-/openapi.json, and responses around a weight update. Each threshold states its reason.
+/openapi.json, and responses around a weight update. Each threshold states its reason. Depends on
+:mod:`measurements` only.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """Not measurable, or a matter of preference."""
+    """Something that could not be measured, or that is a matter of preference; not a fault."""
     WARN = "warn"
     """Training works, but worse or with fewer features."""
     FAIL = "fail"
@@ -41,9 +42,9 @@ class Finding:
     """Name of the check; the same in every report."""
     verdict: Verdict
     says: str
-    """What was found."""
+    """What the measurements show, in one sentence."""
     remedy: str = ""
-    """What to do; empty if nothing is necessary."""
+    """What the user can do about the finding; empty if nothing is necessary."""
 
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1, and let nobody else reach it"

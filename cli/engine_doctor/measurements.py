@@ -1,6 +1,6 @@
 """Records of what the doctor measured on an engine: filled by measuring.py, judged by findings.py.
 
-A field is None if it could not be measured.
+A field is None if it could not be measured. Standard library dataclasses.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Identity:
     """Model name to use in requests."""
     context_tokens_max: int | None
     paths: frozenset[str]
-    """Its routes, without those that are switched off."""
+    """HTTP routes of the server, without those that are switched off."""
     settings: Mapping[str, object]
     """The engine's settings that findings need, by the engine's names."""
 
@@ -118,11 +118,12 @@ class Measurements:
     weight_spans: bool
     """Whether responses say which weights sampled which tokens."""
     mismatch: LogprobMismatch | None
-    """None without a model directory to compare with."""
+    """Difference of the engine's log-probs from the model's; None without a model directory."""
     tokenizer: TokenizerCheck | None
-    """None without a model directory, or if the engine has no route to tokenize."""
+    """Comparison of the engine's tokenizer with the directory's; None without a model directory, or
+    if the engine has no route to tokenize."""
     update: UpdateProbe | None
-    """None unless weight updates were requested."""
+    """Responses before, during and after a weight update; None unless `--update` was given."""
 
     @property
     def is_updated(self) -> bool:

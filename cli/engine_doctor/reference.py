@@ -1,6 +1,7 @@
 """Reference log-probs and tokens of a model directory, from transformers in float32.
 
-:mod:`measuring` compares the engine's responses with them. Independent of Tidegate's engine.
+:mod:`measuring` compares the engine's responses with them. Independent of Tidegate's engine. The
+model is loaded by ``observability/audit/archived_model.py``.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Probe of weight updates: what an engine generates after its weights change, and change back.
 
-The only probe that changes an engine; runs only with `--update`. findings.py judges the result.
+The only probe that changes an engine; runs only with `--update`. findings.py judges the result. It
+loads the directories of :mod:`altered` through :class:`ExaminedEngine`.
 """
 
 import secrets

@@ -43,7 +43,7 @@ class DevicePlan:
     """Index tensors of one step, on the device."""
 
     token_ids: torch.Tensor
-    """[T], int64."""
+    """Tokens to compute, row after row, [T] int64."""
     positions: torch.Tensor
     """[T], int64, context position of each token."""
     slots: torch.Tensor

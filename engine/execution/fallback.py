@@ -52,7 +52,8 @@ CACHE_ARGUMENT = (
     if hasattr(transformers.modeling_outputs.CausalLMOutputWithPast, "cache")
     else "past_key_values"
 )
-"""Its name in the installed release: ``cache`` since 5.24."""
+"""Name of the cache argument of transformers' models: ``cache`` since release 5.24,
+``past_key_values`` before."""
 
 KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Cache layers of transformers that hold keys and values only."""

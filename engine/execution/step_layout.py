@@ -49,7 +49,7 @@ class RowSizes(NamedTuple):
     scored: list[int]
     """Number of last tokens to score of each row."""
     adapters: list[AdapterKey]
-    """Each row's adapter."""
+    """Adapter of each row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class LoadedLora:
 
     adapter: HostAdapter
     name: str
-    """Name in the engine."""
+    """Name under which the engine has the adapter, unique for each set of its tensors."""
     directory: Path
     """Files of the adapter. Engines may read them again at any time: if their cache is full, or
     weights were loaded."""

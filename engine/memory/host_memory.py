@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 MADV_DONTNEED = 4
-"""From <sys/mman.h>."""
+"""Value of ``MADV_DONTNEED`` in Linux' <sys/mman.h>: drops the pages at once."""
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Bytes copied between two heartbeats: a tenth of a second of a fast disk."""

@@ -25,33 +25,33 @@ class LayerWeights:
     """Tensors of one decoder layer; None where the architecture has no such tensor."""
 
     input_norm: torch.Tensor
-    """[H]"""
+    """Gain of the norm before attention, [H]."""
     qkv: Matrix
-    """[Q + 2K, H]"""
+    """Query, key and value projections, stacked, [Q + 2K, H]."""
     qkv_bias: torch.Tensor | None
-    """[Q + 2K]"""
+    """Bias of the stacked projections, [Q + 2K]."""
     qk_norm: torch.Tensor | None
     """[query heads + KV heads, head_dim]: the norms' weights, repeated for each head."""
     output: Matrix
-    """[H, Q]"""
+    """Output projection of attention, [H, Q]."""
     output_bias: torch.Tensor | None
-    """[H]"""
+    """Bias of the output projection, [H]."""
     attention_post_norm: torch.Tensor | None
-    """[H]"""
+    """Gain of the norm after attention (Gemma), [H]."""
     mlp_norm: torch.Tensor
-    """[H]"""
+    """Gain of the norm before the MLP, [H]."""
     router: Matrix | None
     """[E, H]; None without experts."""
     gate_up: tuple[Matrix, ...]
     """[2I, H] each: one, or one per expert."""
     gate_up_bias: torch.Tensor | None
-    """[2I]"""
+    """Bias of the stacked gate and up projections, [2I]."""
     down: tuple[Matrix, ...]
     """[H, I] each: one, or one per expert."""
     down_bias: torch.Tensor | None
-    """[H]"""
+    """Bias of the down projection, [H]."""
     mlp_post_norm: torch.Tensor | None
-    """[H]"""
+    """Gain of the norm after the MLP (Gemma), [H]."""
 
 
 def allocate_layer(

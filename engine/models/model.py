@@ -58,7 +58,7 @@ class LayerPlan:
     write_index: torch.Tensor | None
     """KV slots to write; None for compiled code, which uses ``slot_mapping``."""
     scratch: torch.Tensor
-    """Memory for :func:`~tidegate.kernels.attention.attend`."""
+    """Reused memory for the scores of :func:`~tidegate.kernels.attention.attend`."""
     native: Native | None
     """Compiled code for this model; None uses torch."""
     adapters: Sequence[AdapterTokens] = ()
@@ -80,7 +80,7 @@ class StepPlan:
     """Inputs of a forward pass."""
 
     token_ids: torch.Tensor
-    """[T]"""
+    """Tokens of the step, row after row, [T]."""
     sampled: torch.Tensor | None
     """[S], tokens whose hidden states are returned, to sample after or to score; None
     for all, in order."""

@@ -82,7 +82,7 @@ class ModelConfig:
     qk_norm: bool = False
     experts: Experts | None = None
     activation: str = "silu"
-    """One of ``ACTIVATIONS``."""
+    """Activation function of the MLP, one of ``ACTIVATIONS``."""
     norm_adds_one: bool = False
     """Whether norms multiply by 1 + weight, before rounding."""
     post_norms: bool = False

@@ -69,10 +69,10 @@ class Weights(WeightStore):
         self.config = shard.local(config)
         """Config with this rank's sizes; ``whole_config`` has the model's."""
         self.embedding = embedding
-        """[V, H]"""
+        """Token embedding, [V, H]."""
         self.layers = layers
         self.final_norm = final_norm
-        """[H]"""
+        """Gain of the norm before the LM head, [H]."""
         self.head = head
         """[V, H], float32; the embedding itself if tied and float32. [L, H] of a
         classification head."""

@@ -65,11 +65,11 @@ class StepOutput:
     """Results of one step: a token per sampling row, in the order of the rows, and scores."""
 
     token_ids: npt.NDArray[np.int32]
-    """[S]"""
+    """Sampled token of each sampling row, [S]."""
     logprobs: npt.NDArray[np.float32]
     """[S], natural log, of the distribution sampled from; of the unscaled one at temperature 0."""
     details: Mapping[int, RowDetails] = field(default_factory=dict)
-    """Details by sampling row."""
+    """Requested details of a token, by sampling row; rows that request none are absent."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Reason for each sampling row without a sample; its columns' values are meaningless."""
     scores: Sequence[RowScore] = ()

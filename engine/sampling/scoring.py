@@ -72,11 +72,11 @@ class RowScore:
     """Scores of a row's chunk; fields that were not requested are None."""
 
     logprobs: Floats | None = None
-    """[P]"""
+    """Natural-log probability of each given token, [P]."""
     top_ids: npt.NDArray[np.int32] | None = None
     """[P, k], most likely first."""
     top_logprobs: Floats | None = None
-    """[P, k]"""
+    """Natural-log probabilities of the likeliest tokens at each position, [P, k]."""
     ranks: npt.NDArray[np.int32] | None = None
     """[P], rank of the given token, 1 for the most likely; only with top log-probs."""
     values: Floats | None = None

@@ -32,7 +32,7 @@ class StepColumns:
     accepted_tokens: int = 0
     """Number of draft tokens that were accepted; at most ``drafted_tokens``."""
     adapter: str = ""
-    """As ``messages.Step.adapter``."""
+    """Adapter that sampled the step, as in ``messages.Step.adapter``."""
     others: "Sequence[StepColumns]" = ()
     """Columns of the same step for other adapters with versions of their own."""
 

@@ -27,7 +27,7 @@ from tidegate.transport.tunnel_exit import TunnelExit
 from tidegate.transport.tunnels import Tunnel, TunnelEntrance
 
 CLOSE_TIMEOUT_S = 2.0
-"""How long actors may take to kill their processes before they are killed themselves."""
+"""Longest time in seconds for actors to kill their processes; then Ray kills the actors."""
 
 
 class RayEnvironmentWorker:

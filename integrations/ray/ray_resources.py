@@ -1,6 +1,6 @@
 """Placement of a run's processes on a Ray cluster, in their own or the user's placement groups.
 
-Engines, environments and trainer ranks use it.
+Engines, environments and trainer ranks use it. Built on ``ray.util.placement_group``.
 """
 
 from dataclasses import dataclass

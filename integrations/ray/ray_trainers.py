@@ -1,8 +1,8 @@
 """Trainer ranks on a Ray cluster: actors, placed all at once, that connect to the run.
 
 Users call :func:`train_on_ray` with a run and their training function. Each rank gets the run's
-address, keys, its rank, and the variables of ``torch.distributed``.
-Batches and weights travel as for any trainer in another process.
+address, keys, its rank, and the variables of ``torch.distributed``. Batches and weights travel as
+for any trainer in another process. Built on :func:`tidegate.listen` and :func:`tidegate.connect`.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Rollout replica of verl: a Ray actor with a Tidegate run, whose engines are its processes.
 
 verl's ``LLMServerManager`` makes a :class:`TidegateReplica` for each trainer worker, or for each
-worker of a pool of its own. Clients of verl call the actor, a :class:`TidegateServer`.
+worker of a pool of its own. Clients of verl call the actor, a :class:`TidegateServer`. Built on
+Ray, and on the vLLM-compatible server for verl's HTTP clients.
 """
 
 import itertools

@@ -1,7 +1,8 @@
 """Server adapter of verl: hands a trainer worker's weights to the replica's run.
 
 verl makes one in each trainer worker (hybrid mode), or in each ``CheckpointEngineWorker``
-(standalone mode), and calls it after each step.
+(standalone mode), and calls it after each step. Weights go through the replica's actor, as Ray
+objects.
 """
 
 import os

@@ -3,7 +3,7 @@
 The audit passes it every row of ``trajectories.parquet``. ``staleness``, ``consumed_version`` and
 ``state`` follow from data recorded elsewhere: the versions that sampled a row's tokens, the order
 of the rows, and each batch's line in ``metrics.jsonl``. A disagreement means that one of them is
-wrong.
+wrong. Rows are read by :mod:`trajectories`.
 """
 
 from collections import Counter, defaultdict

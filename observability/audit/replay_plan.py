@@ -53,7 +53,7 @@ class Segment:
     position: int
     """Index of the first token in the context; its logits come from the position before it."""
     token_ids: npt.NDArray[np.int32]
-    """[N]"""
+    """Sampled tokens of the segment, [N]."""
     recorded: npt.NDArray[np.float32]
     """[N], log-probs as the engine reported them."""
     sampling: RecordedTurn
@@ -65,7 +65,7 @@ class Segment:
     tolerance: float = field(init=False, default=0.0)
     """Largest difference at which two log-probs agree; depends on the engine's compute dtype."""
     replayed: npt.NDArray[np.float32] = field(init=False)
-    """[N], NaN until replayed."""
+    """Log-probs that the replay computed, [N]; NaN until replayed."""
 
     def __post_init__(self) -> None:
         self.replayed = np.full(len(self.token_ids), np.nan, dtype=np.float32)
@@ -95,7 +95,7 @@ class EngineBuild:
     quantization: str
     """Quantization of the weights; empty for none."""
     block_tokens: int
-    """Tokens per KV block."""
+    """Number of context positions per KV block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The audit replays each rival beside the record, and asks which is nearer to the recorded log-probs.
 Neighbouring versions differ by less than any tolerance at a small learning rate; the differences of
-all tokens of a span together still tell them apart.
+all tokens of a span together still tell them apart. Built on numpy.
 
 The noise of a log-prob, between the engine's sums and the replay's, is taken as Laplace-distributed
 with scale b, whose tails are heavy enough for the outliers of real engines. Of N tokens with the
@@ -53,7 +53,7 @@ class Rival:
 
     kind: Kind
     claim: str
-    """What is true if the rival is, for a person: "v4 has sampled them"."""
+    """Sentence for a person that is true if the rival history is, such as "v4 has sampled them"."""
     replay: Replay
     """Replay by the rival's stages; rivals about several spans of one context share one."""
     parts: "tuple[_Part, ...]"

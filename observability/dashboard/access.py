@@ -1,7 +1,7 @@
 """Access rules of the dashboard: its address, its token, and where a request may carry the token.
 
 A loopback address needs no token; any other address does. :class:`http_server.AccessGuard` calls
-these rules, and checks ``Host`` and ``Origin`` itself.
+these rules, and checks ``Host`` and ``Origin`` itself. Depends on ``serving/listening.py`` only.
 """
 
 import os
@@ -86,7 +86,7 @@ class DashboardRequest:
     """The parts of a request that decide about access."""
 
     host: str
-    """Header ``Host``."""
+    """Value of the request's header ``Host``."""
     authorization: str
     cookie: str
     query_token: str

@@ -1,7 +1,7 @@
 """In-memory recorder of a running run, for its dashboard; fixed memory.
 
-The run calls it as a :class:`Recorder`, from several threads; :class:`LiveSource` reads it from
-the dashboard's. A lock is held for microseconds.
+The run calls it as a :class:`Recorder`, from several threads; :class:`LiveSource` reads it from the
+dashboard's. A lock is held for microseconds. Built on :mod:`timeline` and plain dicts.
 """
 
 import threading

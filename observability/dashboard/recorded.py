@@ -1,7 +1,8 @@
 """Dashboard source that reads the files of a run that ended, was killed, or was resumed.
 
 Used by `tidegate dashboard` and `tidegate top`. One line per rollout is held in memory; the tokens
-of a rollout are read from disk when a viewer opens the rollout.
+of a rollout are read from disk when a viewer opens the rollout. Built on :mod:`facts`,
+:mod:`trajectories` and :mod:`trace`.
 """
 
 import contextlib
@@ -71,7 +72,8 @@ class RecordedSource:
         run = _read_run(self._directory)
         self._lines, lags = _read_lines(self._directory)
         self.tokenizer: Tokenizer | None = None
-        """None if the model's directory has moved; tokens are then shown by id."""
+        """Tokenizer of the run's model; None if the model's directory has moved, so that tokens are
+        shown by id."""
         with contextlib.suppress(ModelError):
             self.tokenizer = read_tokenizer(Path(run.model) / "tokenizer.json")
         self._snapshot = DashboardSnapshot(

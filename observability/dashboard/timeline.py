@@ -2,7 +2,7 @@
 
 :class:`LiveRecorder` fills it, and the dashboard's page draws it. A slice holds how long its engine
 decoded and prefilled, and with which version; in the rest of the slice the engine was idle or
-paused.
+paused. Intervals are those of ``trace.py``.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 The app's Server-Sent Events route (`/api/updates`) iterates over :meth:`Updates.viewer`. Frames are
 made only while there are viewers. A slow viewer misses frames; no data is lost, because each frame
-covers the last seconds. The content of a frame comes from :mod:`frames`.
+covers the last seconds. The content of a frame comes from :mod:`frames`. Built on asyncio.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ PAUSE_SHARE = 0.25
 """Share of the interval in which no frame is made, however long the last one took."""
 
 VIEWERS_MAX = 32
-"""Limit of open connections."""
+"""Largest number of open dashboard connections; further ones are refused."""
 
 log = logging.getLogger("tidegate")
 

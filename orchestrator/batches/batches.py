@@ -86,7 +86,8 @@ class Batch:
     rewards: torch.Tensor
     """[R] float32: reward of the row's rollout."""
     advantages: torch.Tensor
-    """[R] float32: group-relative (GRPO)."""
+    """[R] float32: group-relative advantages (GRPO): the reward minus its group's mean, over the
+    group's standard deviation."""
     group_ids: torch.Tensor
     """[R] int64: group of each row."""
     staleness: torch.Tensor

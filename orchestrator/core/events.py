@@ -124,13 +124,13 @@ class StepArrived(Struct, frozen=True, gc=False):
     engine: str
     version: int
     turns: memoryview
-    """uint32 [R], handles"""
+    """Handles of the turns that got tokens, [R] uint32."""
     token_ids: memoryview
-    """int32 [N]"""
+    """Sampled tokens, row after row, [N] int32."""
     logprobs: "memoryview[float]"
-    """float32 [N]"""
+    """Natural-log probabilities of the sampled tokens, [N] float32."""
     finish: bytes
-    """[R] or empty"""
+    """Finish code of each row, [R]; empty if no turn ended."""
     counts: memoryview | None
     """uint32 [R], tokens per row; None when every row has one token."""
     prefills: list[Prefill]
@@ -215,7 +215,7 @@ class RowsDiscarded(Struct, frozen=True, gc=False):
     """The trainer did not train on some rows of a batch."""
 
     batch: int
-    """Number of the batch."""
+    """Number of the batch that had the rows."""
     rows: tuple[int, ...]
     """Indices of the rows in the batch, from 0."""
     reason: str

@@ -44,9 +44,10 @@ class Group:
     is_retaken: bool = False
     """Whether an earlier group of the same task was discarded."""
     split_from: int | None = None
-    """For a split remainder: id of the group that it was split from; else None."""
+    """Id of the group that a split remainder was split from; None for other groups."""
     sibling_rewards: Sequence[float] = ()
-    """For a split remainder: rewards of the rollouts that were trained before it."""
+    """Rewards of the rollouts that were trained before a split remainder; empty for other groups.
+    """
 
     is_evaluation: bool = False
     """Whether the group is for measuring only, and is never trained."""

@@ -185,7 +185,7 @@ class RolloutState(StrEnum):
     """State of a rollout."""
 
     RUNNING = "running"
-    """Its episode runs."""
+    """Running: the rollout's episode has not ended."""
     FINISHED = "finished"
     """The rollout has a reward and waits for its group, or for the trainer."""
     EVALUATED = "evaluated"

@@ -116,7 +116,7 @@ class WeightContent:
 
 
 MODEL_DIRECTORY = WeightContent(bases=BaseVersions(0, 0))
-"""Content of version 0."""
+"""Content of version 0: the tensors of the model directory, and no update message."""
 
 Change = Callable[[WeightContent, Sequence[UpdateWeights]], WeightContent]
 """Makes a version's content from the version before and the tensors written for it."""

@@ -115,7 +115,7 @@ class EngineMemory(Struct, frozen=True):
     levels: Sequence[int]
     """Sleep levels that the engine supports."""
     asleep: Sequence[MemoryTag]
-    """Memory that sleeps already."""
+    """Tags of the memory that sleeps already: ``weights``, ``kv_cache``."""
     needs_weights: bool
     """Whether the engine has dropped its weights."""
 
@@ -601,7 +601,7 @@ class WeightControl:
         """Calls whose condition does not hold yet, in the order in which they began to wait."""
         # -------- versions
         self.update: WeightUpdate | None = None
-        """Newest version published."""
+        """Update of the newest published version; None before the first publish."""
         self._kept: WeightUpdate | None = None
         """Newest version released; the channel's buffer still holds its tensors."""
         self._base: WeightUpdate | None = None
@@ -633,7 +633,7 @@ class WeightControl:
         self.sleep_level: SleepLevel = 1
         """Level at which the memory sleeps."""
         self._sleeps = _CallQueue()
-        """Sleeps and wakes."""
+        """Queue of calls to sleep and to wake."""
         self._slept_version = -1
         """Newest version released when engines were put to sleep: later ones replace theirs."""
         self._sleep_requests = 0

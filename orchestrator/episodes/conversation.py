@@ -139,7 +139,7 @@ class RenderCache:
     """Results computed in a thread ahead of :meth:`Conversation.prepare`, for long requests."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    """Tokens by text."""
+    """Token ids by the text that they encode."""
     rendered: dict[bytes, str] = field(default_factory=dict)
     """Rendered prompts by :func:`_digest` of what the template gets."""
 
@@ -227,7 +227,7 @@ class _Continuation(Generic[Row]):
     generated: _GeneratedMessage[Row] | None
     """Turn that the messages continue from; None if they begin a row."""
     text: str
-    """Text to append."""
+    """Text that is to be appended to the row: what the template renders after its tokens."""
     media: list[Media]
     why: str
     """Fork reason, if the messages begin a row beside others."""

@@ -218,7 +218,7 @@ class ReplayCursor:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self.turns = 0
-        """Number of turns replayed."""
+        """Number of turns replayed so far."""
         self.tokens = 0
         """Number of context tokens replayed."""
 

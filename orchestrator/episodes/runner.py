@@ -231,7 +231,7 @@ class EpisodeTask(asyncio.Task[None]):
         self.lacked_engine = False
         """Whether one of its turns waited for an engine when its time was up."""
         self.episode: Episode | None = None
-        """None until the task has begun."""
+        """Episode object of the task; None until the task has begun."""
         self.parks_at_left_s = -math.inf
         """The episode has used its budget, and parks, when no more than these seconds are left
         before its deadline."""

@@ -45,13 +45,14 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
-    """Bias by token id."""
+    """Value to add to a token's logit, by token id."""
     min_tokens: int
     stop_strings: Sequence[str]
     top_logprobs: int
     """Number of likeliest tokens to return in ``GeneratedTurn.top_logprobs``."""
     raw_logprobs: bool
-    """Whether to return ``GeneratedTurn.raw_logprobs``."""
+    """Whether the turn returns ``GeneratedTurn.raw_logprobs``, the log-probs before all other
+    options."""
     logits_processors: Sequence[LogitsProcessor | str]
     adapter: str
     """LoRA adapter in place of the run's own; empty for none."""

@@ -49,7 +49,7 @@ class TokenScores:
     top_ids: npt.NDArray[np.int32]
     """[N - start, k], likeliest first."""
     top_logprobs: Floats
-    """[N - start, k]"""
+    """Natural-log probabilities of the likeliest tokens at each position, [N - start, k]."""
     ranks: npt.NDArray[np.int32] | None = None
     """[N - start]: rank of each token, 1 for the likeliest; None without ``top_logprobs``, or if
     the engine doesn't report it."""

@@ -40,7 +40,7 @@ class JournalStatistics:
     snapshot_lsn: int
     """Lsn of the newest stored snapshot; 0 without one."""
     records: int
-    """Number of committed records."""
+    """Number of records committed since the journal was opened."""
     payload_bytes: int
     """Bytes of committed records, without the file's overhead."""
     commits: int

@@ -521,15 +521,15 @@ class RunSettings(SettingsRecord):
     placement: PlacementSettings = PlacementSettings()
     """Choice of an engine for each turn."""
     sampling: SamplingSettings = SamplingSettings()
-    """Default sampling of turns."""
+    """Default sampling parameters of turns."""
     episodes: EpisodeSettings = EpisodeSettings()
-    """Time limits of episodes."""
+    """Time limits of users' episodes."""
     fleet: FleetSettings = FleetSettings()
     """Number, place and connection of engines."""
     engine: EngineSettings = EngineSettings()
-    """Computation in each engine."""
+    """Options of each engine that the run starts: model computation, memory and speed."""
     weights: WeightSettings = WeightSettings()
-    """Weight updates."""
+    """Transfer of published weights, and their effect on running turns."""
     records: RecordSettings = RecordSettings()
     """Run directory, dashboard and journal."""
 

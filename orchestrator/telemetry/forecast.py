@@ -125,9 +125,9 @@ class Forecaster:
         self._lengths = GroupLengths()
         self._batches = 0
         self._trained = 0
-        """Number of trained rollouts."""
+        """Number of trained rollouts so far."""
         self._staleness = 0
-        """Sum of their staleness."""
+        """Sum of the trained rollouts' staleness, in versions."""
         self._versions = (0, 0)
         """Trainer's version at the first and at the last batch."""
         self._first = Usage()

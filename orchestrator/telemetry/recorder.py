@@ -29,7 +29,7 @@ class EngineStep:
     """Name of the engine."""
     started_us: int
     busy_us: int
-    """Duration of the step."""
+    """Duration of the step, in microseconds."""
     version: int
     """Version of the weights that the step used."""
     rows: int

@@ -20,7 +20,7 @@ class EngineWork(NamedTuple):
     busy_us: int
     """Time spent in steps, in microseconds."""
     tokens: int
-    """Number of sampled tokens."""
+    """Number of tokens sampled so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class EngineStatistics:
     """Seconds that the engine spent in steps so far."""
     is_alive: bool = True
     max_running_turns: int = 0
-    """Number of decode slots."""
+    """Number of decode slots: turns that the engine decodes in one step at most."""
     steps: int = 0
     rows: int = 0
     """Sum over the engine's steps of the turns in each."""
@@ -105,7 +105,7 @@ class RunStatistics:
     wall_s: float
     """Seconds from the first batch request to the trainer's last activity."""
     trainer_version: int
-    """Newest published version."""
+    """Newest version that the trainer has published."""
     live_version: int
     """Oldest version that a living engine serves."""
     admissible_groups: int

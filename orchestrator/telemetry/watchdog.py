@@ -26,9 +26,9 @@ class Stuck:
     name: str
     """Name of the engine, rollout or task, such as ``rollout 7``; unique within its kind."""
     where: str
-    """Its last known state, such as the line of code that it waits in."""
+    """Last known state of the thing, such as the line of code that an episode waits in."""
     waited_s: float
-    """Seconds without progress."""
+    """Seconds since the thing last made progress."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind}): no progress for {self.waited_s:.0f} s: {self.where}"

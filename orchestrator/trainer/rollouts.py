@@ -104,7 +104,7 @@ class Evaluation:
     """Rewards of one episode per task, outside training."""
 
     rewards: list[float | None]
-    """In the order of the tasks; None where the episode failed."""
+    """Reward of each task, in the order of the tasks; None where the episode failed."""
 
     @property
     def mean_reward(self) -> float:

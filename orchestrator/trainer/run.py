@@ -60,7 +60,7 @@ class RunParts:
     """Parts of a run that its settings choose."""
 
     launcher: EngineLauncher
-    """Starts the run's engines."""
+    """Launcher that starts the run's engines, here or on a cluster."""
     observers: RunObservers | None = None
     """Recorder and dashboard; None if the run has neither."""
 

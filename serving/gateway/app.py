@@ -1,7 +1,7 @@
 """ASGI application of the gateway: OpenAI's and Anthropic's paths, sessions and rewards.
 
 Keys and sessions are checked in :mod:`sessions`; :mod:`completions` answers requests, in the form
-of their API.
+of their API. Built on ``api_app.py``.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 The HTTP handlers in :mod:`app` begin requests and answer them. Each choice is a turn of a row of
 the session's rollout. An :class:`AnswerForm` writes the answer as one API has it: OpenAI's
-completions here, OpenAI's responses in :mod:`responses`, Anthropic's messages in :mod:`messages`.
-Streams poll the turns, because nothing reports single tokens.
+completions here, OpenAI's responses in :mod:`openai_responses`, Anthropic's messages in
+:mod:`anthropic_messages`. Streams poll the turns, because nothing reports single tokens.
 """
 
 import asyncio

@@ -3,6 +3,7 @@
 Called by the gateway's handlers. A request becomes a chat request of the model's template;
 ``previous_response_id`` continues the conversation of an earlier answer of the same session.
 https://platform.openai.com/docs/api-reference/responses, and the types of the ``openai`` package.
+Answers are :class:`AnswerForm`'s of :mod:`completions`.
 """
 
 from collections.abc import Iterator, Mapping

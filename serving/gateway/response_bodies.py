@@ -22,7 +22,7 @@ class FinishedChoice:
     turn: GeneratedTurn
     prompt_tokens: int
     prompt_token_ids: list[int] | None
-    """None unless the answer has them."""
+    """Token ids of the prompt; None unless the request asked for token ids."""
 
 
 def completion(

@@ -1,6 +1,6 @@
 """Conversations of ``/v1/responses`` by the id of their last answer; one per session.
 
-The handler of ``/v1/responses`` reads and fills it.
+The handler of ``/v1/responses`` reads and fills it. In memory only.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """Routes of SGLang's HTTP API, on the application of the vLLM-compatible server.
 
 The server imports this module, which registers the routes. They call the same parts of the server
-as vLLM's own routes; where both APIs have a path, vLLM's handler answers for both.
+as vLLM's own routes; where both APIs have a path, vLLM's handler answers for both. Built on
+``serving/vllm_server/``.
 """
 
 import secrets

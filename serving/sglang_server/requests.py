@@ -1,7 +1,7 @@
 """Request bodies of SGLang's API, and the sampling parameters that they mean.
 
 Decoded by the handlers of :mod:`app`. As in SGLang, unknown fields of a body are ignored, and
-unknown sampling parameters refused.
+unknown sampling parameters refused. Built on msgspec.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class SglangSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``sampling_params`` of ``/generate``."""
 
     max_new_tokens: int | None = NEW_TOKENS
-    """None fills the context."""
+    """Largest number of output tokens; None fills the context."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -1,6 +1,7 @@
 """Tensors that trainers send by SGLang's API: in pickles, or broadcast in a process group.
 
-Called from threads by the handlers of :mod:`app`, because broadcasts and files block.
+Called from threads by the handlers of :mod:`app`, because broadcasts and files block. Built on
+``torch.distributed`` and :mod:`safe_unpickler`.
 """
 
 import base64

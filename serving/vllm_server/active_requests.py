@@ -2,7 +2,8 @@
 
 Completion requests begin their choices here, and pauses and aborts end them. They are evaluation
 rollouts, outside training: they wait for no admission, and the run's ledger counts their tokens
-apart. Independent of HTTP and of response bodies.
+apart. Independent of HTTP and of response bodies. Built on :class:`Episode` and the run's
+:class:`Scheduler`.
 """
 
 import asyncio
@@ -33,10 +34,10 @@ class ActiveChoice:
     """One completion of a request, played as an episode of one turn."""
 
     index: int
-    """Place within the request."""
+    """Index of the choice among the request's choices."""
     prompt: Prompt
     options: Mapping[str, Any]
-    """Options of :meth:`Episode.generate`."""
+    """Keyword arguments of :meth:`Episode.generate` for the choice."""
     ended: "asyncio.Future[None]"
     """Resolved by the choice itself, and never failed: an exception is in ``error``. Wait for it by
     ``asyncio.wait``, which doesn't cancel it when the waiter is cancelled."""
@@ -104,7 +105,7 @@ class ActiveRequest:
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time, for the answer's ``created``."""
     began_s: float = field(default_factory=time.monotonic)
-    """Monotonic time, for latencies."""
+    """Monotonic time of the request's start, in seconds, for latencies."""
     aborted_before_start: bool = False
     """Whether the request was aborted while its prompts were scored, so that it has no tokens."""
 

@@ -104,7 +104,7 @@ class BegunRequest:
 
     request: ActiveRequest
     readers: Sequence[OutputReader]
-    """One for each choice."""
+    """Readers of the output, one for each choice."""
     facts: RequestFacts
     top_logprobs: int
 

@@ -2,7 +2,8 @@
 
 The server calls it for the backend ``ipc``. vLLM's and SkyRL's trainers send the handles pickled,
 and vLLM unpickles any class if so configured. :mod:`safe_unpickler` reads them instead, and each is
-checked before memory is opened. Independent of engines and versions.
+checked before memory is opened. Independent of engines and versions. Memory is opened by
+``transport/weight_channels/cuda_memory.py``.
 """
 
 import base64

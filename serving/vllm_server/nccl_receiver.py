@@ -4,7 +4,7 @@ The server calls it for the backend ``nccl``. The server's process is one rank o
 communicator. Both join it by NCCL's unique id of 128 bytes, which vLLM's trainers pass in one of
 two ways: pickled in the TCPStore of their StatelessProcessGroup, or in ``init_info``. Independent
 of engines and versions: the server publishes the received tensors to its engines like any other
-weights.
+weights. NCCL is called by ``transport/weight_channels/cuda_nccl.py``.
 """
 
 import base64
@@ -171,7 +171,7 @@ class Rendezvous:
     rank: int
     """Rank of the server; the trainer that sends is 0."""
     ranks: int
-    """Size of the communicator."""
+    """Number of ranks of the communicator, the trainer's included."""
     address: str | None
     """Host of the trainer's TCPStore; None if ``given_id`` is there."""
     port: int

@@ -163,7 +163,7 @@ class Output:
     them."""
     text: str
     finish_reason: str | None = None
-    """None unless this part is the last."""
+    """Finish reason of the choice; None unless this part is its last."""
     stop_reason: int | str | None = None
     spans: Sequence[Mapping[str, Any]] = ()
     """Weight versions of the whole output; only in the last part."""

@@ -2,7 +2,7 @@
 
 Adds to the models of :mod:`openai_requests` what vLLM's server alone has: token requests, batches
 of chats, and the bodies of paths that pause engines or change weights. Unknown fields are ignored,
-as in vLLM.
+as in vLLM. Built on msgspec.
 """
 
 from collections.abc import Mapping

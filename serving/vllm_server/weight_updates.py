@@ -3,7 +3,7 @@
 The routes of vLLM's and SGLang's weight transfer call it. ``init`` once; then ``start``, any number
 of ``update``, and ``finish``, which publishes the tensors to every engine as one version. Until
 then the old version serves: an update that fails changes nothing. Files are read below the
-directories named at start only.
+directories named at start only. Publishing is ``orchestrator/trainer/weight_updates.py``'s.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tidegate.orchestrator.trainer.run import Run
 
 RANK_NAME = "dp0:pp0:pcp0:tp0:"
-"""What vLLM puts before a tensor's name: the server is one rank."""
+"""Prefix that vLLM puts before a tensor's name in checksums; the server is one rank."""
 
 LORA_DIRECTORY_ADAPTERS_MAX = 32
 """Adapters of the LoRA directory that stay loaded, as many as SkyRL's jax engine trains unless told

@@ -1,6 +1,7 @@
 """Plan of a run: each choice of settings with its predicted figures, and one recommendation.
 
-Called by ``tidegate plan``; reads nothing and prints nothing.
+Called by ``tidegate plan``; reads nothing and prints nothing. Built on :mod:`closed_forms`; the
+caller adds the simulated figures.
 """
 
 from collections.abc import Iterator, Sequence

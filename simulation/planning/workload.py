@@ -34,7 +34,7 @@ class PlanWorkload:
     trainer_tokens_per_s: float
     """Tokens per second of one trainer, with passes, optimizer and publishing included."""
     turns: int = 1
-    """Turns per rollout."""
+    """Number of turns per rollout."""
 
     def __post_init__(self) -> None:
         if not self.groups or not all(self.groups) or not self.mean_tokens:
@@ -96,7 +96,7 @@ class Prediction:
     batch_s: float
     """Time from one batch to the next, in seconds."""
     tokens_per_s: float
-    """Trained tokens per second."""
+    """Number of trained tokens per second."""
     mean_staleness: float
     """Mean staleness of the rollouts' oldest tokens, in versions."""
     trainer_idle_share: float

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NAME = "collective"
 
 GATHER_S = 0.25
-"""How long a round waits for others to ask for the same version."""
+"""Time in seconds for which a round waits for others to ask for the same version."""
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Size of one broadcast; a tensor can be used once its last piece has arrived."""

@@ -64,7 +64,7 @@ class CollectiveSender(ZmqSender):
         """Whether a member has left the running round."""
         self._is_closed = False
         self.rounds = 0
-        """Number of rounds started."""
+        """Number of rounds started so far."""
         super().__init__(address, keys=keys)
 
     def init(self) -> InitWeights:

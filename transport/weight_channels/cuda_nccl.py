@@ -23,7 +23,7 @@ LIBRARY = "libnccl.so.2"
 """Name of the library that torch's CUDA builds load."""
 
 UNIQUE_ID_BYTES = 128
-"""NCCL's NCCL_UNIQUE_ID_BYTES."""
+"""Size of NCCL's ncclUniqueId, NCCL_UNIQUE_ID_BYTES."""
 
 POLL_S = 0.0005
 """Polling interval for the end of a broadcast, negligible beside models of gigabytes."""
@@ -42,7 +42,7 @@ _TYPES = {
 """ncclDataType_t values by torch's dtype names."""
 
 _SUM = 0
-"""ncclSum of ncclRedOp_t."""
+"""Value of ncclSum in NCCL's ncclRedOp_t."""
 
 One = TypeVar("One")
 

@@ -20,8 +20,8 @@ MESSAGE_BYTES_MAX = 4096
 """Maximum size of a message, far more than a location and a refusal take."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""How long to retry if the name is bound but not listening, which lasts only while a relay starts
-or ends."""
+"""Time in seconds for which to retry if the name is bound but not listening, which lasts only while
+a relay starts or ends."""
 
 CLOSED = -1
 """Value of ``fd`` after closing; never a valid descriptor."""

@@ -254,7 +254,7 @@ SLOTS_MAX = 16
 """Maximum number of locations. A run keeps a few; requests for more are invalid."""
 
 JOIN_TIMEOUT_S = 5.0
-"""How long closing waits for the thread."""
+"""Longest time in seconds for which closing waits for the thread."""
 
 
 class RelayNode:
