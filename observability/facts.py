@@ -305,6 +305,15 @@ def read_batches(directory: Path, *, batches: int | None = None) -> list[dict[st
     ][:batches]
 
 
+def resumed_batches(directory: Path) -> list[int]:
+    """Return, for each resume of the run, the number of batches that it continued from."""
+    parts = [
+        part for part in process_directories(Path(directory))[1:] if (part / RUN_FILE).exists()
+    ]
+    counts = [read_run_file(part).get("resumed_batches") for part in parts]
+    return [count for count in counts if isinstance(count, int)]
+
+
 def _before_resume(
     rows: list[dict[str, Any]], part: Path, next_rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:

@@ -38,6 +38,9 @@ POLICIES = {
 }
 """Settings that may be user-defined objects; they are recorded in words, not as JSON."""
 
+FAILURE_SHOWN_MAX = 300
+"""Limit of the text of the error that ended a run, in characters, on the dashboard."""
+
 log = logging.getLogger("tidegate")
 
 
@@ -101,6 +104,7 @@ class Observers:
         self._dashboard: Dashboard | None = None
         self._live: LiveRecorder | None = None
         self._progress: ProgressDisplay | None = None
+        self._resumed: RunResumed | None = None
         if settings.records.dashboard_address is not None:
             from tidegate.observability.dashboard import dashboard
 
@@ -116,6 +120,7 @@ class Observers:
         self, resumed: RunResumed | None, on_failure: Callable[[RecordingFailed], None]
     ) -> Recorder | None:
         """Start the recorder, and the dashboard's memory; see :meth:`RunObservers.open`."""
+        self._resumed = resumed
         recorders: list[Recorder] = []
         if (recorder := self._recorder(resumed, on_failure)) is not None:
             recorders.append(recorder)
@@ -161,18 +166,18 @@ class Observers:
             read_state=read,
             statistics=statistics,
             now_us=monotonic_us,
-            about=_about(self._settings),
+            about=_about(self._settings, self._resumed),
             tokenizer=tokenizer,
         )
         self._dashboard.start(source)
         log.info("run=shown url=%s", self._dashboard.url)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Stop the dashboard and the progress; see :meth:`RunObservers.close`."""
         if self._progress is not None:
             self._progress.hide()
         if self._dashboard is not None:
-            self._dashboard.close()
+            self._dashboard.close(failure="" if error is None else _in_words(error))
 
     def _heading(self) -> str:
         """Return the lines that the progress begins with: where to look while the run runs."""
@@ -230,12 +235,21 @@ def _settings_as_json(settings: RunSettings) -> dict[str, Any]:
     return values
 
 
-def _about(settings: RunSettings) -> dict[str, object]:
+def _in_words(error: BaseException) -> str:
+    """Return an error in one line, or that the user interrupted the run."""
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:FAILURE_SHOWN_MAX]
+
+
+def _about(settings: RunSettings, resumed: RunResumed | None) -> dict[str, object]:
     """What the dashboard shows of a run that does not change."""
     directory = settings.records.run_directory
     return {
         "name": directory.resolve().name if directory is not None else settings.model.name,
         "model": str(settings.model),
+        "directory": None if directory is None else str(directory),
+        "resumed_batches": [] if resumed is None else [resumed.batches],
         "is_live": True,
         "is_whole": True,
         "settings": _settings_as_json(settings),

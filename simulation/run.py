@@ -176,7 +176,7 @@ class SimulatedRun:
     def show(self, **_: object) -> None:
         """Do nothing: a simulated run has no dashboard."""
 
-    def hide(self) -> None:
+    def hide(self, error: BaseException | None = None) -> None:
         """Do nothing: a simulated run has no dashboard."""
 
     def refuse_own_thread(self) -> None:

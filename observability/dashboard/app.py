@@ -2,8 +2,9 @@
 
     /                     the page (page.html), with /page.css and /page.js beside it
     /api/state            everything shown, once; ?recent=1 leaves out the past
-    /api/updates          one frame per second, as Server-Sent Events
-    /api/rollouts         list of rollouts: ?state=running&group=3&skip=200&mixed=1
+    /api/updates          one frame per second, as Server-Sent Events; event ``ended`` is the last
+    /api/timeline         finer timeline of a range of a recorded run: ?start_us=0&end_us=9000000
+    /api/rollouts         list of rollouts: ?state=trained&text=word&sort=reward&skip=200
     /api/rollouts/{id}    one rollout, token by token: ?start=20000
     /metrics              Prometheus exposition
 
@@ -15,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
+from pathlib import PurePath
 from urllib.parse import parse_qs
 
 import msgspec
@@ -24,29 +26,23 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tidegate.errors import TidegateError
+from tidegate.errors import ConfigError, TidegateError
 from tidegate.observability.dashboard import access
-from tidegate.observability.dashboard.frames import about, frame, rollout_list
+from tidegate.observability.dashboard.frames import about, frame, rollout_list, timeline
 from tidegate.observability.dashboard.rollout_pages import rollout_page
-from tidegate.observability.dashboard.source import RolloutQuery, Source
+from tidegate.observability.dashboard.rollout_queries import RolloutQuery, whole_number
+from tidegate.observability.dashboard.source import Source
 from tidegate.observability.dashboard.updates import TooManyViewers, Updates
 from tidegate.observability.prometheus import CONTENT_TYPE, exposition
 from tidegate.serving.http_server import AccessGuard, AccessPolicy, Headers
 
-PAGE_FILES = {
-    "page.html": "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "strips.js": "text/javascript; charset=utf-8",
-    "rollouts.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
-
-STATES = frozenset({"", "running", "finished", "trained", "discarded", "evaluated"})
-
-NUMBER_MAX = 2**53
-"""JavaScript's integers are exact up to here."""
+"""Types of the page's files; others in its folder are not served."""
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -62,11 +58,12 @@ def dashboard_app(
         "/": app.page("page.html"),
         "/api/state": app.state,
         "/api/updates": app.updates,
+        "/api/timeline": app.timeline,
         "/api/rollouts": app.rollouts,
         "/api/rollouts/{rollout_id}": app.rollout,
         "/metrics": app.metrics,
     }
-    handlers |= {f"/{name}": app.page(name) for name in PAGE_FILES}
+    handlers |= {f"/{name}": app.page(name) for name in _page_files()}
     starlette = Starlette(
         routes=[
             Route(path, _with_cookie(handler, token), methods=["GET"])
@@ -98,7 +95,7 @@ class _App:
         body = files("tidegate.observability.dashboard").joinpath("page", name).read_bytes()
 
         async def respond(http: HttpRequest) -> Response:
-            return Response(body, media_type=PAGE_FILES[name])
+            return Response(body, media_type=MEDIA_TYPES[PurePath(name).suffix])
 
         return respond
 
@@ -112,40 +109,54 @@ class _App:
             viewer = self._updates.viewer()
         except TooManyViewers as error:
             return _error(503, str(error))
-        return StreamingResponse(_events(viewer), media_type="text/event-stream")
+        return StreamingResponse(
+            _events(viewer, lambda: self._updates.last), media_type="text/event-stream"
+        )
+
+    async def timeline(self, http: HttpRequest) -> Response:
+        start_us = whole_number(http.query_params.get("start_us", ""))
+        end_us = whole_number(http.query_params.get("end_us", ""))
+        if start_us is None or end_us is None or start_us >= end_us:
+            return _error(400, "start_us and end_us must be whole numbers of microseconds")
+        found = await asyncio.to_thread(self._source.timeline, start_us, end_us)
+        return _json(None if found is None else timeline(found))
 
     async def rollouts(self, http: HttpRequest) -> Response:
-        query = http.query_params
-        state = query.get("state", "")
-        if state not in STATES:
-            return _error(400, f"state must be one of {', '.join(sorted(STATES - {''}))}")
-        group, skip = _number(query.get("group", "")), _number(query.get("skip", "0"))
-        if (query.get("group") and group is None) or skip is None or skip < 0:
-            return _error(400, "group and skip must be whole numbers")
-        rollout_query = RolloutQuery(state, group, skip, is_mixed=query.get("mixed") == "1")
-        lines, total = await asyncio.to_thread(self._source.rollouts, rollout_query)
-        return _json(rollout_list(lines, total=total))
+        query = RolloutQuery.parse(dict(http.query_params))
+        return _json(rollout_list(await asyncio.to_thread(self._source.rollouts, query)))
 
     async def rollout(self, http: HttpRequest) -> Response:
-        rollout_id = _number(http.path_params["rollout_id"])
-        start = _number(http.query_params.get("start", "0"))
+        rollout_id = whole_number(http.path_params["rollout_id"])
+        start = whole_number(http.query_params.get("start", "0"))
         if rollout_id is None or start is None or start < 0:
             return _error(400, "a rollout's id and start must be whole numbers")
         found = await asyncio.to_thread(self._source.rollout, rollout_id)
         if found is None:
             return _error(404, f"rollout {rollout_id} does not exist or is no longer kept")
-        tokenizer = self._source.tokenizer
-        return _json(await asyncio.to_thread(rollout_page, found, tokenizer, start=start))
+        page = await asyncio.to_thread(
+            rollout_page, found, self._source.tokenizer, start=start, bound=self._source.bound
+        )
+        return _json(page)
 
     async def metrics(self, http: HttpRequest) -> Response:
         snapshot = await asyncio.to_thread(self._source.observe, is_update=True)
         return Response(await asyncio.to_thread(exposition, snapshot), media_type=CONTENT_TYPE)
 
 
-async def _events(viewer: "AsyncIterator[bytes]") -> AsyncIterator[bytes]:
+async def _events(
+    viewer: AsyncIterator[bytes], last: Callable[[], bytes | None]
+) -> AsyncIterator[bytes]:
     yield b"retry: 2000\n\n"
     async for body in viewer:
         yield b"data: " + body + b"\n\n"
+    if (body_at_end := last()) is not None:
+        yield b"event: ended\ndata: " + body_at_end + b"\n\n"
+
+
+def _page_files() -> list[str]:
+    folder = files("tidegate.observability.dashboard").joinpath("page")
+    names = (file.name for file in folder.iterdir())
+    return sorted(name for name in names if PurePath(name).suffix in MEDIA_TYPES)
 
 
 def _with_cookie(handler: Handler, token: str) -> Handler:
@@ -165,19 +176,13 @@ def _with_cookie(handler: Handler, token: str) -> Handler:
 async def _respond(handler: Handler, http: HttpRequest) -> Response:
     try:
         return await handler(http)
+    except ConfigError as error:
+        return _error(400, str(error))
     except TidegateError as error:
         return _error(410, str(error))
     except Exception as error:
         log.error("the dashboard failed to answer a request", exc_info=error)
         return _error(500, f"{type(error).__name__}: {error}")
-
-
-def _number(text: str) -> int | None:
-    try:
-        number = int(text)
-    except ValueError:
-        return None
-    return number if abs(number) <= NUMBER_MAX else None
 
 
 def _error_body(status: int, why: str) -> bytes:

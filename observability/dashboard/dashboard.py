@@ -26,6 +26,8 @@ URL_FILE = "dashboard.url"
 
 END_TIMEOUT_S = 5.0
 """Longest wait for the thread in :meth:`Dashboard.close`."""
+LAST_FRAME_TIMEOUT_S = 2.0
+"""Longest wait for the state that viewers get when the run ends."""
 CONNECT_TIMEOUT_S = 2.0
 """Longest wait for a connection in :func:`url_in`."""
 
@@ -59,6 +61,7 @@ class Dashboard:
         self._thread: threading.Thread | None = None
         self._server: Any = None
         self._updates: Any = None
+        self._make_last: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_up = threading.Event()
 
@@ -78,8 +81,11 @@ class Dashboard:
         if self._url_file is not None and self._url_file.parent.is_dir():
             _write_private(self._url_file, self.url)
 
-    def close(self) -> None:
-        """Stop the server and the thread. May be called again, or without a start."""
+    def close(self, failure: str = "") -> None:
+        """Stop the server and the thread. May be called again, or without a start.
+
+        Viewers get the run's last state, and ``failure``: why it ended, empty if it ended normally.
+        """
         loop, thread = self._loop, self._thread
         if (
             self._url_file is not None and thread is not None
@@ -88,7 +94,7 @@ class Dashboard:
                 self._url_file.unlink(missing_ok=True)
         if loop is not None and thread is not None:
             with contextlib.suppress(RuntimeError):  # the loop has already ended
-                loop.call_soon_threadsafe(self._end)
+                asyncio.run_coroutine_threadsafe(self._end(failure), loop)
             thread.join(END_TIMEOUT_S)
         self._socket.close()
 
@@ -123,8 +129,13 @@ class Dashboard:
         def make() -> bytes:
             return msgspec.json.encode(frame(source.observe(is_update=True)))
 
+        def make_last(failure: str) -> bytes:
+            last = frame(source.observe(is_update=True))
+            return msgspec.json.encode({"frame": last, "failure": failure})
+
         self._loop = asyncio.get_running_loop()
         self._updates = Updates(make)
+        self._make_last = make_last
         self._server = make_server(
             dashboard_app(source, self._updates, token=self._token, bound_host=self._host),
             body_bytes_max=BODY_BYTES_MAX,
@@ -134,8 +145,13 @@ class Dashboard:
         self._is_up.set()
         await self._server.serve(sockets=[self._socket])
 
-    def _end(self) -> None:
-        self._updates.end()
+    async def _end(self, failure: str) -> None:
+        last = None
+        if self._updates.num_viewers:
+            with contextlib.suppress(Exception):  # the run may be unable to answer any more
+                make = asyncio.to_thread(self._make_last, failure)
+                last = await asyncio.wait_for(make, LAST_FRAME_TIMEOUT_S)
+        self._updates.end(last)
         self._server.should_exit = True
 
 

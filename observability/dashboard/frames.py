@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidegate.observability.dashboard.live import CollectedData
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine
+from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.dashboard.timeline import Slice
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.off_policy import BY_LAG
@@ -101,13 +103,12 @@ def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
             [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups
         ],
         "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in collected.batches],
-        "timeline": timeline(snapshot),
+        "timeline": timeline(snapshot.collected),
     }
 
 
-def timeline(snapshot: DashboardSnapshot) -> dict[str, Any]:
+def timeline(collected: CollectedData) -> dict[str, Any]:
     """Return the timeline: slices by engine, marks, and the trainer's activities."""
-    collected = snapshot.collected
     return {
         "slice_us": collected.slice_us,
         "engines": {name: _slices(slices) for name, slices in collected.slices.items()},
@@ -125,13 +126,14 @@ def about(snapshot: DashboardSnapshot) -> dict[str, Any]:
     }
 
 
-def rollout_list(lines: Sequence[RolloutLine], *, total: int) -> dict[str, Any]:
+def rollout_list(found: RolloutList) -> dict[str, Any]:
     """Return a list of rollouts, with the columns of :class:`RolloutLine`."""
     columns = RolloutLine.__slots__
     return {
         "columns": columns,
-        "total": total,
-        "rows": [[_plain(getattr(line, name)) for name in columns] for line in lines],
+        "total": found.total,
+        "note": found.note,
+        "rows": [[_plain(getattr(line, name)) for name in columns] for line in found.lines],
     }
 
 

@@ -98,6 +98,8 @@ class LiveRecorder(Recorder):
         self._batches: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=BATCHES_KEPT)
         self._ended: deque[_EndedBatch] = deque()
         self._ended_rows = self._ended_tokens = 0
+        self.has_dropped = False
+        """Whether older ended rollouts were dropped."""
         self._token_lags: Counter[int] = Counter()
         self._trainer_us: Counter[str] = Counter()
         self._off_policy = OffPolicy()
@@ -142,6 +144,7 @@ class LiveRecorder(Recorder):
                 self._ended_tokens > ENDED_TOKENS_KEPT and len(self._ended) > 1
             ):
                 dropped = self._ended.popleft()
+                self.has_dropped = True
                 self._ended_rows -= len(dropped.rows)
                 self._ended_tokens -= dropped.tokens
 

@@ -8,6 +8,7 @@ of a rollout are read from disk when a viewer opens the rollout. Built on :mod:`
 import contextlib
 import dataclasses
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +21,13 @@ from tokenizers import Tokenizer
 
 from tidegate.errors import AuditError, ModelError
 from tidegate.observability.dashboard.live import CollectedData
+from tidegate.observability.dashboard.rollout_queries import RolloutQuery, contains
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine, shorten
-from tidegate.observability.dashboard.source import LISTED_MAX, RolloutQuery
+from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
 from tidegate.observability.dashboard.timeline import timeline_of
-from tidegate.observability.facts import read_batches, read_record
+from tidegate.observability.facts import read_batches, read_record, resumed_batches
 from tidegate.observability.run_directories import RUN_FILE
-from tidegate.observability.trace import TRAINER_TRACK, read_trace, trace_path
+from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace, trace_path
 from tidegate.observability.trajectories import (
     SCHEMA,
     RecordedRollout,
@@ -44,6 +46,9 @@ ROLLOUTS_READ_MAX = 200_000
 are added ``ROWS_PER_READ`` at a time, so a few more may be listed."""
 
 ROWS_PER_READ = 2_048
+
+SEARCH_TIMEOUT_S = 10.0
+"""Longest search for a text, about 10 million tokens; what is left then is not searched."""
 
 
 class _RunFile(msgspec.Struct):
@@ -76,33 +81,54 @@ class RecordedSource:
         shown by id."""
         with contextlib.suppress(ModelError):
             self.tokenizer = read_tokenizer(Path(run.model) / "tokenizer.json")
+        self._trace = _read_trace(self._directory)
+        self._searched: tuple[str, str] | None = None
+        self._matches: tuple[set[int], str] = (set(), "")
         self._snapshot = DashboardSnapshot(
             statistics=run.statistics or _no_statistics(),
-            collected=_collected(self._directory, lags),
+            collected=_collected(self._directory, self._trace, lags),
             about={
                 "name": self._directory.resolve().name,
                 "model": run.model,
+                "directory": str(self._directory),
                 "is_live": False,
+                "resumed_batches": resumed_batches(self._directory),
                 "is_whole": run.is_final and run.statistics is not None,
                 "settings": {**run.settings, **run.extra},
             },
             is_over=True,
         )
 
+    @property
+    def bound(self) -> int | None:
+        """Bound of staleness that the run guaranteed; see :class:`Source`."""
+        return self._snapshot.statistics.staleness_bound
+
     def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         """Return the snapshot, which never changes; see :meth:`Source.observe`."""
         return self._snapshot
 
-    def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
+    def timeline(self, start_us: int, end_us: int) -> CollectedData | None:
+        """Return the timeline of a range, with slices short enough to fill it."""
+        return None if self._trace is None else _timeline(self._trace, (start_us, end_us))
+
+    def rollouts(self, query: RolloutQuery) -> RolloutList:
         """List rollouts in the order in which they ended; see :meth:`Source.rollouts`."""
-        found = [
-            line
-            for line in self._lines
-            if query.state in ("", line.state)
-            and query.group_id in (None, line.group_id)
-            and not (query.is_mixed and line.oldest_version == line.newest_version)
-        ]
-        return found[query.skip : query.skip + LISTED_MAX], len(found)
+        found = [line for line in self._lines if query.matches(line)]
+        note = ""
+        if query.reads_tokens:
+            ids, note = self._search(query.text, query.task)
+            found = [line for line in found if line.rollout_id in ids]
+        page = query.ordered(found)[query.skip : query.skip + LISTED_MAX]
+        return RolloutList(page, len(found), note)
+
+    def _search(self, text: str, task: str) -> tuple[set[int], str]:
+        """Return the ids of rollouts with these texts, and what was left out. The last search is
+        kept, because its pages and orders are asked for one after the other."""
+        if (text, task) != self._searched:
+            self._matches = _search_rollouts(self._directory, self.tokenizer, text, task)
+            self._searched = (text, task)
+        return self._matches
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
         """Read one rollout from disk; see :meth:`Source.rollout`."""
@@ -121,29 +147,66 @@ def _read_run(directory: Path) -> _RunFile:
         ) from error
 
 
-def _collected(directory: Path, lags: Mapping[int, int]) -> CollectedData:
+def _read_trace(directory: Path) -> Trace | None:
+    try:
+        return read_trace(trace_path(directory))
+    except (OSError, msgspec.MsgspecError, KeyError):
+        return None  # a killed process leaves none
+
+
+def _collected(directory: Path, trace: Trace | None, lags: Mapping[int, int]) -> CollectedData:
     batches = read_batches(directory)
-    collected = CollectedData(
+    return dataclasses.replace(
+        CollectedData() if trace is None else _timeline(trace),
         batches=tuple(batches),
         token_lags=dict(sorted(lags.items())),
         off_policy=off_policy_of(batches[-1]) if batches else OffPolicy(),
     )
-    try:
-        trace = read_trace(trace_path(directory))
-    except (OSError, msgspec.MsgspecError, KeyError):
-        return collected
-    timeline = timeline_of(trace, TRAINER_TRACK)
+
+
+def _timeline(trace: Trace, range_us: tuple[int, int] | None = None) -> CollectedData:
+    timeline = timeline_of(trace, TRAINER_TRACK, range_us)
     seconds: Counter[str] = Counter()
     for each in timeline.trainer:
         seconds[each.kind] += each.ended_us - each.started_us
-    return dataclasses.replace(
-        collected,
+    return CollectedData(
         slices=timeline.slices(),
         slice_us=timeline.slice_us,
         marks=list(timeline.marks),
         trainer=list(timeline.trainer),
         trainer_activity_s={kind: us / 1e6 for kind, us in sorted(seconds.items())},
     )
+
+
+def _search_rollouts(
+    directory: Path, tokenizer: Tokenizer | None, text: str, task: str
+) -> tuple[set[int], str]:
+    """Return the ids of recorded rollouts with ``text`` in their context and ``task`` in their
+    task, and what was left out."""
+    if text and tokenizer is None:
+        return set(), "the model's tokenizer is gone, so texts can't be searched"
+    found: set[int] = set()
+    searched, end_s = 0, time.monotonic() + SEARCH_TIMEOUT_S
+    try:
+        for batch in recorded_batches(directory, ["rollout_id", "task", "token_ids"]):
+            if time.monotonic() > end_s:
+                return (
+                    found,
+                    f"searched the first {searched} rollouts, for {SEARCH_TIMEOUT_S:.0f} s",
+                )
+            searched += batch.num_rows
+            found |= _ids_with(batch, tokenizer, text, task)
+    except AuditError as error:
+        return found, f"searched the first {searched} rollouts: {error}"
+    return found, ""
+
+
+def _ids_with(batch: pa.RecordBatch, tokenizer: Tokenizer | None, text: str, task: str) -> set[int]:
+    rows = [row for row in batch.to_pylist() if contains(row["task"], task)]
+    if not text or tokenizer is None:
+        return {row["rollout_id"] for row in rows}
+    texts = tokenizer.decode_batch([row["token_ids"] for row in rows], skip_special_tokens=False)
+    return {row["rollout_id"] for row, its in zip(rows, texts, strict=True) if contains(its, text)}
 
 
 def _read_lines(directory: Path) -> tuple[list[RolloutLine], Counter[int]]:
@@ -175,7 +238,8 @@ def _add_lines(batch: pa.RecordBatch, lines: list[RolloutLine], lags: Counter[in
                 group_id=row["group_id"],
                 index=row["index"],
                 state=row["state"],
-                reason=row["discard_reason"] or row["fork_reason"],
+                reason=row["discard_reason"] or "",
+                fork_reason=row["fork_reason"] or "",
                 context_tokens=context_tokens,
                 turns=len(row["turns"]),
                 reward=row["reward"],

@@ -27,13 +27,18 @@ ANY_TOOL = ("",)
 
 
 def rollout_page(
-    rollout: RecordedRollout, tokenizer: Tokenizer | None, *, start: int = 0
+    rollout: RecordedRollout,
+    tokenizer: Tokenizer | None,
+    *,
+    start: int = 0,
+    bound: int | None = None,
 ) -> dict[str, Any]:
     """Return a rollout's fields and its tokens from ``start`` on, at most :data:`TOKENS_SHOWN_MAX`.
 
     ``segments`` are ``[start, end, turn, version, engine, kv]`` over the context, gapless; ``kv``
     says which versions computed the KV that the tokens attended to. Given tokens have turn and
-    version -1. Without a tokenizer, a token's text is its id.
+    version -1. Without a tokenizer, a token's text is its id. ``bound`` is the run's staleness
+    bound, None without one.
     """
     end = min(len(rollout.token_ids), start + TOKENS_SHOWN_MAX)
     return {
@@ -47,6 +52,7 @@ def rollout_page(
         "advantage": _rounded(rollout.advantage),
         "consumed_version": rollout.consumed_version,
         "staleness": rollout.staleness,
+        "bound": bound,
         "branch_of": rollout.branch_of,
         "fork_reason": rollout.fork_reason,
         "start": start,

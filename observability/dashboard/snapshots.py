@@ -43,7 +43,9 @@ class RolloutLine:
     index: int
     state: str
     reason: str
-    """Why the rollout was discarded, or why its branch was forked."""
+    """Why the rollout was discarded; empty if it was not."""
+    fork_reason: str
+    """Why the branch was forked; empty for a rollout that is no branch."""
     context_tokens: int
     turns: int
     reward: float | None
@@ -102,7 +104,8 @@ def rollout_lines(
                 group_id=rollout.group_id,
                 index=rollout.index,
                 state=str(rollout.state),
-                reason=rollout.discard_reason or rollout.fork_reason,
+                reason=rollout.discard_reason or "",
+                fork_reason=rollout.fork_reason,
                 context_tokens=len(rollout.token_ids),
                 turns=len(rollout.turns),
                 reward=rollout.reward,
@@ -115,12 +118,17 @@ def rollout_lines(
     return lines
 
 
+def task_text(task: object) -> str:
+    """Return a task as text: itself if it is a string, or else its ``repr``."""
+    try:
+        return task if isinstance(task, str) else repr(task)
+    except Exception as error:  # noqa: BLE001 - a user-defined repr may raise anything
+        return f"a {type(task).__name__} whose repr raises {type(error).__name__}"
+
+
 def shorten(task: object) -> str:
     """Return the beginning of a task's text."""
-    try:
-        text = task if isinstance(task, str) else repr(task)
-    except Exception as error:  # noqa: BLE001 - a user-defined repr may raise anything
-        text = f"a {type(task).__name__} whose repr raises {type(error).__name__}"
+    text = task_text(task)
     return text if len(text) <= TASK_SHOWN_MAX else text[: TASK_SHOWN_MAX - 1] + "…"
 
 

@@ -4,58 +4,51 @@ The app calls a source from worker threads, because an answer may take a moment.
 implements it for a run's files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from tidegate.observability.dashboard.live import EndedRollout, LiveRecorder
+from tidegate.observability.dashboard.live import CollectedData, LiveRecorder
+from tidegate.observability.dashboard.rollout_queries import RolloutQuery, contains
 from tidegate.observability.dashboard.snapshots import (
     DashboardSnapshot,
     RolloutLine,
     find_rollout,
     group_lines,
     rollout_lines,
+    task_text,
     unconsumed_rollouts,
 )
 from tidegate.observability.trajectories import RecordedRollout, as_recorded
-from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 
-Result = TypeVar("Result")
-
 LISTED_MAX = 200
 """Limit of rollouts in one list."""
+
+SEARCHED_MAX = 2_000
+"""Limit of outstanding rollouts that a list reads, oldest first: their lines are made on the run's
+loop, in about 5 ms."""
+
+SEARCHED_TOKENS_MAX = 4_096
+"""Limit of the tokens of an outstanding rollout that a search reads: 32 MB for 2,000 rollouts."""
 
 UPDATE_COVERS_US = 3_000_000
 """Time that an update covers: 3 s, so that a viewer may miss two updates without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutQuery:
-    """Filter and offset of a list of rollouts."""
+class RolloutList:
+    """One page of the rollouts that match a query."""
 
-    state: str = ""
-    """``running``, ``finished``, ``trained``, ``discarded`` or ``evaluated``; empty for any."""
-    group_id: int | None = None
-    """Only rollouts of this group; None for any."""
-    skip: int = 0
-    """Number of matching rollouts to skip."""
-    is_mixed: bool = False
-    """Only rollouts whose tokens were sampled by two or more versions."""
-
-    @property
-    def is_ended_only(self) -> bool:
-        """Whether the state excludes rollouts that the trainer has not received."""
-        return self.state in ("trained", "discarded", "evaluated")
-
-    @property
-    def is_unconsumed_only(self) -> bool:
-        """Whether the state excludes rollouts that are over."""
-        return self.state in ("running", "finished")
+    lines: Sequence[RolloutLine]
+    """At most :data:`LISTED_MAX`."""
+    total: int
+    """Number of all matches."""
+    note: str = ""
+    """What was left out of the search; empty if nothing was."""
 
 
 class Source(Protocol):
@@ -64,11 +57,18 @@ class Source(Protocol):
     tokenizer: Tokenizer | None
     is_live: bool
 
+    @property
+    def bound(self) -> int | None:
+        """Bound of staleness that the run guarantees, in versions; None if it guarantees none."""
+
     def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         """Return a snapshot; for an update, time-stamped data of the last seconds only."""
 
-    def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
-        """Return up to :data:`LISTED_MAX` matching rollouts, and the number of all matches."""
+    def rollouts(self, query: RolloutQuery) -> RolloutList:
+        """Return one page of the rollouts that match a query."""
+
+    def timeline(self, start_us: int, end_us: int) -> CollectedData | None:
+        """Return a finer timeline of a range; None if there is none."""
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
         """Return one rollout; None if it is unknown or no longer kept."""
@@ -97,6 +97,13 @@ class LiveSource:
         self._about = about
         self.tokenizer = tokenizer
 
+    @property
+    def bound(self) -> int | None:
+        """Bound of staleness now: an adaptive policy changes it; see :class:`Source`."""
+        bound = self._read_state(lambda scheduler: scheduler.core.policy.guaranteed_bound)
+        assert bound is None or isinstance(bound, int)
+        return bound
+
     def observe(self, *, is_update: bool = False) -> DashboardSnapshot:
         """Return a snapshot of the run as of now; see :meth:`Source.observe`."""
         now_us = self._now_us()
@@ -115,31 +122,45 @@ class LiveSource:
         assert isinstance(snapshot, DashboardSnapshot)
         return snapshot
 
-    def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
+    def timeline(self, start_us: int, end_us: int) -> CollectedData | None:
+        """Return None: a viewer has all slices of a running run already."""
+        return None
+
+    def rollouts(self, query: RolloutQuery) -> RolloutList:
         """List rollouts: outstanding ones, then ended ones, newest first; see :class:`Source`."""
-        lines: list[RolloutLine] = []
-        total = 0
+        found: list[RolloutLine] = []
+        notes = []
         if not query.is_ended_only:
-
-            def list_unconsumed(scheduler: Scheduler) -> tuple[list[RolloutLine], int]:
-                found = unconsumed_rollouts(
-                    scheduler.core, state=query.state, group_id=query.group_id
+            candidates = self._read_state(lambda scheduler: _unconsumed(scheduler, query))
+            assert isinstance(candidates, _Candidates)
+            found += [line for line in candidates.lines if self._is_found(line, candidates, query)]
+            if candidates.left_out:
+                notes.append(f"{candidates.left_out} younger outstanding rollouts left out")
+        if not query.is_unconsumed_only:
+            for each in self._recorder.ended:
+                (line,) = rollout_lines(
+                    [(each.rollout, each.task)], trainer_version=each.consumed_version
                 )
-                found = [pair for pair in found if _matches_mixed(pair[0], query)]
-                page = found[query.skip : query.skip + LISTED_MAX]
-                return rollout_lines((rollout, group.task) for rollout, group in page), len(found)
+                if query.matches(line) and self._contains(each.rollout.token_ids, each.task, query):
+                    found.append(line)
+            notes += ["ended rollouts: the newest only"] if self._recorder.has_dropped else []
+        page = query.ordered(found)[query.skip : query.skip + LISTED_MAX]
+        return RolloutList(page, len(found), "; ".join(notes))
 
-            result = self._read_state(list_unconsumed)
-            assert isinstance(result, tuple)
-            lines, total = result
-        if query.is_unconsumed_only:
-            return lines, total
-        ended = [each for each in self._recorder.ended if _matches(each, query)]
-        skip = max(0, query.skip - total)
-        for each in islice(ended, skip, skip + LISTED_MAX - len(lines)):
-            pair = [(each.rollout, each.task)]
-            lines += rollout_lines(pair, trainer_version=each.consumed_version)
-        return lines, total + len(ended)
+    def _is_found(self, line: RolloutLine, found: "_Candidates", query: RolloutQuery) -> bool:
+        if not query.matches(line):
+            return False
+        token_ids, task = found.texts.get(line.rollout_id, ((), ""))
+        return self._contains(token_ids, task, query)
+
+    def _contains(self, token_ids: Sequence[int], task: object, query: RolloutQuery) -> bool:
+        if query.task and not contains(task_text(task), query.task):
+            return False
+        if not query.text:
+            return True
+        return self.tokenizer is not None and contains(
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=False), query.text
+        )
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
         """Return a copy of one rollout; see :meth:`Source.rollout`."""
@@ -150,12 +171,21 @@ class LiveSource:
         return None if found is None else as_recorded(found)  # type: ignore[arg-type]
 
 
-def _matches(ended: EndedRollout, query: RolloutQuery) -> bool:
-    rollout = ended.rollout
-    is_of_group = query.group_id is None or rollout.group_id == query.group_id
-    is_in_state = query.state in ("", str(rollout.state))
-    return is_of_group and is_in_state and _matches_mixed(rollout, query)
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Outstanding rollouts, read on the run's loop and searched on the dashboard's thread."""
+
+    lines: list[RolloutLine]
+    texts: Mapping[int, tuple[Sequence[int], object]]
+    """Copy of the tokens, and the task, by rollout; empty if the query searches neither."""
+    left_out: int
 
 
-def _matches_mixed(rollout: Rollout, query: RolloutQuery) -> bool:
-    return not query.is_mixed or rollout.oldest_version != rollout.newest_version
+def _unconsumed(scheduler: Scheduler, query: RolloutQuery) -> _Candidates:
+    found = unconsumed_rollouts(scheduler.core, state=query.state, group_id=query.group_id)
+    read = found[:SEARCHED_MAX]
+    texts: dict[int, tuple[Sequence[int], object]] = {}
+    if query.reads_tokens:
+        texts = {r.rollout_id: (r.token_ids[:SEARCHED_TOKENS_MAX], g.task) for r, g in read}
+    lines = rollout_lines((rollout, group.task) for rollout, group in read)
+    return _Candidates(lines, texts, len(found) - len(read))

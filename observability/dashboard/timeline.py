@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tidegate.observability.trace import Trace
+from tidegate.observability.trace import Interval, Trace
 from tidegate.orchestrator.telemetry.recorder import TrainerActivity
 
 SLICE_US = 250_000
@@ -22,7 +22,7 @@ SLICES_KEPT = 480
 
 MARKS_KEPT = 2_000
 TRAINER_INTERVALS_KEPT = 1_000
-ENGINES_MAX = 512
+ENGINES_MAX = 1_024
 """Limit of engines drawn; later ones are left out."""
 
 CLOCK_SHIFT_MIN_US = 1_000_000
@@ -166,7 +166,7 @@ class Timeline:
         self.marks.append(Mark(engine, name, at_us, version))
 
     def trainer_interval(
-        self, kind: TrainerActivity, started_us: int, ended_us: int, version: int
+        self, kind: TrainerActivity | str, started_us: int, ended_us: int, version: int
     ) -> None:
         """Add an activity of the trainer."""
         self.trainer.append(Activity(kind, started_us, ended_us, version))
@@ -192,31 +192,48 @@ class Timeline:
         return [activity for activity in self.trainer if activity.ended_us >= since_us]
 
 
-def timeline_of(trace: Trace, trainer_track: str) -> Timeline:
-    """Return the timeline of a recorded trace, with slices long enough for the whole run to fit."""
+def timeline_of(
+    trace: Trace, trainer_track: str, range_us: tuple[int, int] | None = None
+) -> Timeline:
+    """Return the timeline of a recorded trace, with slices long enough for all of it to fit.
+
+    ``range_us`` selects what overlaps the time between a start and an end; None selects everything.
+    """
     tracks = {name: track for name, track in trace.tracks.items() if track}
     if not tracks:
         return Timeline()
-    start_us = min(track[0].started_us for track in tracks.values())
-    end_us = max(track[-1].ended_us for track in tracks.values())
+    start_us, end_us = range_us or (
+        min(track[0].started_us for track in tracks.values()),
+        max(track[-1].ended_us for track in tracks.values()),
+    )
     timeline = Timeline(max(1, -(-(end_us - start_us + 1) // (SLICES_KEPT - 2))))
     for name, track in tracks.items():
+        if name != trainer_track:
+            timeline._strips.setdefault(name, _Strip())
         for each in track:
-            if name == trainer_track:
-                timeline.trainer.append(
-                    Activity(each.name, each.started_us, each.ended_us, each.version)
-                )
+            if each.ended_us < start_us or each.started_us > end_us:
                 continue
-            strip = timeline._strips.setdefault(name, _Strip())
-            length_us = max(1, each.ended_us - each.started_us)
-            for number, part_us in _parts(each.started_us, length_us, timeline.slice_us):
-                busy_us = part_us * each.busy_us // length_us
-                strip.add(number, busy_us, each.version, is_prefill=False)
+            if name == trainer_track:
+                timeline.trainer_interval(each.name, each.started_us, each.ended_us, each.version)
+            else:
+                _add_interval(timeline, name, each, start_us, end_us)
     for instant in trace.instants:
         version = instant.args.get("version", -1)
         known = version if isinstance(version, int) else -1
         timeline.marks.append(Mark(instant.track, instant.name, instant.at_us, known))
     return timeline
+
+
+def _add_interval(
+    timeline: Timeline, engine: str, interval: Interval, start_us: int, end_us: int
+) -> None:
+    """Add an engine's interval, cut to a range, with its busy time spread evenly."""
+    length_us = max(1, interval.ended_us - interval.started_us)
+    first_us = max(interval.started_us, start_us)
+    cut_us = max(1, min(interval.ended_us, end_us) - first_us)
+    for number, part_us in _parts(first_us, cut_us, timeline.slice_us):
+        busy_us = part_us * interval.busy_us // length_us
+        timeline._strips[engine].add(number, busy_us, interval.version, is_prefill=False)
 
 
 def _parts(started_us: int, length_us: int, slice_us: int) -> Iterable[tuple[int, int]]:

@@ -40,6 +40,8 @@ class Updates:
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
+        self.last: bytes | None = None
+        """What viewers get after the last frame, as event ``ended``; None if nothing."""
         self.frames_made = 0
 
     @property
@@ -90,9 +92,10 @@ class Updates:
                     queue.put_nowait(body)
             await asyncio.sleep(max(PAUSE_SHARE * self._interval_s, due_s - loop.time()))
 
-    def end(self) -> None:
-        """End all viewers' streams."""
+    def end(self, last: bytes | None = None) -> None:
+        """End all viewers' streams; ``last`` is what they get at their end."""
         self._is_over = True
+        self.last = self.last or last
         for queue in self._viewers:
             while not queue.empty():
                 queue.get_nowait()

@@ -177,5 +177,8 @@ class RunObservers(Protocol):
             tokenizer: turns token ids into text.
         """
 
-    def close(self) -> None:
-        """Stop the dashboard. Harmless if repeated, and if it was never started."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop the dashboard. Harmless if repeated, and if it was never started.
+
+        ``error``: what ended the run, for the dashboard's viewers; None if it ended normally.
+        """

@@ -235,7 +235,7 @@ class Scorer(RunHandle):
         if self._run is None or self._run.owner_pid != os.getpid():
             return  # a forked process leaves the run, its records and its engines to its parent
         if self._final is None:
-            self._run.hide()
+            self._run.hide(error)
             self._run.stop()
             scheduler = self._run.scheduler
             if scheduler is not None:

@@ -129,10 +129,10 @@ class Run:
         if self.observers is not None:
             self.observers.show(read, statistics, self.model.tokenizer)
 
-    def hide(self) -> None:
-        """Stop the dashboard, if there is one."""
+    def hide(self, error: BaseException | None = None) -> None:
+        """Stop the dashboard, if there is one; ``error`` is what ended the run."""
         if self.observers is not None:
-            self.observers.close()
+            self.observers.close(error)
 
     def stop(self) -> None:
         """End engines, episodes and the thread; wait for all of it. Harmless if repeated.

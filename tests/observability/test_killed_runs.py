@@ -20,7 +20,7 @@ from tidegate.cli.command import app
 from tidegate.errors import JournalFailed, RecordingFailed
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.dashboard.recorded import RecordedSource
-from tidegate.observability.dashboard.source import RolloutQuery
+from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.facts import read_facts, read_metrics
 from tidegate.observability.recording import RunRecorder
 from tidegate.observability.report import write_report
@@ -136,7 +136,8 @@ def test_each_command_reads_a_killed_run(killed: Path, finished: Path) -> None:
     shown = RecordedSource(killed)
     assert shown.observe().statistics.batches == 3
     assert len(shown.observe().collected.batches) == 3
-    lines, total = shown.rollouts(RolloutQuery(state="trained"))
+    found = shown.rollouts(RolloutQuery(state="trained"))
+    lines, total = found.lines, found.total
     assert total == 3 * BATCH_ROLLOUTS
     assert all(shown.rollout(line.rollout_id) is not None for line in lines)
 

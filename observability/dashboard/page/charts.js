@@ -1,9 +1,11 @@
-// Charts of the dashboard, drawn on canvases with the page's colours, from plain numbers.
+// Charts drawn on canvases from plain numbers. Each says its data in words too, as its label.
 
-export const versionColour = (version, light = 58) =>
-  version < 0 ? "#8a94a0" : `hsl(${(version * 137.508) % 360} 62% ${light}%)`;
+import { theme } from "./colours.js";
+import { element, key } from "./dom.js";
+import { roundStep, short, tick } from "./format.js";
 
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const PART_WIDTH_MIN = 3;
+const LEFT = 46, RIGHT = 10, TOP = 34, BOTTOM = 34;
 
 /** Clear a canvas, scale it to the screen's resolution, and return its pen, size and colours. */
 export function begin(canvas, height) {
@@ -18,60 +20,107 @@ export function begin(canvas, height) {
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, shown);
   pen.font = "11px system-ui, sans-serif";
-  return { pen, width, height: shown, ink: css("--ink"), quiet: css("--quiet"), line: css("--line"),
-    accent: css("--accent"), bad: css("--bad"), idle: css("--idle") };
+  return { pen, width, height: shown, ...theme() };
 }
 
-export function short(value) {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size >= 1e9) return `${(value / 1e9).toFixed(2)}G`;
-  if (size >= 1e6) return `${(value / 1e6).toFixed(2)}M`;
-  if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
-  if (size && size < 0.001) return value.toExponential(1);
-  return Number.isInteger(value) ? String(value) : value.toFixed(size < 10 ? 3 : 1);
+/** Show, in place of a chart without data, what would fill it; hide the text for `null`. */
+function setEmpty(canvas, text) {
+  let note = canvas.nextElementSibling;
+  if (!note?.classList.contains("empty")) {
+    note = element("p", "", "empty");
+    canvas.after(note);
+  }
+  canvas.hidden = text !== null;
+  note.hidden = text === null;
+  note.textContent = text ?? "";
 }
 
-function drawEmpty(on, text) {
-  on.pen.fillStyle = on.quiet;
-  on.pen.fillText(text, 8, on.height / 2);
-}
+const describe = (canvas, text) => canvas.setAttribute("aria-label", text);
 
-/** Draw a curve through [x, y] points; points without y are skipped. */
-export function curve(canvas, points, { from, emptyText = "no data yet" } = {}) {
-  const on = begin(canvas);
-  const known = points.filter(([, y]) => y !== null && y !== undefined);
-  if (!known.length) return drawEmpty(on, emptyText);
-  const xs = known.map(([x]) => x), ys = known.map(([, y]) => y);
-  const left = Math.min(...xs), right = Math.max(...xs, left + 1);
-  const low = from ?? Math.min(...ys), high = Math.max(...ys, low + 1e-9);
-  const at = (x, y) => [44 + ((x - left) / (right - left)) * (on.width - 52),
-    on.height - 18 - ((y - low) / (high - low)) * (on.height - 42)];
-  const { pen } = on;
+/** Draw the axes' titles and the y axis from 0 or `low` to `high`; return the scale of y. */
+function drawFrame(on, { low, high, xTitle, yTitle }) {
+  const { pen } = on, bottom = on.height - BOTTOM;
+  const yOf = (y) => bottom - ((y - low) / (high - low)) * (bottom - TOP);
   pen.fillStyle = on.quiet;
-  pen.fillText(short(high), 2, 28);
-  pen.fillText(short(low), 2, on.height - 18);
-  pen.fillText(`v${left}`, 44, on.height - 4);
-  pen.fillText(`v${right}`, on.width - 34, on.height - 4);
+  pen.textAlign = "left";
+  pen.fillText(yTitle, 2, 11);
+  pen.textAlign = "center";
+  pen.fillText(xTitle, LEFT + (on.width - LEFT - RIGHT) / 2, on.height - 4);
   pen.strokeStyle = on.line;
-  pen.beginPath(); pen.moveTo(44, on.height - 17.5); pen.lineTo(on.width - 8, on.height - 17.5);
-  pen.stroke();
+  const step = roundStep(high - low, 4);
+  for (let y = Math.ceil(low / step) * step; y <= high * (1 + 1e-9); y += step) {
+    const at = Math.round(yOf(y)) + 0.5;
+    pen.beginPath(); pen.moveTo(LEFT, at); pen.lineTo(on.width - RIGHT, at); pen.stroke();
+    pen.textAlign = "right";
+    pen.fillText(tick(y), LEFT - 5, at + 3.5);
+  }
+  pen.textAlign = "left";
+  return yOf;
+}
+
+/**
+ * Draw curves over weight versions: `series` is [{ name, points: [[x, y], …], colour }, …].
+ * A single curve is smoothed, with the points behind it. `marks`: [[x, text], …], vertical lines.
+ */
+export function curves(canvas, series, { from = null, xTitle = "weight version", yTitle, emptyText,
+  marks = [], format = (x) => `v${x}` }) {
+  const drawn = series.map((each) => ({ ...each, points: each.points.filter(isKnown) }))
+    .filter((each) => each.points.length);
+  if (!drawn.length) return setEmpty(canvas, emptyText);
+  setEmpty(canvas, null);
+  const on = begin(canvas), all = drawn.flatMap((each) => each.points);
+  const left = Math.min(...all.map(([x]) => x)), right = Math.max(...all.map(([x]) => x), left + 1);
+  const ys = all.map(([, y]) => y), low = from ?? Math.min(...ys);
+  const yOf = drawFrame(on, { low, high: Math.max(...ys, low + 1e-9), xTitle, yTitle });
+  const xOf = (x) => LEFT + ((x - left) / (right - left)) * (on.width - LEFT - RIGHT);
+  drawXTicks(on, left, right, xOf, format);
+  for (const [x, text] of marks) drawMark(on, xOf(x), text);
+  for (const { points, colour } of drawn) drawCurve(on, points, colour ?? on.accent, xOf, yOf);
+  describe(canvas, `${yTitle} over ${xTitle}. ` + drawn.map(({ name, points }) =>
+    `${name ? `${name}: ` : ""}${short(points[0][1])} at ${format(short(points[0][0]))}, `
+    + `${short(points.at(-1)[1])} at ${format(short(points.at(-1)[0]))}`).join("; "));
+}
+
+const isKnown = ([, y]) => y !== null && y !== undefined;
+
+function drawXTicks(on, left, right, xOf, format) {
+  const step = Math.max(roundStep(right - left, Math.max(2, on.width / 80)), 1e-9);
+  on.pen.fillStyle = on.quiet;
+  on.pen.textAlign = "center";
+  for (let x = Math.ceil(left / step) * step; x <= right; x += step) {
+    if (left >= 0 && right - left > 1 && step < 1 && !Number.isInteger(x)) continue;
+    on.pen.fillText(format(short(x)), Math.min(xOf(x), on.width - 16), on.height - BOTTOM + 14);
+  }
+  on.pen.textAlign = "left";
+}
+
+function drawMark(on, x, text) {
+  on.pen.strokeStyle = on.quiet;
+  on.pen.fillStyle = on.quiet;
+  on.pen.setLineDash([2, 3]);
+  on.pen.beginPath(); on.pen.moveTo(x, TOP - 4); on.pen.lineTo(x, on.height - BOTTOM); on.pen.stroke();
+  on.pen.setLineDash([]);
+  on.pen.fillText(text, x + 3, TOP + 4);
+}
+
+function drawCurve(on, points, colour, xOf, yOf) {
+  const { pen } = on;
+  pen.strokeStyle = colour;
   pen.globalAlpha = 0.35;
-  pen.strokeStyle = on.accent;
-  trace(pen, known, at);
+  trace(pen, points, xOf, yOf);
   pen.globalAlpha = 1;
   pen.lineWidth = 2;
-  trace(pen, smooth(known), at);
+  trace(pen, smooth(points), xOf, yOf);
   pen.lineWidth = 1;
-  pen.fillStyle = on.ink;
-  pen.textAlign = "right";
-  pen.fillText(`now ${short(ys[ys.length - 1])}`, on.width - 8, 12);
-  pen.textAlign = "left";
+  if (points.length === 1) {
+    pen.fillStyle = colour;
+    pen.fillRect(xOf(points[0][0]) - 2, yOf(points[0][1]) - 2, 4, 4);
+  }
 }
 
-function trace(pen, points, at) {
+function trace(pen, points, xOf, yOf) {
   pen.beginPath();
-  points.forEach(([x, y], i) => (i ? pen.lineTo(...at(x, y)) : pen.moveTo(...at(x, y))));
+  points.forEach(([x, y], i) => (i ? pen.lineTo(xOf(x), yOf(y)) : pen.moveTo(xOf(x), yOf(y))));
   pen.stroke();
 }
 
@@ -85,54 +134,68 @@ function smooth(points) {
   });
 }
 
-/** Draw bars over labels: [[label, value], …]; `limit` marks the largest allowed label. */
-export function bars(canvas, pairs, { limit = null, colour, emptyText = "no data yet" } = {}) {
-  const on = begin(canvas);
-  if (!pairs.length) return drawEmpty(on, emptyText);
-  const { pen } = on;
-  const high = Math.max(...pairs.map(([, value]) => value ?? 0), 1e-12);
-  const pitch = (on.width - 8) / pairs.length, barWidth = Math.min(46, pitch * 0.8);
+/**
+ * Draw bars over labels: `pairs` is [[label, value], …]. Bars beyond the label `bound` are red, and
+ * a line after the bound says so; a bar at the bound is an ordinary one.
+ */
+export function bars(canvas, pairs, { bound = null, xTitle, yTitle, emptyText, high = null }) {
+  if (!pairs.length) return setEmpty(canvas, emptyText);
+  setEmpty(canvas, null);
+  const on = begin(canvas), { pen } = on;
+  const top = high ?? Math.max(...pairs.map(([, value]) => value ?? 0), 1e-12);
+  const yOf = drawFrame(on, { low: 0, high: top, xTitle, yTitle });
+  const pitch = (on.width - LEFT - RIGHT) / pairs.length, barWidth = Math.min(46, pitch * 0.8);
   pairs.forEach(([label, value], i) => {
-    const x = 4 + pitch * i + (pitch - barWidth) / 2;
-    const height = (Math.max(0, value ?? 0) / high) * (on.height - 36);
-    pen.fillStyle = limit !== null && label > limit ? on.bad : colour ? colour(label) : on.accent;
-    pen.fillRect(x, on.height - 16 - height, barWidth, height);
+    const x = LEFT + pitch * i + (pitch - barWidth) / 2, y = yOf(Math.max(0, value ?? 0));
+    pen.fillStyle = bound !== null && label > bound ? on.bad : on.accent;
+    pen.fillRect(x, y, barWidth, on.height - BOTTOM - y);
     pen.fillStyle = on.quiet;
     pen.textAlign = "center";
-    if (pitch > 16 || i % Math.ceil(20 / pitch) === 0) {
-      pen.fillText(String(label), x + barWidth / 2, on.height - 3);
-      if (pitch > 34) pen.fillText(short(value), x + barWidth / 2, on.height - 20 - height);
+    if (pitch > 18 || i % Math.ceil(24 / pitch) === 0) {
+      pen.fillText(String(label), x + barWidth / 2, on.height - BOTTOM + 14);
     }
-    if (limit !== null && label === limit) {
-      pen.strokeStyle = on.bad;
-      pen.setLineDash([4, 3]);
-      pen.beginPath(); pen.moveTo(x + barWidth + 3, 4); pen.lineTo(x + barWidth + 3, on.height - 14);
-      pen.stroke();
-      pen.setLineDash([]);
-    }
-    pen.textAlign = "left";
+    pen.fillStyle = on.ink;
+    if (pitch > 38) pen.fillText(short(value), x + barWidth / 2, y - 4);
+    if (label === bound) drawBound(on, LEFT + pitch * (i + 1), i + 1 === pairs.length);
   });
+  pen.textAlign = "left";
+  const passed = bound === null ? [] : pairs.filter(([label, value]) => label > bound && value);
+  describe(canvas, `${yTitle} by ${xTitle}: ${pairs.map(([label, value]) =>
+    `${label}: ${short(value)}`).join("; ")}`
+    + (bound === null ? "" : `. Bound ${bound}, ${passed.length ? "passed" : "not passed"}`));
 }
 
-/** Draw one stacked bar: [[name, amount, colour], …]. */
-export function parts(canvas, legend, amounts) {
+function drawBound(on, x, isAtEdge) {
+  const at = isAtEdge ? on.width - RIGHT - 0.5 : x;
+  on.pen.strokeStyle = on.ink;
+  on.pen.fillStyle = on.ink;
+  on.pen.setLineDash([4, 3]);
+  on.pen.beginPath(); on.pen.moveTo(at, 4); on.pen.lineTo(at, on.height - BOTTOM); on.pen.stroke();
+  on.pen.setLineDash([]);
+  on.pen.textAlign = "right";
+  on.pen.fillText("bound", at - 4, 12);
+}
+
+/**
+ * Draw one stacked bar and its legend: `amounts` is [[name, amount, colour], …]. Every amount but 0
+ * is at least a few pixels wide, because a single lost token must be seen.
+ */
+export function parts(canvas, legend, amounts, { unit }) {
   const on = begin(canvas);
   const whole = amounts.reduce((sum, [, n]) => sum + n, 0) || 1;
   let x = 0;
-  legend.replaceChildren();
-  for (const [name, amount, colour] of amounts) {
-    const barWidth = (amount / whole) * on.width;
+  const texts = amounts.map(([name, amount]) =>
+    `${name} ${short(amount)} (${((100 * amount) / whole).toFixed(1)} %)`);
+  const known = amounts.filter(([, amount]) => amount > 0);
+  const room = on.width - PART_WIDTH_MIN * known.length;
+  for (const [, amount, colour] of known) {
+    const barWidth = PART_WIDTH_MIN + (amount / whole) * room;
     on.pen.fillStyle = colour;
     on.pen.fillRect(x, 0, barWidth, on.height);
+    on.pen.fillStyle = on.card;
+    if (x) on.pen.fillRect(x, 0, 1, on.height);
     x += barWidth;
-    legend.append(key(colour, `${name} ${short(amount)} (${((100 * amount) / whole).toFixed(1)} %)`));
   }
-}
-
-/** Return a legend entry: a colour patch and its text. */
-export function key(colour, text) {
-  const label = document.createElement("span"), patch = document.createElement("i");
-  patch.style.background = colour;
-  label.append(patch, text);
-  return label;
+  legend.replaceChildren(...amounts.map(([, , colour], i) => key(colour, texts[i])));
+  describe(canvas, `${unit}: ${texts.join("; ")}`);
 }

@@ -1,158 +1,176 @@
-// List of rollouts, and the view of one rollout token by token with each token's provenance.
-// Model output is inserted only as text content, never as HTML.
+// List of rollouts: sorted, searched, and addressed by a URL; and the choice of one of them.
 
-import { key, short, versionColour } from "./charts.js";
+import { byId, element, fetchJson } from "./dom.js";
+import { short } from "./format.js";
+import { RolloutPage } from "./rollout.js";
 
-const byId = (id) => document.getElementById(id);
 const PAGE_SIZE = 200;
+const FILTERS = ["state", "group", "text", "task", "reason", "reward_min", "reward_max",
+  "staleness_min", "staleness_max"];
+const ALWAYS_SHOWN_FILTERS = ["state", "text", "task"];
+const TITLES = { rollout_id: "rollout", group_id: "group", reason: "discarded because",
+  fork_reason: "forked because", context_tokens: "tokens", oldest_version: "oldest v",
+  newest_version: "newest v" };
+const SHOWN_IF_KNOWN = ["reason", "fork_reason"];
 
 export class Rollouts {
   constructor() {
-    this.skip = 0;
-    this.page = null;
-    for (const id of ["state-filter", "group-filter", "mixed-filter"]) {
-      byId(id).onchange = () => this.list(0);
+    Object.assign(this, { query: new URLSearchParams(), listed: null, chosen: null,
+      page: new RolloutPage() });
+    byId("filters").onsubmit = (event) => { event.preventDefault(); this.search(); };
+    byId("filters").onchange = () => this.search();
+    byId("clear-filters").onclick = () => this.go(new URLSearchParams());
+    byId("refresh").onclick = () => this.list();
+    byId("earlier").onclick = () => this.turnPage(-PAGE_SIZE);
+    byId("later").onclick = () => this.turnPage(PAGE_SIZE);
+    byId("rollouts").onkeydown = (event) => this.moveInList(event);
+  }
+
+  /** Show the list that `query` selects, and the rollout with this id if there is one. */
+  async show(query, id) {
+    this.query = query;
+    if (this.listed !== query.toString()) await this.list();
+    this.chosen = id ?? null;
+    document.body.classList.toggle("has-rollout", id !== undefined);
+    byId("rollout-section").hidden = id === undefined;
+    byId("rollout-close").href = this.addressOf(null);
+    this.markChosen();
+    if (id !== undefined) await this.page.open(id);
+  }
+
+  /** Return the address of a rollout in this list, or of the list alone. */
+  addressOf(id, query = this.query) {
+    const text = query.toString();
+    return `#rollouts${id === null ? "" : `/${id}`}${text ? `?${text}` : ""}`;
+  }
+
+  go(query) {
+    location.hash = this.addressOf(this.chosen, query);
+  }
+
+  /** Go to the list that the filters' fields select. */
+  search() {
+    const query = new URLSearchParams();
+    for (const name of FILTERS) {
+      const value = byId(`filter-${name}`).value.trim();
+      if (value) query.set(name, value);
     }
-    byId("refresh").onclick = () => this.list(this.skip);
-    byId("earlier").onclick = () => this.list(Math.max(0, this.skip - PAGE_SIZE));
-    byId("later").onclick = () => this.list(this.skip + PAGE_SIZE);
-    byId("colour-by").onchange = () => this.draw();
-    byId("rollout-more").onclick = () => this.open(this.page.rollout_id, this.page.end);
+    if (byId("filter-mixed").checked) query.set("mixed", "1");
+    for (const name of ["sort", "descending"]) {
+      if (this.query.get(name)) query.set(name, this.query.get(name));
+    }
+    this.go(query);
   }
 
-  ofGroup(groupId) {
-    byId("state-filter").value = "";
-    byId("group-filter").value = String(groupId);
-    byId("mixed-filter").checked = false;
-    return this.list(0);
+  sortBy(column) {
+    const query = new URLSearchParams(this.query), isSame = query.get("sort") === column;
+    const wasDescending = query.get("descending") === "1";
+    for (const name of ["sort", "descending", "skip"]) query.delete(name);
+    if (!isSame || !wasDescending) query.set("sort", column);
+    if (isSame && !wasDescending) query.set("descending", "1");
+    this.go(query);
   }
 
-  async list(skip) {
-    const query = new URLSearchParams({ state: byId("state-filter").value,
-      group: byId("group-filter").value, skip, mixed: byId("mixed-filter").checked ? 1 : 0 });
-    const response = await fetch(`api/rollouts?${query}`);
-    const body = await response.json();
-    if (!response.ok) { byId("rollouts-note").textContent = body.error; return; }
-    this.skip = skip;
+  turnPage(by) {
+    const query = new URLSearchParams(this.query), skip = Math.max(0, Number(query.get("skip") ?? 0) + by);
+    query.delete("skip");
+    if (skip) query.set("skip", String(skip));
+    this.go(query);
+  }
+
+  fillFilters() {
+    for (const name of FILTERS) byId(`filter-${name}`).value = this.query.get(name) ?? "";
+    byId("filter-mixed").checked = this.query.get("mixed") === "1";
+    const others = ["mixed", ...FILTERS].filter((name) => !ALWAYS_SHOWN_FILTERS.includes(name));
+    if (others.some((name) => this.query.has(name))) byId("more-filters").open = true;
+  }
+
+  async list() {
+    const query = this.query.toString();
+    this.listed = query;
+    this.fillFilters();
+    byId("rollouts").setAttribute("aria-busy", "true");
+    try {
+      this.draw(await fetchJson(`api/rollouts?${query}`));
+    } catch (error) {
+      byId("rollouts-note").textContent = error.message;
+    }
+    byId("rollouts").removeAttribute("aria-busy");
+  }
+
+  draw({ columns, rows, total, note }) {
+    const skip = Number(this.query.get("skip") ?? 0);
     byId("rollouts-note").textContent =
-      `${body.total ? skip + 1 : 0} to ${skip + body.rows.length} of ${body.total}`;
-    byId("rollouts").tHead.replaceChildren(row("th", body.columns));
-    byId("rollouts").tBodies[0].replaceChildren(...body.rows.map((values) => {
-      const line = row("td", values.map((value) => (value === null ? "" : value)));
-      line.onclick = () => this.open(values[0]);
-      line.dataset.rollout = values[0];
-      return line;
-    }));
+      `${rows.length ? skip + 1 : 0} to ${skip + rows.length} of ${total}${note ? `; ${note}` : ""}`;
+    byId("earlier").disabled = skip === 0;
+    byId("later").disabled = skip + rows.length >= total;
+    byId("rollouts-empty").hidden = rows.length > 0;
+    byId("rollouts-empty").textContent = this.query.size
+      ? "No rollout matches. Change or clear the filters."
+      : "No rollout yet. Rollouts appear when batches() is iterated and its tasks' episodes start.";
+    const shown = columns.map((_, i) => i).filter((i) => !SHOWN_IF_KNOWN.includes(columns[i])
+      || this.query.get("sort") === columns[i] || rows.some((values) => values[i]));
+    const pick = (values) => shown.map((i) => values[i]);
+    byId("rollouts").tHead.replaceChildren(this.header(pick(columns)));
+    byId("rollouts").tBodies[0].replaceChildren(
+      ...rows.map((values) => this.line(pick(columns), pick(values))));
+    this.markChosen();
   }
 
-  async open(rolloutId, start = 0) {
-    const response = await fetch(`api/rollouts/${rolloutId}?start=${start}`);
-    const body = await response.json();
-    byId("rollout-section").hidden = false;
-    if (!response.ok) {
-      byId("rollout-title").textContent = body.error;
-      byId("rollout-text").replaceChildren();
-      return;
-    }
-    this.page = body;
-    for (const line of byId("rollouts").tBodies[0].rows) {
-      line.classList.toggle("chosen", line.dataset.rollout === String(rolloutId));
-    }
-    byId("rollout-title").textContent = `Rollout ${body.rollout_id}`;
-    byId("rollout-more").hidden = body.end >= body.context_tokens;
-    this.facts();
-    this.draw();
-    byId("rollout-section").scrollIntoView({ block: "nearest" });
-  }
-
-  facts() {
-    const p = this.page;
-    const facts = { group: `${p.group_id}, index ${p.index}`, state: `${p.state} ${p.reason}`,
-      task: p.task, reward: short(p.reward), advantage: short(p.advantage),
-      "consumed at": p.consumed_version === null ? "–" : `v${p.consumed_version}`,
-      staleness: short(p.staleness), tokens: `${p.context_tokens}, shown ${p.start} to ${p.end}`,
-      turns: p.turns.length };
-    if (p.branch_of !== null) facts["branch of"] = `${p.branch_of}: ${p.fork_reason}`;
-    byId("rollout-facts").replaceChildren(...Object.entries(facts).flatMap(([name, value]) =>
-      [element("dt", name), element("dd", String(value))]));
-  }
-
-  draw() {
-    const p = this.page;
-    if (!p) return;
-    const mode = byId("colour-by").value;
-    const text = document.createDocumentFragment();
-    const newest = p.consumed_version ?? Math.max(0, ...p.segments.map((s) => s[3]));
-    let lastTurn = null;
-    for (const [from, to, turn, version, engine, kv] of p.segments) {
-      if (to <= p.start || from >= p.end) continue;
-      if (turn !== lastTurn) text.append(heading(p, turn, from));
-      lastTurn = turn;
-      for (let at = Math.max(from, p.start); at < Math.min(to, p.end); at++) {
-        const token = element("span", p.texts[at - p.start]);
-        if (turn < 0) {
-          token.className = "given";
-        } else {
-          const logprob = p.logprobs[at - p.start];
-          token.className = "sampled";
-          token.style.background = colour(mode, { version, logprob, lag: newest - version, kv });
-          token.title = `token ${at}: v${version}, log-prob ${short(logprob)}, lag `
-            + `${newest - version}, KV ${kv}, ${engine}`;
-        }
-        text.append(token);
+  header(columns) {
+    const line = document.createElement("tr");
+    line.append(...columns.map((column) => {
+      const cell = element("th"), button = element("button", TITLES[column] ?? column);
+      const isSorted = this.query.get("sort") === column;
+      const isDescending = this.query.get("descending") === "1";
+      cell.scope = "col";
+      if (isSorted) {
+        cell.setAttribute("aria-sort", isDescending ? "descending" : "ascending");
+        button.append(element("span", isDescending ? " ▼" : " ▲"));
       }
+      button.onclick = () => this.sortBy(column);
+      cell.append(button);
+      return cell;
+    }));
+    return line;
+  }
+
+  line(columns, values) {
+    const line = document.createElement("tr"), [id] = values;
+    line.dataset.rollout = id;
+    line.append(...values.map((value, i) => {
+      const text = value === null ? "" : typeof value === "number" ? short(value) : String(value);
+      if (i) return element("td", columns[i].endsWith("_id") ? String(value) : text);
+      const cell = element("td"), link = element("a", String(id));
+      link.href = this.addressOf(id);
+      link.setAttribute("aria-label", `rollout ${id}`);
+      cell.append(link);
+      return cell;
+    }));
+    line.onclick = (event) => {
+      if (event.target.tagName !== "A") location.hash = this.addressOf(id);
+    };
+    return line;
+  }
+
+  markChosen() {
+    for (const line of byId("rollouts").tBodies[0].rows) {
+      const isChosen = line.dataset.rollout === String(this.chosen);
+      line.classList.toggle("chosen", isChosen);
+      if (isChosen) line.setAttribute("aria-current", "true");
+      else line.removeAttribute("aria-current");
+      if (isChosen) line.scrollIntoView({ block: "nearest" });
+      line.querySelector("a").href = this.addressOf(line.dataset.rollout);
     }
-    byId("rollout-text").replaceChildren(text);
-    byId("colour-legend").replaceChildren(...legend(mode, p, newest));
   }
-}
 
-function heading(p, turn, from) {
-  const text = turn < 0 ? (from === 0 ? "prompt" : "given") : describeTurn(p.turns[turn], turn);
-  const line = element("span", text);
-  line.className = "turn";
-  return line;
-}
-
-function describeTurn(turn, number) {
-  const versions = turn.versions.map(([version, tokens, engine]) =>
-    `v${version} × ${tokens} on ${engine}`).join(", then ");
-  const tools = turn.tools.length ? `, calls ${turn.tools.join(", ")}` : "";
-  const reward = turn.reward === null ? "" : `, reward ${short(turn.reward)}`;
-  return `turn ${number + 1}: ${versions}; ${turn.finish_reason ?? "running"}${tools}${reward}`;
-}
-
-function colour(mode, { version, logprob, lag, kv }) {
-  if (mode === "version") return versionColour(version, 75);
-  if (mode === "staleness") return `hsl(${Math.max(0, 130 - 32 * lag)} 65% 75%)`;
-  if (mode === "kv") return kv === "fresh" ? "hsl(130 45% 78%)"
-    : kv === "unknown" ? "hsl(0 0% 78%)" : "hsl(30 80% 72%)";
-  return `hsl(${Math.max(0, 130 + 18 * (logprob ?? 0))} 65% 75%)`;
-}
-
-function legend(mode, p, newest) {
-  if (mode === "version") {
-    const versions = [...new Set(p.segments.map((s) => s[3]).filter((v) => v >= 0))];
-    return versions.map((version) => key(versionColour(version, 75), `v${version}`));
+  /** Move the focus up or down the list with the arrow keys. */
+  moveInList(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const links = [...byId("rollouts").tBodies[0].querySelectorAll("a")];
+    const next = links[links.indexOf(document.activeElement) + (step ?? NaN)];
+    if (!next) return;
+    event.preventDefault();
+    next.focus();
   }
-  if (mode === "staleness") {
-    const lags = [...new Set(p.segments.filter((s) => s[3] >= 0).map((s) => newest - s[3]))];
-    return lags.sort((a, b) => a - b).map((lag) => key(colour(mode, { lag }), `${lag} versions`));
-  }
-  if (mode === "kv") {
-    return ["fresh", "mixed", "unknown"].map((kv) => key(colour(mode, { kv }), kv));
-  }
-  return [0, -1, -3, -7].map((logprob) => key(colour(mode, { logprob }), String(logprob)));
-}
-
-function row(kind, values) {
-  const line = document.createElement("tr");
-  line.append(...values.map((value) => element(kind, String(value))));
-  return line;
-}
-
-export function element(kind, text) {
-  const node = document.createElement(kind);
-  node.textContent = text;
-  return node;
 }

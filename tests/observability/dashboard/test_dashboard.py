@@ -25,7 +25,7 @@ from tidegate.errors import AuditError, ConfigError, RunClosed
 from tidegate.observability.dashboard.dashboard import URL_FILE, Dashboard
 from tidegate.observability.dashboard.frames import BATCH_COLUMNS, frame
 from tidegate.observability.dashboard.recorded import RecordedSource
-from tidegate.observability.dashboard.source import RolloutQuery
+from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.dashboard.updates import VIEWERS_MAX, TooManyViewers, Updates
 from tidegate.observability.metrics import METRICS
 from tidegate.observability.prometheus import exposition
@@ -233,13 +233,37 @@ def test_a_finished_run_shows_its_final_state(watched: Watched) -> None:
     assert [batch[0] for batch in shown["batches"]] == list(range(BATCHES))
     assert sum(tokens for _, tokens in shown["lags"]) == shown["ledger"]["trained"]
     assert shown["timeline"]["engines"].keys() == {"engine-0"}
-    lines, total = source.rollouts(RolloutQuery(state="trained"))
+    listed = source.rollouts(RolloutQuery(state="trained"))
+    lines, total = listed.lines, listed.total
     assert total == len(lines) == 4 * BATCHES
     found = source.rollout(lines[3].rollout_id)
     assert found is not None
     assert (found.group_id, len(found.token_ids)) == (lines[3].group_id, lines[3].context_tokens)
     assert source.rollout(10**9) is None
     exposition(source.observe())
+
+
+def test_a_recorded_runs_rollouts_are_searched_in_text_and_task(watched: Watched) -> None:
+    source = RecordedSource(watched.directory)
+    everything = source.rollouts(RolloutQuery()).total
+    assert source.tokenizer is not None
+    sample = source.rollout(0)
+    assert sample is not None
+    text = source.tokenizer.decode(sample.token_ids[:3], skip_special_tokens=False)
+    assert source.rollouts(RolloutQuery(text=text.upper())).total == everything
+    assert source.rollouts(RolloutQuery(task="<SCRIPT>")).total == everything
+    assert source.rollouts(RolloutQuery(task="<script>", text="no such text")).total == 0
+
+
+def test_a_range_of_a_recorded_timeline_has_shorter_slices(watched: Watched) -> None:
+    source = RecordedSource(watched.directory)
+    whole = source.observe().collected
+    (slices,) = whole.slices.values()
+    start_us, end_us = (slices[at].number * whole.slice_us for at in (0, len(slices) // 4))
+    finer = source.timeline(start_us, end_us)
+    assert finer is not None
+    assert finer.slice_us < whole.slice_us
+    assert finer.slices.keys() == whole.slices.keys()
 
 
 def test_a_finished_run_is_served_by_the_same_routes(watched: Watched) -> None:
@@ -278,7 +302,7 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_can_be_read(
     source = RecordedSource(tmp_path)
     assert source.observe().about["is_whole"] is False
     assert len(frame(source.observe())["batches"]) == BATCHES - 1
-    assert source.rollouts(RolloutQuery()) == ([], 0)
+    assert source.rollouts(RolloutQuery()).lines == []
 
 
 # ---------------------------------------------------------------- the server
@@ -340,6 +364,16 @@ async def test_every_update_stream_ends_with_the_run() -> None:
         raise RunClosed("the run has ended")
 
     assert [body async for body in Updates(make).viewer()] == []
+
+
+async def test_viewers_get_the_last_state_once_the_run_is_over() -> None:
+    _, make = counted()
+    updates = Updates(make, interval_s=0.01)
+    viewer = updates.viewer()
+    await anext(viewer)
+    updates.end(b"last")
+    assert [body async for body in viewer] == []
+    assert updates.last == b"last"
 
 
 async def test_a_failed_frame_does_not_end_the_stream(

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ from safetensors.torch import load_file
 
 import tidegate
 from tests.models import make_model_directory
+from tests.observability.dashboard.chromium import CHROMIUM_FLAGS
 from tests.observability.dashboard.perfetto import Read, perfetto_page, served
-from tests.observability.dashboard.watched_run import HOSTILE_TASK, two_turns
+from tests.observability.dashboard.synthetic_run import SyntheticRun
+from tests.observability.dashboard.watched_run import HOSTILE_TASK, two_turns, watched_run
 from tidegate.observability.dashboard.dashboard import Dashboard
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.trace import TRACE_FILE
 
 CHROMIUM = os.environ.get("TIDEGATE_CHROMIUM", "")
+AXE = os.environ.get("TIDEGATE_AXE", "")
+"""Path of axe-core's axe.min.js."""
 
 pytestmark = [
     pytest.mark.wire,
@@ -34,6 +39,23 @@ HAS_DRAWN = """id => {
   return new Set(new Uint32Array(data.buffer)).size;
 }"""
 """JavaScript function: the number of colours in a canvas."""
+
+
+IS_RED = """id => {
+  const canvas = document.getElementById(id), bad = document.createElement("i");
+  bad.style.color = "var(--bad)";
+  document.body.append(bad);
+  const [r, g, b] = getComputedStyle(bad).color.match(/\\d+/g).map(Number);
+  bad.remove();
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  for (let i = 0; i < data.length; i += 4) {
+    if (data[i] === r && data[i + 1] === g && data[i + 2] === b) return true;
+  }
+  return false;
+}"""
+"""JavaScript function: whether a canvas has a pixel in the page's red."""
+
+SERIOUS = ("serious", "critical")
 
 
 class Looking:
@@ -52,14 +74,29 @@ class Looking:
         if message.type == "error":
             self.wrong.append(message.text)
 
+    def open(self, url: str) -> Any:
+        """Open a page, wait until it has the run's state, and return it."""
+        self.page.goto(url)
+        self.page.wait_for_selector("body[data-frames]")
+        return self.page
+
+    def violations(self) -> list[str]:
+        """Return axe-core's serious findings about the present view."""
+        self.page.evaluate(Path(AXE).read_text())
+        found = self.page.evaluate("async () => (await axe.run()).violations")
+        return [
+            f"{each['id']}: {each['help']}: {node['html'][:200]}"
+            for each in found
+            if each["impact"] in SERIOUS
+            for node in each["nodes"]
+        ]
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
         yield started
         started.close()
 
@@ -74,15 +111,34 @@ def looking(browser: Any) -> Iterator[Looking]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.observability.dashboard.watched_run import watched_run
-
     return watched_run(tmp_path_factory.mktemp("watched")).directory
 
 
-def test_a_running_run_is_shown(looking: Looking, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recorded_url(finished: Path) -> Iterator[str]:
+    with Dashboard("127.0.0.1:0") as dashboard:
+        dashboard.start(RecordedSource(finished))
+        yield dashboard.url
+
+
+@contextmanager
+def synthetic(**kind: int) -> Iterator[str]:
+    with Dashboard("127.0.0.1:0") as dashboard:
+        dashboard.start(SyntheticRun(**kind))
+        yield dashboard.url
+
+
+def test_a_run_is_followed_to_its_end_and_its_last_state_stays(
+    looking: Looking, tmp_path: Path
+) -> None:
     model, page = make_model_directory(tmp_path / "model"), looking.page
     with tidegate.serve_sync(
-        model=model, engines=1, group_size=2, groups_per_batch=2, dashboard_address="127.0.0.1:0"
+        model=model,
+        engines=1,
+        group_size=2,
+        groups_per_batch=2,
+        run_directory=tmp_path / "run",
+        dashboard_address="127.0.0.1:0",
     ) as rollouts:
         assert rollouts.dashboard_url is not None
         tasks = [HOSTILE_TASK] * 8
@@ -91,39 +147,170 @@ def test_a_running_run_is_shown(looking: Looking, tmp_path: Path) -> None:
             rollouts.report_off_policyness(effective_sample_size=0.9)
             if number == 1:
                 page.goto(rollouts.dashboard_url)
-                page.wait_for_function("document.getElementById('state').textContent === 'live'")
+                page.wait_for_selector("#state:text-is('live')")
             if number == 3:
-                page.wait_for_function("Number(document.body.dataset.frames) >= 2")
+                page.wait_for_selector("body[data-frames]:not([data-frames='1'])")
                 page.wait_for_selector("text=v3, v3")
                 for canvas in ("timeline", "reward", "staleness", "lags", "ess", "ledger"):
                     assert page.evaluate(HAS_DRAWN, canvas) > 2, canvas
-    assert looking.hosts == {rollouts_host(rollouts_url=page.url)}
-    looking.wrong.clear()  # the run has ended, which the page reports in the console
+                assert page.locator("text=queued turns").count() == 1
+    page.wait_for_selector("#state:text-is('ended')")
+    assert "ended normally" in page.locator("#outcome-text").text_content()
+    command = page.locator("#outcome-command code").text_content()
+    host = page.url.split("/")[2]
+    assert command == f"tidegate dashboard {tmp_path / 'run'} --address {host}"
+    assert page.locator("text=queued turns").count() == 0
+    assert page.locator("text=v4, v4").count() == 1
+    assert page.evaluate(HAS_DRAWN, "reward") > 2
+    assert looking.hosts == {host}
+    looking.wrong.clear()  # requests after the run's end are refused, which the console shows
 
 
-def rollouts_host(rollouts_url: str) -> str:
-    return rollouts_url.split("/")[2]
+def test_the_recorded_view_opens_by_itself_once_it_is_served(
+    looking: Looking, finished: Path, recorded_url: str
+) -> None:
+    page = looking.open(recorded_url)
+    assert page.locator("#state").text_content() == "ended"
+    assert page.locator("#outcome").is_hidden()
+    assert page.locator("text=queued turns").count() == 0
+    assert "no group waits" in page.locator("#groups-empty").text_content()
 
 
-def test_a_mixed_rollout_is_shown_token_by_token_as_text(looking: Looking, finished: Path) -> None:
-    page = looking.page
+def test_a_killed_run_says_that_it_was_killed(
+    looking: Looking, finished: Path, tmp_path: Path
+) -> None:
+    run = json.loads((finished / "run.json").read_bytes())
+    (tmp_path / "run.json").write_text(json.dumps({**run, "is_final": False}))
     with Dashboard("127.0.0.1:0") as dashboard:
-        dashboard.start(RecordedSource(finished))
-        page.goto(dashboard.url)
-        page.wait_for_selector("text=finished")
-        page.click("#show-rollouts")
-        page.select_option("#state-filter", "trained")
-        page.click("#rollouts tbody tr >> nth=0")
-        page.wait_for_selector("#rollout-text .sampled")
-        assert page.locator("#rollout-text .sampled").count() == 14
-        assert page.locator("#rollout-text .turn").all_text_contents()[0] == "prompt"
-        task = page.locator("#rollout-facts dd >> nth=2").text_content()
-        assert "<script>" in task
-        for colour in ("logprob", "staleness", "kv"):
-            page.select_option("#colour-by", colour)
-            assert page.locator("#colour-legend i").count() >= 1
-        assert "taken" not in page.title()
-        assert page.locator("img").count() == 0
+        dashboard.start(RecordedSource(tmp_path))
+        page = looking.open(dashboard.url)
+        assert page.locator("#state").text_content() == "killed or failed"
+        assert "no batch" in page.locator("#reward + .empty").text_content()
+        assert page.locator("#timeline-empty").is_visible()
+
+
+def test_a_lag_at_the_bound_is_not_red_and_one_beyond_it_is(looking: Looking) -> None:
+    for staleness_max, is_red in ((2, False), (3, True)):
+        with synthetic(engines=1, staleness_max=staleness_max) as url:
+            page = looking.open(url)
+            assert page.evaluate(IS_RED, "staleness") is is_red
+            assert page.evaluate(IS_RED, "lags") is is_red
+            assert page.locator("#warnings .broken").count() == int(is_red)
+            for canvas in ("timeline", "engine-rows", "reward", "ledger"):
+                assert not page.evaluate(IS_RED, canvas), canvas
+            page.goto("about:blank")
+    looking.wrong.clear()
+
+
+def test_lost_tokens_are_red_and_counted(looking: Looking) -> None:
+    with synthetic(engines=1, unaccounted=7) as url:
+        page = looking.open(url)
+        assert "7 tokens are unaccounted for" in page.locator("#warnings .broken").text_content()
+        assert page.evaluate(IS_RED, "ledger")
+        page.goto("about:blank")
+
+
+def test_a_thousand_engines_are_drawn_and_scrolled(looking: Looking) -> None:
+    with synthetic(engines=1000) as url:
+        page = looking.open(url)
+        label = page.locator("#engine-rows").get_attribute("aria-label")
+        assert "and 980 more" in label
+        rows_height = page.evaluate("document.getElementById('engine-scroll').clientHeight")
+        assert 100 < rows_height < 500
+        assert page.evaluate(HAS_DRAWN, "engine-rows") > 5
+        page.evaluate("document.getElementById('engine-scroll').scrollTop = 1e6")
+        page.wait_for_timeout(100)
+        assert page.evaluate(HAS_DRAWN, "engine-rows") > 5
+        page.goto("about:blank")
+
+
+def test_the_timeline_zooms_with_buttons_and_by_dragging(
+    looking: Looking, recorded_url: str
+) -> None:
+    page = looking.open(recorded_url)
+    whole = page.locator("#timeline-span").text_content()
+    with page.expect_response(lambda response: "/api/timeline?" in response.url):
+        page.click("#zoom-in")
+    assert page.locator("#timeline-span").text_content() != whole
+    page.click("#zoom-all")
+    assert page.locator("#timeline-span").text_content() == whole
+    box = page.locator("#timeline").bounding_box()
+    page.mouse.move(box["x"] + 400, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 600, box["y"] + 30)
+    page.mouse.up()
+    assert page.locator("#zoom-all").is_enabled()
+    page.wait_for_load_state("networkidle")
+
+
+def test_a_mixed_rollout_is_shown_token_by_token_as_text(
+    looking: Looking, recorded_url: str
+) -> None:
+    page = looking.open(recorded_url)
+    page.click("#show-rollouts")
+    page.select_option("#filter-state", "trained")
+    page.wait_for_url("**/#rollouts?state=trained")
+    page.click("#rollouts tbody tr >> nth=0 >> td >> nth=2")
+    page.wait_for_selector("#rollout-text .sampled")
+    assert page.locator("#rollout-text .sampled").count() == 14
+    assert page.locator("#rollout-text .turn").all_text_contents()[0] == "prompt"
+    task = page.locator("#rollout-facts dd >> nth=2").text_content()
+    assert "<script>" in task
+    for colour in ("logprob", "staleness", "kv"):
+        page.select_option("#colour-by", colour)
+        assert page.locator("#colour-legend i").count() >= 1
+    assert "taken" not in page.title()
+    assert page.locator("img").count() == 0
+
+
+def test_a_rollout_has_an_address_that_opens_it_in_its_list(
+    looking: Looking, recorded_url: str
+) -> None:
+    page = looking.open(f"{recorded_url}#rollouts/3?state=trained&sort=reward&descending=1")
+    page.wait_for_selector("text=Rollout 3")
+    assert page.input_value("#filter-state") == "trained"
+    rewards = page.locator("#rollouts tbody tr td:nth-child(7)").all_text_contents()
+    assert rewards == sorted(rewards, reverse=True) != []
+    assert page.locator("th[aria-sort='descending']").text_content().startswith("reward")
+    page.go_back()
+    page.go_forward()
+    page.wait_for_selector("text=Rollout 3")
+
+
+def test_rollouts_are_sorted_searched_and_chosen_by_keyboard(
+    looking: Looking, recorded_url: str
+) -> None:
+    page = looking.open(f"{recorded_url}#rollouts")
+    page.fill("#filter-task", "no task has this")
+    page.press("#filter-task", "Enter")
+    page.wait_for_selector("text=No rollout matches")
+    page.click("#clear-filters")
+    page.wait_for_selector("#rollouts tbody a")
+    page.focus("#rollouts th:first-child button")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("th[aria-sort='ascending']")
+    page.focus("#rollouts tbody tr:first-child a")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("tr[aria-current] a:text-is('1')")
+
+
+@pytest.mark.skipif(not AXE, reason="needs axe-core: make test-dashboard")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_any_view(
+    looking: Looking, recorded_url: str, scheme: str
+) -> None:
+    looking.page.emulate_media(color_scheme=scheme)
+    for view in ("run", "rollouts", "rollouts/3", "settings"):
+        looking.page.goto("about:blank")
+        page = looking.open(f"{recorded_url}#{view}")
+        page.wait_for_load_state("networkidle")
+        assert looking.violations() == [], view
+    page.goto("about:blank")
+    with synthetic(engines=3, staleness_max=3, unaccounted=1) as url:
+        looking.open(url)
+        assert looking.violations() == [], "live"
+        page.goto("about:blank")
 
 
 # ---------------------------------------------------------------- Perfetto

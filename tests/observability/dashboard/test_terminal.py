@@ -14,8 +14,9 @@ from tidegate.errors import AuditError, ConfigError
 from tidegate.observability.dashboard.dashboard import URL_FILE, Dashboard, url_in
 from tidegate.observability.dashboard.frames import about, frame
 from tidegate.observability.dashboard.live import CollectedData
-from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine
-from tidegate.observability.dashboard.source import RolloutQuery
+from tidegate.observability.dashboard.rollout_queries import RolloutQuery
+from tidegate.observability.dashboard.snapshots import DashboardSnapshot
+from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.dashboard.terminal import WatchedRun, watch
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast, RunStatistics
@@ -60,6 +61,7 @@ class Answering:
 
     tokenizer: Tokenizer | None = None
     is_live = False
+    bound: int | None = 2
 
     def __init__(self, seen: DashboardSnapshot) -> None:
         self._seen = seen
@@ -69,8 +71,11 @@ class Answering:
         self.is_update = is_update
         return self._seen
 
-    def rollouts(self, query: RolloutQuery) -> tuple[list[RolloutLine], int]:
-        return [], 0
+    def timeline(self, start_us: int, end_us: int) -> None:
+        return None
+
+    def rollouts(self, query: RolloutQuery) -> RolloutList:
+        return RolloutList((), 0)
 
     def rollout(self, rollout_id: int) -> None:
         return None
