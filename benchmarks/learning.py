@@ -74,14 +74,14 @@ def run(way: Way, seed: int, options: argparse.Namespace) -> Curve:
         subprocess.run(
             [*command, "--runs", str(options.runs)], check=True, stdout=subprocess.DEVNULL
         )
-    facts = json.loads((directory / "run.json").read_text())
+    report = json.loads((directory / "report.json").read_text())
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return Curve(
         way=way.name,
         seed=seed,
         rewards=[row["reward"] for row in rows],
         wall_s=[row["wall_s"] - rows[0]["wall_s"] for row in rows],
-        reward_after=facts["extra"]["reward_after"],
+        reward_after=report["reward_after"],
         staleness_mean=statistics.fmean(row["staleness_mean"] for row in rows),
     )
 

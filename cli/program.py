@@ -12,6 +12,9 @@ Reads the file, applies overrides from flags, imports what it names and checks a
     use = "my_agent:solve"
     [trainer]
     use = "my_trainer:train"
+    [evaluation]                   # optional: tasks that are evaluated every so many versions
+    use = "my_tasks:held_out"
+    every_versions = 10
     [on_batch]                     # optional: called with each batch's figures
     use = "my_figures:write"
     [logging]                      # optional: trackers, with their constructors' arguments
@@ -28,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidegate.cli.named import check_arguments, find
 from tidegate.errors import ConfigError
@@ -66,6 +69,12 @@ class Part(BaseModel):
         return dict(self.model_extra or {})
 
 
+class EvaluationPart(Part):
+    """The section of tasks that are evaluated and not trained on."""
+
+    every_versions: int = Field(ge=1)
+
+
 class RunFile(BaseModel):
     """The file's sections."""
 
@@ -75,6 +84,7 @@ class RunFile(BaseModel):
     tasks: Part
     episode: Part
     trainer: Part
+    evaluation: EvaluationPart | None = None
     on_batch: Part | None = None
     logging: dict[str, Any] = {}
 
@@ -90,6 +100,8 @@ class Program:
     episode: Callable[..., Any]
     train: Callable[..., Any]
     """Called with the run, the tasks and the episode function."""
+    make_held_out: Callable[[], Iterable[Any]] | None
+    """Returns the tasks of ``[evaluation]``; None if the file has no such section."""
     on_batch: Callable[..., Any] | None
     """Called with each batch's figures; None if the file has no such section."""
     make_trackers: Sequence[Callable[[], Tracker]]
@@ -201,13 +213,13 @@ def _program(file: RunFile, path: Path, resume: Path | None) -> Program:
     if resume is not None:
         records |= {"run_directory": resume, "journal": True}
     settings = run_settings(**values, records=records)
-    tasks = find(file.tasks.use, "tasks.use")
     return Program(
         file=file,
         settings=settings,
-        make_tasks=_bind_arguments(tasks, file.tasks, "tasks", own=0)
-        if callable(tasks)
-        else functools.partial(_check_tasks, tasks, file.tasks),
+        make_tasks=_task_function(file.tasks, "tasks"),
+        make_held_out=None
+        if file.evaluation is None
+        else _task_function(file.evaluation, "evaluation"),
         episode=_bind_arguments(
             find(file.episode.use, "episode.use"), file.episode, "episode", own=2
         ),
@@ -298,9 +310,14 @@ def _bind_arguments(function: Any, part: Part, where: str, *, own: int) -> Calla
     return functools.partial(function, **arguments) if arguments else function
 
 
-def _check_tasks(tasks: Any, part: Part) -> Iterable[Any]:
+def _task_function(part: Part, where: str) -> Callable[[], Iterable[Any]]:
+    """Return a function without arguments for a section that names a function or an iterable."""
+    tasks = find(part.use, f"{where}.use")
+    if callable(tasks):
+        return _bind_arguments(tasks, part, where, own=0)
     if part.arguments or not isinstance(tasks, Iterable):
         raise ConfigError(
-            f"tasks.use = {part.use!r} is not a function, so it must be iterable, without arguments"
+            f"{where}.use = {part.use!r} is not a function, so it must be iterable, without "
+            f"arguments"
         )
-    return tasks
+    return lambda: tasks

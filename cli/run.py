@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
     from tidegate.cli.program import Program
+    from tidegate.orchestrator.trainer.rollouts import Rollouts
 
 EXAMPLES = (
     "tidegate run examples/run.toml",
@@ -26,6 +28,9 @@ EXAMPLES = (
     "tidegate run mine.toml --resume runs/mine-20260801-120000",
     "tidegate run examples/run.toml --cluster ray --run.engines 16 --run.gpus-per-engine 1",
 )
+
+EVALUATED_TASKS_MAX = 100_000
+"""Limit of the tasks of ``[evaluation]``, so that an endless iterator is refused."""
 
 TAKES_ANY_FLAG: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -55,10 +60,10 @@ def run(
     """Run the tasks, episode and trainer that a TOML file names, and write a report.
 
     The file's sections are [run], with the settings of tidegate.serve, [tasks], [episode] and
-    [trainer], which name functions by `use = "module:name"` and give them arguments; and
-    optionally [on_batch], a function of each batch's figures, and [logging], with the tables
-    tensorboard, wandb and mlflow, and json = true. Any value can be overridden: --run.engines 4 is
-    the same as --set run.engines=4.
+    [trainer], which name functions by `use = "module:name"` and give them arguments; and optionally
+    [evaluation], tasks that are evaluated every_versions; [on_batch], a function of each batch's
+    figures; and [logging], with the tables tensorboard, wandb and mlflow, and json = true. Any
+    value can be overridden: --run.engines 4 is the same as --set run.engines=4.
     """
     # Users' modules are beside the file (as with `python program.py`) or in the working directory.
     sys.path[:0] = [str(config.resolve().parent), ""]
@@ -129,11 +134,30 @@ def _run(program: "Program") -> None:
             True if program.is_resumed else None,
             on_batch=_on_batch(program, trackers),
         )
+        _evaluate_every(rollouts, program)
         if program.is_async:
             asyncio.run(_train(rollouts, program))
             return
         with SyncRollouts(rollouts) as run:
             _record_facts(run, program.train(run, program.make_tasks(), program.episode))
+
+
+def _evaluate_every(rollouts: "Rollouts", program: "Program") -> None:
+    """Have the run evaluate the tasks of ``[evaluation]``, if the file has the section.
+
+    Raises:
+        ConfigError: there are none, or endlessly many.
+    """
+    part = program.file.evaluation
+    if part is None or program.make_held_out is None:
+        return
+    tasks = list(itertools.islice(program.make_held_out(), EVALUATED_TASKS_MAX + 1))
+    if len(tasks) > EVALUATED_TASKS_MAX:
+        raise ConfigError(
+            f"evaluation.use = {part.use!r} gives more than {EVALUATED_TASKS_MAX} tasks; have it "
+            f"return a list that ends"
+        )
+    rollouts.evaluate_every(part.every_versions, tasks, episode=program.episode)
 
 
 def _on_batch(

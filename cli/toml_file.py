@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidegate.cli.program import JSON, TRACKERS, Part, Program
+from tidegate.cli.program import JSON, TRACKERS, EvaluationPart, Part, Program
 from tidegate.orchestrator.settings.config import RECORDS, SET_BY_POLICY
 
 
@@ -34,6 +34,7 @@ def toml_lines(program: Program) -> Iterator[str]:
         "tasks": (file.tasks, program.make_tasks),
         "episode": (file.episode, program.episode),
         "trainer": (file.trainer, program.train),
+        "evaluation": (file.evaluation, program.make_held_out),
         "on_batch": (file.on_batch, program.on_batch),
     }
     for section, (part, function) in sections.items():
@@ -42,6 +43,8 @@ def toml_lines(program: Program) -> Iterator[str]:
             continue
         yield from ("", f"[{section}]")
         yield from _line("use", part.use)
+        if isinstance(part, EvaluationPart):
+            yield from _line("every_versions", part.every_versions)
         for name, value in (_defaults(function) | part.arguments).items():
             yield from _line(name, value)
     yield from ("", "[logging]")

@@ -113,21 +113,20 @@ async def train(name: str, options: argparse.Namespace, run_directory: Path) -> 
             group_size=GROUP_SIZE,
             groups_per_batch=options.groups_per_batch,
             run_directory=run_directory,
+            progress=True,
             seed=options.seed,
         ) as rollouts,
     ):
         episode, counts = await subject.player(pool)
-        gain = await learn(
+        rollouts.evaluate_every(options.versions + 1, held_out, episode=episode)
+        await learn(
             rollouts,
             episode,
             model=model,
             training=list(itertools.islice(subject.tasks("train", options.seed), num_tasks)),
-            held_out=held_out,
             learning_rate=LEARNING_RATE,
         )
-        rollouts.record_facts(
-            mode="async", reward_before=gain.before, reward_after=gain.after, warm_up=warm_up
-        )
+        rollouts.record_facts(mode="async", warm_up=warm_up)
     return counts()
 
 

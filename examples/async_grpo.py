@@ -91,7 +91,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--versions", type=int, default=24, help="number of weight versions to train")
     add("--groups-per-batch", type=int, default=GROUPS_PER_BATCH)
     add("--group-size", type=int, default=GROUP_SIZE)
-    add("--held-out", type=int, default=256, help="tasks of the evaluations before and after")
+    add("--held-out", type=int, default=256, help="number of tasks to evaluate")
+    add("--evaluate-every", type=int, help="in versions; default: only before and after")
     add("--learning-rate", type=float, default=3e-4)
     add("--correction", choices=("importance", "none"), default="importance")
     add("--seed", type=int, default=0)
@@ -105,7 +106,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> None:
-    """Evaluate, train and evaluate again; everything is recorded in ``run_directory``."""
+    """Train, and evaluate meanwhile; everything is recorded in ``run_directory``."""
     model_path, warm_up = find_model(options)
     make_tasks = TASKS[options.task]
     held_out = list(itertools.islice(make_tasks("held_out", HELD_OUT_SEED), options.held_out))
@@ -133,22 +134,21 @@ async def train(options: argparse.Namespace, mode: str, run_directory: Path) -> 
         progress=True,
         seed=options.seed,
     ) as rollouts:
-        gain = await learn(
+        every = options.evaluate_every or options.versions + 1
+        rollouts.evaluate_every(every, held_out, episode=solve)
+        measured = await learn(
             rollouts,
             solve,
             model=model_path,
             training=training,
-            held_out=held_out,
             learning_rate=options.learning_rate,
             corrects=options.correction != "none",
             is_colocated=options.colocated,
         )
         rollouts.record_facts(
             mode=mode,
-            reward_before=gain.before,
-            reward_after=gain.after,
-            mismatch=gain.mismatch,
-            memory_mb=gain.memory_mb,
+            mismatch=measured.mismatch,
+            memory_mb=measured.memory_mb,
             colocated=options.colocated,
             warm_up=warm_up,
         )

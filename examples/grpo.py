@@ -38,11 +38,9 @@ class OffPolicyness:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """Mean reward on held-out tasks before and after training."""
+class Measured:
+    """What the trainer measured over all batches."""
 
-    before: float
-    after: float
     mismatch: dict[str, float]
     """Mismatch of behaviour and training policy (old or quantized weights); see :func:`summary`."""
     memory_mb: dict[str, int]
@@ -55,18 +53,15 @@ async def learn(
     *,
     model: Path,
     training: Sequence[Any],
-    held_out: Sequence[Any],
     learning_rate: float,
     corrects: bool = True,
     is_colocated: bool = False,
-) -> Gain:
-    """Evaluate, train and evaluate again. ``model`` is the engines' initial model directory.
+) -> Measured:
+    """Train on all tasks. ``model`` is the engines' initial model directory.
 
     If ``is_colocated``, engines release their memory while the trainer trains.
     """
     policy, optimizer = load_trainer(model, learning_rate)
-    before = await rollouts.evaluate(held_out, episode=episode)
-    print(f"held-out reward before training: {before.mean_reward:.3f}", flush=True)
     measured: list[OffPolicyness] = []
     with MemoryMarks() as marks:
         marks.begin("rollout")
@@ -87,9 +82,7 @@ async def learn(
             await rollouts.publish(policy.state_dict())
             if is_colocated:
                 await rollouts.wake()
-    after = await rollouts.evaluate(held_out, episode=episode)
-    print(f"held-out reward after training:  {after.mean_reward:.3f}", flush=True)
-    return Gain(before.mean_reward, after.mean_reward, summary(measured), marks.megabytes)
+    return Measured(summary(measured), marks.megabytes)
 
 
 def summary(measured: Sequence[OffPolicyness]) -> dict[str, float]:

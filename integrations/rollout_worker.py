@@ -281,7 +281,7 @@ class RolloutWorker:
             turns[number] = await episode.generate(seed=request.seed, **request.sampling)
             return 0.0
 
-        self._run.evaluate(range(len(requests)), episode=one_turn)
+        self._run.evaluate(range(len(requests)), episode=one_turn, name=None)
         missing = [number for number in range(len(requests)) if number not in turns]
         if missing:
             raise EpisodeError(

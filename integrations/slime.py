@@ -149,7 +149,7 @@ class _SlimeRollouts:
                 found[index], reward = await self._sample(episode, samples[index])  # noqa: B023
                 return reward
 
-            self.run.evaluate(list(range(len(samples))), episode=play)
+            self.run.evaluate(list(range(len(samples))), episode=play, name=str(name))
             if len(found) < len(samples):
                 raise EpisodeError(
                     f"{len(samples) - len(found)} of {len(samples)} episodes of the evaluation set "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import AuditError
+from tidegate.observability.evaluations import held_out_name
 from tidegate.observability.facts import Facts, read_facts, read_metrics
 
 RUNS_MAX = 12
@@ -46,6 +47,8 @@ def read_runs(directories: Sequence[Path]) -> list[ComparedRun]:
 
 
 _ROWS: tuple[tuple[str, str, str], ...] = (
+    ("training reward, first tenth", "training_reward_start", ".3f"),
+    ("training reward, last tenth", "training_reward_end", ".3f"),
     ("held-out reward before", "reward_before", ".3f"),
     ("held-out reward after", "reward_after", ".3f"),
     ("weight versions", "versions", "d"),
@@ -104,6 +107,21 @@ def _audit_cell(facts: Facts) -> str:
 def comparison_json(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     """Return each run's facts, with the keys of its report.json and its name as ``run``."""
     return [{**dataclasses.asdict(run.facts), "run": run.name} for run in runs]
+
+
+def held_out_curve(run: ComparedRun, *, over: str = "version") -> "list[Point]":
+    """Return the held-out rewards of a run over ``version``, or over ``wall_s``: the time of the
+    first batch at that version or later."""
+    name = held_out_name(run.facts.evaluations)
+    points = [point for point in run.facts.evaluations if point.name == name]
+    if over == "version":
+        return [(point.version, point.reward) for point in points]
+    times = [(row["version"], row[over]) for row in run.metrics if {"version", over} <= row.keys()]
+    end = times[-1][1] if times else 0.0
+    return [
+        (next((at for version, at in times if version >= point.version), end), point.reward)
+        for point in points
+    ]
 
 
 Point = tuple[float, float]

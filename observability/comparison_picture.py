@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tidegate.observability.comparison import ComparedRun, curve
+from tidegate.observability.comparison import ComparedRun, curve, held_out_curve
 
 INK, MUTED = "#22303c", "#8a97a3"
 COLOURS = (
@@ -40,11 +40,15 @@ def _style_axes(axes: Axes, title: str) -> None:
 
 
 def _draw_reward(axes: Axes, runs: Sequence[ComparedRun], *, over: str, named: str) -> None:
-    _style_axes(axes, f"Reward over {named}")
+    has_held_out = any(run.facts.evaluations for run in runs)
+    marked = " (marks: held-out tasks)" if has_held_out else ""
+    _style_axes(axes, f"Reward over {named}{marked}")
     for run, colour in zip(runs, COLOURS, strict=False):
         points = curve(run, lambda row: row.get("reward"), over=over)
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, lw=1.4, label=run.name)
+        if held_out := held_out_curve(run, over=over):
+            axes.plot(*zip(*held_out, strict=True), "o:", color=colour, ms=5, lw=0.8)
     if axes.lines:
         axes.legend(frameon=False, fontsize=8)
 

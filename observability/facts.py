@@ -7,10 +7,16 @@ last process wrote last, at most a second before its last batch. Built on ``run_
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import AUDIT_FILE
+from tidegate.observability.evaluations import (
+    EvaluationPoint,
+    held_out_name,
+    read_evaluations,
+)
 from tidegate.observability.run_directories import (
     RUN_FILE,
     has_ended,
@@ -33,9 +39,16 @@ class Facts:
     run: str
     model: str
     reward_before: float | None
-    """Mean reward on held-out tasks before the first batch."""
+    """Mean reward on held-out tasks before the first batch: as the owner recorded it, or as
+    evaluated then."""
     reward_after: float | None
-    """Mean reward on the same held-out tasks after the last batch."""
+    """Mean reward on the same tasks at the last evaluation."""
+    evaluations: Sequence[EvaluationPoint]
+    """All evaluations, in their order."""
+    training_reward_start: float | None
+    """Mean reward of the first tenth of the trained batches; None if none was recorded."""
+    training_reward_end: float | None
+    """Mean reward of the last tenth."""
     versions: int
     """Number of published weight versions."""
     mixed_version_share: float
@@ -133,11 +146,17 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
     values = {**settings, **extra}
     ledger = statistics["ledger"]
     warm_up = values.get("warm_up") or {}
+    evaluations = read_evaluations(directory)
+    before, after = _held_out_rewards(evaluations)
+    training_start, training_end = _training_rewards(directory)
     return Facts(
         run=printable(directory.resolve().name),
         model=run["model"],
-        reward_before=values.get("reward_before"),
-        reward_after=values.get("reward_after"),
+        reward_before=values.get("reward_before", before),
+        reward_after=values.get("reward_after", after),
+        evaluations=evaluations,
+        training_reward_start=training_start,
+        training_reward_end=training_end,
         versions=statistics["trainer_version"],
         mixed_version_share=statistics["mixed_version_rollouts"]
         / max(1, statistics["trained_rollouts"]),
@@ -188,6 +207,28 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         episode_activity_s=statistics.get("episode_activity_s") or {},
         episode_failures=statistics.get("episode_failures") or (),
     )
+
+
+def _held_out_rewards(
+    evaluations: Sequence[EvaluationPoint],
+) -> tuple[float | None, float | None]:
+    """Return the mean reward before the first batch, and at the last evaluation after it."""
+    name = held_out_name(evaluations)
+    points = [point for point in evaluations if point.name == name]
+    before = next((point.reward for point in points if not point.batches), None)
+    after = next((point.reward for point in reversed(points) if point.batches), None)
+    return before, after
+
+
+def _training_rewards(directory: Path) -> tuple[float | None, float | None]:
+    """Return the mean reward of the first and of the last tenth of the batches."""
+    if not (directory / METRICS_FILE).exists():
+        return None, None
+    rewards = [row["reward"] for row in read_batches(directory) if "reward" in row]
+    if not rewards:
+        return None, None
+    tenth = max(1, len(rewards) // 10)
+    return fmean(rewards[:tenth]), fmean(rewards[-tenth:])
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -293,8 +293,8 @@ TIMES = (
     Metric(
         "tidegate_trainer_seconds_total",
         "counter",
-        "Seconds that the trainer has spent in `activity`: train, wait (for a batch) or publish. "
-        "Much `wait`: generation is the bottleneck.",
+        "Seconds that the trainer has spent in `activity`: train, wait (for a batch), publish or "
+        "evaluate. Much `wait`: generation is the bottleneck.",
         by_key(lambda snapshot: snapshot.collected.trainer_activity_s),
         ("activity",),
     ),

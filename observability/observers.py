@@ -71,6 +71,7 @@ class RecorderGroup(Recorder):
     episode_interval = _forwarded(Recorder.episode_interval)
     offered = _forwarded(Recorder.offered)
     batch = _forwarded(Recorder.batch)
+    evaluation = _forwarded(Recorder.evaluation)
     trained_lags = _forwarded(Recorder.trained_lags)
     off_policy = _forwarded(Recorder.off_policy)
     weights = _forwarded(Recorder.weights)

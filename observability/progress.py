@@ -8,7 +8,7 @@ It writes to standard error, so that standard output holds results only. It read
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -42,7 +42,8 @@ class ProgressDisplay(Recorder):
         self._batches = batches
         self._batches_total: int | None = None
         self._rewards: list[float] = []
-        self._facts: dict[str, Any] = {}
+        self._evaluations: dict[str, list[Mapping[str, Any]]] = {}
+        """Figures of evaluations by their names, in their order."""
         self._read: Callable[[], RunStatistics] | None = None
         self._statistics: RunStatistics | None = None
         """The last snapshot; None until the run has started."""
@@ -96,9 +97,17 @@ class ProgressDisplay(Recorder):
             )
 
     @override
+    def evaluation(self, figures: Mapping[str, Any]) -> None:
+        self._evaluations.setdefault(str(figures["name"]), []).append(figures)
+        failures = f", {figures['failures']} failed" if figures["failures"] else ""
+        self._say(
+            f"evaluation {figures['name']}  reward {figures['reward']:.3f}  v{figures['version']}  "
+            f"{figures['tasks']} tasks{failures}  {figures['seconds']:.1f} s"
+        )
+
+    @override
     def finish(self, statistics: RunStatistics, **facts: object) -> None:
         self._statistics = statistics
-        self._facts |= facts
 
     @override
     def close(self) -> None:
@@ -106,7 +115,7 @@ class ProgressDisplay(Recorder):
         self.hide()
         statistics, self._statistics = self._statistics, None
         if statistics is not None:
-            self._say(summary(statistics, self._rewards, self._facts))
+            self._say(summary(statistics, self._rewards, self._evaluations))
 
     # ------------------------------------------------------------ drawing
 
@@ -161,8 +170,15 @@ class ProgressDisplay(Recorder):
         return f"{elapsed}, about {left_s:.0f} s left"
 
 
-def summary(statistics: RunStatistics, rewards: list[float], facts: Mapping[str, object]) -> str:
-    """Return a run's outcome in one line: batches, rewards, staleness, speed, idle shares."""
+def summary(
+    statistics: RunStatistics,
+    rewards: Sequence[float],
+    evaluations: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> str:
+    """Return a run's outcome in one line: batches, rewards, staleness, speed, idle shares.
+
+    ``evaluations`` are the figures of all evaluations by their names.
+    """
     s = statistics
     if not s.batches:
         return "ended before the first batch"
@@ -172,9 +188,12 @@ def summary(statistics: RunStatistics, rewards: list[float], facts: Mapping[str,
     ]
     if rewards:
         parts.append(f"reward {rewards[0]:.3f} in the first batch, {rewards[-1]:.3f} in the last")
-    before, after = facts.get("reward_before"), facts.get("reward_after")
-    if isinstance(before, float) and isinstance(after, float):
-        parts.append(f"held-out reward {before:.3f} before, {after:.3f} after")
+    for name, each in evaluations.items():
+        first, last = each[0], each[-1]
+        parts.append(
+            f"{name} {first['reward']:.3f} at v{first['version']}, {last['reward']:.3f} at "
+            f"v{last['version']}"
+        )
     parts += [
         f"staleness max {s.max_staleness_seen} of bound {_bound(s)}",
         f"{s.tokens_per_s:.0f} tok/s",

@@ -2,6 +2,7 @@
 
     run.json              settings, package versions, statistics
     metrics.jsonl         one line per batch
+    evaluations.jsonl     one line per evaluation, if there was one
     trajectories.arrows   Arrow IPC stream: one row per rollout, appended as rollouts end
     trajectories.parquet  the same rows, with the provenance of each token; complete after close()
     trace.json            Chrome trace for ui.perfetto.dev; written by close()
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Self
 from tidegate.errors import ConfigError, RecordingFailed, RunClosed
 from tidegate.observability.run_directories import RUN_FILE, is_part, process_directories
 from tidegate.observability.run_files import (
+    EVALUATIONS_FILE,
     METRICS_FILE,
     RunFiles,
     appearing_whole,
@@ -224,6 +226,12 @@ class RunRecorder(Recorder):
             pending, self._pending = self._pending, []
         self._write_rollouts(pending)  # a batch's rows are written before its line
         self._files.submit(lambda: self._files.write_metrics(line), METRICS_FILE)
+
+    def evaluation(self, figures: Mapping[str, object]) -> None:
+        """Record one line of evaluations.jsonl."""
+        line = to_json(dict(figures)) + b"\n"
+        self._refuse_if_closed()
+        self._files.submit(lambda: self._files.write_evaluation(line), EVALUATIONS_FILE)
 
     def weights(
         self,

@@ -149,6 +149,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
         "",
         *_results(facts),
         "",
+        *_evaluations(facts),
         "## Staleness",
         "",
         *_staleness(facts),
@@ -204,8 +205,12 @@ def _warm_up_items(facts: Facts) -> list[tuple[str, str]]:
 def _results(facts: Facts) -> list[str]:
     rows = [
         ("mode; pause mode; KV policy", _modes_cell(facts)),
-        ("reward before", _number(facts.reward_before)),
-        ("reward after", _number(facts.reward_after)),
+        (
+            "training reward, first and last tenth of the batches",
+            f"{_number(facts.training_reward_start)}; {_number(facts.training_reward_end)}",
+        ),
+        ("held-out reward before", _number(facts.reward_before)),
+        ("held-out reward after", _number(facts.reward_after)),
         ("weight versions published", str(facts.versions)),
         ("rollouts trained", f"{facts.rollouts_trained} in {facts.batches} batches"),
         ("share with two or more versions", f"{facts.mixed_version_share:.1%}"),
@@ -228,6 +233,22 @@ def _results(facts: Facts) -> list[str]:
         ),
     ]
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def _evaluations(facts: Facts) -> list[str]:
+    if not facts.evaluations:
+        return []
+    return [
+        "## Evaluations",
+        "",
+        "| name | version | mean reward | tasks | failed |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {each.name} | {each.version} | {each.reward:.3f} | {each.tasks} | {each.failures} |"
+            for each in facts.evaluations
+        ),
+        "",
+    ]
 
 
 def _modes_cell(facts: Facts) -> str:

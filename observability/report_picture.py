@@ -30,6 +30,8 @@ LABEL_SHARE_MIN = 0.035
 """Bars narrower than this share of the timeline get no label."""
 
 INK, MUTED, BLUE, RED = "#22303c", "#8a97a3", "#2f6f9f", "#c0392b"
+EVALUATION_COLOURS = ("#b5651d", "#59a14f", "#b07aa1", "#76b7b2", "#9c755f", "#1f3b57")
+"""One for each name of evaluations; further ones are not drawn."""
 TRAINING, WAITING = "#5b6670", "#e6eaed"
 VERSION_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e58ba0")
 """Colour of version v is number v mod 7; an excerpt shows about six versions."""
@@ -58,7 +60,7 @@ def _style_axes(axes: Axes, title: str) -> None:
 
 
 def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> None:
-    """Draw the mean reward of each batch, and the two evaluations on held-out tasks."""
+    """Draw the mean reward of each batch, and the evaluations, each name in its colour."""
     points = [
         (row["version"], row["reward"])
         for row in metrics
@@ -67,12 +69,12 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
     _style_axes(axes, "Reward over weight versions")
     if points:
         axes.plot(*zip(*points, strict=True), color=BLUE, lw=1.6, label="mean of each batch")
-    held_out = [(0, facts.reward_before), (facts.versions, facts.reward_after)]
-    known = [(version, reward) for version, reward in held_out if reward is not None]
-    if known:
-        versions, rewards = zip(*known, strict=True)
-        axes.plot(versions, rewards, "o", color=RED, ms=7, label="held-out tasks", clip_on=False)
-    for version, reward in known:
+    held_out = _held_out_points(facts)
+    for name, colour in zip(held_out, EVALUATION_COLOURS, strict=False):
+        versions, rewards = zip(*held_out[name], strict=True)
+        axes.plot(versions, rewards, "o:", color=colour, ms=6, lw=1, label=name, clip_on=False)
+    known = [point for points in held_out.values() for point in points]
+    for version, reward in (*known[:1], *known[1:][-1:]):
         # Below the first and last point, where a rising curve leaves room.
         axes.annotate(
             f"{reward:.2f}",
@@ -80,7 +82,7 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
             xytext=(9, -5) if version == 0 else (-6, -17),
             textcoords="offset points",
             ha="left" if version == 0 else "right",
-            color=RED,
+            color=INK,
             fontsize=11,
         )
     drawn = [reward for _, reward in (*points, *known)]
@@ -91,6 +93,16 @@ def _draw_reward(axes: Axes, facts: Facts, metrics: list[dict[str, Any]]) -> Non
     axes.grid(axis="y", color="#eef1f3")
     if drawn:
         axes.legend(loc="lower right", frameon=False, fontsize=9)
+
+
+def _held_out_points(facts: Facts) -> dict[str, list[tuple[int, float]]]:
+    """Return versions and rewards of the evaluations by name, or those that the owner recorded."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for point in facts.evaluations:
+        points.setdefault(point.name, []).append((point.version, point.reward))
+    recorded = [(0, facts.reward_before), (facts.versions, facts.reward_after)]
+    known = [(version, reward) for version, reward in recorded if reward is not None]
+    return points or ({"held-out tasks": known} if known else {})
 
 
 def _draw_staleness(axes: Axes, facts: Facts) -> None:

@@ -30,6 +30,9 @@ from tidegate.transport.private_directory import make_private_directory, make_pr
 
 METRICS_FILE = "metrics.jsonl"
 
+EVALUATIONS_FILE = "evaluations.jsonl"
+"""Exists once there was an evaluation."""
+
 QUEUED_JOBS_MAX = 256
 """Limit of queued jobs, each at most 32 rollouts or one line."""
 
@@ -142,6 +145,15 @@ class RunFiles:
     def write_metrics(self, line: bytes) -> None:
         """Append a line to metrics.jsonl at once, unbuffered. Call it only from a job."""
         _write_whole(self._metrics.fileno(), line, at=self._metrics.tell())
+
+    def write_evaluation(self, line: bytes) -> None:
+        """Append a line to evaluations.jsonl. Call it only from a job."""
+        path = self._directory / EVALUATIONS_FILE
+        if not path.exists():
+            make_private_file(path)
+        with path.open("ab", buffering=0) as file:
+            _write_whole(file.fileno(), line, at=file.tell())
+            os.fsync(file.fileno())
 
     def _flush_row_group(self) -> None:
         if self._row_group and self._is_parquet_whole:

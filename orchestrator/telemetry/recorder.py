@@ -17,8 +17,9 @@ from tidegate.orchestrator.telemetry.statistics import RunStatistics
 if TYPE_CHECKING:
     import torch
 
-TrainerActivity = Literal["train", "wait", "publish"]
-"""Activity of the trainer between two marks: it trains, waits for a batch, or publishes weights."""
+TrainerActivity = Literal["train", "wait", "publish", "evaluate"]
+"""Activity of the trainer between two marks: it trains, waits for a batch, publishes weights, or
+waits for an evaluation of ``evaluate_every``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,10 @@ class Recorder:
     def batch(self, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a batch that the trainer has."""
 
+    def evaluation(self, figures: Mapping[str, object]) -> None:
+        """Record an evaluation: ``name``, ``version``, ``batches`` received before, mean
+        ``reward``, ``tasks``, ``failures``, ``seconds``."""
+
     def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
         """Record the number of trained tokens of a batch by their lag in versions."""
 
@@ -136,7 +141,7 @@ class Recorder:
         """
 
     def finish(self, statistics: RunStatistics, **facts: object) -> None:
-        """Record the run's statistics so far, and facts such as ``reward_after``."""
+        """Record the run's statistics so far, and facts such as ``warm_up``."""
 
     def close(self) -> None:
         """Write all queued records. Harmless if repeated."""

@@ -16,9 +16,11 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -96,6 +98,9 @@ Result = TypeVar("Result")
 MakeParts = Callable[[RunSettings], RunParts]
 """Chooses a run's observers, and where its engines run, by its settings."""
 
+HELD_OUT = "held_out"
+"""Name of an evaluation, unless given; reports and comparisons show it."""
+
 log = logging.getLogger("tidegate")
 
 
@@ -115,6 +120,24 @@ class Evaluation:
     def failures(self) -> int:
         """Number of episodes that raised or timed out."""
         return sum(reward is None for reward in self.rewards)
+
+
+@dataclass(slots=True)
+class _RepeatedEvaluation:
+    """Tasks that a run evaluates every ``versions`` versions."""
+
+    versions: int
+    tasks: Sequence[Any]
+    episode: EpisodeFunction
+    evaluated_version: int | None = None
+    """Version evaluated last; None before the first evaluation."""
+
+    def is_due(self, version: int, *, is_last: bool) -> bool:
+        """Return whether ``version`` is to be evaluated now; ``is_last``: no batch follows."""
+        if self.evaluated_version is None:
+            return True
+        new_versions = version - self.evaluated_version
+        return new_versions > 0 if is_last else new_versions >= self.versions
 
 
 class LocalRequests(RunRequests):
@@ -191,7 +214,7 @@ class Scorer(RunHandle):
             raise self._running.failure()
 
     def record_facts(self, **facts: object) -> None:
-        """Add facts to the run's record, e.g. ``reward_before=…``."""
+        """Add facts to the run's record, e.g. ``warm_up={"steps": 200}``."""
         if self._running.recorder is not None:
             self._running.recorder.finish(self.statistics(), **facts)
 
@@ -357,9 +380,11 @@ class Rollouts(Scorer, TrainerHandle):
         if on_batch is not None:
             check_callback(on_batch)
         self._on_batch = on_batch
-        self._mismatch_figures: dict[str, float] = {}
-        """Off-policy metrics that the trainer reported for the last batch. They are added to the
-        next batch's metrics."""
+        self._reported_figures: dict[str, float] = {}
+        """Figures of evaluations, and off-policy metrics that the trainer reported for the last
+        batch. They are added to the next batch's metrics."""
+        self._evaluations: dict[str, _RepeatedEvaluation] = {}
+        """Evaluations that the run repeats, by their names."""
         self._version = 0
         self._batches = 0
         self._adapters: dict[str, AdapterHandle] = {}
@@ -450,6 +475,7 @@ class Rollouts(Scorer, TrainerHandle):
         to prefetch. Provided that it publishes after each batch, a prefetched batch's staleness
         includes the publish of that step.
         """
+        await self._evaluate_if_due()
         self._mark("train")
         request = BatchRequest()
         try:
@@ -460,6 +486,7 @@ class Rollouts(Scorer, TrainerHandle):
             self._close_request(request)
             raise
         self._mark("wait")
+        await self._evaluate_if_due(is_last=True)
         return None
 
     async def return_batch(self, number: int) -> bool:
@@ -523,7 +550,7 @@ class Rollouts(Scorer, TrainerHandle):
 
         await self._requests.do(work)
         reported = off_policy(effective_sample_size, mismatch_kl, by_lag)
-        self._mismatch_figures = reported.figures()
+        self._reported_figures |= reported.figures()
         if self._running.recorder is not None:
             self._running.recorder.off_policy(reported)
 
@@ -542,17 +569,81 @@ class Rollouts(Scorer, TrainerHandle):
             lambda scheduler: scheduler.mark_checkpointed(token.batches, token.offer)
         )
 
-    async def evaluate(self, tasks: Sequence[Any], *, episode: EpisodeFunction) -> Evaluation:
+    async def evaluate(
+        self, tasks: Sequence[Any], *, episode: EpisodeFunction, name: str | None = HELD_OUT
+    ) -> Evaluation:
         """Run one episode per task with the engines' present weights, and never train on them.
 
-        Each call with the same tasks uses the same sampling seeds.
+        Each call with the same tasks uses the same sampling seeds. The mean reward is recorded as
+        ``name`` at the newest published version, for reports, curves and comparisons, and is in the
+        next batch's figures as ``NAME_reward``. With None nothing is recorded.
         """
+        version, started_s = self._version, time.monotonic()
 
         async def work(scheduler: Scheduler) -> list[float | None]:
             rollouts: list[Rollout] = await scheduler.evaluate(list(tasks), episode)
             return [rollout.reward for rollout in rollouts]
 
-        return Evaluation(await self._requests.do(work))
+        evaluation = Evaluation(await self._requests.do(work))
+        if name is not None:
+            seconds = time.monotonic() - started_s
+            self._record_evaluation(evaluation, name=name, version=version, seconds=seconds)
+        return evaluation
+
+    def evaluate_every(
+        self,
+        versions: int,
+        tasks: Sequence[Any],
+        *,
+        episode: EpisodeFunction,
+        name: str = HELD_OUT,
+    ) -> None:
+        """Have the run evaluate ``tasks`` by itself: before the first batch, whenever ``versions``
+        more versions are published, and after the last batch.
+
+        The trainer's request for a batch waits meanwhile. A second call of the same name replaces
+        the first.
+
+        Raises:
+            ConfigError: ``versions`` is less than 1, or there are no tasks.
+        """
+        if versions < 1:
+            raise ConfigError(f"evaluations are at least 1 version apart, got {versions}")
+        if not len(tasks):
+            raise ConfigError("evaluate_every() needs at least one task, got none")
+        self._evaluations[name] = _RepeatedEvaluation(versions, tasks, episode)
+
+    async def _evaluate_if_due(self, *, is_last: bool = False) -> None:
+        for name, each in self._evaluations.items():
+            if each.is_due(self._version, is_last=is_last):
+                version = self._version
+                # Before the first batch, and after the last, the trainer's time is not measured.
+                is_measured = self._timekeeper.is_open and not is_last
+                if is_measured:
+                    self._mark("train")
+                await self.evaluate(each.tasks, episode=each.episode, name=name)
+                each.evaluated_version = version
+                if is_measured:
+                    self._mark("evaluate")
+
+    def _record_evaluation(
+        self, evaluation: Evaluation, *, name: str, version: int, seconds: float
+    ) -> None:
+        self._reported_figures[f"{re.sub(r'[^0-9A-Za-z_]', '_', name)}_reward"] = (
+            evaluation.mean_reward
+        )
+        if self._running.recorder is not None:
+            self._running.recorder.evaluation(
+                {
+                    "name": name,
+                    "version": version,
+                    "batches": self._batches,
+                    "reward": evaluation.mean_reward,
+                    "tasks": len(evaluation.rewards),
+                    "failures": evaluation.failures,
+                    "seconds": round(seconds, 3),
+                }
+            )
 
     # ------------------------------------------------------------ weights
 
@@ -759,9 +850,9 @@ class Rollouts(Scorer, TrainerHandle):
         metrics = {
             **batch_metrics(batch, self._timekeeper.usage()),
             **ages,
-            **self._mismatch_figures,
+            **self._reported_figures,
         }
-        self._mismatch_figures = {}
+        self._reported_figures = {}
         if recorder is not None:
             advantages, version = batch.advantages.tolist(), handover.trainer_version
             kept = [(row, group.task) for row, group in rows]
@@ -856,6 +947,18 @@ class SyncRollouts(SyncTrainerHandle, SyncScorer):
     report_off_policyness = blocking(Rollouts.report_off_policyness)
     ack = blocking(Rollouts.ack)
     evaluate = blocking(Rollouts.evaluate)
+
+    def evaluate_every(
+        self,
+        versions: int,
+        tasks: Sequence[Any],
+        *,
+        episode: EpisodeFunction,
+        name: str = HELD_OUT,
+    ) -> None:
+        """As :meth:`Rollouts.evaluate_every`."""
+        self._handle.evaluate_every(versions, tasks, episode=episode, name=name)
+
     publish = blocking(Rollouts.publish)
     rollback = blocking(Rollouts.rollback)
 

@@ -14,6 +14,7 @@ from tidegate.cli.program import Program, read_program
 from tidegate.cli.run import overrides
 from tidegate.cli.toml_file import toml_lines, toml_value
 from tidegate.errors import ConfigError
+from tidegate.observability.evaluations import read_evaluations
 from tidegate.orchestrator.settings.config import RECORDS
 from tidegate.policies.routing import SessionAffinity
 
@@ -60,6 +61,15 @@ async def train_async(rollouts, tasks, episode):
 
 
 EVENS = [0, 2, 4]
+EVALUATED = ["1+1=", "2+2="]
+
+
+def train_and_publish(rollouts, tasks, episode, *, batches: int):
+    from safetensors.torch import load_file
+
+    weights = load_file(rollouts.settings.model / "model.safetensors")
+    for batch in rollouts.batches(list(itertools.islice(tasks, 2 * batches)), episode=episode):
+        rollouts.publish(weights)
 '''
 
 CONFIG = """
@@ -200,6 +210,39 @@ def test_batches_reach_the_files_function_and_json_log(
     assert {line["run"] for line in batches} == {"run"}
 
 
+def test_evaluated_tasks_are_recorded_before_between_and_after(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model_directory(config.parent / "model")
+    module = config_module(config)
+    section = f"\n[evaluation]\nuse = '{module}:EVALUATED'\nevery_versions = 2\n"
+    config.write_text(config.read_text().replace(":train", ":train_and_publish") + section)
+    flags = ["--trainer.batches", "3", "--run.max-staleness", "0"]
+    assert status_of(["run", str(config), *flags], monkeypatch) == 0
+    run = config.parent / "run"
+    points = read_evaluations(run)
+    assert [(each.version, each.batches, each.tasks) for each in points] == [
+        (0, 0, 2),
+        (2, 2, 2),
+        (3, 3, 2),
+    ]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert ["held_out_reward" in row for row in rows] == [True, False, True]
+    assert json.loads((run / "report.json").read_text())["reward_after"] == points[-1].reward
+
+
+def test_an_evaluation_of_endlessly_many_tasks_is_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_directory(config.parent / "model")
+    config.write_text(
+        f"{config.read_text()}\n[evaluation]\nuse = '{config_module(config)}:questions'\n"
+        "every_versions = 2\n"
+    )
+    assert status_of(["run", str(config)], monkeypatch) == 2
+    assert "gives more than 100000 tasks" in capsys.readouterr().err
+
+
 def test_resume_needs_a_journal_and_then_continues_in_its_directory(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +300,7 @@ def test_the_example_file_is_valid() -> None:
         ("run.weights.puase_mode=keep", "no such setting; did you mean 'pause_mode'?"),
         ("run.records=3", "run.records = 3 must be a table of settings"),
         ("logging.wanbd={}", "logging.wanbd: no such log; did you mean 'wandb'?"),
+        ("evaluation.use=tasks", "evaluation.every_versions is missing"),
         ("logging.json=2", "logging.json = 2 must be true or false"),
         ("logging.wandb=true", "logging.wandb = True must be a table of options"),
         ("on_batch.use=json:nothing", "json has no 'nothing'"),

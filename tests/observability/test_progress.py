@@ -19,6 +19,15 @@ FIGURES = {
     "engine_idle_share": 0.125,
 }
 
+EVALUATION = {
+    "name": "held_out",
+    "version": 0,
+    "reward": 0.25,
+    "tasks": 4,
+    "failures": 0,
+    "seconds": 0.5,
+}
+
 
 def statistics() -> RunStatistics:
     engines = tuple(
@@ -37,21 +46,24 @@ def test_without_a_terminal_each_batch_is_one_plain_line_and_the_end_a_summary()
     progress, out = display(is_terminal=False)
     progress.show("model: m", statistics)
     progress.offered(9)
+    progress.evaluation(EVALUATION)
     progress.batch(FIGURES)
     progress.batch({**FIGURES, "version": 2, "reward": 0.75})
     progress.hide()
-    progress.finish(statistics(), reward_before=0.25)
-    progress.finish(statistics(), reward_after=0.5)
+    progress.evaluation({**EVALUATION, "version": 2, "reward": 0.5, "failures": 1})
+    progress.finish(statistics(), mode="async")
     progress.close()
     progress.close()
     assert out.getvalue().splitlines() == [
         "model: m",
+        "evaluation held_out  reward 0.250  v0  4 tasks  0.5 s",
         "batch 1/3  reward 0.500  v1  100 tok/s  staleness mean 0.50 max 1  "
         "idle trainer 25% engines 12%",
         "batch 2/3  reward 0.750  v2  100 tok/s  staleness mean 0.50 max 1  "
         "idle trainer 25% engines 12%",
+        "evaluation held_out  reward 0.500  v2  4 tasks, 1 failed  0.5 s",
         "ended: 4 batches, v4, 2 s; 1 rollouts trained, 2 discarded; reward 0.500 in the first "
-        "batch, 0.750 in the last; held-out reward 0.250 before, 0.500 after; staleness max 2 of "
+        "batch, 0.750 in the last; held_out 0.250 at v0, 0.500 at v2; staleness max 2 of "
         "bound 2; 100 tok/s; idle: trainer 25%, engines 12%",
     ]
 
