@@ -1,5 +1,6 @@
 """Evaluations that a run repeats by itself, between its batches."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -65,7 +66,8 @@ async def test_the_time_of_an_evaluation_is_the_trainers_own_and_no_waiting(
 async def test_evaluations_are_figures_of_the_next_batch_by_their_names(
     tidegate_serve: Any,
 ) -> None:
-    noted, figures = Noted(), []
+    noted = Noted()
+    figures: list[Mapping[str, float]] = []
     async with tidegate_serve(
         group_size=1, groups_per_batch=1, max_staleness=0, on_batch=figures.append
     ) as run:
