@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-namespaces test-dashboard test-trackers test-device simulate lint format bench page docs site clean
+.PHONY: test-slime test-prime-rl help venv demo demo-agent unit test coverage graph lock hooks test-environments test-trl test-skyrl test-hf test-agents test-lm-eval test-vllm test-sglang test-ray test-verl test-tinker test-namespaces test-dashboard test-trackers test-device simulate lint format bench page docs site clean
 
 help:
 	@echo "make demo              train a small model synchronously and asynchronously, and compare (3 min)"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
 	@echo "make test-verl         verl's rollout side on Ray, over Tidegate's engines (2.1 GB, 10 min)"
+	@echo "make test-tinker       the Tinker SDK trains and samples through \`tidegate tinker\` (1.3 GB, 3 min)"
 	@echo "make test-slime        slime's plugin contract tests, from your checkout: SLIME=DIR (1 min)"
 	@echo "make test-prime-rl     prime-rl's client over the server, from your checkout: PRIME_RL=DIR (1 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
@@ -183,6 +184,16 @@ test-ray: .venv-ray/.ready
 
 test-verl: .venv-verl/.ready
 	RAY_USAGE_STATS_ENABLED=0 .venv-verl/bin/python -m pytest -W default -s tests/integrations/on_verl
+
+# The SDK brings packages of its own, and the cookbook wants an older transformers than engines do.
+.venv-tinker/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python $(PIP_INSTALL) "torch==2.13.0"
+	.venv-tinker/bin/python $(PIP_INSTALL) -e ".[tinker,dev]" "tinker==0.38.0"
+	touch $@
+
+test-tinker: .venv-tinker/.ready
+	.venv-tinker/bin/python -m pytest tests/serving/tinker_server
 
 # slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
 test-slime: venv

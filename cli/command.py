@@ -21,7 +21,7 @@ from tidegate.cli.conventions import (
     echo,
     example_text,
 )
-from tidegate.cli.serving import serve
+from tidegate.cli.serving import serve, tinker
 from tidegate.errors import TidegateError
 
 app = typer.Typer(
@@ -77,6 +77,7 @@ _add(LOOK, records.replay, "tidegate replay runs/demo")
 
 _add(ENGINES, engines.engine, **PASS_ON)
 _add(ENGINES, serve, "tidegate serve --model DIR --engines 2 --port 8000")
+_add(ENGINES, tinker, "tidegate tinker --model DIR --engines 2 --port 8000")
 _add(ENGINES, engines.keys, "tidegate keys keys", "tidegate keys keys --engine gpu-host-7")
 _add(
     ENGINES,

@@ -1,6 +1,7 @@
-"""The `tidegate serve` command: serves a model by vLLM's HTTP API until Ctrl-C.
+"""The commands `tidegate serve` and `tidegate tinker`: serve a model over HTTP until Ctrl-C.
 
-Calls :func:`tidegate.vllm_server`; imports nothing heavy before it runs.
+Call :func:`tidegate.vllm_server` and :func:`tidegate.tinker_server`. Imports nothing heavy before a
+command runs.
 """
 
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import Annotated
 import typer
 
 from tidegate.cli.conventions import echo
-from tidegate.transport.server_keys import CONTROL_TOKEN_VARIABLE, OWN_KEY_VARIABLE, own_key
+from tidegate.transport.server_keys import (
+    CONTROL_TOKEN_VARIABLE,
+    OWN_KEY_VARIABLE,
+    own_key,
+    tenant_keys,
+)
 
 
 def _refuse_key(value: str | None) -> None:
@@ -110,4 +116,53 @@ def serve(
         echo(f"serving {model} at {server.url}")
         if server.control_token is not None and control_token is None:
             echo(f"control token: {server.control_token}")
+        server.wait()
+
+
+def tinker(
+    model: Annotated[Path, typer.Option(help="Model directory in Hugging Face format.")],
+    engines: Annotated[int, typer.Option(min=1, help="Number of engine processes.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; others need API keys.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, help="Port to listen on; 0: any free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Base model's name in requests; default: its directory.")
+    ] = None,
+    state_directory: Annotated[
+        Path | None,
+        typer.Option(help="Directory of checkpoints; default: one that ends with the server."),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_key)] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Samples at once, per engine.")] = 64,
+    threads_per_engine: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads per engine; default: its share of cores.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Host name that requests may use beside the address; repeatable."),
+    ] = None,
+) -> None:
+    """Serve the Tinker API: train LoRA adapters of a model and sample from them, until Ctrl-C.
+
+    Loops call it as tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="tml-...").
+    API keys begin with tml- and are not accepted on the command line, which `ps` shows: put one
+    into TIDEGATE_SERVER_KEY, or lines `NAME KEY`, one for each tenant, into the private file that
+    TIDEGATE_TENANT_KEYS_FILE names.
+    """
+    from tidegate import tinker_server
+
+    with tinker_server(
+        model=model,
+        engines=engines,
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        state_directory=state_directory,
+        api_keys=tenant_keys(),
+        allowed_hosts=allowed_host or (),
+        max_running_turns=max_num_seqs,
+        threads_per_engine=threads_per_engine,
+    ) as server:
+        echo(f"serving the Tinker API for {model} at {server.url}")
         server.wait()

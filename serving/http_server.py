@@ -213,6 +213,8 @@ async def serve_app(
     finally:
         for each in getattr(server, "servers", []):
             each.close()
+        for connection in server.server_state.connections:
+            connection.transport.abort()
         own.close()
 
 
@@ -303,6 +305,9 @@ class AccessPolicy:
     request may call the server by any name, because it may come through a proxy."""
     needs_secret: bool = False
     """Whether every request must show the secret."""
+    body_types: frozenset[str] = frozenset({JSON_TYPE})
+    """Content types of bodies. None may be a type that pages of other origins can send unasked:
+    forms and plain text."""
 
     def refusal(self, method: str, headers: Headers) -> ApiError | None:
         """Return the error that refuses a request; None if the server may answer it."""
@@ -319,8 +324,9 @@ class AccessPolicy:
                 f"this server is not called {host!r:.200}: use its address, or name the host as "
                 f"allowed where the server is started",
             )
-        if _has_body(method, headers) and not _is_json(headers):
-            return ApiError(415, f"a body must come with the header Content-Type: {JSON_TYPE}")
+        if _has_body(method, headers) and _body_type(headers) not in self.body_types:
+            types = " or ".join(sorted(self.body_types))
+            return ApiError(415, f"a body must come with the header Content-Type: {types}")
         return None
 
     def _is_own_name(self, name: str) -> bool:
@@ -364,8 +370,8 @@ def _has_body(method: str, headers: Headers) -> bool:
     )
 
 
-def _is_json(headers: Headers) -> bool:
-    return headers.single("content-type").partition(";")[0].strip().lower() == JSON_TYPE
+def _body_type(headers: Headers) -> str:
+    return headers.single("content-type").partition(";")[0].strip().lower()
 
 
 class AccessGuard:
@@ -407,7 +413,7 @@ class AccessGuard:
 
 DECISIVE = frozenset(
     (b"host", b"origin", b"authorization", b"cookie", b"content-type", b"content-length")
-) | {b"transfer-encoding"}
+) | {b"transfer-encoding", b"x-api-key"}
 """Headers that decide on access; a request may have thousands of others."""
 
 

@@ -28,6 +28,10 @@ CONTROL_TOKEN_VARIABLE = "TIDEGATE_CONTROL_TOKEN"
 """Environment variable that holds the token of that server's pause and weight endpoints; with
 ``_FILE`` appended, names its file."""
 
+TENANT_KEYS_VARIABLE = "TIDEGATE_TENANT_KEYS"
+"""With ``_FILE`` appended, the environment variable that names a file of the Tinker server's API
+keys: a line ``NAME KEY`` for each tenant."""
+
 DASHBOARD_TOKEN_VARIABLE = "TIDEGATE_DASHBOARD_TOKEN"
 """Environment variable that holds the dashboard's token; not a setting, because settings are
 recorded."""
@@ -89,6 +93,35 @@ def own_key(variable: str, environment: Mapping[str, str] = os.environ) -> str |
             f"{path} of {variable}_FILE must hold one key in one line, got {len(lines)} lines"
         )
     return _checked(lines[0][0], path)
+
+
+def tenant_keys(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the names of the Tinker server's tenants by their API keys; empty if it has none.
+
+    They are in the file that TIDEGATE_TENANT_KEYS_FILE names; or the only key is our server's own,
+    of :func:`own_key`.
+
+    Raises:
+        ConfigError: the file is unusable, readable by others or malformed, or both are set.
+    """
+    variable = f"{TENANT_KEYS_VARIABLE}_FILE"
+    path, single = environment.get(variable), own_key(OWN_KEY_VARIABLE, environment)
+    if path and single:
+        raise ConfigError(f"{variable} and {OWN_KEY_VARIABLE} are both set; leave out one of them")
+    if not path:
+        return {single: "tenant"} if single else {}
+    hint = "it holds a line NAME KEY for each tenant"
+    keys: dict[str, str] = {}
+    for fields in _read(Path(path), variable, hint):
+        if len(fields) != 2 or fields[0] in keys.values() or fields[1] in keys:
+            raise ConfigError(
+                f"{path} of {variable} has a line of {len(fields)} words, or a name or key twice; "
+                f"{hint}"
+            )
+        keys[_checked(fields[1], path)] = fields[0]
+    if not keys:
+        raise ConfigError(f"{path} of {variable} holds no key; {hint}")
+    return keys
 
 
 def _read(path: Path, variable: str = FILE_VARIABLE, hint: str = HINT) -> list[list[str]]:

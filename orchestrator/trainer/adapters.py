@@ -65,7 +65,7 @@ class AdapterHandle:
         loaded = load_adapter(adapter, config)
 
         def write(buffer: int, keep: Collection[int]) -> list[UpdateWeights]:
-            return _write(self._run, buffer, loaded, keep)
+            return write_adapter(self._run, buffer, loaded, keep)
 
         async def work(scheduler: Scheduler) -> int:
             if self.name in scheduler.control.state.base_adapters:
@@ -153,7 +153,7 @@ class SyncAdapterHandle:
         run_blocking(self._handle.unload())
 
 
-def _write(
+def write_adapter(
     run: Run, buffer: int, adapter: LoadedAdapter, keep: Collection[int]
 ) -> list[UpdateWeights]:
     """Write an adapter to the run's weight channel; return messages that locate it. Blocks."""

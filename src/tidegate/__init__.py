@@ -72,8 +72,16 @@ if TYPE_CHECKING:
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.routing_replay import record_routed_experts, replay_routed_experts
     from tidegate.policies.staleness import StalenessPolicy
-    from tidegate.runs import score_server, score_server_sync, serve, serve_sync, vllm_server
+    from tidegate.runs import (
+        score_server,
+        score_server_sync,
+        serve,
+        serve_sync,
+        tinker_server,
+        vllm_server,
+    )
     from tidegate.serving.gateway.gateway import Endpoint, Gateway
+    from tidegate.serving.tinker.server import TinkerServer
     from tidegate.serving.vllm_server.server import VLLMServer
     from tidegate.transport.sampling import LogitsProcessor
 
@@ -132,6 +140,7 @@ __all__ = [
     "TailPacking",
     "TensorBoard",
     "TidegateError",
+    "TinkerServer",
     "TokenScores",
     "Tools",
     "Unbounded",
@@ -151,6 +160,7 @@ __all__ = [
     "score_server_sync",
     "serve",
     "serve_sync",
+    "tinker_server",
     "train_on_ray",
     "trl_rollout_func",
     "vllm_server",
@@ -208,6 +218,7 @@ _HOMES = {
     "TidegateError": "errors",
     "PolicyFailed": "errors",
     "InfrastructureFailed": "errors",
+    "TinkerServer": "serving.tinker.server",
     "TokenScores": "orchestrator.fleet.scores",
     "Tools": "environments.tools",
     "Unbounded": "policies.asynchrony",
@@ -227,6 +238,7 @@ _HOMES = {
     "replay_routed_experts": "policies.routing_replay",
     "serve": "runs",
     "serve_sync": "runs",
+    "tinker_server": "runs",
     "vllm_server": "runs",
     "write_report": "observability.report",
     "train_on_ray": "integrations.ray.ray_trainers",

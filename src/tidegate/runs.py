@@ -5,7 +5,7 @@ only module that imports both the orchestrator and the packages that observe it 
 engines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
@@ -17,6 +17,8 @@ from tidegate.orchestrator.trainer.rollouts import Rollouts, Scorer, SyncRollout
 from tidegate.orchestrator.trainer.run import RunParts
 
 if TYPE_CHECKING:
+    from tidegate.serving.tinker.server import TinkerServer
+    from tidegate.serving.tinker.training import TrainingBackend
     from tidegate.serving.vllm_server.server import Backend, VLLMServer
 
 
@@ -114,6 +116,45 @@ def vllm_server(
         allowed_hosts=allowed_hosts,
         max_logprobs=max_logprobs,
         generation_config=generation_config,
+    )
+
+
+def tinker_server(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    served_model_name: str | None = None,
+    api_keys: Mapping[str, str] | None = None,
+    state_directory: Path | str | None = None,
+    allowed_hosts: Sequence[str] = (),
+    make_backend: "Callable[[Path], TrainingBackend] | None" = None,
+    **settings: Unpack[RunOptions],
+) -> "TinkerServer":
+    """Start engines and a trainer behind the Tinker API, as a context manager.
+
+    The named arguments are those of :class:`~tidegate.TinkerServer`; ``settings`` are those of
+    :class:`~tidegate.RunSettings`.
+
+    Raises:
+        ConfigError: a setting is out of range, a package is missing, or the address is taken.
+    """
+    from tidegate.serving.tinker.server import TinkerServer
+    from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S
+
+    given = run_settings(**settings)
+    if "episode_timeout_s" not in given.episodes.model_fields_set:
+        settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
+    if "kv_policy" not in given.weights.model_fields_set:
+        settings["kv_policy"] = "keep"  # what the API promises of in-flight samplers
+    return TinkerServer(
+        serve(**settings),
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=api_keys,
+        state_directory=state_directory,
+        allowed_hosts=allowed_hosts,
+        make_backend=make_backend,
     )
 
 

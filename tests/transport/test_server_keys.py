@@ -13,6 +13,7 @@ from tidegate.transport.server_keys import (
     VARIABLE,
     key_of,
     refuse_secrets,
+    tenant_keys,
 )
 
 URL = "http://host:8000"
@@ -90,3 +91,24 @@ def test_processes_of_environments_are_not_given_keys(monkeypatch: pytest.Monkey
     for name in (VARIABLE, FILE_VARIABLE, DASHBOARD_TOKEN_VARIABLE):
         monkeypatch.setenv(name, "sesame")
     assert "sesame" not in child_environment().values()
+
+
+def test_tenants_keys_are_the_lines_of_a_file_or_the_servers_own_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# two tenants\nalice tml-1\nbob tml-2\n")
+    file.chmod(0o600)
+    named = {"TIDEGATE_TENANT_KEYS_FILE": str(file)}
+    assert tenant_keys(named) == {"tml-1": "alice", "tml-2": "bob"}
+    assert tenant_keys({"TIDEGATE_SERVER_KEY": "tml-3"}) == {"tml-3": "tenant"}
+    assert tenant_keys({}) == {}
+    with pytest.raises(ConfigError, match="are both set"):
+        tenant_keys(named | {"TIDEGATE_SERVER_KEY": "tml-3"})
+
+
+@pytest.mark.parametrize("text", ["alice\n", "a tml-1\na tml-2\n", "a tml-1\nb tml-1\n", ""])
+def test_a_file_of_tenants_keys_that_is_ambiguous_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="a line NAME KEY for each tenant"):
+        tenant_keys({"TIDEGATE_TENANT_KEYS_FILE": str(file)})

@@ -1,0 +1,139 @@
+"""Results of requests that are carried out after they were answered with a ``request_id``.
+
+``retrieve_future`` waits here for a result; every other handler of :mod:`app` that starts work
+begins an entry. Waiting is by an event: no result is polled for.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from tidegate.errors import RunClosed, TidegateError
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.tinker.training import UserError
+
+POLL_TIMEOUT_S = 40.0
+"""Longest wait of one ``retrieve_future``: the SDK waits for its answer for up to 45 s."""
+
+KEPT_AFTER_READ_S = 300.0
+"""Time for which a result that was read is kept, because its answer may be lost on the way."""
+
+KEPT_UNREAD_S = 3600.0
+"""Time for which a result that nobody reads is kept."""
+
+Encode = Callable[[bool], bytes]
+"""Returns the body of a result: protobuf if the argument is true and the result has that form."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """Why a request has failed."""
+
+    message: str
+    category: Literal["user", "server"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSuccess:
+    """Result of a request."""
+
+    encode: Encode
+    has_protobuf: bool = False
+
+
+Outcome = RequestSuccess | RequestFailure
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request's future."""
+
+    tenant: str
+    """Whose request it is."""
+    task: "asyncio.Task[None] | None" = None
+    """The work, where cancelling the request may cancel it."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    outcome: Outcome | None = None
+    expires_s: float | None = None
+    """Loop time at which the entry is forgotten; None until it is done."""
+
+
+class FutureTable:
+    """All requests whose results are pending or kept."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def get(self, request_id: str) -> Entry | None:
+        """Return a request's entry; None if there is none (any more)."""
+        return self._entries.get(request_id)
+
+    def add(self, request_id: str, entry: Entry) -> None:
+        """Add a pending request."""
+        assert request_id not in self._entries
+        self._entries[request_id] = entry
+
+    def resolve(self, entry: Entry, outcome: Outcome) -> None:
+        """Set a request's result, and wake whoever waits for it; harmless if it has one."""
+        if entry.outcome is None:
+            entry.outcome = outcome
+            entry.expires_s = asyncio.get_running_loop().time() + KEPT_UNREAD_S
+            entry.done.set()
+
+    async def carry_out(self, entry: Entry, work: Awaitable[RequestSuccess]) -> None:
+        """Await work, and resolve its entry by what it returns or raises."""
+        try:
+            outcome: Outcome = await work
+        except asyncio.CancelledError:
+            self.resolve(entry, RequestFailure("the request was cancelled", "user"))
+            raise
+        except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
+            outcome = failure_of(error)
+        self.resolve(entry, outcome)
+
+    async def wait(self, request_id: str, tenant: str) -> Outcome | None:
+        """Wait for a request's result; return None if there is none after POLL_TIMEOUT_S.
+
+        Raises:
+            ApiError: 410, nothing is known of such a request.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None or entry.tenant != tenant:
+            raise ApiError(
+                410,
+                f"no request {request_id!r} is known: its result was kept for "
+                f"{KEPT_AFTER_READ_S:.0f} s after it was read, or the server has restarted",
+            )
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                await entry.done.wait()
+        except TimeoutError:
+            return None
+        loop_s = asyncio.get_running_loop().time()
+        assert entry.expires_s is not None
+        entry.expires_s = min(entry.expires_s, loop_s + KEPT_AFTER_READ_S)
+        return entry.outcome
+
+    def forget_expired(self) -> None:
+        """Drop results that were kept for long enough."""
+        now_s = asyncio.get_running_loop().time()
+        for request_id, entry in list(self._entries.items()):
+            if entry.expires_s is not None and entry.expires_s <= now_s:
+                del self._entries[request_id]
+
+
+def failure_of(error: Exception) -> RequestFailure:
+    """Return how a client reads an exception: its own fault, or the server's."""
+    is_users = isinstance(error, UserError) or (isinstance(error, ApiError) and error.status < 500)
+    if is_users or isinstance(error, RunClosed | TidegateError | ApiError):
+        return RequestFailure(str(error), "user" if is_users else "server")
+    return RequestFailure(f"{type(error).__name__}: {error}", "server")
+
+
+def json_result(body: dict[str, Any]) -> RequestSuccess:
+    """Return a result whose only form is JSON."""
+    encoded = msgspec.json.encode(body)
+    return RequestSuccess(lambda _: encoded)

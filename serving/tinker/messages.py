@@ -1,0 +1,162 @@
+"""Bodies of the Tinker API's JSON requests, by the SDK's names; unknown fields are refused.
+
+Fields that the server does not serve are here too, so that :mod:`app` refuses them by name.
+``type`` repeats the path.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class TinkerRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all requests."""
+
+    type: str = ""
+
+
+class ClientConfigRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``client/config`` and ``client/dynamic_config``."""
+
+    sdk_version: str = ""
+
+
+class CreateSessionRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``create_session``."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``session_heartbeat``."""
+
+    session_id: str
+
+
+class LoraConfigFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``lora_config`` of ``create_model``."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerFields(msgspec.Struct, frozen=True, kw_only=True):
+    """``optimizer_config``: which optimizer."""
+
+    type: str = "adamw"
+
+
+class CreateModelRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``create_model``."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfigFields | None = None
+    optimizer_config: OptimizerFields = OptimizerFields()
+
+
+class ModelRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``get_info`` and ``unload_model``."""
+
+    model_id: str
+
+
+class AdamFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``adam_params`` of ``optim_step``."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``optim_step``."""
+
+    model_id: str
+    seq_id: int
+    adam_params: AdamFields | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveSamplerRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``save_weights_for_sampler``."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class CreateSamplingSessionRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``create_sampling_session``."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a prompt: tokens, or something that is refused by its type."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class PromptFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt."""
+
+    chunks: list[PromptChunk]
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """``sampling_params``."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``asample``."""
+
+    prompt: PromptFields
+    sampling_params: SamplingFields
+    sampling_session_id: str
+    seq_id: int
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+
+class RetrieveFutureRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``retrieve_future``."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+    model_id: str | None = None

@@ -1,0 +1,203 @@
+"""Models in training: each one's requests in order, carried out by the backend in its own thread.
+
+:mod:`app` submits requests; their results go to the table of futures. All methods but the backend's
+run on the server's event loop. A *model* is a LoRA adapter with its optimizer, as in the API.
+"""
+
+import asyncio
+import concurrent.futures
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from tidegate.serving.tinker.futures import (
+    Entry,
+    FutureTable,
+    RequestFailure,
+    RequestSuccess,
+    json_result,
+)
+from tidegate.serving.tinker.protobuf import (
+    TrainingRequest,
+    batch_result_fields,
+    encode_batch_result,
+)
+from tidegate.serving.tinker.request_order import RequestOrder
+from tidegate.serving.tinker.training import (
+    AdamStep,
+    BatchResult,
+    LoraSpec,
+    TrainedAdapter,
+    TrainingBackend,
+    UserError,
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWork:
+    """A request of a model, to be carried out when its turn comes."""
+
+    entry: Entry
+    run: Callable[[], Awaitable[RequestSuccess]]
+
+
+@dataclass(slots=True, eq=False)
+class TrainedModel:
+    """A LoRA adapter in training."""
+
+    model_id: str
+    tenant: str
+    session_id: str
+    spec: LoraSpec
+    order: RequestOrder[TrainingWork] = field(default_factory=lambda: RequestOrder(1, True))
+    """Its requests; the creation of the model runs as the first."""
+    steps: int = 0
+    """Number of optimizer steps done."""
+    lost_gradient: int | None = None
+    """``seq_id`` of a request that failed half-way since the last optimizer step."""
+    sampler_saves: int = 0
+    """Number of adapters saved for samplers."""
+
+    @property
+    def live_adapter(self) -> str:
+        """Name on the engines of the adapter whose live version in-flight samplers follow.
+
+        Snapshots are pinned versions of an adapter of the model's own name, so that neither's
+        publishes touch the other's turns.
+        """
+        return f"{self.model_id}:inflight"
+
+
+class ModelTrainer:
+    """All models, and the thread that owns the backend."""
+
+    def __init__(
+        self,
+        make_backend: Callable[[], TrainingBackend],
+        futures: FutureTable,
+        spawn: Callable[[Awaitable[None], str], object],
+    ) -> None:
+        """``make_backend`` is called in the training thread when it is first needed. ``spawn``
+        starts a task of the server, by a coroutine and its name."""
+        self._make_backend = make_backend
+        self._backend: TrainingBackend | None = None
+        self._futures = futures
+        self._spawn = spawn
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tidegate-tinker-training")
+        self.models: dict[str, TrainedModel] = {}
+
+    def close(self) -> None:
+        """End the training thread after its present call, and wait for that."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------ requests
+
+    def create(
+        self, model: TrainedModel, entry: Entry, first: Callable[[], Awaitable[RequestSuccess]]
+    ) -> None:
+        """Add a model, and start its creation; later requests wait for that."""
+        self.models[model.model_id] = model
+        self._start(model, TrainingWork(entry, first))
+
+    def submit(
+        self,
+        model: TrainedModel,
+        seq_id: int,
+        digest: bytes,
+        run: Callable[[], Awaitable[RequestSuccess]],
+    ) -> str:
+        """Carry out a request when all of the model's earlier ones have ended; return its id.
+
+        Sending a request again changes nothing.
+
+        Raises:
+            ApiError: another request had this ``seq_id``, or too many wait.
+        """
+        request_id = f"{model.model_id}:{seq_id}"
+        if not model.order.is_known(seq_id, digest):
+            entry = Entry(model.tenant)
+            started = model.order.arrived(seq_id, digest, TrainingWork(entry, run))
+            self._futures.add(request_id, entry)
+            if started is not None:
+                self._start(model, started)
+        return request_id
+
+    async def remove(self, model: TrainedModel) -> None:
+        """Drop a model; its requests that have not started fail."""
+        if self.models.pop(model.model_id, None) is None:
+            return
+        for work in model.order.drain():
+            self._futures.resolve(work.entry, RequestFailure("the model was unloaded", "user"))
+        await self.call(lambda backend: backend.remove(model.model_id))
+
+    def _start(self, model: TrainedModel, work: TrainingWork) -> None:
+        self._spawn(self._run(model, work), f"train-{model.model_id}")
+
+    async def _run(self, model: TrainedModel, work: TrainingWork | None) -> None:
+        while work is not None:
+            await self._futures.carry_out(work.entry, work.run())
+            work = model.order.finished()
+
+    # ------------------------------------------------------------ work
+
+    async def call(self, work: Callable[[TrainingBackend], Result]) -> Result:
+        """Call the backend in its thread."""
+
+        def run() -> Result:
+            if self._backend is None:
+                self._backend = self._make_backend()
+            return work(self._backend)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    async def forward_backward(
+        self, model: TrainedModel, request: TrainingRequest
+    ) -> RequestSuccess:
+        """Carry out ``forward`` or ``forward_backward``."""
+
+        def work(backend: TrainingBackend) -> BatchResult:
+            batch = request.batch()
+            if not batch.data:
+                raise UserError("data has no sequence; give at least 1")
+            return backend.forward_backward(
+                model.model_id, batch, forward_only=request.forward_only
+            )
+
+        try:
+            result = await self.call(work)
+        except UserError:
+            raise  # nothing was added to the gradient
+        except Exception:
+            if not request.forward_only:
+                model.lost_gradient = request.seq_id
+            raise
+        return RequestSuccess(partial(_encoded, result), has_protobuf=True)
+
+    async def optim_step(self, model: TrainedModel, step: AdamStep) -> RequestSuccess:
+        """Carry out ``optim_step``."""
+        if model.lost_gradient is not None:
+            seq_id, model.lost_gradient = model.lost_gradient, None
+            await self.call(lambda backend: backend.clear_gradients(model.model_id))
+            raise UserError(
+                f"request {seq_id} failed half-way, so the gradient of this step is incomplete; it "
+                f"was discarded and the weights are unchanged: send the step's data again"
+            )
+        metrics = await self.call(lambda backend: backend.optim_step(model.model_id, step))
+        model.steps += 1
+        return json_result({"type": "optim_step", "metrics": dict(metrics)})
+
+    async def adapter(self, model: TrainedModel) -> TrainedAdapter:
+        """Return a copy of a model's present adapter."""
+        return await self.call(lambda backend: backend.adapter(model.model_id))
+
+
+def _encoded(result: BatchResult, is_protobuf: bool) -> bytes:
+    if is_protobuf:
+        return encode_batch_result(result)
+    fields: dict[str, Any] = batch_result_fields(result)
+    return msgspec.json.encode(fields)

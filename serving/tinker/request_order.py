@@ -1,0 +1,80 @@
+"""Sans-IO order of one model's training requests: by ``seq_id``, each once, one at a time.
+
+The SDK numbers a model's requests from 1, sends several at once, and sends a request again when an
+answer is lost. :class:`RequestOrder` is told what arrives and what ends, and returns what to start.
+"""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from tidegate.serving.api_errors import ApiError
+
+WAITING_MAX = 1024
+"""Requests of one model that wait for earlier ones; the SDK is asked to retry further ones."""
+
+Work = TypeVar("Work")
+
+
+@dataclass(slots=True)
+class RequestOrder(Generic[Work]):
+    """Requests of one model. ``Work`` is what the caller starts for each.
+
+    Invariants: ``seq_id``s below ``next_seq_id`` were started, in order; at most one runs; what
+    waits has a higher ``seq_id``, or the next one while another runs.
+    """
+
+    next_seq_id: int
+    """Number of the request to start next."""
+    is_running: bool = False
+    _waiting: dict[int, Work] = field(default_factory=dict)
+    _digests: dict[int, bytes] = field(default_factory=dict)
+    """Digest of every request's body, by ``seq_id``: 16 bytes for each."""
+
+    def is_known(self, seq_id: int, digest: bytes) -> bool:
+        """Whether this request has arrived before.
+
+        Raises:
+            ApiError: another request had this number.
+        """
+        known = self._digests.get(seq_id)
+        if known is None and seq_id >= self.next_seq_id:
+            return False
+        if known != digest:
+            raise ApiError(
+                400,
+                f"seq_id {seq_id} was used by another request of this model; number each request "
+                f"once, and send it again unchanged",
+            )
+        return True
+
+    def arrived(self, seq_id: int, digest: bytes, work: Work) -> Work | None:
+        """Add a request that is not known yet; return the work to start now, if there is any.
+
+        Raises:
+            ApiError: another request had this number, or too many wait.
+        """
+        assert not self.is_known(seq_id, digest)
+        if len(self._waiting) >= WAITING_MAX:
+            raise ApiError(429, f"{WAITING_MAX} requests of this model wait; retry later")
+        self._digests[seq_id] = digest
+        self._waiting[seq_id] = work
+        return self._start()
+
+    def finished(self) -> Work | None:
+        """Note that the running request has ended; return the work to start now, if any."""
+        assert self.is_running
+        self.is_running = False
+        return self._start()
+
+    def drain(self) -> list[Work]:
+        """Return the requests that have not started, in order, and forget them."""
+        waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
+        self._waiting.clear()
+        return waiting
+
+    def _start(self) -> Work | None:
+        if self.is_running or self.next_seq_id not in self._waiting:
+            return None
+        self.is_running = True
+        self.next_seq_id += 1
+        return self._waiting.pop(self.next_seq_id - 1)

@@ -1,0 +1,223 @@
+"""Server of the Tinker API over a run's engines: starts, serves on the run's loop, closes.
+
+with tidegate.tinker_server(model=path, engines=2, port=8000) as server:
+    ...  # tinker.ServiceClient(base_url=server.url, api_key="tml-...")
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from tidegate.errors import ConfigError
+from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
+from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback, listen, url_of
+from tidegate.serving.tinker.tenants import Tenants
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+    from tidegate.serving.tinker.app import TinkerParts
+    from tidegate.serving.tinker.models import ModelTrainer
+    from tidegate.serving.tinker.training import TrainingBackend
+
+END_TIMEOUT_S = 10.0
+"""Time for the requests that are being answered when the server closes."""
+
+SWEEP_INTERVAL_S = 15.0
+"""Time between two searches for sessions and results that are over."""
+
+
+class TinkerServer(SyncRollouts):
+    """HTTP server of the Tinker API, its trainer, and the run's engines; use it in ``with``.
+
+    Serves on the run's own thread, from entering until :meth:`close`; ``async with`` works, too.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        served_model_name: str | None = None,
+        api_keys: Mapping[str, str] | None = None,
+        state_directory: Path | str | None = None,
+        allowed_hosts: Sequence[str] = (),
+        make_backend: "Callable[[Path], TrainingBackend] | None" = None,
+    ) -> None:
+        """``rollouts`` is a run that was not entered yet; ``port`` 0 takes a free one.
+
+        ``served_model_name``: the base model's name in requests; default: its directory.
+        ``api_keys``: names of tenants by their keys; without them everybody on this host is one
+        tenant. ``state_directory``: where checkpoints are; default: a temporary directory, which
+        goes with the server. ``allowed_hosts``: names beside its address that requests without a
+        key may call the server by. ``make_backend`` makes the trainer from the model's directory;
+        default: :class:`~tidegate.serving.tinker.peft_training.PeftTraining`.
+
+        Raises:
+            ConfigError: a setting is impossible, a package is missing, or the address is taken.
+        """
+        super().__init__(rollouts)
+        self._rollouts = rollouts
+        self._host = host
+        self._model_name = served_model_name
+        self._tenants = Tenants(dict(api_keys or {}))
+        if not self._tenants.names and not is_loopback(host):
+            raise ConfigError(
+                f"host {host!r} is reachable by others, so the server needs API keys: give "
+                f"api_keys, or listen on 127.0.0.1"
+            )
+        self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
+        self._make_backend = make_backend
+        try:
+            import peft  # noqa: F401
+            import starlette  # noqa: F401
+            import tinker  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{error.name} is missing: pip install 'tidegate[tinker]'") from None
+        self._own_state = (
+            tempfile.TemporaryDirectory(prefix="tidegate-tinker-", ignore_cleanup_errors=True)
+            if state_directory is None
+            else None
+        )
+        self._state = Path(self._own_state.name if self._own_state else state_directory or "")
+        self._socket = listen(host, port, "the server")
+        self.url = url_of(self._socket)
+        """Base URL for ``tinker.ServiceClient(base_url=…)``."""
+        self._serving: concurrent.futures.Future[None] | None = None
+        self._model_trainer: ModelTrainer | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            super().__enter__()
+            self._serving = self._rollouts._running.submit(self._serve)
+        except BaseException:
+            self._socket.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def wait(self) -> None:
+        """Wait until the run fails, and raise its error."""
+        if self._serving is None:
+            raise RuntimeError("the server has not been started; use it in a `with` statement")
+        try:
+            self._serving.result()
+        except concurrent.futures.CancelledError:  # the run's loop has ended under it
+            raise self._rollouts._running.failure() from None
+
+    def close(self) -> None:
+        """End the server, its trainer and its engines. Harmless when repeated."""
+        if self._serving is not None:
+            self._serving.cancel()
+            with contextlib.suppress(Exception, concurrent.futures.CancelledError):
+                self._serving.result(END_TIMEOUT_S)
+        if self._model_trainer is not None:
+            self._model_trainer.close()
+        self._rollouts._exit()
+        self._socket.close()
+        if self._own_state is not None:
+            self._own_state.cleanup()
+
+    # ------------------------------------------------------------ on the run's loop
+
+    async def _serve(self, scheduler: "Scheduler") -> None:
+        from tidegate.serving.http_server import serve_app
+        from tidegate.serving.tinker.app import BODY_BYTES_MAX, tinker_app
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def spawn(work: Awaitable[None], name: str) -> "asyncio.Task[None]":
+                return tasks.create_task(_awaited(work), name=name)
+
+            parts = self._parts(scheduler, spawn)
+            sweeping = spawn(_sweep(parts), "tinker-sweep")
+            app = tinker_app(parts, bound_host=self._host, allowed_hosts=self._allowed_hosts)
+            try:
+                await serve_app(
+                    app,
+                    self._socket,
+                    body_bytes_max=BODY_BYTES_MAX,
+                    timeout_keep_alive=KEEP_ALIVE_S,
+                )
+            finally:
+                sweeping.cancel()
+
+    def _parts(
+        self,
+        scheduler: "Scheduler",
+        spawn: "Callable[[Awaitable[None], str], asyncio.Task[None]]",
+    ) -> "TinkerParts":
+        from tidegate.serving.tinker.app import TinkerParts
+        from tidegate.serving.tinker.checkpoints import CheckpointStore
+        from tidegate.serving.tinker.futures import FutureTable
+        from tidegate.serving.tinker.models import ModelTrainer
+        from tidegate.serving.tinker.peft_training import PeftTraining
+        from tidegate.serving.tinker.samplers import EngineAdapters
+        from tidegate.serving.tinker.sampling import SampleRunner
+        from tidegate.serving.tinker.sessions import SessionTable
+        from tidegate.serving.vllm_server.active_requests import ActiveRequests
+
+        run, futures = self._rollouts._running, FutureTable()
+        directory = Path(self.settings.model).resolve()
+        make = partial(self._make_backend or PeftTraining, directory)
+        self._model_trainer = ModelTrainer(make, futures, spawn)
+        adapters = EngineAdapters(run, scheduler)
+        requests = ActiveRequests(scheduler)
+        return TinkerParts(
+            base_model=self._model_name or reported_name(directory),
+            model_directory=directory,
+            scheduler=scheduler,
+            tenants=self._tenants,
+            sessions=SessionTable(),
+            futures=futures,
+            trainer=self._model_trainer,
+            adapters=adapters,
+            checkpoints=CheckpointStore(self._state),
+            runner=SampleRunner(scheduler, requests, adapters, run.model.stop_token_ids),
+            spawn=spawn,
+        )
+
+
+def reported_name(directory: Path) -> str:
+    """Return the base model's name where none was given: its directory.
+
+    The SDK's samplers load the tokenizer by this name, after removing the last part of a name with
+    exactly two slashes. A final slash keeps the path whole.
+    """
+    name = str(directory)
+    return f"{name}/" if name.count("/") == 2 else name
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _sweep(parts: "TinkerParts") -> None:
+    """End silent sessions, and forget results that were kept for long enough, from time to time."""
+    from tidegate.serving.tinker.app import end_session
+
+    while True:
+        await asyncio.sleep(SWEEP_INTERVAL_S)
+        parts.futures.forget_expired()
+        for session in parts.sessions.silent(asyncio.get_running_loop().time()):
+            await end_session(parts, session)

@@ -1,0 +1,84 @@
+"""Sessions of the Tinker API.
+
+A client opens a session, sends heartbeats while it lives, and makes models and samplers within it.
+:mod:`app` looks a request's session up here.
+"""
+
+import uuid
+from dataclasses import dataclass, field
+
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.tinker.models import TrainedModel
+from tidegate.serving.tinker.samplers import Sampler
+
+SESSION_TIMEOUT_S = 600.0
+"""Time without a heartbeat after which a session ends. The SDK sends one every 10 s, and warns its
+user after 120 s that the session will be ended."""
+
+
+@dataclass(slots=True, eq=False)
+class TinkerSession:
+    """A client's session."""
+
+    session_id: str
+    tenant: str
+    seen_s: float
+    """Loop time of the last heartbeat or request."""
+    models: dict[int, TrainedModel] = field(default_factory=dict)
+    """By ``model_seq_id``."""
+    samplers: dict[int, Sampler] = field(default_factory=dict)
+    """By ``sampling_session_seq_id``."""
+
+    def model_id(self, seq_id: int) -> str:
+        """Return the id of the model with this number, which the SDK expects to be this one."""
+        return f"{self.session_id}:train:{seq_id}"
+
+    def sampler_id(self, seq_id: int) -> str:
+        """Return the id of the sampling session with this number."""
+        return f"{self.session_id}:sample:{seq_id}"
+
+
+class SessionTable:
+    """All sessions that have not ended."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, TinkerSession] = {}
+        self.samplers: dict[str, Sampler] = {}
+        """All sessions' samplers, by id."""
+
+    def open(self, tenant: str, now_s: float) -> TinkerSession:
+        """Begin a session."""
+        session = TinkerSession(str(uuid.uuid4()), tenant, now_s)
+        self._sessions[session.session_id] = session
+        return session
+
+    def get(self, session_id: str, tenant: str, now_s: float) -> TinkerSession:
+        """Return a tenant's session, and note that its client lives.
+
+        Raises:
+            ApiError: 410, the session has ended or is not the tenant's.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.tenant != tenant:
+            raise ApiError(
+                410,
+                f"session {session_id!r} has ended or never was; without heartbeats it ends after "
+                f"{SESSION_TIMEOUT_S:.0f} s. Create another tinker.ServiceClient",
+            )
+        session.seen_s = now_s
+        return session
+
+    def add_sampler(self, session: TinkerSession, seq_id: int, sampler: Sampler) -> None:
+        """Add a sampler to its session."""
+        session.samplers[seq_id] = self.samplers[sampler.sampler_id] = sampler
+
+    def close(self, session: TinkerSession) -> None:
+        """Forget a session and its samplers; harmless if repeated."""
+        self._sessions.pop(session.session_id, None)
+        for sampler in session.samplers.values():
+            self.samplers.pop(sampler.sampler_id, None)
+
+    def silent(self, now_s: float) -> list[TinkerSession]:
+        """Return the sessions whose clients have been silent for too long."""
+        due_s = now_s - SESSION_TIMEOUT_S
+        return [session for session in self._sessions.values() if session.seen_s < due_s]

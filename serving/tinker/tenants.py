@@ -1,0 +1,58 @@
+"""Tenants of the Tinker server, and the API keys that they show.
+
+:mod:`app` looks a request's tenant up. A tenant owns sessions, models, samplers, results and
+checkpoints, and uses no others.
+"""
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tidegate.errors import ConfigError
+from tidegate.serving.api_errors import ApiError
+
+ANYBODY = ""
+"""Tenant of all requests where the server has no keys."""
+
+KEY_PREFIX = "tml-"
+"""Beginning of every key: the SDK refuses others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """API keys, each with the name of the tenant that shows it."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Tenant by key; empty if the server needs no key."""
+
+    def __post_init__(self) -> None:
+        for key, name in self.names.items():
+            if not key.startswith(KEY_PREFIX):
+                raise ConfigError(
+                    f"the API key of tenant {name!r} must begin with {KEY_PREFIX!r}, as the SDK "
+                    f"wants"
+                )
+
+    def of(self, key: str) -> str:
+        """Return the tenant that shows a key.
+
+        Raises:
+            ApiError: 401, nobody has this key.
+        """
+        if not self.names:
+            return ANYBODY
+        found = self._find(key)
+        if found is None:
+            raise ApiError(401, "the API key is not known to this server")
+        return found
+
+    def knows(self, key: str) -> bool:
+        """Whether a key is somebody's."""
+        return self._find(key) is not None
+
+    def _find(self, key: str) -> str | None:
+        found = None
+        for each, name in self.names.items():
+            if hmac.compare_digest(each.encode(), key.encode()):
+                found = name
+        return found

@@ -1,0 +1,32 @@
+"""Server of the Tinker API over a tiny model and two engines, called by the real SDK.
+
+Tests without the SDK skip themselves: ``make test-tinker`` installs it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidegate
+from tests.models import make_model_directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_directory(tmp_path_factory.mktemp("served") / "model", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tidegate.TinkerServer]:
+    with tidegate.tinker_server(model=model, engines=2) as server:
+        yield server
+
+
+@pytest.fixture
+def service(server: tidegate.TinkerServer) -> Iterator[Any]:
+    import tinker
+
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-anybody") as service:
+        yield service

@@ -1,0 +1,192 @@
+"""The Tinker API over plain HTTP: retries, order, keys, refusals, and what JSON answers add."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import tidegate
+from tidegate.errors import ConfigError
+
+pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
+
+pytestmark = [
+    pytest.mark.wire,
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+
+TIMEOUT_S = 60
+KEYS = {"tml-alice": "alice", "tml-bob": "bob"}
+
+
+class Tenant:
+    """One tenant's client."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.http = httpx.Client(
+            base_url=f"{url}/api/v1/", headers={"x-api-key": key}, timeout=TIMEOUT_S
+        )
+
+    def post(self, to: str, /, **body: Any) -> dict[str, Any]:
+        answer = self.http.post(to, json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def refusal(self, to: str, /, **body: Any) -> tuple[int, str]:
+        answer = self.http.post(to, json=body)
+        return answer.status_code, answer.json()["detail"]
+
+    def result(self, future: dict[str, Any]) -> dict[str, Any]:
+        return self.post("retrieve_future", request_id=future["request_id"])
+
+    def new_model(self, model: Path) -> str:
+        session = self.post("create_session", tags=[], sdk_version="0")["session_id"]
+        future = self.post(
+            "create_model",
+            session_id=session,
+            model_seq_id=0,
+            base_model=str(model),
+            lora_config={"rank": 4, "seed": 1},
+        )
+        model_id: str = self.result(future)["model_id"]
+        assert model_id == f"{session}:train:0"
+        return model_id
+
+    def forward_backward(self, model_id: str, seq_id: int, targets: list[int]) -> httpx.Response:
+        from tinker.proto import tinker_public_pb2 as pb
+
+        request = pb.ForwardBackwardRequest(
+            model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy"
+        )
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(20, 24, dtype="<i4").tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dense, tensor.dtype = np.asarray(targets, "<i8").tobytes(), pb.DTYPE_INT64
+        tensor.shape.append(len(targets))
+        headers = {"content-type": "application/x-protobuf"}
+        return self.http.post(
+            "forward_backward", content=request.SerializeToString(), headers=headers
+        )
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tidegate.TinkerServer]:
+    with tidegate.tinker_server(model=model, engines=1, api_keys=KEYS) as server:
+        yield server
+
+
+@pytest.fixture
+def alice(server: tidegate.TinkerServer) -> Iterator[Tenant]:
+    tenant = Tenant(server.url, "tml-alice")
+    with tenant.http:
+        yield tenant
+
+
+@pytest.fixture
+def bob(server: tidegate.TinkerServer) -> Iterator[Tenant]:
+    tenant = Tenant(server.url, "tml-bob")
+    with tenant.http:
+        yield tenant
+
+
+def test_requests_sent_out_of_order_or_again_are_carried_out_once_in_order(
+    alice: Tenant, model: Path
+) -> None:
+    model_id = alice.new_model(model)
+    step = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+    futures = [alice.post("optim_step", **step)]  # before the gradient that it is of
+    targets = [21, 22, 23, 24]
+    futures += [alice.forward_backward(model_id, 1, targets).json() for _ in range(2)]
+    futures += [alice.post("optim_step", **step) for _ in range(2)]
+    futures += [alice.forward_backward(model_id, 3, targets).json()]
+    assert [f["request_id"].rpartition(":")[2] for f in futures] == ["2", "1", "1", "2", "2", "3"]
+    first, again, third = (alice.result(futures[i]) for i in (1, 2, 5))
+    assert first == again
+    assert alice.result(futures[0])["metrics"]["grad_norm"] > 0
+    losses = [each["metrics"]["loss:sum"] for each in (first, third)]
+    assert losses[1] < losses[0]
+
+    status, why = alice.refusal("optim_step", model_id=model_id, seq_id=2, adam_params={})
+    assert (status, "seq_id 2 was used by another request" in why) == (400, True)
+
+
+def test_the_json_answer_of_a_sample_says_which_weights_sampled_each_token(
+    alice: Tenant, model: Path
+) -> None:
+    model_id = alice.new_model(model)
+    alice.forward_backward(model_id, 1, [21, 22, 23, 24])
+    alice.post("optim_step", model_id=model_id, seq_id=2, adam_params={})
+    future = alice.post(
+        "save_weights_for_sampler", model_id=model_id, seq_id=3, sampling_session_seq_id=0
+    )
+    sampler_id = alice.result(future)["sampling_session_id"]
+    request = {
+        "sampling_session_id": sampler_id,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [20, 21]}]},
+        "sampling_params": {"max_tokens": 5, "stop": []},
+    }
+    futures = [alice.post("asample", **request) for _ in range(2)]
+    assert futures[0] == futures[1]
+    assert futures[0]["sample_sequence_ids"] == [f"{sampler_id}:0:0"]
+    (sequence,) = alice.result(futures[0])["sequences"]
+    assert len(sequence["tokens"]) == len(sequence["logprobs"]) == 5
+    assert sequence["stop_reason"] == "length"
+    assert sequence["weight_versions"] == [
+        {
+            "start": 0,
+            "end": 5,
+            "adapter": model_id,
+            "version": 1,
+            "optimizer_steps": 1,
+            "kv": "fresh",
+        }
+    ]
+
+
+def test_a_tenant_neither_sees_nor_uses_what_is_anothers(
+    alice: Tenant, bob: Tenant, model: Path
+) -> None:
+    model_id = alice.new_model(model)
+    session_id = model_id.partition(":")[0]
+    save = alice.post("save_weights_for_sampler", model_id=model_id, seq_id=1, path="mine")
+    path = alice.result(save)["path"]
+    assert bob.refusal("get_info", model_id=model_id)[0] == 404
+    assert bob.forward_backward(model_id, 2, [1, 2, 3, 4]).status_code == 404
+    assert bob.refusal("optim_step", model_id=model_id, seq_id=2, adam_params={})[0] == 404
+    assert bob.refusal("session_heartbeat", session_id=session_id)[0] == 410
+    assert bob.refusal("retrieve_future", request_id=save["request_id"])[0] == 410
+    own = bob.post("create_session", tags=[], sdk_version="0")["session_id"]
+    status, why = bob.refusal(
+        "create_sampling_session", session_id=own, sampling_session_seq_id=0, model_path=path
+    )
+    assert (status, why) == (400, f"there is no checkpoint {path}")
+    alice.post("session_heartbeat", session_id=session_id)
+    assert alice.result(save)["path"] == path
+
+
+def test_requests_that_cannot_be_read_or_are_nobodys_are_refused(
+    server: tidegate.TinkerServer, alice: Tenant
+) -> None:
+    stranger = Tenant(server.url, "tml-stranger")
+    with stranger.http:
+        assert stranger.http.get("healthz").json() == {"status": "ok"}
+        assert stranger.refusal("create_session", tags=[])[0] == 401
+    assert alice.http.post("create_session", content="x=1").status_code == 415
+    assert alice.refusal("create_session", tag=[])[0] == 422
+    assert alice.http.get("nothing").status_code == 404
+    assert "is not served by Tidegate" in alice.refusal("create_custom_loss")[1]
+    garbage = {"content": b"\xff", "headers": {"content-type": "application/x-protobuf"}}
+    assert alice.http.post("forward_backward", **garbage).status_code == 400  # type: ignore[arg-type]
+    assert alice.refusal("retrieve_future", request_id="unknown")[0] == 410
+
+
+def test_a_server_that_others_reach_needs_keys_that_the_sdk_accepts(model: Path) -> None:
+    with pytest.raises(ConfigError, match="so the server needs API keys"):
+        tidegate.tinker_server(model=model, host="0.0.0.0")
+    with pytest.raises(ConfigError, match="tenant 'eve' must begin with 'tml-'"):
+        tidegate.tinker_server(model=model, api_keys={"secret": "eve"})

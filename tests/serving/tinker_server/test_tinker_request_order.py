@@ -1,0 +1,71 @@
+"""A model's training requests start in the order of their numbers, each once."""
+
+import pytest
+
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.tinker import request_order
+from tidegate.serving.tinker.request_order import RequestOrder
+
+
+def digest(seq_id: int) -> bytes:
+    return b"%d" % seq_id
+
+
+def arrive(order: RequestOrder[int], seq_id: int) -> int | None:
+    return order.arrived(seq_id, digest(seq_id), seq_id)
+
+
+def test_requests_that_overtake_each_other_start_in_the_order_of_their_numbers() -> None:
+    order = RequestOrder[int](1)
+    assert [arrive(order, seq_id) for seq_id in (3, 2, 1)] == [None, None, 1]
+    assert [order.finished(), order.finished(), order.finished()] == [2, 3, None]
+
+
+def test_a_request_waits_for_the_one_that_runs() -> None:
+    order = RequestOrder[int](1)
+    assert arrive(order, 1) == 1
+    assert arrive(order, 2) is None
+    assert order.finished() == 2
+
+
+def test_a_request_waits_for_a_number_that_has_not_come() -> None:
+    order = RequestOrder[int](1)
+    assert arrive(order, 1) == 1
+    assert arrive(order, 3) is None
+    assert order.finished() is None
+    assert arrive(order, 2) == 2
+    assert order.finished() == 3
+
+
+def test_a_request_sent_again_is_known_whether_it_waits_runs_or_has_ended() -> None:
+    order = RequestOrder[int](1)
+    arrive(order, 1)
+    arrive(order, 2)
+    assert order.is_known(2, digest(2))
+    order.finished()
+    order.finished()
+    assert order.is_known(1, digest(1))
+    assert order.is_known(2, digest(2))
+    assert not order.is_known(3, digest(3))
+
+
+@pytest.mark.parametrize("seq_id", [0, 1, 2])
+def test_another_request_of_a_used_number_is_refused(seq_id: int) -> None:
+    order = RequestOrder[int](1)
+    arrive(order, 1)
+    arrive(order, 2)
+    with pytest.raises(ApiError, match=f"seq_id {seq_id} was used by another request") as refused:
+        order.is_known(seq_id, b"other")
+    assert refused.value.status == 400
+
+
+def test_the_sdk_is_asked_to_retry_when_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_order, "WAITING_MAX", 2)
+    order = RequestOrder[int](1, is_running=True)
+    arrive(order, 1)
+    arrive(order, 2)
+    with pytest.raises(ApiError) as refused:
+        arrive(order, 3)
+    assert refused.value.status == 429
+    assert not order.is_known(3, digest(3))  # so that the retry is taken
+    assert order.drain() == [1, 2]
