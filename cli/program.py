@@ -76,7 +76,7 @@ class EvaluationPart(Part):
 
 
 class RunFile(BaseModel):
-    """The file's sections."""
+    """Sections of a TOML file for `tidegate run`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

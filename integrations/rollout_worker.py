@@ -32,7 +32,7 @@ IGNORED = ("n", "logprobs", "prompt_logprobs", "skip_special_tokens", "include_s
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion."""
+    """One completion of a prompt, with its tokens and log-probs."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]

@@ -43,7 +43,7 @@ def listen(host: str, port: int, server: str) -> socket.socket:
         listening.listen(2048)
     except (OSError, OverflowError) as error:
         listening.close()
-        why = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
+        why = error.strerror if isinstance(error, OSError) else "a port must be 0 to 65535"
         raise ConfigError(f"{server} can't listen on {host}:{port}: {why}") from error
     listening.setblocking(False)
     return listening

@@ -206,7 +206,11 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
             if key is not None and len(z85.decode(key)) != KEY_BYTES:
                 raise ValueError(f"a key has 40 characters, not {len(key)}")
     except (OSError, ValueError, KeyError) as error:
-        reason = "a character that is in no key" if isinstance(error, KeyError) else error
+        reason = (
+            "it has a character outside of Z85, in which keys are written"
+            if isinstance(error, KeyError)
+            else error
+        )
         raise ConfigError(f"{path} holds no key that can be read: {reason}; {_HINT}") from error
     return public, secret
 

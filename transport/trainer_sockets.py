@@ -104,9 +104,9 @@ class TrainerDealer:
         if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
         recv_monitor_message(self._monitor)
-        problem = "does not know these keys, or has others" if self._has_keys else "wants keys"
+        problem = "does not accept these keys" if self._has_keys else "requires keys"
         return (
-            f"{self._address} {problem}: `tidegate keys DIRECTORY --engine trainer` makes some "
+            f"{self._address} {problem}: `tidegate keys DIRECTORY --engine trainer` makes a pair "
             f"where the run is; copy DIRECTORY/trainer here, and give it as curve_key_directory="
         )
 

@@ -14,7 +14,7 @@ from tidegate.cli.engine_doctor.measurements import Identity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """One generation request."""
+    """One generation request of a probe, as token ids and sampling options."""
 
     token_ids: tuple[int, ...]
     tokens_max: int

@@ -36,7 +36,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report."""
+    """One finding about an engine: a line of the doctor's report."""
 
     check: str
     """Name of the check; the same in every report."""

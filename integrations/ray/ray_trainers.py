@@ -118,7 +118,7 @@ async def _trained(
 
 
 class _Ranks:
-    """One actor per rank."""
+    """Ray actors of all trainer ranks, one each."""
 
     def __init__(
         self, ray: Any, placement: RayPlacement, world_size: int, keys: EngineKeys

@@ -26,7 +26,7 @@ TRAINED_COLUMNS = ("consumed_version", "advantage", "oldest_trainable")
 
 
 class Bookkeeping:
-    """Collects disagreements of one process's rows, passed to :meth:`note` in their order."""
+    """Collects disagreements of one process's rows, passed to :meth:`check` in their order."""
 
     def __init__(self, directory: Path) -> None:
         has_run_file = (directory / RUN_FILE).exists()

@@ -36,7 +36,7 @@ class GroupLine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLine:
-    """One rollout in a list."""
+    """One rollout in the dashboard's list of rollouts."""
 
     rollout_id: int
     group_id: int
@@ -58,7 +58,7 @@ class RolloutLine:
 
 @dataclass(frozen=True, slots=True)
 class DashboardSnapshot:
-    """Snapshot of a run."""
+    """State of a run at one instant, as the dashboard and the metrics show it."""
 
     statistics: RunStatistics
     collected: CollectedData

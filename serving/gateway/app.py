@@ -94,7 +94,7 @@ def gateway_app(gateway: "GatewaySessions") -> ASGIApp:
 
 
 class _Handlers:
-    """Handlers of the paths."""
+    """Request handlers of the gateway's paths."""
 
     def __init__(self, gateway: "GatewaySessions") -> None:
         self._gateway = gateway

@@ -659,7 +659,7 @@ async def collective_rpc(parts: ServerParts, http: HttpRequest) -> Answer:
             await parts.weights.finish(None)
         case other:
             why = (
-                "collective_rpc does reload_weights, skyrl_start_weight_update, "
+                "collective_rpc supports reload_weights, skyrl_start_weight_update, "
                 "update_weights_nccl, update_weights_ipc and skyrl_finish_weight_update, "
                 f"got {other}"
             )

@@ -17,7 +17,7 @@ NEARLY_BEST = 0.98
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One choice and its prediction."""
+    """One choice of settings and the figures predicted for it."""
 
     varied: str
     """Varied setting: ``max_staleness``, ``pause``, ``split`` or ``batch``."""

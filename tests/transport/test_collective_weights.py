@@ -107,7 +107,7 @@ def test_one_that_comes_late_gets_the_newest_and_what_is_kept(weights: Collectiv
     assert late.fetch(kept).result(WAIT_S) == as_bytes(old)
     assert first.fetch(newest).result(WAIT_S) == as_bytes(new)
     weights.write(3, tensors(5))
-    with pytest.raises(WeightsRefused, match="not served, or no longer"):
+    with pytest.raises(WeightsRefused, match="not in the sender's memory"):
         late.fetch(kept).result(WAIT_S)
     first.close()
     late.close()

@@ -156,7 +156,7 @@ def test_what_is_not_there_any_more_is_refused(weights: Sender, engines: list[En
     [old] = weights.write(1, tensors())
     [new] = weights.write(2, sent := tensors())
     refused, taken = engines[0].fetch(old), engines[2].fetch(new)
-    with pytest.raises(WeightsRefused, match="not served, or no longer"):
+    with pytest.raises(WeightsRefused, match="not in the sender's memory"):
         refused.result(WAIT_S)
     assert taken.result(WAIT_S) == as_bytes(sent)
 

@@ -141,7 +141,7 @@ class CollectiveSender(ZmqSender):
         with self._lock:
             stored = next((p for p in self._stored if p.location == location), None)
         if stored is None:
-            reason = f"{location!r} is not served, or no longer"
+            reason = f"{location!r} is not in the sender's memory (any more)"
             for peer in requests:
                 self._socket.send_multipart(
                     [peer, encode(RoundAssignment(location, refusal=reason))]

@@ -206,7 +206,7 @@ class RelaySender(ZmqSender):
         self._trees = {at: tree for at, tree in self._trees.items() if at in sizes}
         nbytes = sizes.get(request.location)
         if nbytes is None:
-            reason = f"{request.location!r} is not served, or no longer"
+            reason = f"{request.location!r} is not in the sender's memory (any more)"
             return ParentAssignment(request.location, kept_locations=list(sizes), refusal=reason)
         tree = self._trees.setdefault(request.location, RelayTree())
         address = tree.parent(request, fan_out=self._fan_out)

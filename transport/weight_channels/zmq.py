@@ -418,7 +418,7 @@ class ZmqSender:
 def _refusal(fetch: FetchRequest, stored: StoredVersion | None) -> str | None:
     """Return why a request cannot be served, or None."""
     if stored is None:
-        return f"{fetch.location!r} is not served, or no longer"
+        return f"{fetch.location!r} is not in the sender's memory (any more)"
     bytes_max = CHUNKS_PER_REQUEST_MAX * CHUNK_BYTES
     if not 0 < fetch.end - fetch.start <= bytes_max or fetch.end > stored.nbytes:
         return (

@@ -331,7 +331,7 @@ def test_weights_come_by_gloo_from_another_process(models: list[Path]) -> None:
 
 @pytest.mark.parametrize("port", [-1, 65_536])
 def test_a_port_that_cant_be_is_refused(models: list[Path], port: int) -> None:
-    with pytest.raises(ConfigError, match="ports are 0 to 65535"):
+    with pytest.raises(ConfigError, match="a port must be 0 to 65535"):
         tidegate.vllm_server(model=models[0], port=port)
 
 

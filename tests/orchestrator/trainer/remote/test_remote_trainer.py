@@ -262,5 +262,5 @@ async def test_strangers_second_processes_and_impossible_ranks_are_refused_by_na
         for who, kind, why in refusals:
             with pytest.raises(kind, match=why):
                 await refused(run, address, **who)
-        with pytest.raises(ConfigError, match="wants keys: `tidegate keys DIRECTORY"):
+        with pytest.raises(ConfigError, match="requires keys: `tidegate keys DIRECTORY"):
             await asyncio.to_thread(tidegate.connect_sync(address).__enter__)
