@@ -56,7 +56,8 @@ def toml_lines(program: Program) -> Iterator[str]:
 
 
 def _implied(program: Program) -> dict[str, str]:
-    """Return the settings that must not be written beside others, each with what decides it."""
+    """Return the settings that another setting decides, by the name of what decides them; the file
+    leaves them out."""
     implied: dict[str, str] = {}
     if program.settings.staleness.staleness_policy is not None:
         implied |= dict.fromkeys(SET_BY_POLICY, "staleness_policy")

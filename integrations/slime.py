@@ -88,7 +88,8 @@ class _SlimeRollouts:
     published: str = ""
     """Name of the directory whose weights were published last."""
     finished: dict[int, tuple[Sequence[Any], Any]] = field(default_factory=dict)
-    """Group of samples of each finished rollout, and its own sample, by rollout id."""
+    """By rollout id: the group of samples that a finished rollout belongs to, and the rollout's own
+    sample."""
     args: Any = None
     has_tasks: bool = False
 

@@ -102,7 +102,8 @@ class Facts:
     memory_mb: Mapping[str, int] | None
     """Peak memory of trainer and engines together, by phase, as the owner recorded it."""
     staleness_from_generation: float | None
-    """Mean staleness that arose in flight. None, like the next four, in older runs."""
+    """Mean staleness that arose while rollouts were generated, in versions. This field and the next
+    four are None in older runs."""
     staleness_from_queue: float | None
     """Mean staleness that arose while groups waited for the trainer."""
     straggler_wait_s: float | None

@@ -70,7 +70,8 @@ class Interval:
     steps: int = 1
     """Number of steps merged into the interval; 1 for the trainer."""
     busy_us: int = 0
-    """Time spent in steps; the rest of the interval are gaps between merged steps."""
+    """Time spent in steps, in microseconds; the interval's other time is gaps between merged steps.
+    """
     rows: int = 0
     """Sampled tokens, summed over the steps."""
     prefills: int = 0
@@ -244,8 +245,9 @@ def _complete(interval: Interval, thread_id: int) -> dict[str, Any]:
 
 
 def _episode_events(intervals: Iterable[EpisodeInterval]) -> list[dict[str, Any]]:
-    """Return events by lane and start, of two that start together the longer one first, because
-    viewers nest events in file order; intervals of a lane are nested or disjoint."""
+    """Return events sorted by lane and start. Of two events that start together the longer one
+    comes first, because viewers nest events in file order; intervals of a lane are nested or
+    disjoint."""
     ordered = sorted(intervals, key=lambda i: (i.lane, i.started_us, -i.ended_us))
     lanes = sorted({interval.lane for interval in ordered})
     return [

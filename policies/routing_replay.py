@@ -1,9 +1,10 @@
 """Routing replay (R3) for mixtures of ``transformers``: records routed experts, and replays them.
 
-A mixture's routers choose k experts per token. With the same weights, a trainer's kernels choose
-other ones than the engine's for about one token and layer in ten, and the token's log-prob differs
-more than by rounding. Trainers call :func:`replay_routed_experts` around their forward pass; the
-engine's transformers fallback, the audit and measurements call :func:`record_routed_experts`.
+A mixture's routers choose k experts per token. Even with equal weights, rounding makes a trainer
+choose other experts than the engine did, for about one in ten pairs of token and layer; log-probs
+then differ by much more than rounding. Trainers call :func:`replay_routed_experts` around their
+forward pass; the engine's transformers fallback, the audit and measurements call
+:func:`record_routed_experts`.
 
 Replay replaces a router's ``topk`` by the given ids. Scores, softmax or sigmoid, normalisation and
 scaling stay the model's own, computed from its present weights, so gradients reach the router
@@ -83,8 +84,8 @@ def mixture_layers(model: nn.Module) -> list[MixtureLayer]:
     """Return a model's mixture layers whose routed experts can be recorded, in order.
 
     Raises:
-        ModelError: it has no mixture layers, or of a kind whose chosen ids no module is called
-            with.
+        ModelError: the model has no mixture layers, or no module of a layer is called with the
+            chosen ids, so they cannot be recorded.
     """
     layers = [
         _mixture_layer(model, block, experts)

@@ -29,7 +29,8 @@ TOPS = 5
 def logprob_mode(engine: ExaminedEngine, prompt: tuple[int, ...]) -> LogprobMode:
     """Determine whether log-probs are those before or after temperature and truncation.
 
-    Temperature divides the differences between two tokens' log-probs; truncation shifts all.
+    Temperature divides the difference between two tokens' log-probs. Truncation raises all
+    remaining tokens' log-probs by one amount.
     """
     ratios = []
     for shift in range(3):

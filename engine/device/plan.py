@@ -1,8 +1,8 @@
 """Index arrays of one GPU step, built on the host: token ids, positions, KV slots and block tables.
 
-Used by ``DeviceRunner``, which uploads them in one transfer. Rows of one token come before all
-others, because attention launches them separately: they have so much more context than queries that
-the context is split.
+Used by ``DeviceRunner``, which uploads them in one transfer. Rows of one token come first.
+Attention launches them separately and splits their context, because they have one query and a long
+context.
 
 Letters in shapes: R rows of a group, T tokens, B blocks of a row, S output tokens.
 """
@@ -91,7 +91,7 @@ class HostPlan:
         self._counts_max.append(next_power_of_2(int(counts[rows].max())))
 
     def on_device(self, uploaded: Sequence[torch.Tensor]) -> DevicePlan:
-        """Return the plan whose tensors are ``uploaded``, the uploaded ``arrays``."""
+        """Return the plan over ``uploaded``, the copies of ``arrays`` on the device."""
         groups = []
         for number, part in enumerate(self._ranges):
             offsets, starts, tables = uploaded[4 + 3 * number : 7 + 3 * number]

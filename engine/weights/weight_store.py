@@ -70,7 +70,8 @@ class CopyTarget:
 
     @property
     def copies(self) -> list[Rows]:
-        """The targets, each as often as it repeats the slice: norms are stored once per head."""
+        """Targets of the copy, flat. A target that holds the slice several times, such as a norm
+        stored once per head, is listed that often."""
         shape = list(self.shape)
         if self.part is not None:
             shape[self.part.dim] = self.part.count
@@ -123,8 +124,8 @@ class WeightStore:
         self._redundant_patches: dict[str, list[ElementPatch]] = {}
         """Patches of this update to tensors that are tied to others, by their own names."""
         self._early_copies: dict[str, tuple[str, torch.Tensor]] = {}
-        """Copies of tensors published before the tensor they are tied to, by the latter's name,
-        each with its own name; compared once the latter is loaded."""
+        """Tensors that were published before the tensor that they are tied to, and are compared
+        once that one is loaded: name and copy, by the name of the other tensor."""
 
     def is_redundant(self, name: str) -> bool:
         """Whether the tensor carries no information, so that it may be omitted or ignored."""
@@ -348,7 +349,8 @@ def _are_equal(one: Sequence[ElementPatch], other: Sequence[ElementPatch]) -> bo
 
 
 def _as_signed(difference: Bits) -> torch.Tensor:
-    """Return the differences as torch's integers of the same size; sums wrap around alike."""
+    """Return the differences as signed integers of the same size, because torch has no unsigned
+    ones. Sums wrap around in the same way."""
     return torch.from_numpy(difference.view(f"i{difference.itemsize}"))
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class ServerAdapter(BaseRollout):
-    """Client of the replica with the same rank, which is this worker's own: a replica has one."""
+    """Client of this worker's replica. Replica and worker have the same rank, because a replica has
+    one worker."""
 
     is_leader_rank = True
 

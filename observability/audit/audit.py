@@ -87,10 +87,10 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class DetectionPower:
-    """Detection power: wrong tags that were compared with the right one, and how many look alike.
+    """How many wrong tags an audit would have noticed, estimated from the run itself.
 
-    The comparison is symmetric: a wrong tag that could not be told from the right one would not
-    have been noticed in its place.
+    The audit compares wrong tags with the recorded ones. If a wrong tag explains the log-probs as
+    well as the right one, the audit could not tell the two apart in either direction.
     """
 
     tags_tried: int = 0
@@ -492,7 +492,8 @@ def _power(verdicts: list[RivalVerdict], kind: Kind) -> DetectionPower:
 
 
 def _nearer_rivals(verdicts: list[RivalVerdict]) -> Iterator[Problem]:
-    """Yield the nearest history of each turn whose tag is not the nearest.
+    """Yield, for each turn whose recorded history is not the nearest to its log-probs, the history
+    that is.
 
     Leaves out spans that disagree by the tolerance, which are reported already, unless a bit-exact
     replay of the rival is equal to the record.

@@ -99,8 +99,7 @@ class OutstandingGroupIndex:
 
     @property
     def counts_by_version(self) -> Mapping[int, int]:
-        """Number of outstanding groups by oldest possible version: none of their tokens is
-        older."""
+        """Number of outstanding groups, by the version that none of their tokens is older than."""
         return self._counts_by_version
 
     @property
@@ -226,7 +225,7 @@ class OutstandingGroupIndex:
             _decrement(self._ended_counts_by_version, version, count)
 
     def _restore_ended(self, groups: list[Group]) -> None:
-        """Return groups to the buffer, as ended before all others."""
+        """Return groups to the front of the buffer, as if they had ended before all others."""
         self.revision += 1
         self._num_remainders += sum(group.is_split_remainder for group in groups)
         by_id = {group.group_id: group for group in groups}
@@ -496,7 +495,8 @@ class GroupTracker(OutstandingGroupIndex):
         return ev.RetryEpisode(rollout, group.task, delay_s)
 
     def _reward_failure(self, rollout: Rollout, reward: float) -> list[ev.Command]:
-        """Settle a rollout that failed by the policy's doing as one that got this reward."""
+        """Settle a rollout that failed by the model's doing: it is trained on with the failure
+        policy's reward."""
         commands: list[ev.Command] = []
         for row in rollout.rows:
             if row.turns and row.turns[-1].finish_reason is None:

@@ -197,10 +197,11 @@ def classes_of(value: Any) -> Iterator[type]:
 
 
 def check_can_be_made_again(rules: Rules) -> None:
-    """Check that the record of ``rules`` makes equal rules, before a journal is begun by them.
+    """Check that rules equal to ``rules`` can be made from their record, before it is written to a
+    journal.
 
     Raises:
-        ConfigError: it does not, so the run could be neither resumed nor replayed.
+        ConfigError: they cannot, so the run could be neither resumed nor replayed.
     """
     for kind in classes_of(rules):
         if "<locals>" in kind.__qualname__:

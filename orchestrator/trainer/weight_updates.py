@@ -171,7 +171,8 @@ class WeightPublish:
 
 
 def _refuse_under_adapters(adapters: Collection[str]) -> None:
-    """Refuse other weights under adapters with versions of their own, which would not show it."""
+    """Refuse to publish the run's weights while adapters with versions of their own are loaded:
+    their tokens' tags would not show the change."""
     if adapters:
         raise ConfigError(
             f"the run's weights can't be published under adapters with versions of their own "

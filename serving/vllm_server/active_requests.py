@@ -178,7 +178,8 @@ class ActiveRequests:
 
     @contextlib.contextmanager
     def reserve(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Keep ids, by which callers name requests, from other requests until these have begun.
+        """Reserve ids that callers give their requests, so that no other request takes them
+        meanwhile.
 
         Raises:
             ValueError: an id is taken, or given twice; the message is the id.

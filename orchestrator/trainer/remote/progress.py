@@ -28,7 +28,7 @@ class TrainerProgress:
         self.newest = 0
         """Number of the last batch that the run handed over."""
         self.done = 0
-        """Batch up to which every rank is done, or from which weights were published."""
+        """Newest batch that every rank has consumed, or that published weights were made from."""
         self._acked = 0
         """Newest batch that is in a checkpoint on disk."""
         self.consumed: dict[int, int] = {}
@@ -36,7 +36,8 @@ class TrainerProgress:
         self.requested: dict[int, int] = {}
         """Batch that each waiting rank has requested."""
         self._ready: dict[int, int] = {}
-        """Batch after which each rank calls publish, and is done with once that succeeds."""
+        """Batch after which a rank has called publish, by rank. The rank has consumed the batch
+        once the publish succeeds."""
         self._holders: set[int] = set()
         """Ranks whose present process has received the newest batch."""
         self._kept: dict[int, Batch] = {}

@@ -88,7 +88,8 @@ class _Publish:
 
     version: "asyncio.Future[int]"
     ranks_done: set[int] = field(default_factory=set)
-    """Ranks that got the failure, or joined later: their next call is another attempt."""
+    """Ranks that got the failure, or joined after it. A further call of such a rank is another
+    attempt."""
 
 
 class TrainerService:
@@ -322,10 +323,10 @@ class TrainerService:
         return version.result()
 
     async def _give_back_orphans(self, number: int) -> None:
-        """Give back batches that only dead processes had received.
+        """Return batches to the run that only dead processes had received.
 
-        The weights to be published were made without them and make them older, so the run selects
-        their groups again.
+        The weights to be published were not made from these batches, and the publish makes them one
+        version older, so the run selects their groups again.
         """
         while (orphan := self.progress.orphan_after(number)) is not None:
             if not await self._rollouts.return_batch(orphan):
