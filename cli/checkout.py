@@ -67,6 +67,7 @@ def _exec_module(module: str, arguments: list[str]) -> NoReturn:
     root = str(_root())
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
+    os.environ["PYTHONUNBUFFERED"] = "1"  # a log shows each line when it is printed
     sys.stdout.flush()
     # -P: a folder `examples` in the working directory must not shadow the repository's.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])

@@ -76,7 +76,12 @@ _add(LOOK, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big -
 _add(LOOK, records.replay, "tidegate replay runs/demo")
 
 _add(ENGINES, engines.engine, **PASS_ON)
-_add(ENGINES, serve, "tidegate serve --model DIR --engines 2 --port 8000")
+_add(
+    ENGINES,
+    serve,
+    "tidegate serve --model DIR --engines 2 --port 8000",
+    "tidegate serve --model Qwen/Qwen3-0.6B --device cuda:0 --device cuda:1",
+)
 _add(ENGINES, tinker, "tidegate tinker --model DIR --engines 2 --port 8000")
 _add(ENGINES, engines.keys, "tidegate keys keys", "tidegate keys keys --engine gpu-host-7")
 _add(

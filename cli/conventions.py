@@ -3,6 +3,10 @@
 Every command module imports it, so it imports nothing heavy. Built on typer.
 """
 
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +19,8 @@ STATUS_FOUND = 1
 """The command ran and found a fault, such as an audit that disagrees."""
 STATUS_ERROR = 2
 """The command can't work as it was called: a wrong option, a missing file."""
+PROGRESS_INTERVAL_S = 2.0
+"""Shortest time between two lines of progress in a log, and before the first."""
 STATUS_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
@@ -22,6 +28,30 @@ STATUS_INTERRUPTED = 130
 def echo(text: object, *, err: bool = False) -> None:
     """Print text, to standard error if ``err``, with control characters escaped."""
     typer.echo(printable(str(text), keeps="\n"), err=err)
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on standard error what a command does; yield a function that takes the next text.
+
+    In a terminal a spinner shows the last text. Otherwise a text is printed if there was none for
+    PROGRESS_INTERVAL_S, so that a quick command prints none.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(printable(text)) as status:
+            yield lambda text: status.update(printable(text))
+        return
+    printed_s = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal printed_s
+        if time.monotonic() - printed_s >= PROGRESS_INTERVAL_S:
+            printed_s = time.monotonic()
+            echo(text, err=True)
+
+    yield show
 
 
 RunDirectory = Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidegate.cli.conventions import STATUS_FOUND, echo
+from tidegate.cli.conventions import STATUS_FOUND, echo, progress
 from tidegate.cli.engine_doctor.findings import Finding, Verdict
 from tidegate.cli.engine_doctor.measurements import Identity, Measurements
 
@@ -40,15 +40,11 @@ def doctor(
     Works with vLLM, SGLang, and Tidegate's vLLM-compatible server. Without --update it changes
     nothing on the engine.
     """
-    from rich.console import Console
-
     from tidegate.cli.engine_doctor.findings import findings
     from tidegate.cli.engine_doctor.measuring import examined, measure
 
-    with Console(stderr=True).status("looking who is there") as status:
-        measured = measure(
-            examined(url), model, updates=update, progress=lambda doing: status.update(doing)
-        )
+    with progress("looking who is there") as show:
+        measured = measure(examined(url), model, updates=update, progress=show)
     found = findings(measured)
     is_ill = any(finding.verdict == Verdict.FAIL for finding in found)
     if as_json:

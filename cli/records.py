@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tidegate.cli.conventions import STATUS_FOUND, RunDirectory, echo
+from tidegate.cli.conventions import STATUS_FOUND, RunDirectory, echo, progress
 
 
 def audit(
@@ -37,17 +37,15 @@ def audit(
     ] = None,
 ) -> None:
     """Replay a run's tokens through the weights they are tagged with; status 1 if any differ."""
-    from rich.console import Console
-
     from tidegate.observability.audit.audit import audit_run, write_audit
 
-    with Console(stderr=True).status("reading the run") as status:
+    with progress("reading the run") as show:
         report = audit_run(
             run,
             tolerance=tolerance,
             exact=exact,
             rollouts_max=rollouts_max,
-            progress=lambda version: status.update(f"replaying with weights v{version}"),
+            progress=lambda version: show(f"replaying with weights v{version}"),
         )
     write_audit(run, report)
     for line in report.lines():
@@ -102,7 +100,8 @@ def compare(
     """Compare runs in a Markdown table: reward, speed, staleness, idle shares, audit."""
     from tidegate.observability import comparison
 
-    found = comparison.read_runs(runs)
+    with progress(f"reading {len(runs)} runs") as show:
+        found = comparison.read_runs(runs, progress=lambda run: show(f"reading {run}"))
     if as_json:
         for each in comparison.comparison_json(found):
             echo(json.dumps(each))

@@ -4,8 +4,9 @@ Call :func:`tidegate.vllm_server` and :func:`tidegate.tinker_server`. Imports no
 command runs.
 """
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +28,17 @@ def _refuse_key(value: str | None) -> None:
 
 
 def serve(
-    model: Annotated[Path, typer.Option(help="Model directory in Hugging Face format.")],
-    engines: Annotated[int, typer.Option(min=1, help="Number of engine processes.")] = 1,
+    model: Annotated[
+        Path, typer.Option(help="Model directory in Hugging Face format, or cached hub id.")
+    ],
+    engines: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of engine processes; default: 1, or one per --device."),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="cpu, cuda or cuda:N; repeat it for engines on several GPUs."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = (
         "127.0.0.1"
     ),
@@ -40,7 +50,14 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests at once, per engine.")] = 64,
     threads_per_engine: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per engine; default: its share of cores.")
+        int | None,
+        typer.Option(
+            min=1, help="CPU threads per engine; default: OMP_NUM_THREADS, or its share of cores."
+        ),
+    ] = None,
+    num_kv_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV cache blocks per engine; default: by the free memory."),
     ] = None,
     weight_transfer: Annotated[
         str,
@@ -94,7 +111,7 @@ def serve(
 
     with vllm_server(
         model=model,
-        engines=engines,
+        **_engine_options(engines, device or []),
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -108,7 +125,8 @@ def serve(
         generation_config=generation_config,  # type: ignore[arg-type]  # likewise
         dtype=dtype,  # type: ignore[arg-type]  # refused if unknown
         max_running_turns=max_num_seqs,
-        threads_per_engine=threads_per_engine,
+        threads_per_engine=threads_per_engine or _share_of_cores(engines or 1, device or []),
+        num_kv_blocks=num_kv_blocks,
         weight_transfer=weight_transfer,  # type: ignore[arg-type]  # refused if unknown
         weight_checksums=weight_checksums,
         rejects_while_paused=not queue_while_paused,
@@ -166,3 +184,22 @@ def tinker(
     ) as server:
         echo(f"serving the Tinker API for {model} at {server.url}")
         server.wait()
+
+
+def _engine_options(engines: int | None, devices: list[str]) -> dict[str, Any]:
+    """Return the settings of number and devices of the engines; one device needs no list."""
+    options: dict[str, Any] = {} if engines is None else {"engines": engines}
+    if len(devices) == 1:
+        options["device"] = devices[0]
+    elif devices:
+        options["devices"] = devices
+    return options
+
+
+def _share_of_cores(engines: int, devices: list[str]) -> int | None:
+    """Return the threads of each engine, where no trainer shares the cores; None: by default."""
+    from tidegate.orchestrator.settings.config import CPU, ENGINE_THREADS_MAX, cores
+
+    if os.environ.get("OMP_NUM_THREADS") or (devices and devices != [CPU]):
+        return None
+    return min(ENGINE_THREADS_MAX, max(1, cores() // engines))

@@ -22,12 +22,14 @@ from types import FrameType
 import torch
 
 from tidegate.engine.device.devices import CPU, find_device
-from tidegate.engine.device.memory import DeviceMemory
+from tidegate.engine.device.memory import DeviceMemory, free_bytes
 from tidegate.engine.drafts.draft_sources import open_drafts
 from tidegate.engine.execution.runner import ModelRunner, Runner
 from tidegate.engine.execution.served_model import ServedModel, open_model
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.loop import EngineLoop
+from tidegate.engine.memory import host_memory
+from tidegate.engine.memory.kv_size import KV_BYTES_MIN, kv_bytes, stored_bytes
 from tidegate.engine.memory.out_of_memory import blame_memory
 from tidegate.engine.models.tokenizer import ModelTokenizer
 from tidegate.engine.ranks.ranks import Ranks, ranks_channels
@@ -50,10 +52,6 @@ from tidegate.transport.weight_channels.cuda_memory import CudaGpu
 
 ENDED, DEFECT, UNUSABLE, REFUSED = range(4)
 """Exit statuses."""
-
-KV_BYTES_DEFAULT = 256 * 1024 * 1024
-"""Bytes of the KV cache without --num-kv-blocks: 262,144 tokens of a float32 model with 2 layers of
-2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16, which needs more."""
 
 STEP_TIME_MIN_S_MAX = 1.0
 """Upper limit of --step-time-min. An engine reads no message and handles no signal during a step,
@@ -82,7 +80,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         _refuse_irregular(arguments.model)
         device = find_device(arguments.device)
         model = _model(arguments, device, ranks)
-        limits = _limits(arguments, model)
+        limits = _limits(arguments, model, device)
         options = _options(arguments, limits)
         torch.set_num_threads(arguments.threads)
         ranks.start(_rank_arguments(arguments, limits))
@@ -152,7 +150,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=CPU,
         help="cpu, cuda or cuda:N (needs Triton); default: cpu",
     )
-    parser.add_argument("--num-kv-blocks", type=int, help="number of KV blocks; default: 256 MiB")
+    parser.add_argument(
+        "--num-kv-blocks",
+        type=int,
+        help="number of KV blocks; default: what all turns can use, within 256 MiB or "
+        "--memory-sharers",
+    )
+    parser.add_argument(
+        "--memory-sharers",
+        type=int,
+        metavar="COUNT",
+        help="size the KV cache by the memory that is free, divided by this number of processes: "
+        "the engines that start there, and a trainer",
+    )
     parser.add_argument(
         "--block-tokens",
         type=int,
@@ -251,9 +261,13 @@ def _refuse_irregular(directory: Path) -> None:
         raise ConfigError(f"{error.filename} can't be read: {error.strerror}") from None
 
 
-def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
+def _limits(
+    arguments: argparse.Namespace, model: ServedModel, device: torch.device | None
+) -> EngineLimits:
     if arguments.threads < 1:
         raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
+    if arguments.memory_sharers is not None and arguments.memory_sharers < 1:
+        raise ConfigError(f"--memory-sharers must be at least 1, got {arguments.memory_sharers}")
     if not 0 <= arguments.step_time_min <= STEP_TIME_MIN_S_MAX:
         raise ConfigError(
             f"--step-time-min must be between 0 and {STEP_TIME_MIN_S_MAX:g} s, got "
@@ -261,7 +275,7 @@ def _limits(arguments: argparse.Namespace, model: ServedModel) -> EngineLimits:
         )
     num_blocks = arguments.num_kv_blocks
     if num_blocks is None:
-        num_blocks = _default_blocks(arguments, model)
+        num_blocks = _default_blocks(arguments, model, device)
     return EngineLimits(
         max_running_turns=arguments.max_running_turns,
         max_step_tokens=arguments.max_step_tokens,
@@ -305,13 +319,26 @@ def _drafts(
     return open_drafts(arguments.speculative_method, model, limits, arguments.dtype)
 
 
-def _default_blocks(arguments: argparse.Namespace, model: ServedModel) -> int:
-    """Return the blocks that fit ``KV_BYTES_DEFAULT``, at most what all turns can use,
-    and at least one."""
+def _default_blocks(
+    arguments: argparse.Namespace, model: ServedModel, device: torch.device | None
+) -> int:
+    """Return the blocks that fit the memory, at most what all turns can use, and at least one."""
     block_tokens = max(1, arguments.block_tokens)
-    affordable = KV_BYTES_DEFAULT // (model.kv_token_bytes() * block_tokens)
+    affordable = _kv_bytes(arguments, device) // (model.kv_token_bytes() * block_tokens)
     usable = arguments.max_running_turns * -(-model.context_tokens_max // block_tokens)
     return max(1, min(int(affordable), int(usable)))
+
+
+def _kv_bytes(arguments: argparse.Namespace, device: torch.device | None) -> int:
+    if arguments.memory_sharers is None:
+        return KV_BYTES_MIN
+    available = host_memory.available_bytes() if device is None else free_bytes(device)
+    return kv_bytes(
+        available_bytes=available,
+        sharers=arguments.memory_sharers,
+        weights_bytes=stored_bytes(arguments.model),
+        on_host=device is None,
+    )
 
 
 def _runner(model: ServedModel, limits: EngineLimits) -> Runner:

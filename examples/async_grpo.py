@@ -76,7 +76,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-staleness", type=int, help="in versions; implies --mode async")
     add("--engines", type=int, default=2, help="number of engine processes")
     add("--colocated", action="store_true", help="engines sleep while the trainer trains")
-    add("--num-kv-blocks", type=int, help="KV blocks per engine; default: 256 MiB")
+    add("--num-kv-blocks", type=int, help="KV blocks per engine; default: by the free memory")
     add(
         "--quantization",
         choices=("int8", "fp8"),

@@ -29,8 +29,10 @@ class ComparedRun:
     """One mapping per batch, as in `metrics.jsonl`."""
 
 
-def read_runs(directories: Sequence[Path]) -> list[ComparedRun]:
-    """Read the facts and metrics of each run.
+def read_runs(
+    directories: Sequence[Path], *, progress: Callable[[Path], None] = lambda directory: None
+) -> list[ComparedRun]:
+    """Read the facts and metrics of each run; ``progress`` is called with each before it is read.
 
     Raises:
         AuditError: there are fewer than two or more than `RUNS_MAX` runs, or a file can't be read.
@@ -40,10 +42,11 @@ def read_runs(directories: Sequence[Path]) -> list[ComparedRun]:
     names = [directory.resolve().name for directory in directories]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in directories]
-    return [
-        ComparedRun(name, read_facts(directory), read_metrics(directory))
-        for name, directory in zip(names, directories, strict=True)
-    ]
+    runs = []
+    for name, directory in zip(names, directories, strict=True):
+        progress(directory)
+        runs.append(ComparedRun(name, read_facts(directory), read_metrics(directory)))
+    return runs
 
 
 _ROWS: tuple[tuple[str, str, str], ...] = (

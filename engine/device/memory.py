@@ -95,11 +95,16 @@ class DeviceMemory:
         """
         if self._device.type == CPU:
             return host.available_bytes()
-        free, _ = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
             self._device
         )
-        return free + unused
+        return free_bytes(self._device) + unused
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return a device's free memory, which counts all processes."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
 
 
 class OffloadedStorages:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tidegate.errors import ModelError
 from tidegate.orchestrator.core.token_arrays import token_array
+from tidegate.orchestrator.settings.hub import missing_model_hint
 from tidegate.transport.regular_files import check_all_regular, read_regular
 
 TEXTS_CACHED_MAX = 64
@@ -110,10 +111,7 @@ def read_model_files(path: Path) -> ModelFiles:
         ModelError: the directory, config.json or tokenizer.json is missing or damaged.
     """
     if not path.is_dir():
-        raise ModelError(
-            f"model directory {path} does not exist; give the path of one with "
-            f"config.json, *.safetensors and tokenizer.json"
-        )
+        raise ModelError(f"model directory {path} does not exist; {missing_model_hint(path)}")
     try:
         check_all_regular(path)  # engines and libraries open further files
     except OSError as error:

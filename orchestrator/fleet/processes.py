@@ -146,7 +146,7 @@ class LocalEngines:
     def _command(self, name: str) -> list[str]:
         """Return an engine's command; workers for ``engine_urls`` are numbered after engines."""
         settings = self._settings
-        number = int(name.removeprefix("engine-")) - settings.fleet.engines
+        number = engine_number(name) - settings.fleet.engines
         if number < 0:
             return engine_command(settings, name, self._address)
         return adapter_command(settings, name, self._address, settings.fleet.engine_urls[number])
@@ -206,8 +206,16 @@ def engine_command(settings: RunSettings, name: str, address: str) -> list[str]:
             "--curve-key-directory",
             str(settings.fleet.curve_key_directory / ENGINE_DEFAULT),
         ]
+    device = settings.engine.device_of(engine_number(name))
+    if settings.engine.num_kv_blocks is None:
+        command += ["--memory-sharers", str(settings.memory_sharers(device))]
     threads = settings.engine_threads
     return [*command, *engine_options(settings.model, settings.engine, name, address, threads)]
+
+
+def engine_number(name: str) -> int:
+    """Return the number of an engine that a run has started, from its name: ``engine-3``."""
+    return int(name.removeprefix("engine-"))
 
 
 def engine_options(
@@ -223,8 +231,8 @@ def engine_options(
         "max-running-turns": settings.max_running_turns,
         "threads": threads or settings.threads_per_engine or 1,
     }
-    if settings.device != "cpu":
-        options["device"] = settings.device
+    if settings.uses_gpu:
+        options["device"] = settings.device_of(engine_number(name))
     if settings.adapters_max != EngineSettings().adapters_max:
         options["adapters-max"] = settings.adapters_max
     if settings.num_kv_blocks is not None:

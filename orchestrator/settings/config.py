@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     InstanceOf,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -27,6 +28,7 @@ from pydantic_core import ErrorDetails
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rules import Rules
+from tidegate.orchestrator.settings.hub import find_model
 from tidegate.orchestrator.settings.suggestions import did_you_mean
 from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy
 from tidegate.policies.consumption import Window
@@ -61,6 +63,8 @@ ENGINE_THREADS_MAX = 16
 """torch threads of one engine process unless set: a decode step reads the weights, so memory
 bandwidth limits it before more threads help."""
 
+
+CPU = "cpu"
 
 SET_BY_POLICY = frozenset(
     {
@@ -368,7 +372,7 @@ class EngineSettings(SettingsRecord):
     more adapters, or more pinned versions, than this at once."""
     num_kv_blocks: Count | None = None
     """Number of KV cache blocks per engine, each of ``--block-tokens`` context tokens. None sizes
-    the KV cache by the engine's memory budget. Lower it if an engine runs out of memory; raise it
+    the KV cache by the memory that is free when the engine starts. Lower it if an engine runs out of memory; raise it
     if contexts are recomputed because they were evicted (``cached_context_share`` low)."""
     logits_processors: tuple[str, ...] = ()
     """Names of Python modules that engines import logits processors from; each has a dict
@@ -402,6 +406,10 @@ class EngineSettings(SettingsRecord):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Device that the run's engines compute on, and share if there are several: ``cpu``, ``cuda``
     or ``cuda:N``. CUDA needs a CUDA build of torch, and Triton."""
+    devices: tuple[Annotated[str, Field(pattern=r"^cuda:\d+$")], ...] = ()
+    """GPUs of this machine for the run's engines, such as ``["cuda:1", "cuda:2"]``, in turn; in
+    place of ``device``. Unless ``engines`` is set, one engine is started on each. Leave out the
+    trainer's own GPU. Numbers count what ``CUDA_VISIBLE_DEVICES`` leaves visible to the run."""
     threads_per_engine: Count | None = None
     """Number of torch threads of each engine process. None takes ``OMP_NUM_THREADS`` if it is set,
     else divides the host's cores among the engine processes and the trainer, from 1 to 16 each.
@@ -412,8 +420,22 @@ class EngineSettings(SettingsRecord):
     model on a CPU then has the step time of a large one on an accelerator, which shows how a run
     behaves when generation limits it. 0 does not slow engines."""
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether engines compute on GPUs."""
+        return bool(self.devices) or self.device != CPU
+
+    def device_of(self, index: int) -> str:
+        """Return the device of the run's engine number ``index``, from 0."""
+        return self.devices[index % len(self.devices)] if self.devices else self.device
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.devices and self.device != CPU:
+            raise ConfigError(
+                f"device={self.device!r} and devices={list(self.devices)} both choose where "
+                f"engines compute; leave out one of them"
+            )
         if self.quantization == "fp8" and self.deterministic:
             raise ConfigError(
                 "quantization='fp8' and deterministic=True can't be combined, because torch's "
@@ -515,7 +537,8 @@ class RunSettings(SettingsRecord):
     """
 
     model: Path
-    """A Hugging Face directory: config.json, safetensors, tokenizer.json. Its weights are v0."""
+    """A Hugging Face directory: config.json, safetensors, tokenizer.json; or the hub id of a model
+    in Hugging Face's local cache, such as ``Qwen/Qwen3-0.6B``. Its weights are v0."""
     staleness: StalenessSettings = StalenessSettings()
     """Groups, batches and the staleness bound."""
     placement: PlacementSettings = PlacementSettings()
@@ -538,6 +561,16 @@ class RunSettings(SettingsRecord):
         """Number of processes that compute a model, of the engines that the run starts."""
         return self.fleet.engines * self.engine.tensor_parallel_size
 
+    def memory_sharers(self, device: str) -> int:
+        """Return how many processes of the run share a device's memory, or the host's.
+
+        The trainer counts as one, on a GPU only if it publishes there.
+        """
+        if device == CPU:
+            return self.engine_processes + 1
+        engines = [self.engine.device_of(index) for index in range(self.fleet.engines)]
+        return engines.count(device) + (self.weights.weight_channel == "cuda_ipc")
+
     @property
     def engine_threads(self) -> int:
         """Number of torch threads of an engine process on this host."""
@@ -545,7 +578,7 @@ class RunSettings(SettingsRecord):
             return self.engine.threads_per_engine
         if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(threads):
             return int(threads)
-        if self.engine.device != "cpu":
+        if self.engine.uses_gpu:
             return 1  # the GPU computes
         # The trainer counts as one process more.
         return min(ENGINE_THREADS_MAX, max(1, cores() // (self.engine_processes + 1)))
@@ -565,6 +598,11 @@ class RunSettings(SettingsRecord):
         of = {name: getattr(getattr(self, record), name) for name, record in RECORD_OF.items()}
         return {"model": self.model, **of}
 
+    @field_validator("model", mode="after")
+    @classmethod
+    def _find_model(cls, model: Path) -> Path:
+        return find_model(model)
+
     @model_validator(mode="before")
     @classmethod
     def _nest(cls, values: Any) -> Any:
@@ -577,6 +615,8 @@ class RunSettings(SettingsRecord):
             self.weights.weight_channel,
             self.engine.tensor_parallel_size,
         )
+        if self.engine.devices:
+            self._check_devices()
         if self.fleet.engine_urls and self.engine.step_time_min_s:
             raise ConfigError(
                 f"step_time_min_s={self.engine.step_time_min_s} slows engines that the run starts, "
@@ -600,9 +640,27 @@ class RunSettings(SettingsRecord):
             self._check_shared_memory()
         return self
 
+    def _check_devices(self) -> None:
+        devices = list(self.engine.devices)
+        if self.fleet.cluster is not None:
+            raise ConfigError(
+                f"devices={devices} are of this machine, and cluster={self.fleet.cluster!r} places "
+                f"engines itself; set gpus_per_engine in their place"
+            )
+        if self.fleet.engines < len(set(devices)):
+            raise ConfigError(
+                f"devices={devices} are more than engines={self.fleet.engines}; raise engines, or "
+                f"leave it out to start one on each"
+            )
+
     def _check_gpu_channel(self) -> None:
         cluster, address = self.fleet.cluster, self.fleet.listen_address
-        if self.engine.device == "cpu":
+        if len(set(self.engine.devices)) > 1:
+            raise ConfigError(
+                f"weight_channel='cuda_ipc' is for engines on the trainer's one GPU, and devices="
+                f"{list(self.engine.devices)} names several; set weight_channel to 'shm'"
+            )
+        if not self.engine.uses_gpu:
             raise ConfigError(
                 "weight_channel='cuda_ipc' needs a GPU that trainer and engines share, but "
                 "device='cpu'; set device to the trainer's, such as 'cuda:0', or weight_channel "
@@ -711,6 +769,7 @@ class RunOptions(TypedDict, total=False):
     speculative_method: str | None
     dtype: Dtype
     device: str
+    devices: Sequence[str]
     threads_per_engine: int | None
     step_time_min_s: float
     # weights
@@ -764,6 +823,9 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields[record]:
             raise ConfigError(f"{name} is set twice, by itself and in {record}; leave out one")
         fields[record][name] = values[name]
+    devices = fields["engine"].get("devices")
+    if devices and isinstance(devices, Sequence):
+        fields["fleet"].setdefault("engines", len(devices))
     if fields["fleet"].get("cluster") == "ray":
         fields["weights"].setdefault("weight_channel", "relay")
     return {**fields, **nested}

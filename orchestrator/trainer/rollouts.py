@@ -978,7 +978,7 @@ def warn_if_oversubscribed(settings: RunSettings) -> None:
     """
     import torch
 
-    if not settings.engine_processes or settings.engine.device != "cpu":
+    if not settings.engine_processes or settings.engine.uses_gpu:
         return
     engine_threads = settings.engine_processes * settings.engine_threads
     free_cores = max(1, cores() - engine_threads)

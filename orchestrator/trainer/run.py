@@ -86,7 +86,7 @@ class Run:
             self.channel = open_channel(
                 settings.weights,
                 self._launcher,
-                device=settings.engine.device,
+                device=settings.engine.device_of(0),
                 run_directory=settings.records.run_directory,
             )
             undo.callback(self.channel.close)

@@ -99,8 +99,11 @@ def vllm_server(
     """
     from tidegate.serving.vllm_server.server import REQUEST_TIMEOUT_S, VLLMServer
 
-    if "episode_timeout_s" not in run_settings(**settings).episodes.model_fields_set:
+    checked = run_settings(**settings)
+    if "episode_timeout_s" not in checked.episodes.model_fields_set:
         settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
+    if served_model_name is None and checked.model != Path(settings["model"]):
+        served_model_name = str(settings["model"])  # a hub id; the directory's name is a hash
     return VLLMServer(
         serve(**settings),
         host=host,

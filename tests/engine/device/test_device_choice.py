@@ -86,9 +86,11 @@ def test_a_model_on_a_device_is_opened_like_any_other(tmp_path: Path) -> None:
 def test_a_run_passes_the_device_to_its_engines(tmp_path: Path) -> None:
     on_one = run_settings(model=tmp_path, device="cuda:1")
     assert "--device cuda:1" in " ".join(
-        engine_options(on_one.model, on_one.engine, "e0", "ipc://somewhere")
+        engine_options(on_one.model, on_one.engine, "engine-0", "ipc://somewhere")
     )
     on_any = run_settings(model=tmp_path)
-    assert "--device" not in engine_options(on_any.model, on_any.engine, "e0", "ipc://somewhere")
+    assert "--device" not in engine_options(
+        on_any.model, on_any.engine, "engine-0", "ipc://somewhere"
+    )
     with pytest.raises(ConfigError, match="device"):
         run_settings(model=tmp_path, device="gpu")

@@ -118,3 +118,29 @@ def test_settings_do_not_change() -> None:
     settings = run_settings(model=MODEL)
     with pytest.raises(ValidationError, match="frozen"):
         settings.weights.pause_mode = "abort"
+
+
+def test_devices_start_one_engine_each_unless_engines_are_set() -> None:
+    assert run_settings(model=MODEL, devices=["cuda:1", "cuda:2"]).fleet.engines == 2
+    assert run_settings(model=MODEL, devices=["cuda:1", "cuda:2"], engines=4).fleet.engines == 4
+    assert run_settings(model=MODEL, engine={"devices": ["cuda:3"]}).engine.device_of(5) == "cuda:3"
+    beside = run_settings(model=MODEL, devices=["cuda:1"], engine_urls=["vllm+http://h:1"])
+    assert beside.fleet.engines_started == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"devices": ["cuda"]}, "devices.0='cuda'"),
+        ({"devices": ["cuda:1"], "device": "cuda:0"}, "both choose where engines compute"),
+        ({"devices": ["cuda:1", "cuda:2"], "engines": 1}, "are more than engines=1"),
+        ({"devices": ["cuda:1"], "cluster": "ray"}, "set gpus_per_engine"),
+        (
+            {"devices": ["cuda:1", "cuda:2"], "weight_channel": "cuda_ipc"},
+            "on the trainer's one GPU",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_used_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_settings(model=MODEL, **values)

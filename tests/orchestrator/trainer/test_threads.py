@@ -81,3 +81,29 @@ def test_a_trainer_with_more_threads_than_cores_are_left_is_told_what_to_set(
     said = [record.getMessage() for record in caplog.records]
     assert [("torch_threads=12 cores=12 engine_threads=8" in m) for m in said] == [True] * warns
     assert not warns or "OMP_NUM_THREADS=4" in said[0]
+
+
+def options_of(asked: RunSettings, name: str) -> tuple[str | None, str]:
+    """Return an engine's device, and how many share its memory."""
+    command = engine_command(asked, name, "ipc://x")
+    device = command[command.index("--device") + 1] if "--device" in command else None
+    return device, command[command.index("--memory-sharers") + 1]
+
+
+def test_engines_take_the_given_gpus_in_turn_and_share_the_memory_of_each() -> None:
+    asked = run_settings(model="model", devices=["cuda:1", "cuda:2"], engines=3)
+    found = [options_of(asked, f"engine-{number}") for number in range(3)]
+    assert found == [("cuda:1", "2"), ("cuda:2", "1"), ("cuda:1", "2")]
+    assert asked.engine_threads == 1
+
+
+def test_on_a_cpu_all_engines_and_the_trainer_share_the_memory() -> None:
+    assert options_of(settings(engines=2, tensor_parallel_size=2), "engine-1") == (None, "5")
+    assert "--memory-sharers" not in engine_command(
+        settings(num_kv_blocks=9), "engine-0", "ipc://x"
+    )
+
+
+def test_a_trainer_that_publishes_on_the_engines_gpu_shares_its_memory() -> None:
+    asked = settings(device="cuda:0", weight_channel="cuda_ipc")
+    assert options_of(asked, "engine-0") == ("cuda:0", "2")

@@ -1,0 +1,42 @@
+"""Size of an engine's KV cache, by the memory that is free when the engine starts.
+
+The worker calls it unless ``--num-kv-blocks`` is given. The functions decide by numbers alone; the
+caller reads them from the device or the host.
+"""
+
+from pathlib import Path
+
+KV_BYTES_MIN = 256 * 1024 * 1024
+"""Size where less is free, or where nobody says how many share the memory: 262,144 tokens of a
+float32 model with 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16."""
+
+HOST_KV_BYTES_MAX = 4 * 1024**3
+"""Limit on a host, whose memory others use too, and where every byte is written once at start."""
+
+HOST_SHARE = 0.5
+"""Share of a host's available memory for all engines and the trainer of a run."""
+
+DEVICE_SHARE = 0.9
+"""Share of a device's free memory for its engines; the rest is for activations."""
+
+WEIGHT_SETS = 2
+"""Sets of weights that an engine holds during an update: the live one, and the staged one."""
+
+
+def kv_bytes(*, available_bytes: int, sharers: int, weights_bytes: int, on_host: bool) -> int:
+    """Return the bytes of an engine's KV cache.
+
+    Args:
+        available_bytes: memory that is free, before this engine has loaded its weights.
+        sharers: number of processes that divide it: the engines there, and the trainer.
+        weights_bytes: bytes of one set of weights.
+        on_host: whether the memory is the host's, and not a device's.
+    """
+    share = HOST_SHARE if on_host else DEVICE_SHARE
+    left = int(available_bytes * share) // sharers - WEIGHT_SETS * weights_bytes
+    return max(KV_BYTES_MIN, min(left, HOST_KV_BYTES_MAX) if on_host else left)
+
+
+def stored_bytes(model: Path) -> int:
+    """Return the bytes of the weights that a model directory stores."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))

@@ -1,0 +1,42 @@
+"""Lookup of Hugging Face hub ids in the local cache; downloads nothing.
+
+The run's settings resolve ``model="Qwen/Qwen3-0.6B"`` by it.
+"""
+
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""An owner and a name. A relative path of two parts looks the same, so directories go first."""
+
+NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
+"""Files without which a model can't be served."""
+
+
+def find_model(model: Path) -> Path:
+    """Return the directory of a model: the given one, or the cached snapshot of a hub id.
+
+    Without either, the path is returned as it is, and whoever opens it says that it is missing.
+    """
+    if model.is_dir() or HUB_ID.fullmatch(str(model)) is None:
+        return model
+    # Imported here: only models that are no directory need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(snapshot_download(str(model), local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return model
+    return snapshot if all(any(snapshot.glob(pattern)) for pattern in NEEDED) else model
+
+
+def missing_model_hint(model: Path) -> str:
+    """Return what to do about a model that was not found, as the end of an error message."""
+    hint = "give the path of one with config.json, *.safetensors and tokenizer.json"
+    if HUB_ID.fullmatch(str(model)) is None:
+        return hint
+    return (
+        f"{hint}; or, if {model} is a model of the Hugging Face hub, download all of it into the "
+        f"cache first: hf download {model}"
+    )

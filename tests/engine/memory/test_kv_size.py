@@ -1,0 +1,35 @@
+"""Size of the KV cache by free memory."""
+
+from pathlib import Path
+
+import pytest
+
+from tidegate.engine.memory.kv_size import HOST_KV_BYTES_MAX, KV_BYTES_MIN, kv_bytes, stored_bytes
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("available", "sharers", "weights", "on_host", "expected"),
+    [
+        (80 * GIB, 1, 8 * GIB, False, 56 * GIB),  # 0.9 of 80, less two sets
+        (80 * GIB, 2, 8 * GIB, False, 20 * GIB),
+        (80 * GIB, 1, 40 * GIB, False, KV_BYTES_MIN),  # the weights hardly fit
+        (16 * GIB, 4, GIB // 2, True, GIB),
+        (512 * GIB, 2, GIB, True, HOST_KV_BYTES_MAX),
+        (0, 2, 0, True, KV_BYTES_MIN),
+    ],
+)
+def test_engines_divide_what_is_free_beside_two_sets_of_weights(
+    available: int, sharers: int, weights: int, on_host: bool, expected: int
+) -> None:
+    found = kv_bytes(
+        available_bytes=available, sharers=sharers, weights_bytes=weights, on_host=on_host
+    )
+    assert found == pytest.approx(expected, abs=8)
+
+
+def test_stored_weights_are_all_safetensors_files(tmp_path: Path) -> None:
+    for name, size in (("a.safetensors", 5), ("b.safetensors", 7), ("tokenizer.json", 100)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert stored_bytes(tmp_path) == 12
