@@ -372,8 +372,9 @@ class EngineSettings(SettingsRecord):
     more adapters, or more pinned versions, than this at once."""
     num_kv_blocks: Count | None = None
     """Number of KV cache blocks per engine, each of ``--block-tokens`` context tokens. None sizes
-    the KV cache by the memory that is free when the engine starts. Lower it if an engine runs out of memory; raise it
-    if contexts are recomputed because they were evicted (``cached_context_share`` low)."""
+    the KV cache by the memory that is free when the engine starts. Lower it if an engine runs out
+    of memory; raise it if contexts are recomputed because they were evicted
+    (``cached_context_share`` low)."""
     logits_processors: tuple[str, ...] = ()
     """Names of Python modules that engines import logits processors from; each has a dict
     ``PROCESSORS``. Found in the run's working directory or in PYTHONPATH."""
