@@ -71,6 +71,12 @@ _add(LOOK, watch.dashboard, "tidegate dashboard runs/demo")
 _add(LOOK, watch.top, "tidegate top runs/demo", "tidegate top http://127.0.0.1:8080")
 _add(LOOK, records.report, "tidegate report runs/demo")
 _add(LOOK, records.compare, "tidegate compare runs/sync runs/async --picture both.png")
+_add(
+    LOOK,
+    records.explain,
+    "tidegate explain runs/demo rollout:41",
+    "tidegate explain runs/demo batch:3",
+)
 _add(LOOK, records.trace, "tidegate trace runs/demo")
 _add(LOOK, records.audit, "tidegate audit runs/demo", "tidegate audit runs/big --rollouts-max 500")
 _add(LOOK, records.replay, "tidegate replay runs/demo")

@@ -1,4 +1,4 @@
-"""Commands about recorded runs: `audit`, `replay`, `report`, `compare` and `trace`.
+"""Commands about recorded runs: `audit`, `replay`, `report`, `compare`, `explain` and `trace`.
 
 They read run directories, and write only reports and audit results into them. The work is done by
 ``observability/`` and, for replays, ``orchestrator/journal/replay.py``.
@@ -112,6 +112,20 @@ def compare(
         from tidegate.observability.comparison_picture import draw_comparison
 
         draw_comparison(picture, found)
+
+
+def explain(
+    run: RunDirectory,
+    subject: Annotated[
+        str, typer.Argument(metavar="SUBJECT", help="rollout:ID, group:ID or batch:VERSION.")
+    ],
+) -> None:
+    """Tell what happened to a rollout, group or batch, in order, and by which rule."""
+    from tidegate.observability.explain import explain as tell
+    from tidegate.observability.story import Subject, story_lines
+
+    for line in story_lines(tell(run, Subject.parse(subject))):
+        echo(line)
 
 
 def trace(run: RunDirectory) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tidegate.errors import AuditError
@@ -331,6 +332,18 @@ def find_trajectory(directory: Path, rollout_id: int) -> RecordedRollout | None:
                 (row,) = batch.slice(ids.index(rollout_id), 1).to_pylist()
                 return _rollout_of(row)
     return None
+
+
+def trajectories_where(directory: Path, column: str, value: int) -> list[RecordedRollout]:
+    """Return the rollouts whose ``column`` has this value, such as those of one group.
+
+    Raises like :func:`read_trajectories`.
+    """
+    found: list[RecordedRollout] = []
+    for batch in recorded_batches(directory):
+        rows = batch.filter(pc.equal(batch.column(column), value)).to_pylist()
+        found += [_rollout_of(row) for row in rows]
+    return found
 
 
 def count_trajectories(directory: Path) -> int:

@@ -6,6 +6,7 @@
     /api/timeline         finer timeline of a range of a recorded run: ?start_us=0&end_us=9000000
     /api/rollouts         list of rollouts: ?state=trained&text=word&sort=reward&skip=200
     /api/rollouts/{id}    one rollout, token by token: ?start=20000
+    /api/stories/{subject}  what happened to rollout:41, group:7 or batch:3
     /metrics              Prometheus exposition
 
 :class:`Dashboard` serves it. Data comes from a :class:`Source`, and is read only on request. Every
@@ -13,6 +14,7 @@ error becomes a JSON response; a request can't change or stop the run.
 """
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
@@ -34,6 +36,7 @@ from tidegate.observability.dashboard.rollout_queries import RolloutQuery, whole
 from tidegate.observability.dashboard.source import Source
 from tidegate.observability.dashboard.updates import TooManyViewers, Updates
 from tidegate.observability.prometheus import CONTENT_TYPE, exposition
+from tidegate.observability.story import Subject
 from tidegate.serving.http_server import AccessGuard, AccessPolicy, Headers
 
 MEDIA_TYPES = {
@@ -61,6 +64,7 @@ def dashboard_app(
         "/api/timeline": app.timeline,
         "/api/rollouts": app.rollouts,
         "/api/rollouts/{rollout_id}": app.rollout,
+        "/api/stories/{subject}": app.story,
         "/metrics": app.metrics,
     }
     handlers |= {f"/{name}": app.page(name) for name in _page_files()}
@@ -137,6 +141,13 @@ class _App:
             rollout_page, found, self._source.tokenizer, start=start, bound=self._source.bound
         )
         return _json(page)
+
+    async def story(self, http: HttpRequest) -> Response:
+        subject = Subject.parse(http.path_params["subject"])
+        found = await asyncio.to_thread(self._source.story, subject)
+        if found is None:
+            return _error(404, f"{subject} does not exist or is no longer kept")
+        return _json(dataclasses.asdict(found))
 
     async def metrics(self, http: HttpRequest) -> Response:
         snapshot = await asyncio.to_thread(self._source.observe, is_update=True)

@@ -25,8 +25,10 @@ from tidegate.observability.dashboard.rollout_queries import RolloutQuery, conta
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine, shorten
 from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
 from tidegate.observability.dashboard.timeline import timeline_of
+from tidegate.observability.explain import explain_from
 from tidegate.observability.facts import read_batches, read_record, resumed_batches
 from tidegate.observability.run_directories import RUN_FILE
+from tidegate.observability.story import RunContext, Story, Subject
 from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace, trace_path
 from tidegate.observability.trajectories import (
     SCHEMA,
@@ -133,6 +135,22 @@ class RecordedSource:
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
         """Read one rollout from disk; see :meth:`Source.rollout`."""
         return find_trajectory(self._directory, rollout_id) if self._lines else None
+
+    def story(self, subject: Subject) -> Story | None:
+        """Return what the run's files tell; see :meth:`Source.story`."""
+        about, statistics = self._snapshot.about, self._snapshot.statistics
+        settings = about["settings"]
+        assert isinstance(settings, dict)
+        run = RunContext.of(
+            settings,
+            bound=statistics.staleness_bound,
+            is_resumed=bool(about["resumed_batches"]),
+            trace=self._trace,
+        )
+        try:
+            return explain_from(self._directory, subject, run)
+        except AuditError:
+            return None  # unknown, or in a part of the files that can't be read
 
 
 def _read_run(directory: Path) -> _RunFile:

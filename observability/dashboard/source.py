@@ -21,7 +21,21 @@ from tidegate.observability.dashboard.snapshots import (
     task_text,
     unconsumed_rollouts,
 )
-from tidegate.observability.trajectories import RecordedRollout, as_recorded
+from tidegate.observability.story import (
+    RunContext,
+    Story,
+    Subject,
+    SubjectKind,
+    batch_story,
+    group_story,
+    rollout_story,
+)
+from tidegate.observability.trajectories import (
+    RecordedRollout,
+    RolloutSnapshot,
+    as_recorded,
+    snapshot_rollout,
+)
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
 
@@ -72,6 +86,9 @@ class Source(Protocol):
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
         """Return one rollout; None if it is unknown or no longer kept."""
+
+    def story(self, subject: Subject) -> Story | None:
+        """Return what happened to a rollout, group or batch; None if it is unknown."""
 
 
 class LiveSource:
@@ -169,6 +186,47 @@ class LiveSource:
                 return as_recorded(each.snapshot())
         found = self._read_state(lambda scheduler: find_rollout(scheduler.core, rollout_id))
         return None if found is None else as_recorded(found)  # type: ignore[arg-type]
+
+    def story(self, subject: Subject) -> Story | None:
+        """Return a story from the rollouts in memory; see :meth:`Source.story`."""
+        settings = self._about.get("settings")
+        run = RunContext.of(
+            settings if isinstance(settings, Mapping) else {},
+            bound=self.bound,
+            is_resumed=bool(self._about.get("resumed_batches")),
+        )
+        match subject.kind:
+            case SubjectKind.ROLLOUT:
+                rollout = self.rollout(subject.number)
+                if rollout is None:
+                    return None
+                return rollout_story(rollout, self._group(rollout.group_id), run)
+            case SubjectKind.GROUP:
+                rows = self._group(subject.number)
+                return group_story(rows, run) if rows else None
+            case SubjectKind.BATCH:
+                ended = self._recorder.ended
+                rows = [
+                    as_recorded(each.snapshot())
+                    for each in reversed(ended)
+                    if each.consumed_version == subject.number
+                ]
+                return batch_story(subject.number, rows, run) if rows else None
+
+    def _group(self, group_id: int) -> list[RecordedRollout]:
+        """Return copies of the known rows of a group, outstanding or over."""
+
+        def outstanding(scheduler: Scheduler) -> list[RolloutSnapshot]:
+            found = unconsumed_rollouts(scheduler.core, state="", group_id=group_id)
+            return [
+                snapshot_rollout(rollout, task=group.task, advantage=None, consumed_version=None)
+                for rollout, group in found
+            ]
+
+        rows = self._read_state(outstanding)
+        assert isinstance(rows, list)
+        ended = [each for each in self._recorder.ended if each.rollout.group_id == group_id]
+        return [as_recorded(row) for row in (*rows, *(each.snapshot() for each in ended))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 import { lagColour, shade, versionColour, versionTint } from "./colours.js";
 import { byId, element, facts, fetchJson, key } from "./dom.js";
 import { short } from "./format.js";
+import { StoryPanel } from "./story.js";
 
 const LOGPROB_SHADES_FROM = -7;
 
 export class RolloutPage {
   constructor() {
-    this.page = null;
+    Object.assign(this, { page: null, story: new StoryPanel() });
     byId("colour-by").onchange = () => this.draw();
     byId("rollout-more").onclick = () => this.open(this.page.rollout_id, this.page.end);
   }
@@ -19,7 +20,7 @@ export class RolloutPage {
     } catch (error) {
       this.page = null;
       byId("rollout-title").textContent = error.message;
-      for (const id of ["rollout-facts", "rollout-text", "colour-legend"]) byId(id).replaceChildren();
+      for (const id of ["rollout-facts", "rollout-text", "colour-legend", "story-subjects", "story"]) byId(id).replaceChildren();
       return;
     }
     byId("rollout-title").textContent = `Rollout ${this.page.rollout_id}`;
@@ -27,6 +28,7 @@ export class RolloutPage {
     this.drawFacts();
     this.draw();
     byId("rollout-section").scrollTop = 0;
+    await this.story.offer(this.page);
   }
 
   drawFacts() {

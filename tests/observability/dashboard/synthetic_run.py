@@ -13,6 +13,7 @@ from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot, GroupLine
 from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.dashboard.timeline import SLICE_US, Activity, Mark, Slice
+from tidegate.observability.story import Story, Subject
 from tidegate.observability.trajectories import RecordedRollout
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
@@ -74,6 +75,10 @@ class SyntheticRun:
         return RolloutList((), 0)
 
     def rollout(self, rollout_id: int) -> RecordedRollout | None:
+        """Return None."""
+        return None
+
+    def story(self, subject: Subject) -> Story | None:
         """Return None."""
         return None
 

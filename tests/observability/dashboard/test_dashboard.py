@@ -27,8 +27,10 @@ from tidegate.observability.dashboard.frames import BATCH_COLUMNS, frame
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.dashboard.updates import VIEWERS_MAX, TooManyViewers, Updates
+from tidegate.observability.explain import explain
 from tidegate.observability.metrics import METRICS
 from tidegate.observability.prometheus import exposition
+from tidegate.observability.story import Subject
 from tidegate.observability.trace import TRACE_FILE, read_trace
 from tidegate.observability.trajectories import read_trajectories
 
@@ -55,6 +57,8 @@ def test_valid_requests_are_answered_and_others_refused(watched: Watched) -> Non
         "/api/rollouts/-1": 404,
         "/api/rollouts/x": 400,
         LONG_NUMBER: 400,
+        "/api/stories/batch:999": 404,
+        "/api/stories/step:0": 400,
         "/page/../run.json": 404,
         "as a stranger": 403,
     }
@@ -253,6 +257,24 @@ def test_a_recorded_runs_rollouts_are_searched_in_text_and_task(watched: Watched
     assert source.rollouts(RolloutQuery(text=text.upper())).total == everything
     assert source.rollouts(RolloutQuery(task="<SCRIPT>")).total == everything
     assert source.rollouts(RolloutQuery(task="<script>", text="no such text")).total == 0
+
+
+def test_live_and_recorded_stories_tell_the_same_of_a_rollout(watched: Watched) -> None:
+    live = [event["text"] for event in watched.answers["/api/stories/rollout:0"]["events"]]
+    recorded = explain(watched.directory, Subject.parse("rollout:0"))
+    assert set(live) <= {event.text for event in recorded.events}
+    assert live[0] == "admitted with group 0, as attempt 1 of 2 at its task"
+    assert live[-1].startswith("trained on at v0: ")
+    assert all(event.at_s is not None for event in recorded.events)
+    group = watched.answers["/api/stories/group:0"]["events"]
+    assert group[0]["text"] == "admitted: 2 attempts at one task"
+    batch = explain(watched.directory, Subject.parse("batch:0"))
+    assert any("4 rows of 2 groups (0 to 1)" in event.text for event in batch.events)
+
+
+def test_an_unknown_subject_is_refused_with_how_it_is_numbered(watched: Watched) -> None:
+    with pytest.raises(AuditError, match=r"no rollout:999: rollouts are numbered from 0"):
+        explain(watched.directory, Subject.parse("rollout:999"))
 
 
 def test_a_range_of_a_recorded_timeline_has_shorter_slices(watched: Watched) -> None:

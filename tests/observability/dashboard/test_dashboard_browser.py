@@ -277,6 +277,19 @@ def test_a_rollout_has_an_address_that_opens_it_in_its_list(
     page.wait_for_selector("text=Rollout 3")
 
 
+def test_a_rollout_its_group_and_its_batch_tell_their_stories(
+    looking: Looking, recorded_url: str
+) -> None:
+    page = looking.open(f"{recorded_url}#rollouts/0")
+    page.wait_for_selector("#story li:has-text('trained on at v0')")
+    page.click("text=group 0")
+    page.wait_for_selector("#story li:has-text('2 attempts at one task')")
+    page.click("text=batch trained at v0")
+    page.wait_for_selector("#story li:has-text('handed over at v0')")
+    pressed = page.locator("#story-subjects [aria-pressed='true']").all_text_contents()
+    assert pressed == ["batch trained at v0"]
+
+
 def test_rollouts_are_sorted_searched_and_chosen_by_keyboard(
     looking: Looking, recorded_url: str
 ) -> None:

@@ -18,6 +18,7 @@ from tidegate.observability.dashboard.rollout_queries import RolloutQuery
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot
 from tidegate.observability.dashboard.source import RolloutList
 from tidegate.observability.dashboard.terminal import WatchedRun, watch
+from tidegate.observability.story import Subject
 from tidegate.orchestrator.core.ledger import LedgerSnapshot
 from tidegate.orchestrator.telemetry.statistics import EngineStatistics, RunForecast, RunStatistics
 from tidegate.orchestrator.telemetry.watchdog import Stuck
@@ -78,6 +79,9 @@ class Answering:
         return RolloutList((), 0)
 
     def rollout(self, rollout_id: int) -> None:
+        return None
+
+    def story(self, subject: Subject) -> None:
         return None
 
 

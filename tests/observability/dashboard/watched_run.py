@@ -89,6 +89,11 @@ def ask(seen: Watched) -> None:
             "/api/rollouts/-1",
             "/api/rollouts/x",
             LONG_NUMBER,
+            "/api/stories/rollout:0",
+            "/api/stories/group:0",
+            "/api/stories/batch:0",
+            "/api/stories/batch:999",
+            "/api/stories/step:0",
             "/metrics",
             "/page/../run.json",
         ):
