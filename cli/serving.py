@@ -152,6 +152,10 @@ def tinker(
         typer.Option(help="Directory of checkpoints; default: one that ends with the server."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_key)] = None,
+    tenant_models: Annotated[int, typer.Option(min=1, help="Models in training, per key.")] = 16,
+    tenant_samples: Annotated[
+        int, typer.Option(min=1, help="Sampling requests at once, per key.")
+    ] = 4096,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Samples at once, per engine.")] = 64,
     threads_per_engine: Annotated[
         int | None, typer.Option(min=1, help="CPU threads per engine; default: its share of cores.")
@@ -169,6 +173,7 @@ def tinker(
     TIDEGATE_TENANT_KEYS_FILE names.
     """
     from tidegate import tinker_server
+    from tidegate.serving.tinker.tenants import TenantLimits
 
     with tinker_server(
         model=model,
@@ -179,6 +184,7 @@ def tinker(
         state_directory=state_directory,
         api_keys=tenant_keys(),
         allowed_hosts=allowed_host or (),
+        limits=TenantLimits(models=tenant_models, samples=tenant_samples),
         max_running_turns=max_num_seqs,
         threads_per_engine=threads_per_engine,
     ) as server:

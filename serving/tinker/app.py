@@ -27,7 +27,6 @@ from tidegate.serving.http_server import JSON_TYPE, AccessPolicy, Headers, read_
 from tidegate.serving.tinker import messages
 from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind, CheckpointStore
 from tidegate.serving.tinker.futures import (
-    Entry,
     FutureTable,
     RequestFailure,
     RequestSuccess,
@@ -39,8 +38,8 @@ from tidegate.serving.tinker.protobuf import SampleResult, decode_training
 from tidegate.serving.tinker.samplers import EngineAdapters, Sampler, SavedAdapter
 from tidegate.serving.tinker.sampling import SampleRunner
 from tidegate.serving.tinker.sessions import SessionTable, TinkerSession
-from tidegate.serving.tinker.tenants import Tenants
-from tidegate.serving.tinker.training import AdamStep, LoraSpec, UserError
+from tidegate.serving.tinker.tenants import TenantLimits, Tenants
+from tidegate.serving.tinker.training import AdamStep, LoraSpec, TrainingBackend, UserError
 from tidegate.serving.vllm_server.model_info import limits_of
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ class TinkerParts:
     adapters: EngineAdapters
     checkpoints: CheckpointStore
     runner: SampleRunner
-    spawn: "Callable[[Awaitable[None], str], asyncio.Task[None]]"
-    """Starts a task of the server, by a coroutine and its name."""
+    limits: TenantLimits
 
     def check_base_model(self, name: str) -> None:
         """Raise ApiError if ``name`` is not this server's base model."""
@@ -207,9 +205,9 @@ async def client_config(parts: TinkerParts, http: HttpRequest, tenant: str) -> A
 
 @on("POST", "client/dynamic_config")
 async def client_dynamic_config(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Set no feature flag of the SDK: all have their defaults."""
+    """Have the SDK cancel samples that its user has given up."""
     await read(http, messages.ClientConfigRequest)
-    return {}
+    return {"sample_cancel_enabled": True}
 
 
 @on("GET", "get_server_capabilities")
@@ -279,25 +277,27 @@ async def create_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> An
     parts.check_base_model(request.base_model)
     model_id = session.model_id(request.model_seq_id)
     request_id = f"{model_id}:create"
-    if request.model_seq_id in session.models:
-        return future_answer(request_id, model_id)  # sent again, because the answer was lost
-    spec = _lora_spec(request)
-    model = session.models[request.model_seq_id] = TrainedModel(
-        model_id, tenant, session.session_id, spec
-    )
+    if request.model_seq_id not in session.models:  # else sent again: the answer was lost
+        model = _new_model(parts, session, request.model_seq_id, _lora_spec(request))
+        model.user_metadata = request.user_metadata
 
-    async def create() -> RequestSuccess:
-        try:
-            await parts.trainer.call(lambda backend: backend.create(model_id, spec))
-        except BaseException:
-            del parts.trainer.models[model_id]
-            raise
-        return json_result({"type": "create_model", "model_id": model_id})
+        async def create() -> RequestSuccess:
+            await parts.trainer.call(lambda backend: backend.create(model_id, model.spec))
+            return json_result({"type": "create_model", "model_id": model_id})
 
-    entry = Entry(tenant)
-    parts.futures.add(request_id, entry)
-    parts.trainer.create(model, entry, create)
+        parts.trainer.create(model, request_id, create)
     return future_answer(request_id, model_id)
+
+
+def _new_model(
+    parts: TinkerParts, session: TinkerSession, seq_id: int, spec: LoraSpec
+) -> TrainedModel:
+    """Add a model to its session, if its tenant may have another one."""
+    owned = sum(each.tenant == session.tenant for each in parts.trainer.models.values())
+    parts.limits.check_models(owned)
+    model = TrainedModel(session.model_id(seq_id), session.tenant, session.session_id, spec)
+    session.models[seq_id] = model
+    return model
 
 
 def _lora_spec(request: messages.CreateModelRequest) -> LoraSpec:
@@ -342,9 +342,7 @@ async def unload_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> An
         return json_result({"type": "unload_model", "model_id": model.model_id})
 
     if parts.futures.get(request_id) is None:
-        entry = Entry(tenant)
-        parts.futures.add(request_id, entry)
-        parts.spawn(parts.futures.carry_out(entry, unload()), request_id)
+        parts.futures.start(request_id, tenant, unload)
     return future_answer(request_id, model.model_id)
 
 
@@ -384,6 +382,100 @@ async def optim_step(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answ
     digest = digest_of(msgspec.json.encode(request))
     request_id = parts.trainer.submit(model, request.seq_id, digest, run)
     return future_answer(request_id, model.model_id)
+
+
+# ---------------------------------------------------------------- checkpoints to train on
+
+
+@on("POST", "save_weights")
+async def save_weights(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
+    """Save a model's weights and its optimizer's state as a checkpoint."""
+    request = await read(http, messages.SaveWeightsRequest)
+    model = parts.model(request.model_id, tenant)
+
+    async def run() -> RequestSuccess:
+        name = request.path or f"step-{model.steps}"
+        facts = checkpoint_facts(parts, model, "weights", name, request)
+
+        def save(backend: TrainingBackend) -> None:
+            write = partial(backend.save, model.model_id)
+            parts.checkpoints.write(facts, write, replaces=request.overwrite)
+
+        await parts.trainer.call(save)
+        return json_result({"type": "save_weights", "path": facts.path})
+
+    digest = digest_of(msgspec.json.encode(request))
+    request_id = parts.trainer.submit(model, request.seq_id, digest, run)
+    return future_answer(request_id, model.model_id)
+
+
+@on("POST", "load_weights")
+async def load_weights(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
+    """Make a model of a checkpoint, or load one as a model's first request."""
+    request = await read(http, messages.LoadWeightsRequest)
+    if request.weights_access_token is not None:
+        raise ApiError(400, "weights_access_token is not served here; use the owner's API key")
+    if request.model_id is not None:
+        return await _load_into(parts, parts.model(request.model_id, tenant), request)
+    if request.session_id is None or request.model_seq_id is None:
+        raise ApiError(400, "give model_id and seq_id, or session_id and model_seq_id")
+    session = parts.session(request.session_id, tenant)
+    model_id = session.model_id(request.model_seq_id)
+    request_id = f"{model_id}:create"
+    if request.model_seq_id not in session.models:
+        if request.base_model is not None:
+            parts.check_base_model(request.base_model)
+        facts, directory = await asyncio.to_thread(
+            parts.checkpoints.find, request.path, tenant, kind="weights"
+        )
+        model = _new_model(parts, session, request.model_seq_id, facts.spec)
+        model.user_metadata = request.user_metadata
+
+        async def create() -> RequestSuccess:
+            await parts.trainer.call(lambda backend: backend.create(model_id, model.spec))
+            return await _loaded(parts, model, facts, directory, optimizer=request.optimizer)
+
+        parts.trainer.create(model, request_id, create)
+    return future_answer(request_id, model_id)
+
+
+async def _load_into(
+    parts: TinkerParts, model: TrainedModel, request: messages.LoadWeightsRequest
+) -> Answer:
+    """Load a checkpoint into a model that has done nothing else yet."""
+    if request.seq_id is None:
+        raise ApiError(400, "give the seq_id of the request")
+
+    async def run() -> RequestSuccess:
+        if request.seq_id != 1:
+            raise UserError(
+                f"LoadWeights is not permitted after other requests of a model, and this is its "
+                f"request {request.seq_id}: create a training client from the checkpoint instead"
+            )
+        facts, directory = await asyncio.to_thread(
+            parts.checkpoints.find, request.path, model.tenant, kind="weights"
+        )
+        return await _loaded(parts, model, facts, directory, optimizer=request.optimizer)
+
+    digest = digest_of(msgspec.json.encode(request))
+    request_id = parts.trainer.submit(model, request.seq_id, digest, run)
+    return future_answer(request_id, model.model_id)
+
+
+async def _loaded(
+    parts: TinkerParts,
+    model: TrainedModel,
+    facts: CheckpointFacts,
+    directory: Path,
+    *,
+    optimizer: bool,
+) -> RequestSuccess:
+    def load(backend: TrainingBackend) -> None:
+        backend.load(model.model_id, directory, optimizer=optimizer)
+
+    await parts.trainer.call(load)
+    model.steps = facts.steps
+    return json_result({"type": "load_weights", "path": facts.path, "model_id": model.model_id})
 
 
 # ---------------------------------------------------------------- samplers
@@ -428,24 +520,26 @@ async def _save_for_sampler(
 async def _save_adapter(
     parts: TinkerParts, model: TrainedModel, name: str, request: messages.SaveSamplerRequest
 ) -> SavedAdapter:
+    is_ephemeral = request.path is None
     facts = checkpoint_facts(
-        parts,
-        model,
-        "sampler_weights",
-        name,
-        user_metadata=request.user_metadata,
-        is_ephemeral=request.path is None,
+        parts, model, "sampler_weights", name, request, is_ephemeral=is_ephemeral
     )
     adapter = await parts.trainer.adapter(model)
     write = partial(write_adapter_files, adapter)
-    directory = await asyncio.to_thread(parts.checkpoints.write, facts, write)
-    return SavedAdapter(facts, directory)
+    return SavedAdapter(facts, await asyncio.to_thread(parts.checkpoints.write, facts, write))
 
 
 def checkpoint_facts(
-    parts: TinkerParts, model: TrainedModel, kind: CheckpointKind, name: str, **more: Any
+    parts: TinkerParts,
+    model: TrainedModel,
+    kind: CheckpointKind,
+    name: str,
+    request: messages.SaveWeightsRequest | messages.SaveSamplerRequest,
+    *,
+    is_ephemeral: bool = False,
 ) -> CheckpointFacts:
     """Return what is written beside a checkpoint of a model's present weights."""
+    now_s = time.time()
     return CheckpointFacts(
         run_id=model.model_id,
         kind=kind,
@@ -456,8 +550,10 @@ def checkpoint_facts(
         rank=model.spec.rank,
         train_attn=model.spec.train_attn,
         train_mlp=model.spec.train_mlp,
-        created_s=time.time(),
-        **more,
+        created_s=now_s,
+        expires_s=None if request.ttl_seconds is None else now_s + request.ttl_seconds,
+        user_metadata=request.user_metadata,
+        is_ephemeral=is_ephemeral,
     )
 
 
@@ -505,10 +601,9 @@ async def asample(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     sampler = _sampler(parts, request.sampling_session_id, tenant)
     request_id = f"{sampler.sampler_id}:{request.seq_id}"
     if parts.futures.get(request_id) is None:
-        entry = Entry(tenant)
-        parts.futures.add(request_id, entry)
-        work = _sampled(parts, request_id, sampler, request)
-        entry.task = parts.spawn(parts.futures.carry_out(entry, work), f"sample-{request_id}")
+        parts.limits.check_samples(parts.futures.running(tenant))
+        work = partial(_sampled, parts, request_id, sampler, request)
+        parts.futures.start(request_id, tenant, work)
     ids = [f"{request_id}:{number}" for number in range(max(0, min(request.num_samples, 1024)))]
     return future_answer(request_id, sample_sequence_ids=ids)
 
@@ -533,10 +628,27 @@ async def retrieve_future(parts: TinkerParts, http: HttpRequest, tenant: str) ->
     request = await read(http, messages.RetrieveFutureRequest)
     outcome = await parts.futures.wait(request.request_id, tenant)
     if outcome is None:
-        body = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
-        return as_json(body, 408)
+        return as_json(_try_again(parts, request.request_id), 408)
     if isinstance(outcome, RequestFailure):
         return {"error": outcome.message, "category": outcome.category}
     wants_protobuf = outcome.has_protobuf and PROTOBUF_TYPE in http.headers.get("accept", "")
     content = outcome.encode(wants_protobuf)
     return Response(content, media_type=PROTOBUF_TYPE if wants_protobuf else JSON_TYPE)
+
+
+def _try_again(parts: TinkerParts, request_id: str) -> dict[str, Any]:
+    """Say that a result is not there yet, and whether its work has begun."""
+    entry = parts.futures.get(request_id)
+    body = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    if entry is not None and not entry.has_begun:
+        why = "the request waits for earlier ones of its model, or for the trainer's other models"
+        body |= {"queue_state": "paused_capacity", "queue_state_reason": why}
+    return body
+
+
+@on("POST", "cancel_future")
+async def cancel_future(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
+    """End a sample that its client has given up; training requests are carried out all the same."""
+    request = await read(http, messages.CancelFutureRequest)
+    parts.futures.cancel(request.request_id, tenant)
+    return Response(status_code=204)

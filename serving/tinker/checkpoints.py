@@ -11,13 +11,14 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from tidegate.serving.tinker.training import UserError
+from tidegate.serving.tinker.training import LoraSpec, UserError
 
 CheckpointKind = Literal["weights", "sampler_weights"]
 """What a checkpoint is for, as the second part of its path says."""
@@ -48,6 +49,8 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     train_mlp: bool
     created_s: float
     """Unix time."""
+    expires_s: float | None = None
+    """Unix time from which on it counts as deleted; None: never."""
     user_metadata: dict[str, str] | None = None
     is_ephemeral: bool = False
     """Whether it is of a sampling session, and ends with that."""
@@ -57,6 +60,11 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Path by which clients name the checkpoint."""
         return f"{SCHEME}{self.run_id}/{self.kind}/{self.name}"
 
+    @property
+    def spec(self) -> LoraSpec:
+        """What the adapter consists of."""
+        return LoraSpec(rank=self.rank, train_attn=self.train_attn, train_mlp=self.train_mlp)
+
 
 class CheckpointStore:
     """Checkpoints of all tenants below one directory. Its methods block."""
@@ -64,14 +72,16 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def write(self, facts: CheckpointFacts, write: Callable[[Path], None]) -> Path:
+    def write(
+        self, facts: CheckpointFacts, write: Callable[[Path], None], *, replaces: bool = False
+    ) -> Path:
         """Have ``write`` fill a new checkpoint's directory; return the directory.
 
         Raises:
-            UserError: the name cannot be a checkpoint's, or is taken.
+            UserError: the name cannot be a checkpoint's, or is taken and ``replaces`` is false.
         """
         directory = self._directory(facts.run_id, facts.kind, facts.name)
-        if directory.exists():
+        if self._read(directory) is not None and not replaces:
             raise UserError(
                 f"{facts.path} exists, and checkpoints do not change; save under another name"
             )
@@ -79,8 +89,10 @@ class CheckpointStore:
         beside.mkdir(parents=True)
         try:
             write(beside)
-            (beside / FACTS_FILE).write_bytes(msgspec.json.encode(facts))
+            self._write_facts(beside, facts)
             _sync(beside)
+            if directory.exists():
+                shutil.rmtree(directory)
             os.rename(beside, directory)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
@@ -88,18 +100,53 @@ class CheckpointStore:
         _sync_file(directory.parent)
         return directory
 
-    def find(self, path: str, tenant: str) -> tuple[CheckpointFacts, Path]:
-        """Return the facts and the directory of a tenant's checkpoint.
+    def find(
+        self, path: str, tenant: str, *, kind: CheckpointKind | None = None
+    ) -> tuple[CheckpointFacts, Path]:
+        """Return the facts and the directory of a tenant's checkpoint, of ``kind`` if given.
 
         Raises:
             UserError: the tenant has no such checkpoint.
         """
-        run_id, kind, name = split_path(path)
-        directory = self._directory(run_id, kind, name)
+        run_id, found_kind, name = split_path(path)
+        if kind not in (None, found_kind):
+            raise UserError(
+                f"{path} has no optimizer state to train on; name a checkpoint that save_state "
+                f"wrote: tinker://RUN/{kind}/NAME"
+            )
+        directory = self._directory(run_id, found_kind, name)
         facts = self._read(directory)
         if facts is None or facts.tenant != tenant:
             raise UserError(f"there is no checkpoint {path}")
         return facts, directory
+
+    def of(self, tenant: str, run_id: str | None = None) -> list[CheckpointFacts]:
+        """Return a tenant's checkpoints, of one run if it is given, the newest first."""
+        runs = [self._root / run_id] if run_id else sorted(self._root.glob("*:train:*"))
+        found = (self._read(path.parent) for run in runs for path in run.glob(f"*/*/{FACTS_FILE}"))
+        mine = [each for each in found if each is not None and each.tenant == tenant]
+        return sorted(
+            (each for each in mine if not each.is_ephemeral),
+            key=lambda each: each.created_s,
+            reverse=True,
+        )
+
+    def size_bytes(self, facts: CheckpointFacts) -> int:
+        """Return the size of a checkpoint's files."""
+        directory = self._directory(facts.run_id, facts.kind, facts.name)
+        return sum(path.stat().st_size for path in directory.glob("*"))
+
+    def set_expiry(self, facts: CheckpointFacts, expires_s: float | None) -> None:
+        """Change when a checkpoint counts as deleted."""
+        directory = self._directory(facts.run_id, facts.kind, facts.name)
+        self._write_facts(directory, msgspec.structs.replace(facts, expires_s=expires_s))
+
+    def remove_leftovers(self) -> None:
+        """Delete what an earlier server left: unfinished, ephemeral and expired checkpoints."""
+        for path in self._root.glob("*:train:*/*/*"):
+            facts = self._read(path)
+            if facts is None or facts.is_ephemeral:
+                shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, facts: CheckpointFacts) -> None:
         """Delete a checkpoint; harmless if it is gone."""
@@ -107,10 +154,17 @@ class CheckpointStore:
         shutil.rmtree(directory, ignore_errors=True)
 
     def _read(self, directory: Path) -> CheckpointFacts | None:
+        """Return a directory's facts; None if it is no checkpoint, or no longer one."""
         try:
-            return msgspec.json.decode((directory / FACTS_FILE).read_bytes(), type=CheckpointFacts)
+            facts = msgspec.json.decode((directory / FACTS_FILE).read_bytes(), type=CheckpointFacts)
         except (OSError, msgspec.MsgspecError):
             return None
+        return None if facts.expires_s is not None and facts.expires_s <= time.time() else facts
+
+    def _write_facts(self, directory: Path, facts: CheckpointFacts) -> None:
+        beside = directory / f".{FACTS_FILE}"
+        beside.write_bytes(msgspec.json.encode(facts))
+        os.replace(beside, directory / FACTS_FILE)
 
     def _directory(self, run_id: str, kind: str, name: str) -> Path:
         if not NAME_PATTERN.fullmatch(name):

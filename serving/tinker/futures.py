@@ -5,7 +5,8 @@ begins an entry. Waiting is by an event: no result is polled for.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +47,14 @@ class RequestSuccess:
 
 Outcome = RequestSuccess | RequestFailure
 
+CANCELLED = RequestFailure("the request was cancelled", "user")
+
+Work = Callable[[], Awaitable[RequestSuccess]]
+"""Carries a request out."""
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+"""Starts a task of the server, by its coroutine and its name."""
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -55,6 +64,8 @@ class Entry:
     """Whose request it is."""
     task: "asyncio.Task[None] | None" = None
     """The work, where cancelling the request may cancel it."""
+    has_begun: bool = False
+    """Whether the work has begun: a training request waits for those before it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Outcome | None = None
     expires_s: float | None = None
@@ -64,8 +75,11 @@ class Entry:
 class FutureTable:
     """All requests whose results are pending or kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, spawn: Spawn) -> None:
+        self._spawn = spawn
         self._entries: dict[str, Entry] = {}
+        self._running: Counter[str] = Counter()
+        """Number of requests of :meth:`start` that have not ended, by tenant."""
 
     def get(self, request_id: str) -> Entry | None:
         """Return a request's entry; None if there is none (any more)."""
@@ -76,6 +90,19 @@ class FutureTable:
         assert request_id not in self._entries
         self._entries[request_id] = entry
 
+    def start(self, request_id: str, tenant: str, work: Work) -> None:
+        """Begin a request that waits for no other; :meth:`cancel` may end it."""
+        entry = Entry(tenant)
+        self.add(request_id, entry)
+        self._running[tenant] += 1
+        entry.task = self._spawn(self.carry_out(entry, work), request_id)
+
+        def end(_: object) -> None:
+            self._running[tenant] -= 1
+            self.resolve(entry, CANCELLED)  # unless it has another result
+
+        entry.task.add_done_callback(end)
+
     def resolve(self, entry: Entry, outcome: Outcome) -> None:
         """Set a request's result, and wake whoever waits for it; harmless if it has one."""
         if entry.outcome is None:
@@ -83,12 +110,13 @@ class FutureTable:
             entry.expires_s = asyncio.get_running_loop().time() + KEPT_UNREAD_S
             entry.done.set()
 
-    async def carry_out(self, entry: Entry, work: Awaitable[RequestSuccess]) -> None:
-        """Await work, and resolve its entry by what it returns or raises."""
+    async def carry_out(self, entry: Entry, work: Work) -> None:
+        """Do a request's work, and resolve its entry by what that returns or raises."""
+        entry.has_begun = True
         try:
-            outcome: Outcome = await work
+            outcome: Outcome = await work()
         except asyncio.CancelledError:
-            self.resolve(entry, RequestFailure("the request was cancelled", "user"))
+            self.resolve(entry, CANCELLED)
             raise
         except Exception as error:  # noqa: BLE001 - reported to the client, whatever it is
             outcome = failure_of(error)
@@ -116,6 +144,16 @@ class FutureTable:
         assert entry.expires_s is not None
         entry.expires_s = min(entry.expires_s, loop_s + KEPT_AFTER_READ_S)
         return entry.outcome
+
+    def cancel(self, request_id: str, tenant: str) -> None:
+        """Cancel a request's work, if it can be; harmless for unknown and ended requests."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.tenant == tenant and entry.task is not None:
+            entry.task.cancel()
+
+    def running(self, tenant: str) -> int:
+        """Return the number of a tenant's samples that have not ended."""
+        return self._running[tenant]
 
     def forget_expired(self) -> None:
         """Drop results that were kept for long enough."""

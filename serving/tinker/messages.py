@@ -90,6 +90,50 @@ class OptimStepRequest(TinkerRequest, frozen=True, kw_only=True):
     optimizer_params: dict[str, Any] | None = None
 
 
+class SaveWeightsRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``save_weights``."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeightsRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``load_weights``: into a model (``model_id``), or into a new one (``session_id``)."""
+
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool
+    optimizer_config: OptimizerFields | None = None
+    weights_access_token: str | None = None
+
+
+class WeightsInfoRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``weights_info``."""
+
+    tinker_path: str
+
+
+class TtlRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``PUT …/ttl`` of a checkpoint."""
+
+    ttl_seconds: int | None = None
+
+
+class CancelFutureRequest(TinkerRequest, frozen=True, kw_only=True):
+    """``cancel_future``."""
+
+    request_id: str
+
+
 class SaveSamplerRequest(TinkerRequest, frozen=True, kw_only=True):
     """``save_weights_for_sampler``."""
 

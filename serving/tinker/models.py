@@ -6,7 +6,8 @@ run on the server's event loop. A *model* is a LoRA adapter with its optimizer, 
 
 import asyncio
 import concurrent.futures
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from tidegate.serving.tinker.futures import (
     FutureTable,
     RequestFailure,
     RequestSuccess,
+    Spawn,
+    Work,
     json_result,
 )
 from tidegate.serving.tinker.protobuf import (
@@ -43,7 +46,7 @@ class TrainingWork:
     """A request of a model, to be carried out when its turn comes."""
 
     entry: Entry
-    run: Callable[[], Awaitable[RequestSuccess]]
+    run: Work
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +59,13 @@ class TrainedModel:
     spec: LoraSpec
     order: RequestOrder[TrainingWork] = field(default_factory=lambda: RequestOrder(1, True))
     """Its requests; the creation of the model runs as the first."""
+    requested_s: float = field(default_factory=time.time)
+    """Unix time of its last request."""
     steps: int = 0
     """Number of optimizer steps done."""
+    user_metadata: dict[str, Any] | None = None
     lost_gradient: int | None = None
     """``seq_id`` of a request that failed half-way since the last optimizer step."""
-    sampler_saves: int = 0
-    """Number of adapters saved for samplers."""
 
     @property
     def live_adapter(self) -> str:
@@ -80,10 +84,9 @@ class ModelTrainer:
         self,
         make_backend: Callable[[], TrainingBackend],
         futures: FutureTable,
-        spawn: Callable[[Awaitable[None], str], object],
+        spawn: Spawn,
     ) -> None:
-        """``make_backend`` is called in the training thread when it is first needed. ``spawn``
-        starts a task of the server, by a coroutine and its name."""
+        """``make_backend`` is called in the training thread when it is first needed."""
         self._make_backend = make_backend
         self._backend: TrainingBackend | None = None
         self._futures = futures
@@ -97,19 +100,27 @@ class ModelTrainer:
 
     # ------------------------------------------------------------ requests
 
-    def create(
-        self, model: TrainedModel, entry: Entry, first: Callable[[], Awaitable[RequestSuccess]]
-    ) -> None:
-        """Add a model, and start its creation; later requests wait for that."""
+    def create(self, model: TrainedModel, request_id: str, create: Work) -> None:
+        """Add a model, and carry out its creation; its other requests wait for that."""
+
+        async def run() -> RequestSuccess:
+            try:
+                return await create()
+            except Exception:
+                await self.remove(model)
+                raise
+
+        entry = Entry(model.tenant)
+        self._futures.add(request_id, entry)
         self.models[model.model_id] = model
-        self._start(model, TrainingWork(entry, first))
+        self._start(model, TrainingWork(entry, run))
 
     def submit(
         self,
         model: TrainedModel,
         seq_id: int,
         digest: bytes,
-        run: Callable[[], Awaitable[RequestSuccess]],
+        run: Work,
     ) -> str:
         """Carry out a request when all of the model's earlier ones have ended; return its id.
 
@@ -119,6 +130,7 @@ class ModelTrainer:
             ApiError: another request had this ``seq_id``, or too many wait.
         """
         request_id = f"{model.model_id}:{seq_id}"
+        model.requested_s = time.time()
         if not model.order.is_known(seq_id, digest):
             entry = Entry(model.tenant)
             started = model.order.arrived(seq_id, digest, TrainingWork(entry, run))
@@ -140,7 +152,7 @@ class ModelTrainer:
 
     async def _run(self, model: TrainedModel, work: TrainingWork | None) -> None:
         while work is not None:
-            await self._futures.carry_out(work.entry, work.run())
+            await self._futures.carry_out(work.entry, work.run)
             work = model.order.finished()
 
     # ------------------------------------------------------------ work

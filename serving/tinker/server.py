@@ -8,20 +8,21 @@ import asyncio
 import concurrent.futures
 import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback, listen, url_of
-from tidegate.serving.tinker.tenants import Tenants
+from tidegate.serving.tinker.tenants import TenantLimits, Tenants
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
     from tidegate.serving.tinker.app import TinkerParts
+    from tidegate.serving.tinker.futures import Spawn
     from tidegate.serving.tinker.models import ModelTrainer
     from tidegate.serving.tinker.training import TrainingBackend
 
@@ -49,6 +50,7 @@ class TinkerServer(SyncRollouts):
         state_directory: Path | str | None = None,
         allowed_hosts: Sequence[str] = (),
         make_backend: "Callable[[Path], TrainingBackend] | None" = None,
+        limits: TenantLimits | None = None,
     ) -> None:
         """``rollouts`` is a run that was not entered yet; ``port`` 0 takes a free one.
 
@@ -57,7 +59,8 @@ class TinkerServer(SyncRollouts):
         tenant. ``state_directory``: where checkpoints are; default: a temporary directory, which
         goes with the server. ``allowed_hosts``: names beside its address that requests without a
         key may call the server by. ``make_backend`` makes the trainer from the model's directory;
-        default: :class:`~tidegate.serving.tinker.peft_training.PeftTraining`.
+        default: :class:`~tidegate.serving.tinker.peft_training.PeftTraining`. ``limits``: what one
+        tenant may have at the same time.
 
         Raises:
             ConfigError: a setting is impossible, a package is missing, or the address is taken.
@@ -74,6 +77,7 @@ class TinkerServer(SyncRollouts):
             )
         self._allowed_hosts = frozenset(name.lower() for name in allowed_hosts)
         self._make_backend = make_backend
+        self._limits = limits or TenantLimits()
         try:
             import peft  # noqa: F401
             import starlette  # noqa: F401
@@ -141,13 +145,14 @@ class TinkerServer(SyncRollouts):
     # ------------------------------------------------------------ on the run's loop
 
     async def _serve(self, scheduler: "Scheduler") -> None:
+        import tidegate.serving.tinker.listings  # noqa: F401  (registers its paths)
         from tidegate.serving.http_server import serve_app
         from tidegate.serving.tinker.app import BODY_BYTES_MAX, tinker_app
 
         async with asyncio.TaskGroup() as tasks:
 
-            def spawn(work: Awaitable[None], name: str) -> "asyncio.Task[None]":
-                return tasks.create_task(_awaited(work), name=name)
+            def spawn(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+                return tasks.create_task(work, name=name)
 
             parts = self._parts(scheduler, spawn)
             sweeping = spawn(_sweep(parts), "tinker-sweep")
@@ -165,7 +170,7 @@ class TinkerServer(SyncRollouts):
     def _parts(
         self,
         scheduler: "Scheduler",
-        spawn: "Callable[[Awaitable[None], str], asyncio.Task[None]]",
+        spawn: "Spawn",
     ) -> "TinkerParts":
         from tidegate.serving.tinker.app import TinkerParts
         from tidegate.serving.tinker.checkpoints import CheckpointStore
@@ -177,12 +182,14 @@ class TinkerServer(SyncRollouts):
         from tidegate.serving.tinker.sessions import SessionTable
         from tidegate.serving.vllm_server.active_requests import ActiveRequests
 
-        run, futures = self._rollouts._running, FutureTable()
+        run, futures = self._rollouts._running, FutureTable(spawn)
         directory = Path(self.settings.model).resolve()
         make = partial(self._make_backend or PeftTraining, directory)
         self._model_trainer = ModelTrainer(make, futures, spawn)
         adapters = EngineAdapters(run, scheduler)
         requests = ActiveRequests(scheduler)
+        checkpoints = CheckpointStore(self._state)
+        checkpoints.remove_leftovers()
         return TinkerParts(
             base_model=self._model_name or reported_name(directory),
             model_directory=directory,
@@ -192,9 +199,9 @@ class TinkerServer(SyncRollouts):
             futures=futures,
             trainer=self._model_trainer,
             adapters=adapters,
-            checkpoints=CheckpointStore(self._state),
+            checkpoints=checkpoints,
             runner=SampleRunner(scheduler, requests, adapters, run.model.stop_token_ids),
-            spawn=spawn,
+            limits=self._limits,
         )
 
 
@@ -206,10 +213,6 @@ def reported_name(directory: Path) -> str:
     """
     name = str(directory)
     return f"{name}/" if name.count("/") == 2 else name
-
-
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
 
 
 async def _sweep(parts: "TinkerParts") -> None:

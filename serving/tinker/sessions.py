@@ -78,6 +78,10 @@ class SessionTable:
         for sampler in session.samplers.values():
             self.samplers.pop(sampler.sampler_id, None)
 
+    def of(self, tenant: str) -> list[TinkerSession]:
+        """Return a tenant's sessions, the newest first."""
+        return [each for each in reversed(self._sessions.values()) if each.tenant == tenant]
+
     def silent(self, now_s: float) -> list[TinkerSession]:
         """Return the sessions whose clients have been silent for too long."""
         due_s = now_s - SESSION_TIMEOUT_S

@@ -56,3 +56,34 @@ class Tenants:
             if hmac.compare_digest(each.encode(), key.encode()):
                 found = name
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may have at the same time; the SDK waits and retries beyond that."""
+
+    models: int = 16
+    """Models in training, each with its adapter and optimizer in memory."""
+    samples: int = 4096
+    """Sampling requests that have not ended. The SDK itself sends up to 2,000 per sampler."""
+
+    def __post_init__(self) -> None:
+        for name in ("models", "samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"a tenant's {name} must be at least 1, got {getattr(self, name)}"
+                )
+
+    def check_models(self, owned: int) -> None:
+        """Raise ApiError 429 if a tenant that has ``owned`` models may have no other."""
+        if owned >= self.models:
+            raise ApiError(
+                429,
+                f"{owned} models are in training, and a tenant may have {self.models}: end a "
+                f"session with ServiceClient.close(), or start the server with --tenant-models",
+            )
+
+    def check_samples(self, running: int) -> None:
+        """Raise ApiError 429 if a tenant with ``running`` samples may have no other."""
+        if running >= self.samples:
+            raise ApiError(429, f"{running} samples run, and a tenant may have {self.samples}")

@@ -18,6 +18,7 @@ from tidegate.orchestrator.trainer.run import RunParts
 
 if TYPE_CHECKING:
     from tidegate.serving.tinker.server import TinkerServer
+    from tidegate.serving.tinker.tenants import TenantLimits
     from tidegate.serving.tinker.training import TrainingBackend
     from tidegate.serving.vllm_server.server import Backend, VLLMServer
 
@@ -131,6 +132,7 @@ def tinker_server(
     state_directory: Path | str | None = None,
     allowed_hosts: Sequence[str] = (),
     make_backend: "Callable[[Path], TrainingBackend] | None" = None,
+    limits: "TenantLimits | None" = None,
     **settings: Unpack[RunOptions],
 ) -> "TinkerServer":
     """Start engines and a trainer behind the Tinker API, as a context manager.
@@ -158,6 +160,7 @@ def tinker_server(
         state_directory=state_directory,
         allowed_hosts=allowed_hosts,
         make_backend=make_backend,
+        limits=limits,
     )
 
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
 import tidegate
+from tests.serving.tinker_server.tenant_client import Tenant
 from tidegate.errors import ConfigError
 
 pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
@@ -18,59 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
 ]
 
-TIMEOUT_S = 60
 KEYS = {"tml-alice": "alice", "tml-bob": "bob"}
-
-
-class Tenant:
-    """One tenant's client."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self.http = httpx.Client(
-            base_url=f"{url}/api/v1/", headers={"x-api-key": key}, timeout=TIMEOUT_S
-        )
-
-    def post(self, to: str, /, **body: Any) -> dict[str, Any]:
-        answer = self.http.post(to, json=body)
-        assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
-
-    def refusal(self, to: str, /, **body: Any) -> tuple[int, str]:
-        answer = self.http.post(to, json=body)
-        return answer.status_code, answer.json()["detail"]
-
-    def result(self, future: dict[str, Any]) -> dict[str, Any]:
-        return self.post("retrieve_future", request_id=future["request_id"])
-
-    def new_model(self, model: Path) -> str:
-        session = self.post("create_session", tags=[], sdk_version="0")["session_id"]
-        future = self.post(
-            "create_model",
-            session_id=session,
-            model_seq_id=0,
-            base_model=str(model),
-            lora_config={"rank": 4, "seed": 1},
-        )
-        model_id: str = self.result(future)["model_id"]
-        assert model_id == f"{session}:train:0"
-        return model_id
-
-    def forward_backward(self, model_id: str, seq_id: int, targets: list[int]) -> httpx.Response:
-        from tinker.proto import tinker_public_pb2 as pb
-
-        request = pb.ForwardBackwardRequest(
-            model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy"
-        )
-        datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = np.arange(20, 24, dtype="<i4").tobytes()
-        tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dense, tensor.dtype = np.asarray(targets, "<i8").tobytes(), pb.DTYPE_INT64
-        tensor.shape.append(len(targets))
-        headers = {"content-type": "application/x-protobuf"}
-        return self.http.post(
-            "forward_backward", content=request.SerializeToString(), headers=headers
-        )
 
 
 @pytest.fixture(scope="module")
