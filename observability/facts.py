@@ -26,13 +26,14 @@ from tidegate.observability.run_directories import (
     read_run_file,
 )
 from tidegate.observability.run_files import METRICS_FILE
+from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.transport.printable import printable, printable_values
 
 COMPARED_RUNS_MAX = 20
 """Largest number of other runs that a report compares with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Facts:
     """A run in numbers: the keys of report.json."""
 
@@ -116,6 +117,30 @@ class Facts:
     """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
     episode_failures: Sequence[Mapping[str, Any]]
     """Failed episodes by cause and reason, and what became of them."""
+
+    def figures(self) -> dict[str, object]:
+        """Return the few figures that a notebook shows first."""
+        bound = "none" if self.staleness_bound is None else self.staleness_bound
+        return {
+            "weight versions": self.versions,
+            "rollouts trained": self.rollouts_trained,
+            "training reward": _change(self.training_reward_start, self.training_reward_end),
+            "held-out reward": _change(self.reward_before, self.reward_after),
+            "staleness": f"mean {self.mean_staleness:.2f}, max {self.max_staleness}, bound {bound}",
+            "seconds": round(self.wall_s, 1),
+            "tokens per second": round(self.tokens_per_s),
+            "idle": f"trainer {self.trainer_idle_share:.0%}, engines {self.engine_idle_share:.0%}",
+        }
+
+    def __repr__(self) -> str:
+        return line("Facts", {"of": self.run, **self.figures()})
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Run {self.run}", self.figures())
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return " to ".join("-" if value is None else f"{value:.3f}" for value in (before, after))
 
 
 def read_facts(directory: Path) -> Facts:

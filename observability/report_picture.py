@@ -1,8 +1,11 @@
 """Picture of one run for its report, drawn with matplotlib: reward, staleness, and timeline.
 
-:mod:`report` calls :func:`draw_report`; the timeline comes from the run's ``trace.json``.
+:mod:`report` calls :func:`draw_report`, :mod:`recorded_run` the functions that return figures. The
+timeline comes from the run's ``trace.json``.
 """
 
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,37 @@ VERSION_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7
 """Colour of version v is number v mod 7; an excerpt shows about six versions."""
 
 
+class NotebookFigure(Figure):
+    """Figure that notebooks show without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.savefig(png, format="png", dpi=110)
+        return png.getvalue()
+
+
 def draw_report(path: Path, directory: Path, facts: Facts, metrics: list[dict[str, Any]]) -> None:
     """Draw the run's picture into a PNG file."""
-    figure = Figure(figsize=(11, 7.6), layout="constrained", facecolor="white")
+    report_figure(directory, facts, metrics).savefig(path, dpi=110)
+
+
+def metrics_figure(rows: list[dict[str, Any]], names: Sequence[str], *, over: str) -> Figure:
+    """Return a figure with one panel for each name, over another figure of the batches."""
+    figure = NotebookFigure(figsize=(11, 2.6 * len(names)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)
+    for name, axes in zip(names, panels[:, 0], strict=True):
+        _style_axes(axes, name)
+        known = [row for row in rows if row.get(name) is not None and row.get(over) is not None]
+        axes.plot([row[over] for row in known], [row[name] for row in known], color=BLUE, lw=1.6)
+        axes.grid(axis="y", color="#eef1f3")
+    panels[-1, 0].set_xlabel(over, fontsize=9, color=INK)
+    return figure
+
+
+def report_figure(directory: Path, facts: Facts, metrics: list[dict[str, Any]]) -> Figure:
+    """Return the run's picture."""
+    figure = NotebookFigure(figsize=(11, 7.6), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 3, height_ratios=[1, 1.05])
     _draw_reward(figure.add_subplot(grid[0, :2]), facts, metrics)
@@ -47,7 +78,7 @@ def draw_report(path: Path, directory: Path, facts: Facts, metrics: list[dict[st
     _draw_timeline(figure.add_subplot(grid[1, :]), directory, facts)
     modes = " · ".join(v for v in (facts.mode, facts.pause_mode, facts.kv_policy) if v)
     figure.suptitle(f"Run {facts.run}    {modes}", x=0.01, ha="left", fontsize=13, color=INK)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _style_axes(axes: Axes, title: str) -> None:

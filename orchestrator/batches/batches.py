@@ -19,10 +19,11 @@ import torch
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED, VersionRuns
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.policies.advantages import relative_to_group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PackedBatch:
     """A batch without padding: rows one after the other, for variable-length attention."""
 
@@ -53,6 +54,10 @@ class PackedBatch:
         starts = self.cu_seqlens[:-1].long()[self.row_ids]
         return torch.arange(len(starts), device=starts.device) - starts
 
+    def __repr__(self) -> str:
+        rows, tokens = len(self.cu_seqlens) - 1, len(self.token_ids)
+        return line("PackedBatch", {"rows": rows, "tokens": tokens})
+
 
 @dataclass(frozen=True, slots=True)
 class BatchShard:
@@ -68,7 +73,7 @@ class BatchShard:
     """[R]: indices of this rank's rows in the whole batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Batch:
     """The rows of one update. Rows of a group are adjacent."""
 
@@ -112,6 +117,25 @@ class Batch:
     def sampled_tokens(self) -> int:
         """Number of tokens that the loss sees."""
         return int(self.loss_mask.sum())
+
+    def _figures(self) -> dict[str, object]:
+        rows, tokens = self.token_ids.shape
+        mean = f"{self.rewards.mean().item():.3f}" if rows else "-"
+        return {
+            "number": self.number,
+            "trainer version": self.trainer_version,
+            "shape": f"{rows} x {tokens}",
+            "groups": len(np.unique(self.group_ids.cpu().numpy())),
+            "sampled tokens": self.sampled_tokens,
+            "reward": f"mean {mean}",
+            "staleness": f"max {int(self.staleness.max()) if rows else 0}",
+        }
+
+    def __repr__(self) -> str:
+        return line("Batch", self._figures())
+
+    def _repr_html_(self) -> str:
+        return html_table("Batch", self._figures())
 
 
 def build_batch(groups: Sequence[Group], trainer_version: int, number: int = 0) -> Batch:

@@ -181,7 +181,7 @@ class RunStatistics:
     episode_activity_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that all episodes spent in environments, tools, scoring and named activities."""
     trainer_activity_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that the trainer spent on each activity: train, wait, publish."""
+    """Seconds that the trainer spent on each activity: train, wait, publish, evaluate."""
     publishes: int = 0
     """Number of publishes that ``trainer_activity_s`` includes."""
     event_loop_longest_block_s: float = 0.0

@@ -54,6 +54,7 @@ from tidegate.orchestrator.scheduler.loop_watch import CHECK_INTERVAL_S
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
 from tidegate.orchestrator.settings.config import RunSettings, cores
 from tidegate.orchestrator.telemetry.forecast import Forecaster, window_groups
+from tidegate.orchestrator.telemetry.html_tables import html_table, line
 from tidegate.orchestrator.telemetry.off_policy import off_policy
 from tidegate.orchestrator.telemetry.recorder import TrainerActivity
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
@@ -217,6 +218,30 @@ class Scorer(RunHandle):
         """Add facts to the run's record, e.g. ``warm_up={"steps": 200}``."""
         if self._running.recorder is not None:
             self._running.recorder.finish(self.statistics(), **facts)
+
+    def _figures(self) -> dict[str, object]:
+        """Return what ``repr`` shows, without a call to the run's loop."""
+        if self._run is None:
+            state = "not started"
+        else:
+            state = "ended" if self._run.has_ended or self._final is not None else "running"
+        return {
+            "state": state,
+            "model": self.settings.model,
+            "engines": self.settings.fleet.engines_started,
+            "records": self.run_directory or "none",
+        }
+
+    def __repr__(self) -> str:
+        return line(type(self).__name__, self._figures())
+
+    def _repr_html_(self) -> str:
+        figures = self._figures()
+        if self._run is not None:
+            with contextlib.suppress(Exception):  # a run that could not start has no statistics
+                figures |= _figures_of(self.statistics())
+                figures["dashboard"] = self.dashboard_url or "none"
+        return html_table(type(self).__name__, figures)
 
     def refuse_blocking_call(self) -> None:
         """Raise RuntimeError on the run's own thread, which would wait for itself."""
@@ -430,6 +455,14 @@ class Rollouts(Scorer, TrainerHandle):
         offer = scheduler.core.tasks.offer if scheduler is not None else 0
         token = ResumeToken(self._running.run_id, self._batches, self._version, max(0, offer))
         return msgspec.structs.asdict(token)
+
+    @override
+    def _figures(self) -> dict[str, object]:
+        return {
+            **super()._figures(),
+            "weight version": self._version,
+            "batches": self._batches,
+        }
 
     # ------------------------------------------------------------ batches
 
@@ -888,6 +921,12 @@ class Rollouts(Scorer, TrainerHandle):
 class SyncScorer(SyncHandle[Scorer]):
     """Sync variant of :class:`Scorer`."""
 
+    def __repr__(self) -> str:
+        return line(type(self).__name__, self._handle._figures())
+
+    def _repr_html_(self) -> str:
+        return self._handle._repr_html_()
+
     @property
     def settings(self) -> RunSettings:
         """The run's settings."""
@@ -993,6 +1032,18 @@ def warn_if_oversubscribed(settings: RunSettings) -> None:
             free_cores,
             free_cores,
         )
+
+
+def _figures_of(s: RunStatistics) -> dict[str, object]:
+    """Return the figures of a snapshot that a notebook shows."""
+    bound = "none" if s.staleness_bound is None else s.staleness_bound
+    return {
+        "groups": f"{s.running_groups} running, {s.buffered_groups} buffered",
+        "rollouts": f"{s.trained_rollouts} trained, {sum(s.discarded_rollouts.values())} discarded",
+        "staleness": f"mean {s.mean_staleness:.2f}, max {s.max_staleness_seen}, bound {bound}",
+        "tokens per second": round(s.tokens_per_s),
+        "idle": f"trainer {s.trainer_idle_share:.0%}, engines {s.engine_idle_share:.0%}",
+    }
 
 
 def _text_of(error: Exception | None) -> str | None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tidegate.integrations.trl_rollout_func import trl_rollout_func
     from tidegate.integrations.trl_rollouts import TRLRollouts
     from tidegate.observability.logs import log_as_json
+    from tidegate.observability.recorded_run import RecordedRun, open_run
     from tidegate.observability.report import write_report
     from tidegate.observability.trackers import MLflow, TensorBoard, WandB
     from tidegate.orchestrator.batches.batches import Batch, PackedBatch
@@ -120,6 +121,7 @@ __all__ = [
     "RayResources",
     "Readout",
     "RecordSettings",
+    "RecordedRun",
     "RemoteRollouts",
     "RolloutDataset",
     "RolloutWorker",
@@ -153,6 +155,7 @@ __all__ = [
     "environment_episode",
     "listen",
     "log_as_json",
+    "open_run",
     "ray_workers",
     "record_routed_experts",
     "replay_routed_experts",
@@ -194,6 +197,7 @@ _HOMES = {
     "LogitsProcessor": "transport.sampling",
     "RayResources": "integrations.ray.ray_resources",
     "Readout": "orchestrator.fleet.scores",
+    "RecordedRun": "observability.recorded_run",
     "RecordSettings": "orchestrator.settings.config",
     "RemoteRollouts": "orchestrator.trainer.remote.rollouts",
     "RolloutDataset": "orchestrator.trainer.dataset",
@@ -240,6 +244,7 @@ _HOMES = {
     "serve_sync": "runs",
     "tinker_server": "runs",
     "vllm_server": "runs",
+    "open_run": "observability.recorded_run",
     "write_report": "observability.report",
     "train_on_ray": "integrations.ray.ray_trainers",
     "trl_rollout_func": "integrations.trl_rollout_func",
