@@ -115,6 +115,10 @@ class Facts:
     """Mean seconds that the trainer waited in ``publish`` for its weights to be live."""
     episode_activity_s: Mapping[str, float]
     """Seconds of all episodes by activity: environments, tools, scores, and user-named ones."""
+    tool_call_turns: int
+    """Turns that look like tool calls."""
+    parsed_tool_call_turns: int
+    """Turns whose tool calls were parsed."""
     episode_failures: Sequence[Mapping[str, Any]]
     """Failed episodes by cause and reason, and what became of them."""
 
@@ -231,6 +235,8 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
             (statistics.get("trainer_activity_s") or {}).get("publish"), statistics.get("publishes")
         ),
         episode_activity_s=statistics.get("episode_activity_s") or {},
+        tool_call_turns=statistics.get("tool_call_turns") or 0,
+        parsed_tool_call_turns=statistics.get("parsed_tool_call_turns") or 0,
         episode_failures=statistics.get("episode_failures") or (),
     )
 
@@ -295,6 +301,8 @@ _SUMMED = (
     "straggler_wait_s",
     "publishes",
     "batch_callback_errors",
+    "tool_call_turns",
+    "parsed_tool_call_turns",
 )
 """Statistics that begin at 0 in each process."""
 

@@ -126,6 +126,12 @@ def _failures(snapshot: DashboardSnapshot) -> list[MetricSample]:
     ]
 
 
+def _call_turns(snapshot: DashboardSnapshot) -> dict[str, int]:
+    """Read the turns that look like tool calls, by whether they were parsed."""
+    s = snapshot.statistics
+    return {"yes": s.parsed_tool_call_turns, "no": s.tool_call_turns - s.parsed_tool_call_turns}
+
+
 STALENESS = (
     Metric(
         "tidegate_staleness_versions",
@@ -579,6 +585,14 @@ ROLLOUTS = (
         "`rewarded`, `discarded`).",
         _failures,
         ("cause", "reason", "outcome"),
+    ),
+    Metric(
+        "tidegate_tool_call_turns_total",
+        "counter",
+        "Turns with offered tools that look like tool calls, by `parsed` (`yes`, `no`). If none is "
+        "parsed, the model writes calls in a form that is not read.",
+        by_key(_call_turns),
+        ("parsed",),
     ),
     Metric(
         "tidegate_groups_running",

@@ -7,6 +7,7 @@ Built on jinja2.
 
 import datetime
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidegate.errors import ChatRefused, ModelError
+from tidegate.orchestrator.episodes.tool_calls import is_harmony_template
 from tidegate.transport.regular_files import read_regular
 
 Message = Mapping[str, Any]
@@ -26,6 +28,9 @@ Message = Mapping[str, Any]
 
 PLACEHOLDER = "tidegate-placeholder"
 """Text searched for in rendered messages, which no template writes by itself."""
+
+LINE_SHOWN_MAX = 200
+"""Characters of a template's line that an error shows."""
 
 TEMPLATE_NAMES = ("default", "tool_use")
 """Names tried in this order in a directory with several templates."""
@@ -50,16 +55,25 @@ class ChatTemplate:
     """A model's chat template."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], now: datetime.datetime
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: datetime.datetime,
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         """``now``: the template's date, the same in every rendering, because a date that changed
-        during a conversation would change its beginning.
+        during a conversation would change its beginning. ``response_template``: how the tokenizer
+        says that replies are parsed.
 
         Raises:
             ModelError: the source is not a template, or can't render a plain conversation.
         """
         environment = _environment(now)
         self.source = source
+        self.response_template = response_template
+        self.is_harmony = is_harmony_template(source)
+        self.separates_reasoning = "reasoning_content" in source or self.is_harmony
+        """Whether messages have their reasoning apart from the content."""
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
@@ -119,7 +133,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=messages,
+                messages=_with_thinking(messages) if self.is_harmony else messages,
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -127,8 +141,21 @@ class ChatTemplate:
                 **(options or {}),  # a name given twice raises TypeError
             )
         except Exception as error:  # the template's code may raise anything
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}{self._place_of(error)}"
             raise ChatRefused(f"the chat template refuses these messages: {why}") from error
+
+    def _place_of(self, error: Exception) -> str:
+        """Return the template's line that raised, which shows the field that it reads."""
+        lines = [
+            line
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == "<template>"
+        ]
+        source = self.source.splitlines()
+        if not lines or not 0 < lines[-1] <= len(source):
+            return ""
+        text = source[lines[-1] - 1].strip()
+        return f", in line {lines[-1]} of the template: {text[:LINE_SHOWN_MAX]}"
 
     def _find_end_of_turn(self) -> str:
         """Return the text after an assistant's message, such as ``<|im_end|>\\n``."""
@@ -161,12 +188,42 @@ def read_chat_template(path: Path) -> ChatTemplate:
             f"{path} has no chat template; generate from token_ids or text that you append, or "
             f"add a chat_template.jinja"
         )
+    replies = config.get("response_template")
+    if replies is not None:
+        _check_response_template(replies, path)
     specials = {
         name: value["content"] if isinstance(value, dict) else value
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, str | dict)
     }
-    return ChatTemplate(source, specials, datetime.datetime.now().astimezone())
+    return ChatTemplate(source, specials, datetime.datetime.now().astimezone(), replies)
+
+
+def _check_response_template(template: Any, path: Path) -> None:
+    """Raise ModelError unless ``transformers`` can parse replies by this template."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(template)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"response_template in {path / 'tokenizer_config.json'} can't be used: {error}"
+        ) from None
+
+
+def _with_thinking(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the name that gpt-oss' template has for reasoning. The template takes
+    either reasoning or content beside calls, so content is added to the reasoning."""
+    renamed: list[Message] = []
+    for message in messages:
+        thinking, content = message.get("reasoning_content"), message.get("content")
+        if not thinking:
+            renamed.append(message)
+        elif content and message.get("tool_calls"):
+            renamed.append({**message, "thinking": f"{thinking}\n\n{content}", "content": ""})
+        else:
+            renamed.append({**message, "thinking": thinking})
+    return renamed
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -40,9 +40,18 @@ from tidegate.orchestrator.episodes.media_parts import (
     text_of,
 )
 from tidegate.orchestrator.episodes.model_files import ModelFiles
-from tidegate.orchestrator.episodes.tool_calls import ParsedReply, parse_reply
+from tidegate.orchestrator.episodes.tool_calls import (
+    OPEN_REASONING,
+    ParsedReply,
+    ReplyFormat,
+    end_of_call,
+    looks_like_call,
+)
 from tidegate.transport.media import Media
 from tidegate.transport.sampling import LogitsProcessor
+
+HARMONY_CALL_END = "<|call|>"
+"""Token that ends a turn of gpt-oss with a tool call."""
 
 _encoder = msgspec.json.Encoder(order="sorted", enc_hook=repr)
 
@@ -216,8 +225,12 @@ class _GeneratedMessage(Generic[Row]):
     """Length of the row's context up to the end of the turn."""
     prompt: str
     """Rendered messages before the turn, which the model continued."""
-    content: str
+    shown: str
+    """Text up to the first tool call, or all of it; a template must show it unchanged."""
+    reasoning: str
     has_tool_calls: bool
+    call_end: str
+    """Text that has stopped a turn of a single call; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +252,14 @@ class Prepared(Generic[Row]):
 
     row: Row
     messages: list[dict[str, Any]]
-    tools: list[str]
     prompt: str
     continues_final_message: bool
+    reply_format: ReplyFormat
+    """How the turn's text is read."""
     forced: LogitsProcessor | None = None
     """Logits processor that constrains the turn to a tool call."""
+    call_end: str = ""
+    """Text at which a turn of a single call stops; empty if it stops by itself."""
 
 
 class Conversation(Generic[Row]):
@@ -257,20 +273,32 @@ class Conversation(Generic[Row]):
         self._template = read_chat_template(model.path)
         self._generated: dict[bytes, _GeneratedMessage[Row]] = {}
         """Generated turns, by digest of the messages up to and including each."""
+        self._generated_without_reasoning: dict[bytes, _GeneratedMessage[Row]] = {}
+        """Generated turns with reasoning, by digest of the messages without any reasoning: clients
+        may leave it out."""
         self._requested_digests: set[bytes] = set()
         """Digests of all message prefixes requested so far."""
         self.forks: Counter[str] = Counter()
         """Number of rows begun beside the first, by reason."""
 
     async def generate(
-        self, messages: object, tools: Tools | None, tool_choice: Choice = None, **options: Any
+        self,
+        messages: object,
+        tools: Tools | None,
+        tool_choice: Choice = None,
+        *,
+        parallel_tool_calls: bool = True,
+        **options: Any,
     ) -> GeneratedTurn:
         """Generate the next message; ``options`` are those of :meth:`Episode.generate`.
 
         Raises:
             ChatRefused: the chat template has no prompt for these messages.
         """
-        return await self.generate_from(self.prepare(messages, tools, tool_choice), options)
+        prepared = self.prepare(
+            messages, tools, tool_choice, parallel_tool_calls=parallel_tool_calls
+        )
+        return await self.generate_from(prepared, options)
 
     async def read_ahead(
         self,
@@ -288,7 +316,7 @@ class Conversation(Generic[Row]):
         cache = RenderCache()
 
         def work() -> None:
-            request = _Request(plain_messages(messages), tools, rendering, cache)
+            request = _Request(self._plain(messages), tools, rendering, cache)
             prompt = self._rendered(request, request.messages)
             digests = prefix_digests(request.messages)
             text = self._continuation_of(request, digests, prompt).text
@@ -303,31 +331,66 @@ class Conversation(Generic[Row]):
         tools: Tools | None,
         tool_choice: Choice = None,
         *,
+        parallel_tool_calls: bool = True,
         rendering: ChatRendering = PLAIN_RENDERING,
         cache: RenderCache = EMPTY_CACHE,
     ) -> "Prepared[Row]":
         """Append what these messages add to a row, and reserve the row for the next turn.
 
+        Unless ``parallel_tool_calls``, the turn stops at the end of its first tool call.
         ``cache``: results of :meth:`read_ahead`.
 
         Raises:
             ChatRefused: the chat template has no prompt for these messages, or no call can be
                 forced.
         """
-        plain = plain_messages(messages)
+        plain = self._plain(messages)
         if tool_choice == "none":
             tools = None
-        names = tool_names(tools)
-        forced = None
+        schemas = tool_schemas(tools)
+        forced, call_end = None, ""
         if not is_free(tool_choice):
             forced = forced_call(tool_choice, tools, self._template.source)
+        elif schemas and not parallel_tool_calls:
+            call_end = self._end_of_single_call()
         request = _Request(plain, tools, rendering, cache)
         prompt = self._rendered(request, plain)
         refuse_if_written_out(prompt, plain)
         row = self._row_for(request, prompt)
         row.reserve()
         continues = rendering.continue_final_message
-        return Prepared(row, plain, names, prompt, continues, forced)
+        reply_format = ReplyFormat(
+            schemas,
+            self._template.separates_reasoning,
+            prompt.rstrip().endswith(OPEN_REASONING),
+            self._template.response_template,
+            prompt,
+        )
+        return Prepared(row, plain, prompt, continues, reply_format, forced, call_end)
+
+    def _end_of_single_call(self) -> str:
+        """Return the text at which a turn of one call stops; empty if it stops by itself.
+
+        Raises:
+            ChatRefused: nothing ends a call of this model before the next one.
+        """
+        end = end_of_call(self._template.source)
+        if end is None:
+            raise ChatRefused(
+                "parallel_tool_calls=False can't be honoured for this model, which writes all "
+                "calls of a turn as one list; leave it out"
+            )
+        return end
+
+    def _plain(self, messages: object) -> list[dict[str, Any]]:
+        """Return messages in normal form, with the reasoning that the client has left out."""
+        plain = plain_messages(messages)
+        if self._generated_without_reasoning:
+            for message, digest in zip(plain, prefix_digests(_unreasoned(plain)), strict=True):
+                generated = self._generated_without_reasoning.get(digest)
+                if generated is not None and "reasoning_content" not in message:
+                    message["reasoning_content"] = generated.reasoning
+        return plain
 
     async def generate_from(
         self, prepared: "Prepared[Row]", options: Mapping[str, Any]
@@ -337,19 +400,48 @@ class Conversation(Generic[Row]):
         if prepared.forced is not None:
             own = options.get("logits_processors") or ()
             options = {**options, "logits_processors": [*own, prepared.forced]}
-        turn = await row.generate(**options)
-        reply = parse_reply(self._content(turn, options), prepared.tools)
+        stops = self._stopping_at(prepared.call_end, options) if prepared.call_end else options
+        turn = await row.generate(**stops)
+        text = self._content(turn, options)
+        reply = prepared.reply_format.parse(text)
+        schemas = prepared.reply_format.tools
+        if schemas and (reply.tool_calls or looks_like_call(text, schemas)):
+            self._model.call_counts.count(text, is_parsed=bool(reply.tool_calls))
         turn.message = _message(reply, f"{row.rollout_id}-{turn.number}")
         [message] = plain_messages([turn.message])
         if prepared.continues_final_message:
             *messages, begun = messages
             message["content"] = text_of(begun["content"]) + message["content"]
-        key = prefix_digests([*messages, message])[-1]
         has_calls = bool(reply.tool_calls)
-        self._generated[key] = _GeneratedMessage(
-            row, row.num_tokens, prepared.prompt, reply.content, has_calls
+        generated = _GeneratedMessage(
+            row,
+            row.num_tokens,
+            prepared.prompt,
+            reply.shown,
+            reply.reasoning,
+            has_calls,
+            prepared.call_end if has_calls and self._is_open_at(row) else "",
         )
+        whole = [*messages, message]
+        self._generated[prefix_digests(whole)[-1]] = generated
+        if reply.reasoning:
+            key = prefix_digests(_unreasoned(whole))[-1]
+            self._generated_without_reasoning[key] = generated
         return turn
+
+    def _stopping_at(self, call_end: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return options by which a turn stops at the end of its first tool call."""
+        token_id = self._model.tokenizer.token_to_id(call_end)
+        if token_id is None:
+            stops = [*(options.get("stop_strings") or ()), call_end]
+            return {**options, "stop_strings": stops}
+        own = options.get("stop_token_ids")
+        stop_ids = [*(self._model.stop_token_ids if own is None else own), token_id]
+        return {**options, "stop_token_ids": stop_ids}
+
+    def _is_open_at(self, row: Row) -> bool:
+        """Whether a row ends without a token that ends turns."""
+        return row.token_ids[-1] not in self._model.stop_token_ids
 
     async def prompt_tokens(
         self,
@@ -397,7 +489,7 @@ class Conversation(Generic[Row]):
     ) -> _Continuation[Row]:
         messages, why = request.messages, self._fork_reason(digests)
         cut = self._generated.get(digests[-1]) if request.rendering.continue_final_message else None
-        if cut is not None and self._is_open(cut) and prompt == cut.prompt + cut.content:
+        if cut is not None and self._is_open(cut) and prompt == cut.prompt + cut.shown:
             return _Continuation(cut, "", [], "")
         for index in range(len(messages) - 2, -1, -1):
             generated = self._generated.get(digests[index])
@@ -471,21 +563,47 @@ class Conversation(Generic[Row]):
             return None
         begin = len(generated.prompt)
         end_of_turn = self._template.end_of_turn.strip() or self._template.end_of_turn
-        if not end_of_turn:
-            is_there = prompt.startswith(generated.content, begin) and not generated.has_tool_calls
-            return prompt[begin + len(generated.content) :] if is_there else None
+        if self._template.is_harmony:
+            if not generated.has_tool_calls:
+                return None  # a finished answer loses its reasoning, and has another end
+            end_of_turn = HARMONY_CALL_END
+        try:
+            if end_of_turn:
+                common = _common(prompt, self._with_other_text(request, start))
+                end = common.rfind(end_of_turn, begin)
+            else:
+                end = self._end_without_mark(request, start, prompt)
+        except ChatRefused:
+            return None
+        rendered, shown = _squeezed(prompt[begin:end]), _squeezed(generated.shown)
+        is_same = rendered.startswith(shown) if generated.has_tool_calls else rendered == shown
+        if end < begin or not is_same:
+            return None
+        if generated.call_end:  # the model was stopped there: what closes its calls is given
+            after_call = prompt.rfind(generated.call_end, begin, end)
+            if after_call < 0:
+                return None
+            end = after_call + len(generated.call_end)
+        return prompt[end:]
+
+    def _with_other_text(self, request: _Request, start: int) -> str:
+        """Return the prompt with another text in message ``start``."""
         messages, first = request.messages, request.messages[start]
         text = text_of(first["content"])
         other = PLACEHOLDER if text.lstrip()[:1] != PLACEHOLDER[0] else "0"
-        try:
-            changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
-            common = _common(prompt, self._rendered(request, changed))
-        except ChatRefused:
-            return None
-        end = common.rfind(end_of_turn, begin)
-        rendered, content = _squeezed(prompt[begin:end]), _squeezed(generated.content)
-        is_same = rendered.startswith(content) if generated.has_tool_calls else rendered == content
-        return prompt[end:] if end >= begin and is_same else None
+        changed = [*messages[:start], {**first, "content": other}, *messages[start + 1 :]]
+        return self._rendered(request, changed)
+
+    def _end_without_mark(self, request: _Request, start: int, prompt: str) -> int:
+        """Return where message ``start`` begins in the prompt of a template that ends no turn, such
+        as GLM's, where the next message's header does; -1 if the template changes the past."""
+        so_far = self._template.render(
+            request.messages[:start],
+            request.tools,
+            add_generation_prompt=False,
+            options=request.rendering.names,
+        )
+        return len(so_far) if prompt.startswith(so_far) else -1
 
     # ------------------------------------------------------------ text of a turn
 
@@ -494,13 +612,15 @@ class Conversation(Generic[Row]):
         stops = options.get("stop_token_ids")
         stops = self._model.stop_token_ids if stops is None else stops
         ids = turn.token_ids
-        if turn.finish_reason != "stop" or not ids:
-            return turn.text
-        if ids[-1] in stops:
-            return str(self._model.tokenizer.decode(ids[:-1], skip_special_tokens=True))
-        positions = [turn.text.rfind(stop) for stop in options.get("stop_strings") or ()]
+        is_stopped = turn.finish_reason == "stop" and bool(ids)
+        if is_stopped and ids[-1] in stops:
+            return self._model.reply_text(ids[:-1])
+        text = self._model.reply_text(ids)
+        if not is_stopped:
+            return text
+        positions = [text.rfind(stop) for stop in options.get("stop_strings") or ()]
         ends = [position for position in positions if position >= 0]
-        return turn.text[: min(ends)] if ends else turn.text
+        return text[: min(ends)] if ends else text
 
 
 def _digest(messages: list[dict[str, Any]], tools: Tools | None, rendering: ChatRendering) -> bytes:
@@ -509,31 +629,37 @@ def _digest(messages: list[dict[str, Any]], tools: Tools | None, rendering: Chat
     return hashlib.blake2b(given, digest_size=16).digest()
 
 
-def tool_names(tools: object) -> list[str]:
-    """Return the names of tools in OpenAI's form.
+def _unreasoned(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: m[k] for k in m if k != "reasoning_content"} for m in messages]
+
+
+def tool_schemas(tools: object) -> dict[str, Any]:
+    """Return the JSON schema of the parameters of each tool in OpenAI's form, by name.
 
     Raises:
         ChatRefused: they are in another form.
     """
     if tools is None:
-        return []
+        return {}
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise ChatRefused("tools must be a list")
-    names: list[str] = []
+    schemas: dict[str, Any] = {}
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatRefused(f"tools[{number}] must have a function with a name")
-        names.append(function["name"])
-    return names
+        schemas[function["name"]] = function.get("parameters") or {}
+    return schemas
 
 
 def _message(reply: ParsedReply, turn_name: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["tool_calls"] = [
             {
-                "id": f"call_{turn_name}-{number}",
+                "id": call.call_id or f"call_{turn_name}-{number}",
                 "type": "function",
                 "function": {
                     "name": call.name,
@@ -562,4 +688,4 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-__all__ = ["Conversation", "Message", "Tools", "tool_names"]
+__all__ = ["Conversation", "Message", "Tools"]

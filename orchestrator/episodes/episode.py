@@ -398,6 +398,10 @@ class Episode(ScoringEpisode):
         """Return tokens as text, without special tokens."""
         return str(self._model.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def reply_text(self, token_ids: Sequence[int]) -> str:
+        """Return a reply's tokens as text, as :meth:`ModelFiles.reply_text`."""
+        return self._model.reply_text(token_ids)
+
     def row_from(self, context: Sequence[int]) -> "Episode":
         """Return a row with exactly this context: the row that it continues, or a new branch."""
         context = list(context)
@@ -530,6 +534,7 @@ class Episode(ScoringEpisode):
         messages: Sequence[Message] | None = None,
         tools: Tools | None = None,
         tool_choice: Choice = None,
+        parallel_tool_calls: bool = True,
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int = 0,
@@ -547,7 +552,7 @@ class Episode(ScoringEpisode):
         rendered by the model's chat template, and add ``turn.message`` to it. Turns generated
         before keep their tokens; see :mod:`conversation` for when the context forks.
         ``tool_choice`` is OpenAI's: ``required`` or a named function constrains the turn to a tool
-        call.
+        call. So is ``parallel_tool_calls``: False stops the turn at the end of its first call.
 
         If it is cancelled, or after ``timeout_s``, the engine stops; tokens sampled so far stay in
         the context.
@@ -563,6 +568,7 @@ class Episode(ScoringEpisode):
                 messages,
                 tools,
                 tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_k=top_k,

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 
 from tidegate.errors import ModelError
 from tidegate.orchestrator.core.token_arrays import token_array
+from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
+from tidegate.orchestrator.episodes.tool_calls import kept_special_tokens
 from tidegate.orchestrator.settings.hub import missing_model_hint
 from tidegate.transport.regular_files import check_all_regular, read_regular
 
@@ -81,9 +83,24 @@ class ModelFiles:
     """Dtype of the weights by config.json, such as ``float32``; empty if it has none."""
     token_cache: TokenCache = field(init=False, compare=False, repr=False)
     """Cached tokens of texts that episodes append."""
+    call_counts: ToolCallCounts = field(init=False, compare=False, repr=False)
+    """Counts of turns that look like tool calls."""
+    hidden_token_ids: frozenset[int] | None = field(init=False, compare=False, repr=False)
+    """Special tokens that a reply's text does not show; None if it shows none at all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_cache", TokenCache(self.tokenizer))
+        object.__setattr__(self, "call_counts", ToolCallCounts())
+        object.__setattr__(self, "hidden_token_ids", _hidden_token_ids(self.tokenizer))
+
+    def reply_text(self, token_ids: Sequence[int]) -> str:
+        """Return a reply's tokens as text, without special tokens but marks of calls and channels,
+        which some models have as special tokens."""
+        hidden = self.hidden_token_ids
+        if hidden is None:
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False))
 
     async def encoded(self, text: str) -> list[int]:
         """Return a text as tokens, without special tokens; a long one is encoded in a thread."""
@@ -94,6 +111,16 @@ class ModelFiles:
     def encode(self, text: str) -> list[int]:
         """Return a text as tokens, without special tokens, encoded in the calling thread."""
         return encode_text(self.tokenizer, text)
+
+
+def _hidden_token_ids(tokenizer: Tokenizer) -> frozenset[int] | None:
+    special = {
+        token.content: token_id
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
+    }
+    kept = kept_special_tokens(special)
+    return frozenset(special[name] for name in special.keys() - kept) if kept else None
 
 
 def encode_text(tokenizer: Tokenizer, text: str, adds_special_tokens: bool = False) -> list[int]:

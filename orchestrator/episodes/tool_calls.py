@@ -1,47 +1,23 @@
-"""Parser of tool calls in a model's output, for the formats that model families are trained on.
+"""Reader of a model's replies: splits a turn's text into reasoning, content and tool calls.
 
-    <tool_call>{"name": …, "arguments": …}</tool_call>     Hermes, Qwen; any number of them
-    {"name": …, "parameters": …}                            Llama 3, the whole of a turn
-    …function…NAME, a block of JSON; or …NAME…{…}           DeepSeek V3 and R1; V3.1: between marks
-                                                            of its own, any number of them
-    [TOOL_CALLS] [{"name": …, "arguments": …}, …]           Mistral, the end of a turn; or all of
-                                                            it: the mark may be a special token
-
-:class:`Conversation`, the gateway and the dashboard use it. Text that can't be parsed stays in the
-content unchanged: whether that is an error is the agent's decision. Standard library only
-(``json``, ``re``).
+:class:`Conversation`, the gateway's streams and the dashboard use it. :data:`FORMATS` has one
+record for each form of calls that model families are trained on. A text in none of them, or with a
+call that can't be parsed, stays in the content unchanged: whether that is an error is the agent's
+decision. Standard library only, but for templates of ``transformers`` (:class:`ReplyFormat`).
 """
 
+import ast
+import contextlib
 import json
+import math
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-def _deepseek_mark(name: str) -> str:
-    """Return a special token of DeepSeek's, with its own characters for bars and blanks."""
-    return "<\uff5c" + name.replace(" ", "\u2581") + "\uff5c>"
-
-
-_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR = map(
-    _deepseek_mark,
-    ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep"),
-)
-_DEEPSEEK_CALLS = re.compile(rf"{_CALLS}(.*?)(?:{_CALLS_END}|\Z)", re.DOTALL)
-_DEEPSEEK_CALL = re.compile(rf"{_CALL}(.*?){_SEPARATOR}(.*?)(?:{_CALL_END}|\Z)", re.DOTALL)
-_JSON_BLOCK = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
-
-MISTRAL_MARK = "[TOOL_CALLS]"
-
-PYTHON_TAG = "<|python_tag|>"
-"""Optional beginning of a Llama 3 call."""
-
-_MARKS = ("<tool_call>", _CALLS, MISTRAL_MARK, PYTHON_TAG)
-_BEGIN_CALLS = ("{", "[")
-"""First characters of turns that are calls without a mark."""
+OfferedTools = Collection[str]
+"""Names of the offered tools; as a mapping, with the JSON schema of each one's parameters, by which
+arguments that are written as text get their types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,93 +26,31 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    call_id: str = ""
+    """Id that the model has written itself, which its chat template shows again; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """Text and tool calls of a turn."""
+    """Parts of a turn's text."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """Reasoning of a model whose template takes it apart from the content; else empty."""
+    shown: str = field(default="", compare=False)
+    """Text before the first call as the model wrote it, reasoning included; without a call, all of
+    the text. A template that shows the reply again shows this text unchanged."""
 
 
-def parse_reply(text: str, tools: Collection[str]) -> ParsedReply:
-    """Split a turn's text into content and calls; ``tools`` are the names of the offered tools."""
-    if not tools:
-        return ParsedReply(text)
-    reply = _hermes(text) or _llama(text, tools) or _deepseek(text) or _mistral(text, tools)
-    return reply or ParsedReply(text)
+# ---------------------------------------------------------------- calls as JSON
 
 
-def settled_text(text: str, tools: Collection[str], stops: Collection[str] = ()) -> str:
-    """Return the text of a running turn that is certain to begin its content, whatever follows.
-
-    It ends where a call, or one of the strings that end the turn, may begin.
-    """
-    marks = tuple(stops)
-    if tools:
-        if text[:1] in _BEGIN_CALLS or text[:1].isspace():
-            return ""  # all of it may be a call, or be trimmed for one that follows
-        marks += _MARKS
-    settled = text[: min((_may_begin(mark, text) for mark in marks), default=len(text))]
-    return settled.rstrip() if tools else settled
-
-
-def _may_begin(mark: str, text: str) -> int:
-    """Return the index at which a mark stands or may begin; else the text's length."""
-    index = text.find(mark)
-    if index >= 0:
-        return index
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return len(text) - next((n for n in lengths if text.endswith(mark[:n])), 0)
-
-
-def _hermes(text: str) -> ParsedReply | None:
-    blocks = _HERMES.findall(text)
-    calls = [_call(_json(block), "arguments") for block in blocks]
-    parsed = tuple(call for call in calls if call is not None)
-    if not parsed or len(parsed) < len(blocks):
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
-    return ParsedReply(_HERMES.sub("", text).strip(), parsed)
-
-
-def _llama(text: str, tools: Collection[str]) -> ParsedReply | None:
-    """Parse a turn that is one JSON object, if its ``name`` is an offered tool's: other JSON may be
-    the model's answer."""
-    stripped = text.strip().removeprefix(PYTHON_TAG).strip()
-    if not stripped.startswith("{"):
-        return None
-    call = _call(_json(stripped), "parameters")
-    return ParsedReply("", (call,)) if call is not None and call.name in tools else None
-
-
-def _deepseek(text: str) -> ParsedReply | None:
-    pairs = [p for block in _DEEPSEEK_CALLS.findall(text) for p in _DEEPSEEK_CALL.findall(block)]
-    calls = [_deepseek_call(before.strip(), after) for before, after in pairs]
-    parsed = tuple(call for call in calls if call is not None)
-    if not parsed or len(parsed) < len(pairs):
-        return None
-    return ParsedReply(_DEEPSEEK_CALLS.sub("", text).strip(), parsed)
-
-
-def _deepseek_call(before: str, after: str) -> ToolCall | None:
-    """Parse one call: V3.1 has ``NAME`` and JSON around the separator; V3 and R1 have a type before
-    it, and ``NAME`` with a fenced JSON block after it."""
-    block = _JSON_BLOCK.fullmatch(after)
-    name, arguments = (before, after) if block is None else (block[1], block[2])
-    return _call({"name": name, "arguments": _json(arguments)}, "arguments")
-
-
-def _mistral(text: str, tools: Collection[str]) -> ParsedReply | None:
-    """Parse ``[TOOL_CALLS] [...]``, or a bare JSON list if each item calls an offered tool."""
-    content, mark, payload = text.rpartition(MISTRAL_MARK)
-    values = _json(payload.strip())
-    if not isinstance(values, list) or not values:
-        return None
-    parsed = tuple(call for value in values if (call := _call(value, "arguments")) is not None)
-    if len(parsed) < len(values) or not (mark or all(call.name in tools for call in parsed)):
-        return None
-    return ParsedReply(content.strip(), parsed)
 
 
 def _call(value: object, arguments_key: str) -> ToolCall | None:
@@ -148,8 +62,546 @@ def _call(value: object, arguments_key: str) -> ToolCall | None:
     return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+def _reply(content: str, calls: Sequence[ToolCall | None]) -> ParsedReply | None:
+    """Return a reply with these calls; None if there are none, or one can't be parsed."""
+    parsed = tuple(call for call in calls if call is not None)
+    return ParsedReply(content, parsed) if parsed and len(parsed) == len(calls) else None
+
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def _hermes(text: str, tools: OfferedTools) -> ParsedReply | None:
+    calls = [_call(_json(block), "arguments") for block in _HERMES.findall(text)]
+    return _reply(_HERMES.sub("", text).strip(), calls)
+
+
+PYTHON_TAG = "<|python_tag|>"
+"""Optional beginning of a Llama 3 call."""
+
+
+def _llama(text: str, tools: OfferedTools) -> ParsedReply | None:
+    """Parse a turn that is one JSON object, if its ``name`` is an offered tool's: other JSON may be
+    the model's answer."""
+    stripped = text.strip().removeprefix(PYTHON_TAG).strip()
+    if not stripped.startswith("{"):
         return None
+    call = _call(_json(stripped), "parameters")
+    return ParsedReply("", (call,)) if call is not None and call.name in tools else None
+
+
+def _deepseek_mark(name: str) -> str:
+    """Return a special token of DeepSeek's, with its own characters for bars and blanks."""
+    return "<\uff5c" + name.replace(" ", "\u2581") + "\uff5c>"
+
+
+_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR = DEEPSEEK_MARKS = tuple(
+    map(
+        _deepseek_mark,
+        ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep"),
+    )
+)
+_DEEPSEEK_CALLS = re.compile(rf"{_CALLS}(.*?)(?:{_CALLS_END}|\Z)", re.DOTALL)
+_DEEPSEEK_CALL = re.compile(rf"{_CALL}(.*?){_SEPARATOR}(.*?)(?:{_CALL_END}|\Z)", re.DOTALL)
+_JSON_BLOCK = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+
+
+def _deepseek(text: str, tools: OfferedTools) -> ParsedReply | None:
+    pairs = [p for block in _DEEPSEEK_CALLS.findall(text) for p in _DEEPSEEK_CALL.findall(block)]
+    calls = [_deepseek_call(before.strip(), after) for before, after in pairs]
+    return _reply(_DEEPSEEK_CALLS.sub("", text).strip(), calls)
+
+
+def _deepseek_call(before: str, after: str) -> ToolCall | None:
+    """Parse one call: V3.1 has ``NAME`` and JSON around the separator; V3 and R1 have a type before
+    it, and ``NAME`` with a fenced JSON block after it."""
+    block = _JSON_BLOCK.fullmatch(after)
+    name, arguments = (before, after) if block is None else (block[1], block[2])
+    return _call({"name": name, "arguments": _json(arguments)}, "arguments")
+
+
+MISTRAL_MARK = "[TOOL_CALLS]"
+
+
+def _mistral(text: str, tools: OfferedTools) -> ParsedReply | None:
+    """Parse ``[TOOL_CALLS] [...]``, or a bare JSON list if each item calls an offered tool."""
+    content, mark, payload = text.rpartition(MISTRAL_MARK)
+    values = _json(payload.strip())
+    if not isinstance(values, list) or not values:
+        return None
+    reply = _reply(content.strip(), [_call(value, "arguments") for value in values])
+    if reply is None or not (mark or all(call.name in tools for call in reply.tool_calls)):
+        return None
+    return reply
+
+
+KIMI_MARKS = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+_KIMI_SECTION = re.compile(
+    r"<\|tool_calls_section_begin\|>(.*?)(?:<\|tool_calls_section_end\|>|\Z)", re.DOTALL
+)
+_KIMI_CALL = re.compile(
+    r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)",
+    re.DOTALL,
+)
+_KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+):\d+")
+
+
+def _kimi(text: str, tools: OfferedTools) -> ParsedReply | None:
+    pairs = [p for block in _KIMI_SECTION.findall(text) for p in _KIMI_CALL.findall(block)]
+    calls = [_kimi_call(call_id.strip(), arguments) for call_id, arguments in pairs]
+    return _reply(_KIMI_SECTION.sub("", text).strip(), calls)
+
+
+def _kimi_call(call_id: str, arguments: str) -> ToolCall | None:
+    """Parse one call, whose id is ``functions.NAME:NUMBER``."""
+    named = _KIMI_ID.fullmatch(call_id)
+    if named is None:
+        return None
+    call = _call({"name": named["name"], "arguments": _json(arguments)}, "arguments")
+    return None if call is None else replace(call, call_id=call_id)
+
+
+# ---------------------------------------------------------------- calls as tags
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """Tags of a format that writes each argument as text between tags of its own."""
+
+    call: re.Pattern[str]
+    """Beginning of a call; its group is the tool's name."""
+    call_end: str
+    argument: re.Pattern[str]
+    """Beginning of an argument; its group is the argument's name."""
+    argument_end: re.Pattern[str]
+    """End of an argument: only before another argument or the call's end, because a value, such as
+    a program, may have the same tag in it."""
+    wrapper: tuple[str, str] = ("", "")
+    """Tags around one or several calls, which some models leave out."""
+    pads_values: bool = False
+    """Whether a value stands on lines of its own."""
+
+    def read(self, text: str, tools: OfferedTools) -> ParsedReply | None:
+        """Parse all calls of a text."""
+        content, position = "", 0
+        calls: list[ToolCall] = []
+        begin, end = self.wrapper
+        while (opening := self.call.search(text, position)) is not None:
+            before = text[position : opening.start()]
+            content += before.rstrip().removesuffix(begin)
+            arguments, position = self._arguments(text, opening.end(), opening[1], tools)
+            if arguments is None:
+                return None
+            calls.append(ToolCall(opening[1], arguments))
+            closing = len(text) - len(text[position:].lstrip())
+            if end and text.startswith(end, closing):
+                position = closing + len(end)
+        return _reply((content + text[position:]).strip(), calls)
+
+    def _arguments(
+        self, text: str, position: int, tool: str, tools: OfferedTools
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Parse a call's arguments; return them, None if the call is cut off, and its end."""
+        schemas = _argument_schemas(tool, tools)
+        arguments: dict[str, Any] = {}
+        while True:
+            position = len(text) - len(text[position:].lstrip())
+            if text.startswith(self.call_end, position):
+                return arguments, position + len(self.call_end)
+            opening = self.argument.match(text, position)
+            if opening is None:
+                return None, position
+            closing = self.argument_end.search(text, opening.end())
+            if closing is None:
+                return None, position
+            value = text[opening.end() : closing.start()]
+            if self.pads_values:
+                value = value.removeprefix("\n").removesuffix("\n")
+            arguments[opening[1]] = typed_value(value, schemas.get(opening[1]))
+            position = closing.end()
+
+
+_QWEN_CODER = _Tags(
+    call=re.compile(r"<function=([^>\s]+)>"),
+    call_end="</function>",
+    argument=re.compile(r"<parameter=([^>\n]+)>"),
+    argument_end=re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))"),
+    wrapper=("<tool_call>", "</tool_call>"),
+    pads_values=True,
+)
+_GLM = _Tags(
+    call=re.compile(r"<tool_call>\s*([^\s<>{}]+)\s*(?=<arg_key>|</tool_call>)"),
+    call_end="</tool_call>",
+    argument=re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>"),
+    argument_end=re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))"),
+)
+_MINIMAX = _Tags(
+    call=re.compile(r'<invoke name="([^"]+)">'),
+    call_end="</invoke>",
+    argument=re.compile(r'<parameter name="([^"]+)">'),
+    argument_end=re.compile(r"</parameter>(?=\s*(?:<parameter |</invoke>))"),
+    wrapper=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+
+
+def _argument_schemas(tool: str, tools: OfferedTools) -> Mapping[str, Any]:
+    schema = tools.get(tool) if isinstance(tools, Mapping) else None
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _types(schema: object) -> set[str]:
+    """Return the types that a JSON schema names, of its alternatives too."""
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, list):
+        types = {each for each in declared if isinstance(each, str)}
+    for alternatives in ("anyOf", "oneOf"):
+        for each in schema.get(alternatives) or ():
+            types |= _types(each)
+    return types
+
+
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+}
+"""Types of Python's values by their names in JSON schemas."""
+
+
+def typed_value(text: str, schema: object) -> Any:
+    """Return an argument written as text, with a type that its schema names; else the text.
+
+    Templates write values that are no strings as JSON or as Python does: ``true`` or ``True``.
+    """
+    types = _types(schema)
+    if not types or types & {"string", "null"} == {"string"}:
+        return text
+    bare = text.strip()
+    if bare in ("null", "None"):
+        return None
+    if "string" in types:
+        return text
+    value = _plain_value(bare)
+    if isinstance(value, float) and "number" not in types and value.is_integer():
+        value = int(value)  # 3.0 is an integer of JSON schema
+    return value if any(_has_type(value, each) for each in types) else text
+
+
+def _plain_value(text: str) -> object:
+    """Return a value that is written in JSON or in Python; None if it is in neither."""
+    for read in (_json, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            value: object = read(text)
+            if value is not None:
+                return value
+    return None
+
+
+def _has_type(value: object, name: str) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return False  # JSON has no such number
+    is_boolean = isinstance(value, bool)
+    return isinstance(value, _PYTHON_TYPES.get(name, ())) and is_boolean == (name == "boolean")
+
+
+# ---------------------------------------------------------------- gpt-oss
+
+
+HARMONY_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+"""Special tokens of gpt-oss, whose turn is several messages, each on a channel."""
+
+_HARMONY_MESSAGE = re.compile(
+    r"(?:<\|start\|>)?(?P<header>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
+    r"(?P<body>.*?)(?P<end><\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+
+
+def _harmony(text: str, tools: OfferedTools) -> ParsedReply:
+    """Parse gpt-oss' channels: analysis is reasoning, a message to a recipient is a call, and all
+    others are content, with a call that can't be parsed."""
+    content, reasoning, shown = "", "", ""
+    calls: list[ToolCall] = []
+    for message in _HARMONY_MESSAGE.finditer(text):
+        channel, recipient = (p.search(message["header"]) for p in (_CHANNEL, _RECIPIENT))
+        if recipient is not None and tools:
+            arguments = _json(message["body"]) if message["body"].strip() else {}
+            call = _call({"name": recipient[1], "arguments": arguments}, "arguments")
+            if call is None:
+                content += message[0]
+                continue
+            shown = shown if calls else text[: message.start()]
+            calls.append(call)
+        elif channel is not None and channel[1] == "analysis":
+            reasoning += message["body"]
+        else:
+            content += message["body"]
+    return ParsedReply(content, tuple(calls), reasoning, shown if calls else text)
+
+
+def _harmony_settled(text: str) -> str:
+    """Return the content of a running turn that no later token changes."""
+    text = text[: min(_may_end_in(mark, text) for mark in HARMONY_MARKS)]
+    for message in _HARMONY_MESSAGE.finditer(text):
+        if _RECIPIENT.search(message["header"]):
+            text = text[: message.start()]
+            break
+    return _harmony(text, ()).content
+
+
+# ---------------------------------------------------------------- the formats
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """One form of tool calls."""
+
+    models: str
+    """Model families that are trained on it."""
+    marks: tuple[str, ...]
+    """Texts with which calls begin; a stream sends nothing from there on."""
+    read: Callable[[str, OfferedTools], ParsedReply | None]
+    """Parse a text; None if it has no call of this form, or one that can't be parsed."""
+    end: str | None
+    """Text that ends one call, where a turn of a single call may stop; empty if turns of this form
+    have a single call anyway, None if nothing ends a call before the next one."""
+    special: tuple[str, ...] = ()
+    """Marks that are special tokens, which text would not show."""
+
+
+FORMATS: tuple[CallFormat, ...] = (
+    CallFormat(
+        "Qwen3-Coder, Qwen3.5", ("<tool_call>", "<function="), _QWEN_CODER.read, "</tool_call>"
+    ),
+    CallFormat("GLM-4.5 to 5", ("<tool_call>",), _GLM.read, "</tool_call>"),
+    CallFormat("Hermes, Qwen2.5, Qwen3", ("<tool_call>",), _hermes, "</tool_call>"),
+    CallFormat("MiniMax M2", ("<minimax:tool_call>", "<invoke name="), _MINIMAX.read, "</invoke>"),
+    CallFormat("Kimi K2", KIMI_MARKS[:1], _kimi, KIMI_MARKS[4], KIMI_MARKS),
+    CallFormat("Llama 3", (PYTHON_TAG,), _llama, "", (PYTHON_TAG,)),
+    CallFormat("DeepSeek V3, R1, V3.1", (_CALLS,), _deepseek, _CALL_END, DEEPSEEK_MARKS),
+    CallFormat("Mistral", (MISTRAL_MARK,), _mistral, None, (MISTRAL_MARK,)),
+)
+"""Forms of calls, in the order in which they are tried. gpt-oss has one of its own, because its
+channels are in every turn."""
+
+_MARKS = tuple(dict.fromkeys(mark for each in FORMATS for mark in each.marks))
+_BEGIN_CALLS = ("{", "[")
+"""First characters of turns that are calls without a mark."""
+
+_LOOKS_LIKE_CALL = re.compile(
+    r"<[|\uff5c/]?\s*(?:\w+:)?(?:tool|function|invoke)|\[TOOL_CALLS|to=functions\.|python_tag",
+    re.IGNORECASE,
+)
+
+
+def end_of_call(template: str) -> str | None:
+    """Return :attr:`CallFormat.end` of the form of calls in a chat template's source; empty if it
+    has none."""
+    return next((each.end for each in FORMATS if any(mark in template for mark in each.marks)), "")
+
+
+def kept_special_tokens(vocabulary: Collection[str]) -> set[str]:
+    """Return the special tokens that are marks of calls or channels, of those in a vocabulary."""
+    marks = {mark for each in FORMATS for mark in each.special}
+    if all(mark in vocabulary for mark in HARMONY_MARKS[:4]):  # others have <|end|> alone
+        marks |= set(HARMONY_MARKS)
+    return marks & set(vocabulary)
+
+
+def looks_like_call(text: str, tools: OfferedTools) -> bool:
+    """Whether a text seems to have a tool call, of whatever form."""
+    if _LOOKS_LIKE_CALL.search(text):
+        return True
+    names = [name for name in tools if name in text]
+    return any(re.search(rf'["\']{re.escape(name)}["\']\s*,', text) for name in names)
+
+
+def parse_reply(
+    text: str,
+    tools: OfferedTools,
+    *,
+    separates_reasoning: bool = False,
+    is_reasoning_open: bool = False,
+) -> ParsedReply:
+    """Split a turn's text into reasoning, content and calls.
+
+    ``separates_reasoning``: whether ``<think>…</think>`` is taken out of the content.
+    ``is_reasoning_open``: whether the prompt has ended with ``<think>``.
+    """
+    if _is_harmony(text):
+        return _harmony(text, tools)
+    head, reasoning = "", ""
+    if separates_reasoning:
+        head, reasoning = _reasoning(text, is_open=is_reasoning_open)
+    rest = text[len(head) :]
+    if separates_reasoning and head:
+        rest = rest.lstrip("\n")
+    reply = None
+    if tools:
+        reply = next((r for each in FORMATS if (r := each.read(rest, tools)) is not None), None)
+    if reply is None:
+        return ParsedReply(rest, (), reasoning, text)
+    return replace(reply, reasoning=reasoning, shown=head + reply.content)
+
+
+def settled_text(
+    text: str,
+    tools: OfferedTools,
+    stops: Collection[str] = (),
+    *,
+    separates_reasoning: bool = False,
+    is_reasoning_open: bool = False,
+) -> str:
+    """Return the text of a running turn that is certain to begin its content, whatever follows.
+
+    It ends where a call, or one of the strings that end the turn, may begin. The options are those
+    of :func:`parse_reply`.
+    """
+    if _is_harmony(text) or (text and any(mark.startswith(text) for mark in HARMONY_MARKS)):
+        return _before_mark(_harmony_settled(text), stops)
+    if separates_reasoning:
+        head, _ = _reasoning(text, is_open=is_reasoning_open)
+        begun = text.lstrip()
+        if head == text or OPEN_REASONING.startswith(begun):
+            return ""
+        text = text[len(head) :].lstrip("\n") if head else text
+    if tools and (text[:1] in _BEGIN_CALLS or text[:1].isspace()):
+        return ""  # all of it may be a call, or be trimmed for one that follows
+    settled = _before_mark(text, (*stops, *_MARKS) if tools else tuple(stops))
+    return settled.rstrip() if tools else settled
+
+
+OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
+
+
+def _reasoning(text: str, *, is_open: bool) -> tuple[str, str]:
+    """Return the text up to the end of the reasoning, and the reasoning; both empty without."""
+    begun = text.lstrip().startswith(OPEN_REASONING)
+    if not (begun or is_open):
+        return "", ""
+    end = text.find(CLOSE_REASONING)
+    head = text if end < 0 else text[: end + len(CLOSE_REASONING)]
+    reasoning = head.removesuffix(CLOSE_REASONING).strip("\n") if end >= 0 else head.strip("\n")
+    return head, reasoning.lstrip().removeprefix(OPEN_REASONING).strip("\n") if begun else reasoning
+
+
+def is_harmony_template(template: str) -> bool:
+    """Whether a chat template's source writes gpt-oss' channels."""
+    return "<|channel|>" in template and "<|message|>" in template
+
+
+def _is_harmony(text: str) -> bool:
+    return text.startswith(("<|channel|>", "<|start|>")) or "<|message|>" in text
+
+
+def _before_mark(text: str, marks: Collection[str]) -> str:
+    """Return a text up to where one of the marks stands, or may begin at its end."""
+    return text[: min((_may_begin(mark, text) for mark in marks), default=len(text))]
+
+
+def _may_begin(mark: str, text: str) -> int:
+    """Return the index at which a mark stands or may begin; else the text's length."""
+    index = text.find(mark)
+    return index if index >= 0 else _may_end_in(mark, text)
+
+
+def _may_end_in(mark: str, text: str) -> int:
+    """Return the index at which a text's end may begin a mark; else the text's length."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return len(text) - next((n for n in lengths if text.endswith(mark[:n])), 0)
+
+
+# ---------------------------------------------------------------- one turn's format
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How the text of one turn is read."""
+
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    """JSON schema of the parameters of each offered tool, by name."""
+    separates_reasoning: bool = False
+    """Whether the model's template takes reasoning apart from the content."""
+    is_reasoning_open: bool = False
+    """Whether the prompt has begun the reasoning."""
+    response_template: Mapping[str, Any] | None = None
+    """Template of ``transformers`` by which the tokenizer's replies are parsed; None without."""
+    prompt: str = ""
+    """Prompt of the turn, which a response template needs."""
+
+    def parse(self, text: str) -> ParsedReply:
+        """Split the whole text of the turn."""
+        if self.response_template is not None:
+            return _by_response_template(text, self.response_template, self.prompt, self.tools)
+        return parse_reply(
+            text,
+            self.tools,
+            separates_reasoning=self.separates_reasoning,
+            is_reasoning_open=self.is_reasoning_open,
+        )
+
+    def settled(self, text: str, stops: Collection[str]) -> str:
+        """Return the beginning of a running turn's content, as :func:`settled_text`."""
+        if self.response_template is not None:
+            return ""
+        return settled_text(
+            text,
+            self.tools,
+            stops,
+            separates_reasoning=self.separates_reasoning,
+            is_reasoning_open=self.is_reasoning_open,
+        )
+
+
+def _by_response_template(
+    text: str, template: Mapping[str, Any], prompt: str, tools: Mapping[str, Any]
+) -> ParsedReply:
+    """Parse a reply by a tokenizer's ``response_template``, with ``transformers``' own parser."""
+    from transformers.utils.chat_parsing import parse_response  # on use: takes half a second
+
+    offered: list[Any] = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in tools.items()
+    ]
+    try:
+        message = parse_response(text, dict(template), prefix=prompt, tools=offered)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ParsedReply(text, shown=text)  # text that is not of the template's form
+    listed = message.get("tool_calls") or []
+    functions = [each.get("function", each) if isinstance(each, dict) else None for each in listed]
+    calls = [_call(function, "arguments") for function in functions]
+    content = str(message.get("content") or "")
+    reasoning = str(message.get("reasoning_content") or message.get("thinking") or "")
+    reply = _reply(content, calls)
+    if reply is None:
+        return ParsedReply(text if calls else content, (), "" if calls else reasoning, text)
+    return replace(reply, reasoning=reasoning, shown=_up_to_call(text, reply))
+
+
+def _up_to_call(text: str, reply: ParsedReply) -> str:
+    """Return the text before the first call, whose tags only the template knows: up to the end of
+    what stands before it, the content or else the reasoning."""
+    last = reply.content.strip() or reply.reasoning.strip()
+    return text[: text.rfind(last) + len(last)] if last else ""

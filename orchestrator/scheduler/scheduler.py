@@ -18,6 +18,7 @@ from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.rollout import Rollout
+from tidegate.orchestrator.episodes.call_counts import ToolCallCounts
 from tidegate.orchestrator.episodes.episode_tracer import EpisodeTracer
 from tidegate.orchestrator.episodes.model_files import ModelFiles
 from tidegate.orchestrator.episodes.parking import Parking
@@ -98,6 +99,7 @@ class Scheduler:
             is_starved=lambda: self.core.batch_requests > 0,
         )
         self._episodes = self._new_episodes(model, tracer)
+        self._tool_calls = model.call_counts
         self._recorder = recorder
 
     def _new_episodes(self, model: ModelFiles, tracer: EpisodeTracer | None) -> EpisodeRunner:
@@ -161,6 +163,11 @@ class Scheduler:
     def episode_seconds(self) -> dict[str, float]:
         """Return the seconds that all episodes spent in named activities, by name."""
         return self._episodes.activities.seconds()
+
+    @property
+    def tool_calls(self) -> ToolCallCounts:
+        """Counts of turns that look like tool calls."""
+        return self._tool_calls
 
     @property
     def parked_episodes(self) -> int:

@@ -189,6 +189,10 @@ class RunStatistics:
     Blocks shorter than half a second may be missed."""
     batch_callback_errors: int = 0
     """Number of batches for which the user's ``on_batch`` raised an exception."""
+    tool_call_turns: int = 0
+    """Number of turns with offered tools that look like tool calls; since this process began."""
+    parsed_tool_call_turns: int = 0
+    """Number of ``tool_call_turns`` whose calls were parsed."""
     episode_failures: tuple[FailureStatistics, ...] = ()
     """Failed episodes of training by cause and reason, and what became of them."""
 

@@ -381,6 +381,8 @@ class Scorer(RunHandle):
             publishes=self._timekeeper.publishes,
             event_loop_longest_block_s=self._running.loop_watch.longest_block_s,
             batch_callback_errors=self._batch_callback_errors,
+            tool_call_turns=scheduler.tool_calls.turns,
+            parsed_tool_call_turns=scheduler.tool_calls.parsed_turns,
             episode_failures=failure_statistics(core.groups.failures),
             forecast=self._forecaster.forecast(
                 ledger,

@@ -142,9 +142,15 @@ class _Handlers:
 
         def begin_choice() -> GatewayChoice:
             prepared = conversation.prepare(
-                request.messages, tools, request.tool_choice, rendering=rendering, cache=cache
+                request.messages,
+                tools,
+                request.tool_choice,
+                parallel_tool_calls=request.parallel_tool_calls is not False,
+                rendering=rendering,
+                cache=cache,
             )
-            return choice_of(prepared.row, conversation.generate_from(prepared, options))
+            turn = conversation.generate_from(prepared, options)
+            return choice_of(prepared.row, turn, prepared.reply_format)
 
         beginnings = [begin_choice] * request.choices_per_prompt
         return await answer(http, begin(session, request, beginnings), form)

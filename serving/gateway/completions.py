@@ -16,9 +16,8 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from tidegate.orchestrator.episodes.conversation import tool_names
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
-from tidegate.orchestrator.episodes.tool_calls import settled_text
+from tidegate.orchestrator.episodes.tool_calls import ReplyFormat, settled_text
 from tidegate.serving.api_app import DONE_EVENT, encoded_response, stream_event
 from tidegate.serving.api_errors import OpenAIErrors
 from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayRequest
@@ -48,15 +47,20 @@ class GatewayChoice:
     prompt_tokens: int
     """Number of tokens of the row before the turn."""
     turn: "asyncio.Task[GeneratedTurn]"
+    reply_format: ReplyFormat | None = None
+    """How a chat's turn is read; None for a plain completion."""
     sent: str = ""
     """Text that a stream has sent."""
     detokenizer: IncrementalDetokenizer = field(init=False)
     """Text of the turn so far; only streams keep it."""
 
     def __post_init__(self) -> None:
-        self.detokenizer = IncrementalDetokenizer(self.row.decode)
+        is_chat = self.reply_format is not None
+        self.detokenizer = IncrementalDetokenizer(
+            self.row.reply_text if is_chat else self.row.decode
+        )
 
-    def settled_text(self, tools: list[str], stops: list[str]) -> str:
+    def settled_text(self, stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.
 
         Of a turn that has ended, return what was sent: another request may continue its row.
@@ -65,12 +69,18 @@ class GatewayChoice:
         if self.turn.done() or so_far is None or not so_far.is_running:
             return self.sent
         self.detokenizer.add(so_far.token_ids_from(self.detokenizer.tokens))
-        return settled_text(self.detokenizer.text, tools, stops)
+        if self.reply_format is not None:
+            return self.reply_format.settled(self.detokenizer.text, stops)
+        return settled_text(self.detokenizer.text, (), stops)
 
 
-def choice_of(row: "Episode", turn: "Coroutine[Any, Any, GeneratedTurn]") -> GatewayChoice:
+def choice_of(
+    row: "Episode",
+    turn: "Coroutine[Any, Any, GeneratedTurn]",
+    reply_format: ReplyFormat | None = None,
+) -> GatewayChoice:
     """Begin a turn that continues a row from its tokens of now."""
-    return GatewayChoice(row, row.num_tokens, asyncio.ensure_future(turn))
+    return GatewayChoice(row, row.num_tokens, asyncio.ensure_future(turn), reply_format)
 
 
 @dataclass(slots=True)
@@ -250,8 +260,6 @@ async def answer(http: HttpRequest, active: ActiveCompletion, form: AnswerForm) 
 async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is an event too, because the status is sent already."""
     waiting = asyncio.ensure_future(active.wait())
-    chat = active.request if isinstance(active.request, GatewayChatRequest) else None
-    tools = tool_names(chat and chat.offered_tools)
     try:
         for event in form.first_events(active):
             yield event
@@ -259,7 +267,7 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
             await asyncio.wait({waiting}, timeout=STREAM_INTERVAL_S)
             if not waiting.done():
                 for index, choice in enumerate(active.choices):
-                    text = choice.settled_text(tools, active.request.stop_strings)
+                    text = choice.settled_text(active.request.stop_strings)
                     if more := _unsent(choice, text):
                         for event in form.text_events(active, index, more):
                             yield event

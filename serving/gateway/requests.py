@@ -128,14 +128,6 @@ def generate_options(request: GatewayRequest) -> dict[str, Any]:
     has_form = request.schema is not None or request.grammar is not None
     if has_form and isinstance(request, GatewayChatRequest) and not is_free(request.tool_choice):
         raise ApiError(400, "a forced call has its own form: leave out response_format")
-    if (
-        isinstance(request, GatewayChatRequest)
-        and request.parallel_tool_calls is False
-        and request.offered_tools
-        and is_free(request.tool_choice)
-    ):
-        why = "parallel_tool_calls=false is served with a forced call only: leave it out"
-        raise ApiError(400, why, param="parallel_tool_calls")
     if request.stop_token_ids is not None:
         options["stop_token_ids"] = request.stop_token_ids
     if request.own_seed is not None:

@@ -193,8 +193,8 @@ def test_a_reasoning_effort_switches_thinking_unless_the_request_says_so_itself(
     assert names() == {}
 
 
-def test_parallel_tool_calls_are_refused_at_the_gateway_only_where_the_model_may_choose() -> None:
+def test_parallel_tool_calls_are_honoured_at_the_gateway() -> None:
     asked: dict[str, Any] = {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": False}
-    assert refused_field(msgspec.convert(asked, GatewayChat)) == "parallel_tool_calls"
+    assert refused_field(msgspec.convert(asked, GatewayChat)) is None
     asked["tool_choice"] = "required"
     assert refused_field(msgspec.convert(asked, GatewayChat)) is None

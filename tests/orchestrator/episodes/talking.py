@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template
+from tests.orchestrator.episodes.chat_templates import ENDS, add_chat_template, stop_tokens
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.episodes.model_files import ModelFiles, read_tokenizer
@@ -47,7 +47,8 @@ class Engine:
         for token in ids:
             turn.append(token, -1.0, 0, "engine-0")
         has_stop_string = any(words.endswith(stop) for stop in sampling.stop_strings)
-        is_stopped = has_stop_string or ids[-1] in self.model.stop_token_ids
+        stops = {*self.model.stop_token_ids, *sampling.stop_token_ids}
+        is_stopped = has_stop_string or ids[-1] in stops
         turn.finish_reason = "stop" if is_stopped else "length"
         return turn
 
@@ -89,8 +90,7 @@ class Talk:
         if not path.exists():
             add_chat_template(path, template)
         tokenizer = read_tokenizer(path / "tokenizer.json")
-        stop = tokenizer.token_to_id(ENDS[template]) or 0
-        self.model = ModelFiles(path, tokenizer, (0, stop))
+        self.model = ModelFiles(path, tokenizer, tuple(stop_tokens(tokenizer, template)))
         self.engine = Engine(self.model, ENDS[template])
         self.rollout = Rollout(0, 0, 0)
         self.episode = Episode(self.rollout, self.model, self.engine, DEFAULTS)

@@ -47,7 +47,7 @@ def test_templates_are_rendered_as_transformers_renders_them(template: str) -> N
         user("one?"),
         {"role": "assistant", "content": "<think>\nx\n</think>\n\nyes"},
         user("two?"),
-        {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "add:0", "function": call}]},
         tool("3"),
     ]
     theirs: Any = render_jinja_template(

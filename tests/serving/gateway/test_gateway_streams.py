@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.orchestrator.episodes.talking import CALL, TOOLS, user
+from tests.orchestrator.episodes.test_tool_calls import SAID
+from tests.orchestrator.episodes.test_tool_calls import TOOLS as SEARCH_TOOLS
 from tests.serving.gateway.gateway_clients import CHAT, END, events_of, session_of
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.episodes.incremental_detokenizer import IncrementalDetokenizer
@@ -67,6 +69,40 @@ async def test_a_stream_says_the_same_in_parts(
         last = events_of(await client.post(CHAT, json=body))[-1]["choices"][0]
         assert last["finish_reason"] == "tool_calls"
         assert last["delta"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+@pytest.mark.parametrize("model", ["kimi", "minimax", "glm", "harmony"])
+async def test_a_stream_has_neither_reasoning_nor_marks_of_calls_in_its_content(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr(completions, "STREAM_INTERVAL_S", 0.0)
+    async with session_of(gateway, tmp_path, model) as (talk, _, client):
+        reasons = model != "kimi"
+
+        async def slowly(
+            rollout: Rollout, sampling: SamplingParams, media: tuple[Media, ...] = ()
+        ) -> Turn:
+            turn = Turn(rollout, sampling)
+            rollout.turns.append(turn)
+            for token in talk.model.encode(SAID[model]):
+                turn.append(token, -1.0, 0, "engine-0")
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            turn.finish_reason = "stop"
+            return turn
+
+        talk.engine.generate = slowly  # type: ignore[method-assign]
+        body = {"messages": [user("q")], "tools": SEARCH_TOOLS}
+        chunks = events_of(await client.post(CHAT, json={**body, "stream": True}))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        said = "I look." if model != "harmony" else ""
+        assert "".join(delta.get("content", "") for delta in deltas) == said
+        [call] = deltas[-1]["tool_calls"]
+        assert call["function"]["name"] == "search"
+        assert ("reasoning_content" in deltas[-1]) == reasons
+        message = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+        assert message["content"] == (said or None)
+        assert message.get("reasoning_content") == deltas[-1].get("reasoning_content")
 
 
 def byte_tokenizer() -> Tokenizer:
