@@ -67,7 +67,7 @@ _add(TRAIN, run.run, *run.EXAMPLES, **run.TAKES_ANY_FLAG)
 
 _add(TRAIN, plan.plan, *plan.EXAMPLES)
 
-_add(LOOK, watch.dashboard, "tidegate dashboard runs/demo")
+_add(LOOK, watch.dashboard, "tidegate dashboard runs/demo", "tidegate dashboard runs/a runs/b")
 _add(LOOK, watch.top, "tidegate top runs/demo", "tidegate top http://127.0.0.1:8080")
 _add(LOOK, records.report, "tidegate report runs/demo")
 _add(LOOK, records.compare, "tidegate compare runs/sync runs/async --picture both.png")

@@ -14,21 +14,28 @@ from tidegate.cli.conventions import RunDirectory, echo
 
 def dashboard(
     run: RunDirectory,
+    others: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN…]", help="Runs to compare it with, side by side."),
+    ] = None,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
     ] = "127.0.0.1:0",
 ) -> None:
-    """Show a run in the browser: print a running run's URL, or serve a finished run's files."""
+    """Show runs in the browser: print a running run's URL, or serve finished runs' files."""
+    from tidegate.observability.dashboard.comparisons import ComparableRuns
     from tidegate.observability.dashboard.dashboard import Dashboard, url_in
     from tidegate.observability.dashboard.recorded import RecordedSource
 
     url = url_in(run)
-    if url is not None:
+    if url is not None and not others:
         echo(url)
         return
+    comparable = ComparableRuns(run, others or ())
+    view = comparable.address(others) if others else ""
     with Dashboard(address) as shown:
-        shown.start(RecordedSource(run))
-        echo(f"{shown.url}  (Ctrl-C ends it)")
+        shown.start(RecordedSource(run), comparable)
+        echo(f"{shown.url}{view}  (Ctrl-C ends it)")
         shown.wait()
 
 

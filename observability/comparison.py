@@ -56,6 +56,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     ("held-out reward after", "reward_after", ".3f"),
     ("weight versions", "versions", "d"),
     ("rollouts trained", "rollouts_trained", "d"),
+    ("rollouts discarded", "rollouts_discarded", "d"),
+    ("rollouts that forked", "forked_share", ".1%"),
     ("tokens trained", "tokens_trained", "d"),
     ("tokens discarded", "tokens_discarded", "d"),
     ("seconds", "wall_s", ".1f"),
@@ -81,16 +83,21 @@ _SETTINGS = (("mode", "mode"), ("pause", "pause_mode"), ("KV", "kv_policy"), ("m
 def comparison_lines(runs: Sequence[ComparedRun]) -> list[str]:
     """Return a Markdown table with one column per run. Settings are shown only if they differ."""
     lines = ["| |" + "".join(f" {run.name} |" for run in runs), "|---" * (len(runs) + 1) + "|"]
+    return [*lines, *(_line(label, cells) for label, cells in comparison_rows(runs))]
+
+
+def comparison_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """Return the table's rows: a label, and a cell per run."""
+    rows: list[tuple[str, list[str]]] = []
     for label, name in _SETTINGS:
         cells = [str(getattr(run.facts, name) or "-") for run in runs]
         if len(set(cells)) > 1:
-            lines.append(_line(label, cells))
+            rows.append((label, cells))
     for label, name, format_spec in _ROWS:
         values = [getattr(run.facts, name) for run in runs]
         if any(value is not None for value in values):
-            lines.append(_line(label, [_formatted(value, format_spec) for value in values]))
-    cells = [_audit_cell(run.facts) for run in runs]
-    return [*lines, _line("audit", cells)]
+            rows.append((label, [_formatted(value, format_spec) for value in values]))
+    return [*rows, ("audit", [_audit_cell(run.facts) for run in runs])]
 
 
 def _line(label: str, cells: Sequence[str]) -> str:

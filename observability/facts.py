@@ -17,6 +17,7 @@ from tidegate.observability.evaluations import (
     held_out_name,
     read_evaluations,
 )
+from tidegate.observability.forks import ForkCounts, read_forks
 from tidegate.observability.run_directories import (
     RUN_FILE,
     has_ended,
@@ -121,6 +122,18 @@ class Facts:
     """Turns whose tool calls were parsed."""
     episode_failures: Sequence[Mapping[str, Any]]
     """Failed episodes by cause and reason, and what became of them."""
+    forks: ForkCounts
+    """Forks of the rollouts that ended."""
+
+    @property
+    def rollouts_discarded(self) -> int:
+        """Number of discarded rollouts, for whatever reason."""
+        return sum(self.discarded_rollouts.values())
+
+    @property
+    def forked_share(self) -> float | None:
+        """Share of rollouts that forked; None if none has ended."""
+        return self.forks.share
 
     def figures(self) -> dict[str, object]:
         """Return the few figures that a notebook shows first."""
@@ -237,6 +250,7 @@ def _facts(directory: Path, run: Mapping[str, Any]) -> Facts:
         episode_activity_s=statistics.get("episode_activity_s") or {},
         tool_call_turns=statistics.get("tool_call_turns") or 0,
         parsed_tool_call_turns=statistics.get("parsed_tool_call_turns") or 0,
+        forks=read_forks(directory),
         episode_failures=statistics.get("episode_failures") or (),
     )
 

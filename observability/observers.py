@@ -159,6 +159,7 @@ class Observers:
     ) -> None:
         if self._dashboard is None or self._live is None:
             return
+        from tidegate.observability.dashboard.comparisons import ComparableRuns
         from tidegate.observability.dashboard.live import monotonic_us
         from tidegate.observability.dashboard.source import LiveSource
 
@@ -170,7 +171,7 @@ class Observers:
             about=_about(self._settings, self._resumed),
             tokenizer=tokenizer,
         )
-        self._dashboard.start(source)
+        self._dashboard.start(source, ComparableRuns(self._settings.records.run_directory))
         log.info("run=shown url=%s", self._dashboard.url)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.observability.facts import Facts, read_facts, read_metrics, runs_beside
+from tidegate.observability.forks import ForkCounts
 from tidegate.observability.run_files import replace_file
 from tidegate.transport.printable import printable
 
@@ -82,6 +83,18 @@ def failure_lines(failures: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{each['discarded']} |"
             for each in failures
         ),
+        "",
+    ]
+
+
+def fork_lines(forks: ForkCounts) -> list[str]:
+    """Return how many rollouts forked, and why; empty if none did."""
+    if not forks.forked:
+        return []
+    reasons = "; ".join(f"{count} {reason}" for reason, count in forks.rows_by_reason.items())
+    return [
+        f"{forks.forked} of {forks.rollouts} rollouts ({forks.share:.1%}) forked, into "
+        f"{sum(forks.rows_by_reason.values())} branches: {reasons}.",
         "",
     ]
 
@@ -159,6 +172,7 @@ def page_lines(facts: Facts, others: list[Facts], *, picture: str) -> list[str]:
         *_ledger(facts),
         "",
         *discard_lines(facts.discards, facts.length_bias),
+        *fork_lines(facts.forks),
         *failure_lines(facts.episode_failures),
         "## Audit",
         "",

@@ -7,6 +7,8 @@
     /api/rollouts         list of rollouts: ?state=trained&text=word&sort=reward&skip=200
     /api/rollouts/{id}    one rollout, token by token: ?start=20000
     /api/stories/{subject}  what happened to rollout:41, group:7 or batch:3
+    /api/runs             names of the runs that can be compared with this one
+    /api/comparison       runs side by side: ?run=sync&run=async
     /metrics              Prometheus exposition
 
 :class:`Dashboard` serves it. Data comes from a :class:`Source`, and is read only on request. Every
@@ -30,6 +32,7 @@ from starlette.types import ASGIApp
 
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.observability.dashboard import access
+from tidegate.observability.dashboard.comparisons import ComparableRuns
 from tidegate.observability.dashboard.frames import about, frame, rollout_list, timeline
 from tidegate.observability.dashboard.rollout_pages import rollout_page
 from tidegate.observability.dashboard.rollout_queries import RolloutQuery, whole_number
@@ -53,10 +56,18 @@ log = logging.getLogger("tidegate")
 
 
 def dashboard_app(
-    source: Source, updates: Updates, *, token: str, bound_host: str = "127.0.0.1"
+    source: Source,
+    updates: Updates,
+    *,
+    token: str,
+    bound_host: str = "127.0.0.1",
+    comparable: ComparableRuns | None = None,
 ) -> ASGIApp:
-    """Return the application, wrapped in its access guard."""
-    app = _App(source, updates)
+    """Return the application, wrapped in its access guard.
+
+    ``comparable``: runs that can be compared with the shown one; None for none.
+    """
+    app = _App(source, updates, comparable or ComparableRuns(None))
     handlers: dict[str, Handler] = {
         "/": app.page("page.html"),
         "/api/state": app.state,
@@ -65,6 +76,8 @@ def dashboard_app(
         "/api/rollouts": app.rollouts,
         "/api/rollouts/{rollout_id}": app.rollout,
         "/api/stories/{subject}": app.story,
+        "/api/runs": app.runs,
+        "/api/comparison": app.comparison,
         "/metrics": app.metrics,
     }
     handlers |= {f"/{name}": app.page(name) for name in _page_files()}
@@ -90,8 +103,9 @@ def dashboard_app(
 
 
 class _App:
-    def __init__(self, source: Source, updates: Updates) -> None:
+    def __init__(self, source: Source, updates: Updates, comparable: ComparableRuns) -> None:
         self._source = source
+        self._comparable = comparable
         self._updates = updates
 
     def page(self, name: str) -> Handler:
@@ -148,6 +162,13 @@ class _App:
         if found is None:
             return _error(404, f"{subject} does not exist or is no longer kept")
         return _json(dataclasses.asdict(found))
+
+    async def runs(self, http: HttpRequest) -> Response:
+        return _json(await asyncio.to_thread(self._comparable.names))
+
+    async def comparison(self, http: HttpRequest) -> Response:
+        names = list(dict.fromkeys(http.query_params.getlist("run")))
+        return _json(await asyncio.to_thread(self._comparable.compare, names))
 
     async def metrics(self, http: HttpRequest) -> Response:
         snapshot = await asyncio.to_thread(self._source.observe, is_update=True)

@@ -19,6 +19,7 @@ from tidegate.observability.dashboard.access import parse_address, token_for
 from tidegate.serving.listening import listen, url_of
 
 if TYPE_CHECKING:
+    from tidegate.observability.dashboard.comparisons import ComparableRuns
     from tidegate.observability.dashboard.source import Source
 
 URL_FILE = "dashboard.url"
@@ -49,7 +50,7 @@ class Dashboard:
     def __init__(self, address: str, *, directory: Path | None = None) -> None:
         """Bind the address and listen; requests are answered after :meth:`start`.
 
-        ``directory``: the run's directory, for :data:`URL_FILE`.
+        ``directory``: the running run's directory, for :data:`URL_FILE`; None for a recorded run.
         """
         _need_packages()
         parsed = parse_address(address)
@@ -62,6 +63,7 @@ class Dashboard:
         self._server: Any = None
         self._updates: Any = None
         self._make_last: Any = None
+        self._comparable: ComparableRuns | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_up = threading.Event()
 
@@ -71,8 +73,12 @@ class Dashboard:
         token = quote(self._token, safe="")
         return f"{self._bare_url}/?token={token}" if token else f"{self._bare_url}/"
 
-    def start(self, source: "Source") -> None:
-        """Start the thread, and answer requests with this source's data."""
+    def start(self, source: "Source", comparable: "ComparableRuns | None" = None) -> None:
+        """Start the thread, and answer requests with this source's data.
+
+        ``comparable``: runs that can be compared with the shown one; None for none.
+        """
+        self._comparable = comparable
         self._thread = threading.Thread(
             target=self._serve, args=(source,), name="tidegate-dashboard", daemon=True
         )
@@ -137,7 +143,13 @@ class Dashboard:
         self._updates = Updates(make)
         self._make_last = make_last
         self._server = make_server(
-            dashboard_app(source, self._updates, token=self._token, bound_host=self._host),
+            dashboard_app(
+                source,
+                self._updates,
+                token=self._token,
+                bound_host=self._host,
+                comparable=self._comparable,
+            ),
             body_bytes_max=BODY_BYTES_MAX,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,

@@ -79,6 +79,11 @@ def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
             [reason, d.rollouts, d.tokens, _plain(d.mean_tokens), _plain(d.share_of_generated)]
             for reason, d in s.discards.items()
         ],
+        "forks": {
+            "rollouts": collected.forks.rollouts,
+            "forked": collected.forks.forked,
+            "rows": list(collected.forks.rows_by_reason.items()),
+        },
         "length_bias": _length_bias(s),
         "forecast": _forecast(s),
         "off_policy": {

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Timeline
+from tidegate.observability.forks import ForkCounter, ForkCounts
 from tidegate.observability.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.rollout import Rollout
 from tidegate.orchestrator.telemetry.off_policy import OffPolicy
@@ -81,6 +82,8 @@ class CollectedData:
     """Seconds that the trainer spent, by activity."""
     off_policy: OffPolicy = field(default_factory=OffPolicy)
     """What the trainer reported about its last batch."""
+    forks: ForkCounts = field(default_factory=ForkCounts)
+    """Forks of the rollouts that ended; of a running run, since its process began."""
 
 
 def monotonic_us() -> int:
@@ -103,6 +106,7 @@ class LiveRecorder(Recorder):
         self._token_lags: Counter[int] = Counter()
         self._trainer_us: Counter[str] = Counter()
         self._off_policy = OffPolicy()
+        self._forks = ForkCounter()
 
     # ------------------------------------------------------------ called by the run
 
@@ -137,6 +141,8 @@ class LiveRecorder(Recorder):
     ) -> None:
         tokens = sum([len(rollout.token_ids) for rollout, _ in rows])
         with self._lock:
+            for rollout, _ in rows:
+                self._forks.count(rollout)
             self._ended.append(_EndedBatch(rows, advantages, consumed_version, tokens))
             self._ended_rows += len(rows)
             self._ended_tokens += tokens
@@ -211,7 +217,7 @@ class LiveRecorder(Recorder):
         with self._lock:  # the run's loop waits for the lock, so slow work is done on copies
             timeline, batches = self._timeline.copy(), list(self._batches)
             token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)
-            off_policy = self._off_policy
+            off_policy, forks = self._off_policy, self._forks.counts()
         recent = [m for at_us, m in batches if at_us >= since_us] or [m for _, m in batches[-1:]]
         return CollectedData(
             batches=tuple(recent),
@@ -222,4 +228,5 @@ class LiveRecorder(Recorder):
             token_lags=dict(sorted(token_lags.items())),
             trainer_activity_s={kind: us / 1e6 for kind, us in sorted(trainer_us.items())},
             off_policy=off_policy,
+            forks=forks,
         )

@@ -27,6 +27,7 @@ from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
 from tidegate.observability.dashboard.timeline import timeline_of
 from tidegate.observability.explain import explain_from
 from tidegate.observability.facts import read_batches, read_record, resumed_batches
+from tidegate.observability.forks import read_forks
 from tidegate.observability.run_directories import RUN_FILE
 from tidegate.observability.story import RunContext, Story, Subject
 from tidegate.observability.trace import TRAINER_TRACK, Trace, read_trace, trace_path
@@ -179,6 +180,7 @@ def _collected(directory: Path, trace: Trace | None, lags: Mapping[int, int]) ->
         batches=tuple(batches),
         token_lags=dict(sorted(lags.items())),
         off_policy=off_policy_of(batches[-1]) if batches else OffPolicy(),
+        forks=read_forks(directory),
     )
 
 

@@ -1,6 +1,7 @@
 """Comparison of runs, and reading of recorded trajectories by polars and datasets."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.observability.recorded import record_run
 from tidegate.cli import command
+from tidegate.errors import AuditError, ConfigError
+from tidegate.observability.dashboard.comparisons import ComparableRuns
 from tidegate.observability.facts import read_facts
 from tidegate.observability.trajectories import SCHEMA, read_trajectories
 
@@ -45,6 +48,8 @@ def test_a_comparison_has_a_column_per_run_with_its_reports_values(
     assert lines[0] == "| | eta-0 | eta-1 |"
     assert "| staleness bound | 0 | 1 |" in lines
     assert "| rollouts trained | 8 | 8 |" in lines
+    assert "| rollouts discarded | 0 | 0 |" in lines
+    assert "| rollouts that forked | 0.0% | 0.0% |" in lines
     tokens = [read_facts(run).tokens_trained for run in runs]
     assert f"| tokens trained | {tokens[0]} | {tokens[1]} |" in lines
     assert lines[-1] == "| audit | - | - |"
@@ -69,6 +74,35 @@ def test_a_comparison_needs_two_runs_and_names_a_missing_one(
     assert "2 to 12 runs can be compared, got 1" in capsys.readouterr().err
     assert status_of(["compare", str(runs[0]), "no-run"], monkeypatch) == 2
     assert "no-run" in capsys.readouterr().err
+
+
+def test_a_dashboard_compares_runs_beside_the_shown_one_and_named_ones(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    comparable = ComparableRuns(runs[0])
+    assert comparable.names() == ["eta-0", "eta-1"]
+    body = comparable.compare(["eta-0", "eta-1"])
+    assert body["runs"] == ["eta-0", "eta-1"]
+    assert ("staleness bound", ["0", "1"]) in body["rows"]
+    assert [len(points) for points in body["reward_by_version"]] == [2, 2]
+    elsewhere = tmp_path / "eta-0"
+    shutil.copytree(runs[0], elsewhere)
+    named = ComparableRuns(runs[0], [elsewhere])
+    assert named.names() == ["eta-0", str(elsewhere), "eta-1"]
+    assert named.address([elsewhere]).startswith("#compare?run=eta-0&run=")
+
+
+def test_a_dashboard_refuses_to_compare_what_is_no_run_beside_it(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    comparable = ComparableRuns(runs[0])
+    with pytest.raises(ConfigError, match=r"no run '\.\./eta-0' beside this one"):
+        comparable.compare(["eta-0", "../eta-0"])
+    with pytest.raises(ConfigError, match="2 to 12 runs can be compared, got 1"):
+        comparable.compare(["eta-0"])
+    with pytest.raises(AuditError, match="recorded run"):
+        comparable.address([tmp_path])
+    assert ComparableRuns(None).names() == []
 
 
 def test_polars_reads_every_token_and_writes_a_file_that_is_read_back_as_the_same(

@@ -59,8 +59,8 @@ function drawFrame(on, { low, high, xTitle, yTitle }) {
 }
 
 /**
- * Draw curves over weight versions: `series` is [{ name, points: [[x, y], …], colour }, …].
- * A single curve is smoothed, with the points behind it. `marks`: [[x, text], …], vertical lines.
+ * Draw curves over weight versions: `series` is [{ name, points: [[x, y], …], colour, dashes }, …].
+ * Each is drawn smoothed, with its points paler behind it. `marks`: [[x, text], …], vertical lines.
  */
 export function curves(canvas, series, { from = null, xTitle = "weight version", yTitle, emptyText,
   marks = [], format = (x) => `v${x}` }) {
@@ -75,7 +75,11 @@ export function curves(canvas, series, { from = null, xTitle = "weight version",
   const xOf = (x) => LEFT + ((x - left) / (right - left)) * (on.width - LEFT - RIGHT);
   drawXTicks(on, left, right, xOf, format);
   for (const [x, text] of marks) drawMark(on, xOf(x), text);
-  for (const { points, colour } of drawn) drawCurve(on, points, colour ?? on.accent, xOf, yOf);
+  for (const { points, colour, dashes } of drawn) {
+    on.pen.setLineDash(dashes ?? []);
+    drawCurve(on, points, colour ?? on.accent, xOf, yOf);
+    on.pen.setLineDash([]);
+  }
   describe(canvas, `${yTitle} over ${xTitle}. ` + drawn.map(({ name, points }) =>
     `${name ? `${name}: ` : ""}${short(points[0][1])} at ${format(short(points[0][0]))}, `
     + `${short(points.at(-1)[1])} at ${format(short(points.at(-1)[0]))}`).join("; "));
@@ -163,6 +167,37 @@ export function bars(canvas, pairs, { bound = null, xTitle, yTitle, emptyText, h
   describe(canvas, `${yTitle} by ${xTitle}: ${pairs.map(([label, value]) =>
     `${label}: ${short(value)}`).join("; ")}`
     + (bound === null ? "" : `. Bound ${bound}, ${passed.length ? "passed" : "not passed"}`));
+}
+
+/** Draw bars of several runs beside each other: `series` is [{ name, points: [[label, value], …], colour }, …]. */
+export function groupedBars(canvas, series, { xTitle, yTitle, emptyText }) {
+  const labels = [...new Set(series.flatMap(({ points }) => points.map(([label]) => label)))];
+  labels.sort((a, b) => (typeof a === "number" ? a - b : 0));
+  if (!labels.length) return setEmpty(canvas, emptyText);
+  setEmpty(canvas, null);
+  const on = begin(canvas), { pen } = on;
+  const yOf = drawFrame(on, { low: 0, high: 100, xTitle, yTitle });
+  const pitch = (on.width - LEFT - RIGHT) / labels.length;
+  const barWidth = Math.min(30, (pitch * 0.8) / series.length);
+  labels.forEach((label, i) => {
+    const middle = LEFT + pitch * (i + 0.5);
+    series.forEach(({ points, colour }, run) => {
+      const value = points.find(([each]) => each === label)?.[1] ?? 0;
+      const x = middle + barWidth * (run - series.length / 2);
+      pen.fillStyle = colour;
+      pen.fillRect(x, yOf(value), barWidth - 1, on.height - BOTTOM - yOf(value));
+      if (barWidth < 22 || !value) return;
+      pen.fillStyle = on.ink;
+      pen.textAlign = "center";
+      pen.fillText(value.toFixed(0), x + barWidth / 2, yOf(value) - 4);
+    });
+    pen.fillStyle = on.quiet;
+    pen.textAlign = "center";
+    pen.fillText(String(label), middle, on.height - BOTTOM + 14);
+  });
+  pen.textAlign = "left";
+  describe(canvas, `${yTitle} by ${xTitle}. ${series.map(({ name, points }) =>
+    `${name}: ${points.map(([label, value]) => `${label}: ${short(value)}`).join(", ")}`).join("; ")}`);
 }
 
 function drawBound(on, x, isAtEdge) {

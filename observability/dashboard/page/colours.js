@@ -5,6 +5,8 @@
 //   teal         amounts; a paler teal is a smaller or an earlier part of the same amount
 //   greys        everything else: idle, paused, discarded, unknown, the trainer's activities
 //
+// In the comparison of runs, which shows no versions, the same hues are runs.
+//
 // Neither the version hues nor any pair of parts relies on telling red from green.
 
 const VERSION_HUES = [
@@ -29,6 +31,10 @@ export function versionTint(version) {
   const [hue, saturation, light] = VERSION_HUES[version % VERSION_HUES.length];
   return `hsl(${hue} ${saturation}% ${64 + 0.28 * light}%)`;
 }
+
+/** Return the colour and the dashes of a compared run's curve: hues repeat with other dashes. */
+export const runLook = (number) =>
+  ({ colour: versionColour(number), dashes: number < VERSION_HUES.length ? [] : [5, 3] });
 
 /** Return a teal that is darker for a larger share, 0 to 1; black text can be read on it. */
 export const shade = (share) => `hsl(192 55% ${92 - 36 * Math.min(1, Math.max(0, share))}%)`;

@@ -52,6 +52,7 @@ export class Overview {
     this.drawStaleness();
     this.drawMismatch();
     this.drawLengths();
+    this.drawLost();
     this.drawGroups();
     this.drawLedger();
   }
@@ -74,10 +75,11 @@ export class Overview {
   }
 
   progress() {
-    const { run, discards } = this.frame;
+    const { run, discards, forks } = this.frame;
     const discarded = discards.reduce((sum, [, rollouts]) => sum + rollouts, 0);
     return [["batches trained", run.batches], ["rollouts trained", short(run.trained_rollouts)],
       ["rollouts discarded", short(discarded)],
+      ["rollouts forked", forks.rollouts ? percent(forks.forked / forks.rollouts) : "–"],
       ["newest version: trainer, live", `v${run.trainer_version}, v${run.live_version}`],
       ["time", seconds(run.wall_s)]];
   }
@@ -183,7 +185,28 @@ export class Overview {
       ? `trained ${short(bias.trained)} tokens on average, generated ${short(bias.generated)}` : "";
   }
 
-  // ------------------------------------------------------------ groups and tokens
+  // ------------------------------------------------------------ discards, groups and tokens
+
+  /** Draw which rollouts were discarded, and how many forked, each by reason. */
+  drawLost() {
+    const { discards, forks } = this.frame;
+    byId("forks-note").textContent = forks.forked
+      ? `${forks.forked} of ${forks.rollouts} rollouts (${percent(forks.forked / forks.rollouts)}) forked: their `
+        + "agent's next context did not continue what the model had read and written."
+      : "No rollout forked.";
+    const rows = [...discards.map(([reason, rollouts, tokens]) => ["discarded", reason, rollouts, tokens]),
+      ...forks.rows.map(([reason, branches]) => ["forked", reason, branches, null])];
+    const table = byId("lost"), line = (kind, values) => {
+      const row = document.createElement("tr");
+      row.append(...values.map((value) => element(kind, typeof value === "number" ? short(value) : value ?? "")));
+      return row;
+    };
+    table.tHead.replaceChildren(line("th", ["", "reason", "rollouts", "tokens"]));
+    table.tBodies[0].replaceChildren(...rows.map((row) => line("td", row)));
+    table.hidden = !rows.length;
+    if (!discards.length) byId("forks-note").textContent += " No rollout was discarded.";
+  }
+
 
   drawGroups() {
     const shown = this.isEnded ? [] : this.frame.groups, cells = byId("groups");

@@ -1,18 +1,20 @@
 // Composition of the page: which view is shown for which address, and who gets the run's updates.
 //
-//   #run   #rollouts?state=trained&text=…   #rollouts/41   #settings
+//   #run   #rollouts?state=trained&text=…   #rollouts/41   #compare?run=sync&run=async   #settings
 
+import { Comparison } from "./compare.js";
 import { Connection } from "./connection.js";
 import { byId, element, fetchJson } from "./dom.js";
 import { Overview } from "./overview.js";
 import { Rollouts } from "./rollouts.js";
 import { Timeline } from "./timeline.js";
 
-const VIEWS = ["run", "rollouts", "settings"];
+const VIEWS = ["run", "rollouts", "compare", "settings"];
 
 const timeline = new Timeline(loadRange);
 const overview = new Overview(timeline, (id) => { location.hash = `#rollouts?group=${id}`; });
 const rollouts = new Rollouts();
+const comparison = new Comparison();
 const connection = new Connection({
   onState(state) {
     document.title = `${state.about.name} – Tidegate`;
@@ -35,7 +37,8 @@ function addFrame(frame) {
 
 /** Draw the run's view; a hidden page draws nothing until it is shown again. */
 function redraw() {
-  if (overview.frame && !document.hidden && !byId("run-view").hidden) overview.draw();
+  if (document.hidden) return;
+  if (overview.frame && !byId("run-view").hidden) overview.draw();
 }
 
 /** Return a finer timeline of a range; only recorded runs have one. */
@@ -56,6 +59,7 @@ function route() {
   }
   document.body.classList.toggle("full-height", view === "rollouts");
   if (view === "rollouts") rollouts.show(new URLSearchParams(query), id);
+  if (view === "compare") comparison.show(new URLSearchParams(query));
   redraw();
 }
 
@@ -69,8 +73,9 @@ function drawSettings(settings) {
 }
 
 window.addEventListener("hashchange", route);
-window.addEventListener("resize", redraw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+for (const [target, event] of [[window, "resize"], [matchMedia("(prefers-color-scheme: dark)"), "change"]]) {
+  target.addEventListener(event, () => { redraw(); if (!byId("compare-view").hidden) comparison.draw(); });
+}
 document.addEventListener("visibilitychange", redraw);
 if (location.search.includes("token=")) history.replaceState(null, "", location.pathname + location.hash);
 route();

@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from tests.observability.dashboard.chromium import CHROMIUM_FLAGS
 from tests.observability.dashboard.perfetto import Read, perfetto_page, served
 from tests.observability.dashboard.synthetic_run import SyntheticRun
 from tests.observability.dashboard.watched_run import HOSTILE_TASK, two_turns, watched_run
+from tidegate.observability.dashboard.comparisons import ComparableRuns
 from tidegate.observability.dashboard.dashboard import Dashboard
 from tidegate.observability.dashboard.recorded import RecordedSource
 from tidegate.observability.trace import TRACE_FILE
@@ -117,7 +119,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded_url(finished: Path) -> Iterator[str]:
     with Dashboard("127.0.0.1:0") as dashboard:
-        dashboard.start(RecordedSource(finished))
+        shutil.copytree(finished, finished.parent / "other")
+        dashboard.start(RecordedSource(finished), ComparableRuns(finished))
         yield dashboard.url
 
 
@@ -308,13 +311,26 @@ def test_rollouts_are_sorted_searched_and_chosen_by_keyboard(
     page.wait_for_selector("tr[aria-current] a:text-is('1')")
 
 
+def test_runs_are_compared_side_by_side(looking: Looking, recorded_url: str) -> None:
+    page = looking.open(f"{recorded_url}#compare")
+    page.wait_for_selector("text=Choose at least one other run")
+    page.check("#compare-runs input[value='other']")
+    page.wait_for_url("**/#compare?run=run&run=other")
+    page.wait_for_selector("#compare-table th:text-is('other')")
+    for canvas in ("compare-time", "compare-version", "compare-staleness", "compare-idle"):
+        assert page.evaluate(HAS_DRAWN, canvas) > 4, canvas
+    assert "No evaluation" in page.locator("#compare-held-out + .empty").text_content()
+    cells = page.locator("#compare-table tr:has-text('rollouts trained') td").all_text_contents()
+    assert cells == ["16", "16"]
+
+
 @pytest.mark.skipif(not AXE, reason="needs axe-core: make test-dashboard")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious_in_any_view(
     looking: Looking, recorded_url: str, scheme: str
 ) -> None:
     looking.page.emulate_media(color_scheme=scheme)
-    for view in ("run", "rollouts", "rollouts/3", "settings"):
+    for view in ("run", "rollouts", "rollouts/3", "compare?run=run&run=other", "settings"):
         looking.page.goto("about:blank")
         page = looking.open(f"{recorded_url}#{view}")
         page.wait_for_load_state("networkidle")
