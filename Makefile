@@ -189,11 +189,13 @@ test-verl: .venv-verl/.ready
 .venv-tinker/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python $(PIP_INSTALL) "torch==2.13.0"
-	.venv-tinker/bin/python $(PIP_INSTALL) -e ".[tinker,dev]" "tinker==0.38.0"
+	.venv-tinker/bin/python $(PIP_INSTALL) -e ".[tinker,examples,dev]" "tinker==0.38.0" chz blobfile \
+	  cloudpickle datasets pillow pyrage rich termcolor tiktoken tml-renderers tqdm
+	.venv-tinker/bin/python $(PIP_INSTALL) --no-deps "tinker-cookbook==0.6.1"
 	touch $@
 
 test-tinker: .venv-tinker/.ready
-	.venv-tinker/bin/python -m pytest tests/serving/tinker_server
+	.venv-tinker/bin/python -m pytest tests/serving/tinker_server tests/examples/test_tinker_calculator.py
 
 # slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
 test-slime: venv
