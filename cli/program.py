@@ -249,11 +249,13 @@ def _trackers(section: Mapping[str, Any], settings: RunSettings) -> Sequence[Cal
             raise ConfigError(f"{where}: no such log; {did_you_mean(name, (JSON, *TRACKERS))}")
         if not isinstance(value, dict):
             raise ConfigError(f"{where} = {value!r} must be a table of options, such as {{}}")
-        if importlib.util.find_spec(name) is None:
+        package = importlib.util.find_spec(name)
+        if package is None or package.origin is None:  # no origin: a folder, such as W&B's ./wandb
             raise ConfigError(f"{where} needs the package {name!r}, which is not installed")
         arguments = dict(value)
         if name == "tensorboard":
-            arguments.setdefault("directory", settings.records.run_directory)
+            assert settings.records.run_directory is not None, "a program's settings have one"
+            arguments.setdefault("directory", settings.records.run_directory / "tensorboard")
         checked = check_arguments(TRACKERS[name], arguments, where)
         found.append(functools.partial(TRACKERS[name], **checked))
     return found

@@ -166,7 +166,9 @@ def _on_batch(
     """Open the program's trackers; return a callback for them and the file's own function."""
     from tidegate.observability.logs import log_as_json
     from tidegate.observability.trackers import call_all, log_batch
+    from tidegate.transport.private_directory import make_private_directory
 
+    make_private_directory(program.run_directory)  # before a tracker makes it for all to read
     callbacks: list[Callable[[Mapping[str, float]], object]] = []
     if program.logs_json:
         log_as_json(run=program.run_directory.name).setLevel(logging.INFO)

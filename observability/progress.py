@@ -189,11 +189,9 @@ def summary(
     if rewards:
         parts.append(f"reward {rewards[0]:.3f} in the first batch, {rewards[-1]:.3f} in the last")
     for name, each in evaluations.items():
-        first, last = each[0], each[-1]
-        parts.append(
-            f"{name} {first['reward']:.3f} at v{first['version']}, {last['reward']:.3f} at "
-            f"v{last['version']}"
-        )
+        ends = each[:1] if len(each) == 1 else (each[0], each[-1])
+        shown = ", ".join(f"{end['reward']:.3f} at v{end['version']}" for end in ends)
+        parts.append(f"{name} {shown}")
     parts += [
         f"staleness max {s.max_staleness_seen} of bound {_bound(s)}",
         f"{s.tokens_per_s:.0f} tok/s",

@@ -158,8 +158,12 @@ def call_all(
 
 
 def _import(module: str, install: str) -> Any:
+    package = module.partition(".")[0]
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ImportError as error:
         package = (error.name or module).partition(".")[0]
-        raise ConfigError(f"{package} is missing: {install}") from None
+    else:
+        if found.__file__ is not None:  # a folder of the name, such as W&B's ./wandb, has none
+            return found
+    raise ConfigError(f"{package} is missing: {install}")

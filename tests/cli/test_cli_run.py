@@ -1,7 +1,11 @@
 """`tidegate run`: TOML files, overrides, and error messages that suggest what was meant."""
 
+import contextlib
+import importlib
+import importlib.util
 import json
 import logging
+import stat
 import sys
 import tomllib
 from pathlib import Path
@@ -10,11 +14,13 @@ import pytest
 
 from tests.models import make_model_directory
 from tidegate.cli import command
+from tidegate.cli import run as run_command
 from tidegate.cli.program import Program, read_program
 from tidegate.cli.run import overrides
 from tidegate.cli.toml_file import toml_lines, toml_value
 from tidegate.errors import ConfigError
 from tidegate.observability.evaluations import read_evaluations
+from tidegate.observability.trackers import WandB
 from tidegate.orchestrator.settings.config import RECORDS
 from tidegate.policies.routing import SessionAffinity
 
@@ -241,6 +247,31 @@ def test_an_evaluation_of_endlessly_many_tasks_is_refused(
     )
     assert status_of(["run", str(config)], monkeypatch) == 2
     assert "gives more than 100000 tasks" in capsys.readouterr().err
+
+
+def test_a_folder_that_a_tracker_left_is_not_taken_for_its_package(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    (config.parent / "wandb").mkdir()
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match="needs the package 'wandb', which is not installed"):
+        read_program(config, ["logging.wandb={}"])
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        WandB()
+
+
+def test_the_runs_directory_is_private_whatever_writes_there_first(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = read_program(config, ["logging.json=true"])
+    monkeypatch.setattr(
+        "tidegate.observability.logs.log_as_json", lambda run: logging.NullHandler()
+    )
+    with contextlib.ExitStack() as trackers:
+        run_command._on_batch(program, trackers)
+    assert stat.S_IMODE((config.parent / "run").stat().st_mode) == 0o700
 
 
 def test_resume_needs_a_journal_and_then_continues_in_its_directory(
