@@ -26,6 +26,7 @@ BATCH_COLUMNS = (
     "tokens_per_s",
     "effective_sample_size",
     "mismatch_kl",
+    "held_out_reward",
 )
 """Metrics of a batch that the page draws as curves."""
 

@@ -63,7 +63,7 @@ function drawFrame(on, { low, high, xTitle, yTitle }) {
  * Each is drawn smoothed, with its points paler behind it. `marks`: [[x, text], …], vertical lines.
  */
 export function curves(canvas, series, { from = null, xTitle = "weight version", yTitle, emptyText,
-  marks = [], format = (x) => `v${x}` }) {
+  marks = [], names = false, format = (x) => `v${x}` }) {
   const drawn = series.map((each) => ({ ...each, points: each.points.filter(isKnown) }))
     .filter((each) => each.points.length);
   if (!drawn.length) return setEmpty(canvas, emptyText);
@@ -80,9 +80,22 @@ export function curves(canvas, series, { from = null, xTitle = "weight version",
     drawCurve(on, points, colour ?? on.accent, xOf, yOf);
     on.pen.setLineDash([]);
   }
+  if (names && drawn.length > 1) drawNames(on, drawn);
   describe(canvas, `${yTitle} over ${xTitle}. ` + drawn.map(({ name, points }) =>
     `${name ? `${name}: ` : ""}${short(points[0][1])} at ${format(short(points[0][0]))}, `
     + `${short(points.at(-1)[1])} at ${format(short(points.at(-1)[0]))}`).join("; "));
+}
+
+/** Name the curves in the top right corner, each in its colour. */
+function drawNames(on, drawn) {
+  on.pen.textAlign = "right";
+  let x = on.width - RIGHT;
+  for (const { name, colour } of [...drawn].reverse()) {
+    on.pen.fillStyle = colour ?? on.accent;
+    on.pen.fillText(`■ ${name}`, x, 11);
+    x -= on.pen.measureText(`■ ${name}`).width + 12;
+  }
+  on.pen.textAlign = "left";
 }
 
 const isKnown = ([, y]) => y !== null && y !== undefined;

@@ -143,7 +143,9 @@ export class Overview {
 
   drawCurves() {
     const marks = (this.about.resumed_batches ?? []).map((batches) => [batches, "resumed"]);
-    curves(byId("reward"), [{ points: this.points("reward") }], { marks, yTitle: "mean reward of a batch",
+    curves(byId("reward"), [{ name: "batch", points: this.points("reward") },
+      { name: "held-out tasks", points: this.points("held_out_reward"), colour: theme().ink }],
+    { marks, names: true, yTitle: "mean reward",
       emptyText: this.unless("Filled by the first batch that the trainer takes from batches().",
         "The trainer took no batch, so there is no reward to show.") });
     curves(byId("ess"), [{ points: this.points("effective_sample_size") }], { from: 0, marks,

@@ -178,7 +178,7 @@ export class Timeline {
     for (const [kind, fromUs, toUs] of data.trainer.values()) {
       const x = Math.max(NAMES_WIDTH, xOf(fromUs)), end = Math.min(on.width, xOf(toUs));
       if (end < NAMES_WIDTH || x > on.width) continue;
-      on.pen.fillStyle = { train: on.quiet, publish: on.ink }[kind] ?? on.idle;
+      on.pen.fillStyle = { train: on.quiet, evaluate: on.quiet, publish: on.ink }[kind] ?? on.idle;
       on.pen.fillRect(x, 24, Math.max(0.7, end - x), 16);
     }
   }
@@ -313,7 +313,7 @@ export class Timeline {
       ...shown.map((version) => key(versionColour(version), `v${version}`)),
       key(versionTint(shown.at(-1) ?? 0), "paler: with prefill"), key(".patch-idle", "idle"),
       key(".patch-paused", "paused"), key(".patch-swap", "swap of weights"),
-      key(".patch-lost", "✕ engine lost"), key(".patch-train", "trainer: train"),
+      key(".patch-lost", "✕ engine lost"), key(".patch-train", "trainer: train or evaluate"),
       key(".patch-idle", "trainer: wait"), key(".patch-publish", "trainer: publish"));
   }
 }
