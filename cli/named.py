@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tidegate.errors import ConfigError
-from tidegate.orchestrator.settings.suggestions import did_you_mean
+from tidegate.orchestrator.settings.suggestions import did_you_mean, worded
 
 
 def find(name: str, where: str) -> Any:
@@ -87,7 +87,7 @@ def _validated(value: Any, hint: Any, where: str) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{where} = {value!r}: {error.errors()[0]['msg']}") from None
+        raise ConfigError(f"{where} = {value!r}: {worded(error.errors()[0]['msg'])}") from None
     except Exception as error:
         if type(error).__module__.startswith("pydantic"):
             return value  # a hint that pydantic does not support

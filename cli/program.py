@@ -43,7 +43,7 @@ from tidegate.orchestrator.settings.config import (
     RunSettings,
     run_settings,
 )
-from tidegate.orchestrator.settings.suggestions import did_you_mean
+from tidegate.orchestrator.settings.suggestions import did_you_mean, worded
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
@@ -197,7 +197,9 @@ def _validate(table: Mapping[str, Any], path: Path) -> RunFile:
             raise ConfigError(f"{path}: there is no section [{where}]; {nearest}") from None
         if problem["type"] == "missing":
             raise ConfigError(f"{path}: {where} is missing") from None
-        raise ConfigError(f"{path}: {where} = {problem['input']!r}: {problem['msg']}") from None
+        raise ConfigError(
+            f"{path}: {where} = {problem['input']!r}: {worded(problem['msg'])}"
+        ) from None
 
 
 def _program(file: RunFile, path: Path, resume: Path | None) -> Program:

@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(read_regular(path))
     except FileNotFoundError:
-        raise AuditError(f"{path} is missing: is this the directory of a recorded run?") from None
+        raise AuditError(f"{path} is missing; give the directory of a recorded run") from None
     except (OSError, ValueError) as error:
         raise AuditError(f"{path} can't be read: {error}") from error
     if not isinstance(body, dict):

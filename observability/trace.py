@@ -323,7 +323,7 @@ def trace_lines(directory: Path) -> list[str]:
         trace = read_trace(path)
     except FileNotFoundError:
         raise AuditError(
-            f"{path} is missing: is this the directory of a recorded run that has ended? A process "
+            f"{path} is missing; give the directory of a recorded run that has ended. A process "
             f"that is killed leaves no timeline"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -385,7 +385,7 @@ def _batches_of_one(
             yield from _batches_of_stream(stream, columns)
             return
         if isinstance(error, FileNotFoundError):
-            why = "is missing: is this the directory of a recorded run?"
+            why = "is missing; give the directory of a recorded run"
             raise AuditError(f"{path} {why}") from None
         raise AuditError(
             f"{path} can't be read ({error}); it is damaged, or unfinished because the process was "

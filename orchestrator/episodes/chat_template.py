@@ -232,7 +232,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_regular(path))
     except (ValueError, OSError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from None
+        raise ModelError(
+            f"{path} can't be read ({error}); correct it, or download the model again"
+        ) from None
     return config if isinstance(config, dict) else {}
 
 

@@ -165,7 +165,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             "*.safetensors and tokenizer.json"
         ) from None
     except (ValueError, OSError) as error:
-        raise ModelError(f"{path} can't be read: {error}") from None
+        raise ModelError(
+            f"{path} can't be read ({error}); correct it, or download the model again"
+        ) from None
     if not isinstance(content, dict):
         raise ModelError(
             f"{path} holds a {type(content).__name__}, not a JSON object; download the model again"
@@ -183,4 +185,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(read_regular(path))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any damage
-        raise ModelError(f"{path} can't be read: {error}") from None
+        raise ModelError(
+            f"{path} can't be read ({error}); correct it, or download the model again"
+        ) from None

@@ -29,7 +29,7 @@ from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.placement import PlacementRules
 from tidegate.orchestrator.core.rules import Rules
 from tidegate.orchestrator.settings.hub import find_model
-from tidegate.orchestrator.settings.suggestions import did_you_mean
+from tidegate.orchestrator.settings.suggestions import did_you_mean, worded
 from tidegate.policies.asynchrony import BoundedStaleness, DeadlinePolicy
 from tidegate.policies.consumption import Window
 from tidegate.policies.failures import FailurePolicy
@@ -838,9 +838,11 @@ def _described(problem: ErrorDetails) -> str:
         return str(problem["ctx"]["error"])
     where = problem["loc"]
     record = str(where[0]) if where[0] in RECORDS and len(where) > 1 else ""
-    message = problem["msg"]
+    message = worded(problem["msg"])
     if problem["type"] == "extra_forbidden":
         message = _unknown(str(where[-1]), record)
+    if problem["type"] == "string_pattern_mismatch" and where[-1] == "device":
+        message = "must be 'cpu', 'cuda' (the first GPU) or 'cuda:N'"
     name = ".".join(map(str, where[1:] if record else where))
     if problem["type"] == "missing":  # then the input is all settings
         return f"{name} is missing"

@@ -1,10 +1,15 @@
-"""Suggestions for unknown names in error messages, by ``difflib``'s edit similarity.
+"""Wording of errors about settings: what a value must be, and the name that was probably meant.
 
-The settings and `tidegate run`'s TOML parser use them.
+The settings and `tidegate run`'s TOML parser use it. Names are compared by ``difflib``.
 """
 
 import difflib
 from collections.abc import Iterable
+
+
+def worded(message: str) -> str:
+    """Return pydantic's message on a value without its subject: what the value must be."""
+    return message.replace("Input should be", "must be", 1)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

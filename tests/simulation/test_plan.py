@@ -182,8 +182,8 @@ def test_plan_json_has_one_row_per_line(
         ([*FEW, "--max-staleness", ","], "--max-staleness ',' is empty"),
         ([*FEW, "--pause-mode", "stop"], "a pause mode is abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
-        (["--from", "nowhere"], "is this the directory of a recorded run?"),
-        (["nowhere"], "is this the directory of a recorded run?"),
+        (["--from", "nowhere"], "give the directory of a recorded run"),
+        (["nowhere"], "give the directory of a recorded run"),
         (["runs/one", "--from", "runs/other"], "name two runs; give one"),
     ],
 )

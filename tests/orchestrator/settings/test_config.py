@@ -80,12 +80,12 @@ def test_ray_carries_weights_by_relay_unless_told_otherwise() -> None:
     [
         (
             {"weights": {"engines_per_update_wave": 0}},
-            "engines_per_update_wave=0: Input should be greater than or equal",
+            "engines_per_update_wave=0: must be greater than or equal",
         ),
         ({"weights": {"puase_mode": "keep"}}, "no such setting; did you mean 'pause_mode'?"),
         ({"weights": {"seed": 1}}, "seed=1: no setting of weights, but of sampling"),
         ({"wieghts": {"pause_mode": "keep"}}, "no such setting; did you mean 'weights'?"),
-        ({"weights": 7}, "weights=7: Input should be"),
+        ({"weights": 7}, "weights=7: must be"),
         (
             {"weights": WeightSettings(pause_mode="keep"), "pause_mode": "abort"},
             "pause_mode is set twice, by itself and in weights",
