@@ -39,5 +39,7 @@ def imported(name: str) -> Callable[..., Any]:
     for attribute in attributes.split("."):
         found = getattr(found, attribute, None)
     if not callable(found):
-        raise ImportError(f"module {module} has no callable {attributes!r}")
+        raise ImportError(
+            f"module {module} has no callable {attributes!r}; correct the name 'module:name'"
+        )
     return found  # type: ignore[no-any-return]

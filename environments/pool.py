@@ -96,7 +96,9 @@ class PooledEnvironment:
 
     async def _reset(self, seed: int, task: Any) -> Observation:
         if self._is_closed:
-            raise RunClosed(f"environment {self._factory} is closed")
+            raise RunClosed(
+                f"environment {self._factory} is closed; create another one with pool.environment()"
+            )
         if self._history:
             raise EnvironmentFailed(
                 environment=self._factory,

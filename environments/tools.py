@@ -114,7 +114,9 @@ class Tools:
         try:
             reply = await self._request(call, self._pool.call_timeout_s)
         except ProcessDied as death:
-            raise ConfigError(f"tool {name!r} can't be described: {death.how}") from None
+            raise ConfigError(
+                f"tool {name!r} can't be described, because its process ended: {death.how}"
+            ) from None
         if not isinstance(reply, calls.ToolDescription):
             assert isinstance(reply, calls.CallFailed)
             raise ConfigError(f"tool {name!r} can't be described: {reply.error}")

@@ -200,7 +200,10 @@ class RolloutWorker:
         import torch.distributed as dist
 
         if self._group is None:
-            raise ConfigError("update_weight() needs init_weights_update_group() before it")
+            raise ConfigError(
+                "update_weight() has no group to receive weights from; call "
+                "init_weights_update_group() first"
+            )
         tensor_dtype = (
             dtype if isinstance(dtype, torch.dtype) else getattr(torch, _dtype_name(dtype), None)
         )

@@ -255,7 +255,10 @@ def _completion(episode: Episode, values: Mapping[str, Any]) -> _Completion:
         )
     turns, token_ids = episode.turns, episode.token_ids
     if not turns or not any(turn.token_ids for turn in turns):
-        raise EpisodeError("the episode returned without a generated token, and TRL needs one")
+        raise EpisodeError(
+            "the episode returned without a generated token, and TRL needs one; generate at least "
+            "once"
+        )
     start = turns[0].start
     end = turns[-1].start + len(turns[-1].token_ids)
     logprobs, env_mask = [0.0] * (end - start), [0] * (end - start)

@@ -38,7 +38,7 @@ def read_runs(
         AuditError: there are fewer than two or more than `RUNS_MAX` runs, or a file can't be read.
     """
     if not 2 <= len(directories) <= RUNS_MAX:
-        raise AuditError(f"2 to {RUNS_MAX} runs can be compared, got {len(directories)}")
+        raise AuditError(f"give 2 to {RUNS_MAX} runs to compare, got {len(directories)}")
     names = [directory.resolve().name for directory in directories]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in directories]

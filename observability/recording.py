@@ -326,7 +326,9 @@ class RunRecorder(Recorder):
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
-            raise RunClosed(f"the recorder of {self.directory} is closed")
+            raise RunClosed(
+                f"the recorder of {self.directory} is closed, because its run has ended"
+            )
 
     def _write_rollouts(self, rows: list[RolloutSnapshot]) -> None:
         if rows:

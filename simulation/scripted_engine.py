@@ -318,8 +318,8 @@ class ScriptedModel:
                 answer = next(self._next)
             except StopIteration:
                 raise ConfigError(
-                    f"the script has only {len(self._says)} answers, but another turn "
-                    f"was requested after {request.text[-200:]!r}"
+                    f"the script has only {len(self._says)} answers, but another turn was "
+                    f"requested after {request.text[-200:]!r}; add an answer, or script a function"
                 ) from None
         ids = self._encode(answer) if isinstance(answer, str) else list(answer)
         return ids if ids[-1:] == [self._stop] else [*ids, self._stop]

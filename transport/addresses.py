@@ -86,7 +86,10 @@ def local_address_towards(address: str) -> str | None:
             probe.connect(target)
             own = probe.getsockname()[0]
     except OSError as error:
-        raise ConfigError(f"this host knows no way to {address!r}: {error}") from error
+        raise ConfigError(
+            f"this host can't resolve or reach {address!r}: {error}; check the host name and the "
+            "network"
+        ) from error
     return f"tcp://[{own}]:*" if family == socket.AF_INET6 else f"tcp://{own}:*"
 
 
@@ -156,7 +159,10 @@ def _check_tcp(address: str, *, has_keys: bool, listens: bool) -> None:
         raise ConfigError(f"{address!r} is not tcp://HOST:PORT; {_EXAMPLES}")
     host, port = match["host"], match["port"]
     if port == "*" and not listens:
-        raise ConfigError(f"{address!r} leaves the port open, so there is nothing to connect to")
+        raise ConfigError(
+            f"{address!r} leaves the port open, so there is nothing to connect to; give the port "
+            "that the listener reports"
+        )
     if port != "*" and not 0 < int(port) <= PORT_MAX:
         raise ConfigError(f"{address!r}: a port is 1 to {PORT_MAX}, or * for any free one")
     if not has_keys and not _is_loopback(host):

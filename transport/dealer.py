@@ -83,7 +83,9 @@ class DealerSocket:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"can't connect to {address!r}: {error.strerror}") from error
+            raise ConfigError(
+                f"can't connect to {address!r}: {error.strerror}; check the address"
+            ) from error
 
     def send(self, message: Message) -> bytes:
         """Queue one message without blocking; return its frame, for a ``SendWindow`` to keep.

@@ -430,7 +430,9 @@ def bind_router(
             raise
         if error.errno == zmq.EADDRINUSE:
             raise AddressInUse(address) from error
-        raise ConfigError(f"can't listen on {address!r}: {error.strerror}") from error
+        raise ConfigError(
+            f"can't listen on {address!r}: {error.strerror}; choose an address of this host"
+        ) from error
     return socket, authenticator
 
 

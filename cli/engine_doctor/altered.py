@@ -49,7 +49,10 @@ def altered(model: Path) -> Iterator[Path]:
         try:
             _write(model, directory)
         except OSError as error:
-            raise ConfigError(f"altered weights can't be written to {directory}: {error}") from None
+            raise ConfigError(
+                f"altered weights can't be written to {directory}: {error}. Free disk space beside "
+                "the model, or give a copy of it on another disk"
+            ) from None
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -123,14 +123,19 @@ async def _begin(http: HttpEngine) -> None:
             await http.call("POST", "/end_weight_update", {})
             await http.call("POST", "/begin_weight_update", {"selector": "all"})
     except HttpStatusError as error:
-        raise WeightsRefused(f"SGLang can't begin a weight update: {error.why}") from error
+        raise WeightsRefused(
+            f"SGLang refuses to begin a weight update: {error.why}. Its log has the cause"
+        ) from error
 
 
 async def _end(http: HttpEngine) -> None:
     try:
         await http.call("POST", "/end_weight_update", {}, timeout_s=BUCKET_TIMEOUT_S)
     except HttpStatusError as error:
-        raise EngineGone(f"SGLang can't finish a weight update: {error}") from error
+        raise EngineGone(
+            f"SGLang failed to finish a weight update ({error}), so its weights are unknown; "
+            "restart the server"
+        ) from error
 
 
 def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:

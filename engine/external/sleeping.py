@@ -150,7 +150,7 @@ class ExternalSleepController:
             await self._reload()
         except WeightsRefused as error:
             raise EngineGone(
-                f"{self._capabilities.engine} woke without weights: {error}"
+                f"{self._capabilities.engine} woke, and can't load the weights again: {error}"
             ) from error
 
     async def wake_for_update(self) -> None:

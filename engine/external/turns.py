@@ -147,7 +147,8 @@ def read_turn(
     tokens = read_prompt(message, limits).tolist()
     if unsupported := sorted({medium.kind for medium in message.media} - capabilities.media):
         raise TurnRefused(
-            f"{capabilities.engine} reads no {', '.join(unsupported)} with this model"
+            f"{capabilities.engine} reads no {', '.join(unsupported)} with this model; leave them "
+            "out, or serve a model that does"
         )
     sampling = message.sampling
     options = {

@@ -97,7 +97,10 @@ class VllmNcclSender:
         """
         communicator = self._communicator
         if communicator is None:
-            raise EngineGone(f"{self._http.url} has left the NCCL communicator")
+            raise EngineGone(
+                f"{self._http.url} has left the NCCL communicator of weight updates; restart the "
+                "server"
+            )
         info = {
             "names": list(tensors),
             "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],

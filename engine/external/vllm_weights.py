@@ -128,8 +128,8 @@ class VllmWeights:
                 await self._load_files(*previous)
             except HttpStatusError as error:
                 raise EngineGone(
-                    f"{self._http.url} could load neither new weights ({refusal}) nor those of "
-                    f"before ({error})"
+                    f"{self._http.url} could load neither new weights ({refusal}) nor the previous "
+                    f"ones ({error}); restart the server"
                 ) from error
             raise WeightsRefused(
                 f"vLLM can't load the published weights: {refusal.why}"
@@ -183,12 +183,17 @@ class VllmWeights:
         try:
             await self._phase("/start_weight_update")
         except HttpStatusError as error:
-            raise WeightsRefused(f"vLLM can't begin a weight update: {error.why}") from error
+            raise WeightsRefused(
+                f"vLLM refuses to begin a weight update: {error.why}. Its log has the cause"
+            ) from error
         await self._sender.send(tensors)
         try:
             await self._phase("/finish_weight_update", {"weight_version": label})
         except HttpStatusError as error:
-            raise EngineGone(f"vLLM can't finish a weight update: {error}") from error
+            raise EngineGone(
+                f"vLLM failed to finish a weight update ({error}), so its weights are unknown; "
+                "restart the server"
+            ) from error
         await self._verify(label)
 
     async def _phase(self, path: str, body: object = None) -> None:
@@ -212,7 +217,10 @@ class VllmWeights:
 
     async def _verify(self, label: str) -> None:
         if (current := await self._label()) != label:
-            raise EngineGone(f"{self._http.url} labels its weights {current!r}, expected {label!r}")
+            raise EngineGone(
+                f"{self._http.url} labels its weights {current!r}, and {label!r} was set; does "
+                "another client load weights into it?"
+            )
 
     async def _label(self) -> str:
         try:

@@ -216,7 +216,10 @@ def _hello(arguments: argparse.Namespace, capabilities: Capabilities, epoch: int
     try:
         architecture, vocab_size = read_sizes(arguments.model)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"can't read {arguments.model}/config.json: {error}") from error
+        raise ConfigError(
+            f"can't read {arguments.model}/config.json: {error}; give --model the directory of the "
+            "served model"
+        ) from error
     block_tokens = capabilities.block_tokens or BLOCK_TOKENS
     running = min(
         capabilities.running_turns_max,

@@ -206,7 +206,8 @@ def refuse_lacking(path: Path, names: Sequence[str]) -> None:
     """
     if names:
         raise ModelError(
-            f"{path} lacks {len(names)} of the tensors that config.json describes, first {names[0]}"
+            f"{path} lacks {len(names)} of the tensors that config.json describes, first "
+            f"{names[0]}; download or save the model again"
         )
 
 

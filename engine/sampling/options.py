@@ -197,8 +197,8 @@ class OptionReader:
     def _ban(self, options: RowOptions, stop_ids: Sequence[int]) -> None:
         if len(stop_ids) == self._vocab_size:
             raise TurnRefused(
-                f"min_tokens={options.min_tokens} leaves nothing to sample, because every token is "
-                "a stop token"
+                f"min_tokens={options.min_tokens} excludes stop tokens, and every token of the "
+                "vocabulary is one; lower min_tokens, or name fewer stop tokens"
             )
         options.banned = np.array(stop_ids, np.int64)
 
@@ -227,8 +227,8 @@ class OptionReader:
         for bias in params.logit_bias:
             if not 0 <= bias.token_id < self._vocab_size:
                 raise TurnRefused(
-                    f"logit_bias is for token {bias.token_id}, outside the vocabulary "
-                    f"[0, {self._vocab_size})"
+                    f"logit_bias is for token {bias.token_id}, outside the vocabulary [0, "
+                    f"{self._vocab_size}); use this model's tokenizer"
                 )
             if not -BIAS_MAX <= bias.bias <= BIAS_MAX:
                 raise TurnRefused(
@@ -277,11 +277,13 @@ def _check_numbers(params: SamplingParams) -> None:
 def _check_lists(params: SamplingParams) -> None:
     if len(params.logits_processors) > PROCESSORS_MAX:
         raise TurnRefused(
-            f"a turn may have {PROCESSORS_MAX} processors, got {len(params.logits_processors)}"
+            f"a turn must have at most {PROCESSORS_MAX} logits_processors, got "
+            f"{len(params.logits_processors)}"
         )
     if len(params.stop_strings) > STOP_STRINGS_MAX:
         raise TurnRefused(
-            f"a turn may have {STOP_STRINGS_MAX} stop_strings, got {len(params.stop_strings)}"
+            f"a turn must have at most {STOP_STRINGS_MAX} stop_strings, got "
+            f"{len(params.stop_strings)}"
         )
     for text in params.stop_strings:
         if not 1 <= len(text) <= STOP_STRING_CHARS_MAX:

@@ -291,7 +291,10 @@ def admit_score(
     """
     if message.score_kind not in capabilities.score_kinds:
         supported = ", ".join(capabilities.score_kinds) or "nothing"
-        raise ScoreRefused(f"this engine scores {supported}, not {message.score_kind}")
+        raise ScoreRefused(
+            f"this engine's model computes {supported}, and {message.score_kind} was requested; "
+            "request one of these, or serve a model with the right head"
+        )
     try:
         tokens = read_token_ids(message.token_ids, limits)
     except TurnRefused as error:
@@ -315,7 +318,8 @@ def admit_score(
 def _check_numbers(message: ScoreTokens, tokens: int, limits: EngineLimits) -> None:
     if tokens > limits.context_tokens_max:
         raise ScoreRefused(
-            f"{tokens} tokens are more than the model's context of {limits.context_tokens_max}"
+            f"{tokens} tokens are more than the model's context of {limits.context_tokens_max}; "
+            "score shorter sequences"
         )
     first = 1 if message.score_kind == "logprobs" else 0
     if tokens <= first:

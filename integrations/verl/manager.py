@@ -387,7 +387,10 @@ class AgentEpisodes(AgentLoopWorkerTQ.__ray_actor_class__):
         :meth:`_write` does, when the batch is handed over."""
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
-            raise EpisodeError("the agent loop has returned no output, and a rollout needs one")
+            raise EpisodeError(
+                "the agent loop has returned no output, and a rollout needs one; have it return "
+                "an AgentLoopOutput"
+            )
         await self._compute_score(outputs, kwargs=kwargs)
         return outputs
 

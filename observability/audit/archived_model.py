@@ -264,7 +264,10 @@ def load_weights(directory: Path) -> Any:
             )
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise AuditError(f"{directory} can't be loaded by transformers: {why}") from error
+        raise AuditError(
+            f"{directory} can't be loaded by transformers: {why}. Was a file of it removed or "
+            "changed?"
+        ) from error
     if faults := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
         raise AuditError(
             f"{directory} lacks {len(faults)} tensors that its config.json describes, "

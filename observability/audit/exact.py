@@ -261,8 +261,8 @@ def _open_model(directory: Path, build: EngineBuild) -> ServedModel:
     """
     if build.dtype not in ("float32", "bfloat16"):
         raise AuditError(
-            f"an exact audit needs engines that computed in float32 or bfloat16, and "
-            f"these say {build.dtype or 'nothing'!r}"
+            "an exact audit needs engines that computed in float32 or bfloat16, and these report "
+            f"{build.dtype or 'no dtype'}; leave --exact out"
         )
     quantization: dict[str, Quantization] = {"int8": "int8", "fp8": "fp8"}
     try:

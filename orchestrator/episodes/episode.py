@@ -166,7 +166,10 @@ class ScoringEpisode:
 
     def _refuse_if_over(self) -> None:
         if self._is_over:
-            raise RunClosed("the episode has returned, so its context can't change any more")
+            raise RunClosed(
+                "the episode has returned, so its context can't change any more; end its "
+                "background tasks before it returns"
+            )
 
 
 BITS_64 = (1 << 64) - 1
@@ -455,7 +458,9 @@ class Episode(ScoringEpisode):
         """
         self._refuse_if_over()
         if self._is_generating:
-            raise RuntimeError("the context can't be appended to while a turn is generated")
+            raise RuntimeError(
+                "the context can't be appended to while a turn is generated; await generate() first"
+            )
         appended = self._model.token_cache.of(content)
         if self.num_tokens + len(appended) > CONTEXT_TOKENS_MAX:
             raise too_long(self.num_tokens + len(appended))
@@ -485,7 +490,10 @@ class Episode(ScoringEpisode):
         needs.
         """
         if self._is_generating:
-            raise RuntimeError("fork before a turn is generated, or when it has ended")
+            raise RuntimeError(
+                "the context can't fork while a turn is generated; fork before generate(), or "
+                "await it first"
+            )
         return self.branch(self.token_ids, "asked", media=self.media)
 
     def branch(

@@ -79,7 +79,7 @@ def refuse_if_written_out(prompt: str, messages: Sequence[Mapping[str, Any]]) ->
 def check_media_size(media: Sequence[Media]) -> None:
     """Raise ConfigError if a context has too many or too large media."""
     if len(media) > MEDIA_MAX:
-        raise ConfigError(f"a context may have {MEDIA_MAX} media, got {len(media)}")
+        raise ConfigError(f"a context must have at most {MEDIA_MAX} media, got {len(media)}")
     chars = sum(len(item.url) for item in media)
     if chars > MEDIA_CHARS_MAX:
         raise ConfigError(

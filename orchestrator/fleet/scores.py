@@ -137,7 +137,7 @@ def embedding_queries(
         ConfigError: an argument has no valid value.
     """
     if pooling not in _SCORE_KINDS:
-        raise ConfigError(f"pooling is 'last', 'mean' or 'none', got {pooling!r}")
+        raise ConfigError(f"pooling must be 'last', 'mean' or 'none', got {pooling!r}")
     columns = _columns(sequences)
     starts = _starts(start, len(columns), least=0)
     return [
@@ -245,7 +245,10 @@ def _starts(start: Any, sequences: int, *, least: int) -> list[int]:
     else:
         starts = [_integer("start", start)] * sequences
     if len(starts) != sequences:
-        raise ConfigError(f"start has {len(starts)} positions for {sequences} sequences")
+        raise ConfigError(
+            f"start must be one position, or one for each of {sequences} sequences, got "
+            f"{len(starts)}"
+        )
     wrong = [position for position in starts if not least <= position <= TOKENS_MAX]
     if wrong:
         raise ConfigError(f"start must be in [{least}, {TOKENS_MAX}], got {wrong[0]}")

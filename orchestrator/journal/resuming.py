@@ -138,7 +138,10 @@ def core_from_header(header: JournalHeader, policies: Iterable[type] = ()) -> Co
     """
     rules = made_of(header.rules, policies)
     if not isinstance(rules, Rules):
-        raise ResumeMismatch(f"the journal's header has no rules, but {rules!r:.200}")
+        raise ResumeMismatch(
+            f"the journal's header must hold a run's policies, and holds {rules!r}; was the "
+            "journal made by another program?"
+        )
     return Core(rules, survives_crashes=True)
 
 

@@ -56,7 +56,7 @@ class RolloutDataset(IterableDataset[Any]):
         """
         super().__init__()
         if per not in ("batch", "rollout"):
-            raise ConfigError(f"a dataset yields items per 'batch' or 'rollout', got per={per!r}")
+            raise ConfigError(f"per must be 'batch' or 'rollout', got {per!r}")
         self._rollouts = rollouts
         self._tasks = tasks
         self._episode = episode

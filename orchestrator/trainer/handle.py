@@ -178,7 +178,7 @@ class RunHandle(ABC):
             SleepFailed: an engine failed to sleep, for the reason in the message. The others sleep.
         """
         if level not in get_args(SleepLevel):
-            raise ConfigError(f"engines sleep at level 1 (offload) or 2 (discard), got {level!r}")
+            raise ConfigError(f"level must be 1 (offload weights) or 2 (discard them), got {level}")
         checked_mode(mode)
         return await self._requests.sleep(level, _checked_tags(tags), mode)
 
@@ -221,7 +221,7 @@ def checked_mode(mode: PauseMode) -> PauseMode:
         ConfigError: there is no such mode.
     """
     if mode not in get_args(PauseMode):
-        raise ConfigError(f"a pause mode is 'abort', 'keep' or 'wait', got {mode!r}")
+        raise ConfigError(f"mode must be 'abort', 'keep' or 'wait', got {mode!r}")
     return mode
 
 

@@ -253,7 +253,10 @@ def read_sampling_defaults(path: Path) -> dict[str, float]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} can't be read: {error}") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}, not an object")
+        raise ModelError(
+            f"{file} must hold a JSON object, and holds a {type(content).__name__}; download the "
+            "model again"
+        )
     found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
     for name, value in found.items():
         kind = int if name in ("top_k", "max_new_tokens") else (int, float)

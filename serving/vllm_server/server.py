@@ -99,7 +99,9 @@ class VLLMServer(SyncRollouts):
         if max_logprobs < 0:
             raise ConfigError(f"max_logprobs must be at least 0, got {max_logprobs}")
         if generation_config not in ("auto", "vllm"):
-            raise ConfigError(f"generation_config is auto or vllm, got {generation_config!r}")
+            raise ConfigError(
+                f"generation_config must be 'auto' or 'vllm', got {generation_config!r}"
+            )
         if control_token is not None and len(control_token) < TOKEN_CHARACTERS_MIN:
             raise ConfigError(
                 f"the control token has {len(control_token)} characters and could be guessed; give "
@@ -256,5 +258,7 @@ def _receiver_of(backend: str) -> UpdateReceiver:
         "ipc": IpcUpdateReceiver,
     }
     if backend not in kinds:
-        raise ConfigError(f"weights come by {' or '.join(get_args(Backend))}, got {backend!r}")
+        raise ConfigError(
+            f"weight_transfer must be {' or '.join(get_args(Backend))}, got {backend!r}"
+        )
     return kinds[backend]()

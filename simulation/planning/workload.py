@@ -80,7 +80,7 @@ class PlanCandidate:
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness must be >= 0, got {self.max_staleness}")
         if self.pause_mode not in get_args(PauseMode):
-            raise ConfigError(f"a pause mode is abort, keep or wait, got {self.pause_mode!r}")
+            raise ConfigError(f"pause_mode must be abort, keep or wait, got {self.pause_mode!r}")
 
     @property
     def name(self) -> str:

@@ -71,7 +71,7 @@ def test_a_comparison_needs_two_runs_and_names_a_missing_one(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(["compare", str(runs[0])], monkeypatch) == 2
-    assert "2 to 12 runs can be compared, got 1" in capsys.readouterr().err
+    assert "give 2 to 12 runs to compare, got 1" in capsys.readouterr().err
     assert status_of(["compare", str(runs[0]), "no-run"], monkeypatch) == 2
     assert "no-run" in capsys.readouterr().err
 

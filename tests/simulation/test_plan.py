@@ -180,7 +180,7 @@ def test_plan_json_has_one_row_per_line(
         ([], "--engines is required; or give --from RUN"),
         ([*FEW, "--max-staleness", "two"], "--max-staleness 'two' can't be read"),
         ([*FEW, "--max-staleness", ","], "--max-staleness ',' is empty"),
-        ([*FEW, "--pause-mode", "stop"], "a pause mode is abort, keep or wait, got 'stop'"),
+        ([*FEW, "--pause-mode", "stop"], "pause_mode must be abort, keep or wait, got 'stop'"),
         ([*FEW, "--mean-tokens", "300"], "lengths need"),
         (["--from", "nowhere"], "give the directory of a recorded run"),
         (["nowhere"], "give the directory of a recorded run"),

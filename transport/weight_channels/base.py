@@ -168,7 +168,9 @@ def check_buffers(tensors: Sequence[NamedBuffer]) -> None:
                 f"tensor {tensor.name!r} is not contiguous; copy it into row-major order first"
             )
         if tensor.name in names:
-            raise WeightsRefused(f"tensor {tensor.name!r} appears twice in one version")
+            raise WeightsRefused(
+                f"tensor {tensor.name!r} appears twice in one version; publish each name once"
+            )
         names.add(tensor.name)
 
 

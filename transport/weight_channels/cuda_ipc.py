@@ -101,7 +101,9 @@ class CudaIpcSender:
                     "move the model there, or set weight_channel to 'shm'"
                 )
             if tensor.name in names:
-                raise WeightsRefused(f"tensor {tensor.name!r} appears twice in one version")
+                raise WeightsRefused(
+                    f"tensor {tensor.name!r} appears twice in one version; publish each name once"
+                )
             names.add(tensor.name)
 
     def _part(self, version: int, layout: "_BufferLayout") -> UpdateWeights:

@@ -185,7 +185,8 @@ class CudaGpu:
             shared = allocation.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise WeightsRefused(
-                f"memory on {self._device} can't be shared with another process: {error}"
+                f"memory on {self._device} can't be shared with another process: {error}. Set "
+                "weight_channel to 'shm'"
             ) from error
         _, handle, nbytes, offset, counter, counter_offset, _, _ = shared
         memory = CudaIpcHandle(
@@ -254,6 +255,7 @@ def find_gpu(name: str) -> CudaGpu:
     if device.type != "cuda" or device.index >= torch.cuda.device_count():
         raise WeightsRefused(
             f"weight_channel='cuda_ipc' was set to {name!r}, but this process sees "
-            f"{torch.cuda.device_count()} CUDA devices, numbered from 0"
+            f"{torch.cuda.device_count()} CUDA devices, numbered from 0; set device to one of "
+            "them, or weight_channel to 'shm'"
         )
     return CudaGpu(device)

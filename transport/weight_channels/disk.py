@@ -147,7 +147,7 @@ class DiskReceiver:
         if path.parent != self._directory:
             raise WeightsRefused(
                 f"an update is at {update.location!r}, outside of the weight directory "
-                f"{str(self._directory)!r}"
+                f"{str(self._directory)!r}; do run and engines share that path?"
             )
         os.close(
             _open_checked(path, update)

@@ -371,7 +371,9 @@ class ZmqSender:
         try:
             socket.bind(own or self.address)
         except zmq.ZMQError as error:
-            raise ConfigError(f"can't serve weights at {own!r}: {error.strerror}") from error
+            raise ConfigError(
+                f"can't serve weights at {own!r}: {error.strerror}; set another listen_address"
+            ) from error
         if own is not None:
             port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
             self.address = f"tcp://*:{port}"

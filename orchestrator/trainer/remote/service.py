@@ -159,7 +159,10 @@ class TrainerService:
                 return _scores(await self._rollouts.score_queries(queries))
             case wire.ControlRun():
                 return wire.ResultReply(value=await self._control(ask)), ()
-        raise ConfigError(f"the run doesn't handle requests of type {type(ask).__name__}")
+        raise ConfigError(
+            f"the run doesn't handle requests of type {type(ask).__name__}; install the same "
+            "Tidegate version on both"
+        )
 
     # ------------------------------------------------------------ ranks
 
@@ -270,7 +273,9 @@ class TrainerService:
 
     def _pipe_of(self, offer: str) -> TaskPipe:
         if self._pipe is None or self._pipe[0] != offer:
-            raise ConfigError("a later offer of tasks has replaced this one")
+            raise ConfigError(
+                "a later batches() of this trainer has replaced these tasks; use the later iterator"
+            )
         return self._pipe[1]
 
     def _episode_of(self, name: str) -> EpisodeFunction:

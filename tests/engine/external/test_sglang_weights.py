@@ -101,7 +101,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: list[Path])
     async with sglang(models[0], "http") as engine:
         del engine.double.posts["/begin_weight_update"]
         await engine.adapter.pause("abort")
-        with pytest.raises(WeightsRefused, match="can't begin a weight update"):
+        with pytest.raises(WeightsRefused, match="refuses to begin a weight update"):
             await engine.adapter.load_tensors(tensors_of(models[1]), "v1")
         await engine.adapter.resume()
         stream = await engine.stream(FEW).end()

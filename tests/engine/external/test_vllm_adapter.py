@@ -202,7 +202,7 @@ async def test_weights_that_cannot_be_loaded_leave_those_of_before(
         assert double.loads[-1] == str(models.directories[1])
         assert double.label == "v1"
         double.fails_to_load = lambda path: True
-        with pytest.raises(EngineGone, match="nor those of before"):
+        with pytest.raises(EngineGone, match="nor the previous ones"):
             await adapter.load_weights(tmp_path / "nothing", "v3")
         double.fails_to_load = lambda path: False
         await adapter.resume()

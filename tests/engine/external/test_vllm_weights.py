@@ -137,7 +137,7 @@ async def test_an_update_that_does_not_begin_changes_nothing(models: Models) -> 
     async with vllm(models.directories[0]) as (double, adapter, _):
         await adapter.pause("abort")
         double.transfers.refuses_to_start = True
-        with pytest.raises(WeightsRefused, match="can't begin a weight update"):
+        with pytest.raises(WeightsRefused, match="refuses to begin a weight update"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         double.transfers.refuses_to_start = False
         await adapter.resume()
@@ -198,7 +198,7 @@ async def test_an_update_under_other_labels_than_the_one_told_ends_the_engine(
             return "v7"
 
         monkeypatch.setattr(adapter._weights, "_label", says)
-        with pytest.raises(EngineGone, match="labels its weights 'v7', expected 'v1'"):
+        with pytest.raises(EngineGone, match="labels its weights 'v7', and 'v1' was set"):
             await adapter.load_tensors(tensors_of(models, 1), "v1")
         assert double.label == "v1"
 

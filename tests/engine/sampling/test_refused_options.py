@@ -31,13 +31,16 @@ REFUSALS = [
         r"min_tokens must be in \[0, 5\], the turn.s limit of output tokens, got 6",
     ),
     ({"min_tokens": -1}, "min_tokens must be in .* got -1"),
-    ({"min_tokens": 2, "stop_token_ids": list(range(VOCAB))}, "every token is a stop token"),
+    (
+        {"min_tokens": 2, "stop_token_ids": list(range(VOCAB))},
+        "every token of the vocabulary is one",
+    ),
     ({"top_logprobs": VOCAB + 1}, r"top_logprobs must be in \[0, 23\] on this engine, got 24"),
     ({"top_logprobs": -1}, "got -1"),
     ({"stop_strings": [""]}, "a stop string must have 1 to 1000 characters, got 0"),
-    ({"stop_strings": ["x"] * 65}, "a turn may have 64 stop_strings, got 65"),
+    ({"stop_strings": ["x"] * 65}, "a turn must have at most 64 stop_strings, got 65"),
     ({"stop_strings": ["x"]}, "was started without a model directory"),
-    ({"logits_processors": ["{}"] * 17}, "a turn may have 16 processors, got 17"),
+    ({"logits_processors": ["{}"] * 17}, "a turn must have at most 16 logits_processors, got 17"),
 ]
 
 

@@ -248,7 +248,7 @@ def test_a_score_too_large_for_a_frame_is_sent_in_parts(
         ([1, 2], {"temperature": float("nan")}, "temperature divides logits"),
         ([5] * 65, {}, "65 tokens are more than the model's context of 64"),
         ([5] * 60, {}, "15 KV blocks of 4 tokens but the whole cache has 10"),
-        ([5] * 9, {"want": "rewards"}, "not rewards"),
+        ([5] * 9, {"want": "rewards"}, "rewards was requested"),
     ],
 )
 def test_an_impossible_score_request_is_refused_with_its_numbers(

@@ -194,7 +194,7 @@ async def test_a_malformed_answer_fails_its_request(
         (([[]], 1, 0, 1.0), "to score is empty"),
         (([[1, -2]], 1, 0, 1.0), "ids in"),
         (([[1, 2]], 0, 0, 1.0), "start must be in"),
-        (([[1, 2]], [1, 1], 0, 1.0), "2 positions for 1 sequences"),
+        (([[1, 2]], [1, 1], 0, 1.0), "one for each of 1 sequences, got 2"),
         (([[1, 2]], 1, 129, 1.0), "top_logprobs must be in"),
         (([[1, 2]], True, 0, 1.0), "start must be a whole number, got True"),
         (([[1, 2]], [1.7], 0, 1.0), "start must be a whole number, got 1.7"),

@@ -160,7 +160,7 @@ async def test_sleep_waits_for_a_publish_that_is_on_its_way(
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"level": 3}, "level 1 (offload) or 2 (discard), got 3"),
+        ({"level": 3}, "level must be 1 (offload weights) or 2 (discard them), got 3"),
         ({"mode": "nap"}, "got 'nap'"),
         ({"tags": ["weights", "dreams"]}, "got ['weights', 'dreams']"),
         ({"tags": "weights"}, "got 'weights'"),
