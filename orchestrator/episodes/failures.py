@@ -8,6 +8,7 @@ same if they have one type and were raised through the same lines of code; the m
 import logging
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 from tidegate.errors import (
     ChatRefused,
@@ -61,6 +62,9 @@ DISTINCT_ERRORS_MAX = 64
 REASONS_MAX = 32
 """Reasons of failures told apart, because each is an account of the ledger; later ones are counted
 as ``other``."""
+
+OUR_DIRECTORY = str(Path(__file__).parents[2])
+"""Directory of Tidegate's own code, whose lines are not shown as the place of an error."""
 
 log = logging.getLogger("tidegate")
 
@@ -127,6 +131,25 @@ def _has_given_up_tokens(rollout: Rollout) -> bool:
     return any(turn.finish_reason == "cancelled" and turn.length for turn in last_turns)
 
 
+HINTS = (
+    ("'coroutine' object", "an `await` is missing there, as in `await episode.generate(…)`"),
+    (
+        "can't be used in 'await' expression",
+        "what is awaited there is not async: define it with `async def`, or leave out the `await`",
+    ),
+)
+"""Beginners' mistakes by a part of Python's message, with what to do about them."""
+
+
+def _described(error: BaseException) -> str:
+    """Return where an error was raised, its type and message, and a hint if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(OUR_DIRECTORY)]
+    place = f"at {users[-1].filename}:{users[-1].lineno} ({users[-1].name}) " if users else ""
+    hints = [hint for part, hint in HINTS if part in str(error)]
+    return f"{place}with {type(error).__name__}: {error}{''.join(f'; {hint}' for hint in hints)}"
+
+
 def outcome_of(rollout: Rollout, reason: str) -> FailureOutcome:
     """Return what the core has made of a rollout whose episode failed for ``reason``."""
     if rollout.state is RolloutState.RUNNING:
@@ -184,8 +207,8 @@ class EpisodeFailures:
         if self._consecutive >= CONSECUTIVE_FAILURES_MAX:
             raise EpisodeError(
                 f"{self._consecutive} episodes in a row failed and were discarded, without one "
-                f"success, by {len(self._errors)} distinct errors; the last one with "
-                f"{type(error).__name__}: {error}"
+                f"success, by {len(self._errors)} distinct errors; the last one "
+                f"{_described(error)}"
             ) from error
         if (
             not self._has_succeeded
@@ -196,7 +219,7 @@ class EpisodeFailures:
         ):
             raise EpisodeError(
                 f"the episode's code seems to be wrong: {same.count} episodes failed in the same "
-                f"place before any succeeded; the last one with {type(error).__name__}: {error}"
+                f"place before any succeeded; the last one {_described(error)}"
             ) from error
 
     def _warn_of_hidden_failures(self, rollout_id: int, key: FailureKey) -> None:
@@ -222,14 +245,13 @@ class EpisodeFailures:
             same.groups.add(group_id)
         if same.count == 1 and len(self._errors) < DISTINCT_ERRORS_MAX:
             self._errors[identity] = same
-            stack = "".join(traceback.format_exception(error))
             log.warning(
-                "rollout=%d %s, its episode failed (cause=%s reason=%s):\n%s",
+                "rollout=%d %s, its episode failed (cause=%s reason=%s)",
                 rollout_id,
                 key.outcome,
                 key.cause,
                 key.reason,
-                stack,
+                exc_info=error,
             )
         elif str(same.count).strip("0") == "1":
             log.warning(

@@ -1,6 +1,7 @@
 """EpisodeFailures: who has caused a failure, which end a run, and what is logged of them."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_a_distinct_error_is_logged_once_with_its_traceback_and_then_counted(
         fail_n(failures, 30, ConnectionError, groups=3)
         fail_n(failures, 1, KeyError, groups=3)
     messages = [record.getMessage() for record in caplog.records]
-    assert ["Traceback" in message for message in messages] == [True, False, True]
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, True]
     assert "rollout=9 discarded" in messages[1]
     assert "10 failures in this place" in messages[1]
 
@@ -159,6 +160,44 @@ def test_reasons_beyond_the_limit_are_counted_together() -> None:
         assert failures.known(FailureClass(INFRA, f"r{number}")).reason == f"r{number}"
     assert failures.known(FailureClass(INFRA, "one_more")) == FailureClass(INFRA, "other")
     assert failures.known(FailureClass(POLICY, "r0")).reason == "r0"
+
+
+async def grade() -> float:
+    return 0.5
+
+
+async def forgets_an_await() -> float:
+    answer: Any = grade()
+    try:
+        return float(answer.value)
+    finally:
+        answer.close()
+
+
+async def awaits_a_number() -> float:
+    number: Any = 0.5
+    return float(await number)
+
+
+@pytest.mark.parametrize(
+    ("episode", "hint"),
+    [
+        (forgets_an_await, "an `await` is missing there"),
+        (awaits_a_number, "define it with `async def`, or leave out the `await`"),
+    ],
+)
+async def test_the_run_ends_with_the_line_that_is_wrong_and_what_to_write(
+    episode: Any, hint: str
+) -> None:
+    failures = EpisodeFailures()
+    key = FailureKey(CODE, "code_error", FailureOutcome.DISCARDED)
+    with pytest.raises((AttributeError, TypeError)) as caught:
+        await episode()
+    for number in range(7):
+        failures.fail(number, number, caught.value, key)
+    with pytest.raises(EpisodeError, match=r"test_failures.py:\d+ \(\w+_a_?n\w+\) with") as ended:
+        failures.fail(7, 7, caught.value, key)
+    assert hint in str(ended.value)
 
 
 def test_only_failures_that_discard_count_towards_the_end_of_the_run() -> None:
