@@ -28,6 +28,7 @@ from tidegate.engine.weights.staging import Staging
 from tidegate.errors import TidegateError
 from tidegate.transport.dealer import DealerSocket
 from tidegate.transport.messages import (
+    PROTOCOL,
     Ack,
     FromEngine,
     Hello,
@@ -237,7 +238,7 @@ def _random_weights() -> Weights:
 
 def _hello(name: str) -> Hello:
     return Hello(
-        protocol=2,
+        protocol=PROTOCOL,
         engine=name,
         epoch=1,
         weight_version=0,

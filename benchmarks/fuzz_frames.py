@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tidegate.transport.messages import (
+    PROTOCOL,
     Ack,
     Asleep,
     Awake,
@@ -263,7 +264,7 @@ def _replaced(column: bytes, typecode: str, at: int, value: float) -> bytes:
 def hello_of(state: LiveState, weight_version: int = 0) -> Hello:
     """Return a valid hello of an engine."""
     return Hello(
-        protocol=2,
+        protocol=PROTOCOL,
         engine=state.engine,
         epoch=state.epoch,
         weight_version=weight_version,

@@ -93,6 +93,20 @@ def serve(
         typer.Option(help="Host name that requests may use beside the address; repeatable."),
     ] = None,
     max_logprobs: Annotated[int, typer.Option(min=0, help="Most log-probs per token.")] = 20,
+    enable_return_routed_experts: Annotated[
+        bool,
+        typer.Option(
+            "--enable-return-routed-experts",
+            help="Return the experts that a mixture routes each position to, with every answer.",
+        ),
+    ] = False,
+    return_sampling_mask: Annotated[
+        bool,
+        typer.Option(
+            "--return-sampling-mask",
+            help="Return the tokens that top-p, top-k and min-p left, with every token.",
+        ),
+    ] = False,
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults of generation_config.json; vllm: vLLM's."),
@@ -122,6 +136,8 @@ def serve(
         lora_directory=lora_directory,
         allowed_hosts=allowed_host or (),
         max_logprobs=max_logprobs,
+        routed_experts=enable_return_routed_experts,
+        kept_tokens=return_sampling_mask,
         generation_config=generation_config,  # type: ignore[arg-type]  # likewise
         dtype=dtype,  # type: ignore[arg-type]  # refused if unknown
         max_running_turns=max_num_seqs,

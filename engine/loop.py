@@ -16,7 +16,8 @@ from tidegate.engine.execution.sleep import SleepController
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.memory.host_memory import trim_heap
 from tidegate.engine.memory.out_of_memory import is_out_of_memory, out_of_memory
-from tidegate.engine.scheduling.scheduler import EngineScheduler, StepColumns
+from tidegate.engine.scheduling.scheduler import EngineScheduler
+from tidegate.engine.scheduling.step_columns import StepColumns, split_attachments
 from tidegate.engine.weights.staging import Live, Staging
 from tidegate.errors import ScoreRefused, TidegateError, TurnRefused
 from tidegate.transport import messages, scoring
@@ -380,10 +381,15 @@ class EngineLoop:
         self._link.send(MessageRejected(message=cut(f"{shortage}; {consequence}")))
 
     def _send_step(self, columns: StepColumns, started_ns: int, busy_ns: int) -> None:
-        """Send a step's messages: the first says how long the step took."""
-        self._link.send_step(self._step_message(columns, started_ns, busy_ns))
-        for others in columns.others:
-            self._link.send_step(self._step_message(others, started_ns, 0), continues_step=True)
+        """Send a step's messages: the first that has its tokens says how long the step took."""
+        is_first = True
+        for number, each in enumerate((columns, *columns.others)):
+            *ahead, tokens = split_attachments(each)
+            parts = [(part, 0) for part in ahead] + [(tokens, 0 if number else busy_ns)]
+            for part, part_busy_ns in parts:
+                message = self._step_message(part, started_ns, part_busy_ns)
+                self._link.send_step(message, continues_step=not is_first)
+                is_first = False
 
     def _step_message(self, columns: StepColumns, started_ns: int, busy_ns: int) -> Step:
         return Step(
@@ -395,7 +401,7 @@ class EngineLoop:
             finish=columns.finish,
             counts=columns.counts,
             prefills=columns.prefills,
-            details=columns.details,
+            attachments=columns.attachments,
             started_us=started_ns // 1000,
             busy_us=busy_ns // 1000,
             queued_turns=self._scheduler.waiting_turns,

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> i
         device = find_device(arguments.device)
         model = _model(arguments, device, ranks)
         limits = _limits(arguments, model, device)
-        options = _options(arguments, limits)
+        options = _options(arguments, model, limits)
         torch.set_num_threads(arguments.threads)
         ranks.start(_rank_arguments(arguments, limits))
         drafts = _drafts(arguments, model, limits)
@@ -302,12 +302,15 @@ def _rank_arguments(arguments: argparse.Namespace, limits: EngineLimits) -> list
     return [*(f"--{name}={value}" for name, value in given.items()), *flags]
 
 
-def _options(arguments: argparse.Namespace, limits: EngineLimits) -> OptionReader:
+def _options(
+    arguments: argparse.Namespace, model: ServedModel, limits: EngineLimits
+) -> OptionReader:
     return OptionReader(
         vocab_size=limits.vocab_size,
         max_running_turns=limits.max_running_turns,
         tokenizer=ModelTokenizer(arguments.model),
         registry=ProcessorRegistry(arguments.logits_processors),
+        routed_experts_refusal=model.routed_experts_refusal,
     )
 
 

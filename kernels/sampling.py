@@ -89,6 +89,14 @@ class TokenDistribution:
         values, token_ids = logits.topk(count)
         return token_ids, self._logprobs(values, rows)
 
+    def kept(self, row: int) -> torch.Tensor | None:
+        """Return the ids of the tokens that a row keeps, in ascending order; None if all."""
+        logits = self.logits[row]
+        kept = logits > -torch.inf
+        if self.cutoffs is not None:
+            kept &= logits >= self.cutoffs[row]
+        return None if kept.all() else kept.nonzero().squeeze(-1)
+
     def _logprobs(self, logits: torch.Tensor, rows: list[int] | slice) -> torch.Tensor:
         """Subtract the peak first and in float32, so that the bits do not depend on whether it has
         been subtracted before, which happens if another row has a temperature."""

@@ -23,6 +23,7 @@ from tidegate.observability.run_directories import process_directories
 from tidegate.orchestrator.batches.tasks import to_json
 from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionSpan
 from tidegate.orchestrator.core.rollout import Rollout, Turn
+from tidegate.orchestrator.core.token_attachments import RoutedExperts
 from tidegate.orchestrator.episodes.media_parts import recorded
 from tidegate.transport.messages import KvSpan, SamplingParams
 
@@ -47,6 +48,15 @@ _SPAN = pa.struct(
         ("kv_newest", pa.int32()),
     ]
 )
+_EXPERTS = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("shape", pa.list_(pa.int32())),
+        ("dtype", pa.string()),
+        ("values", pa.binary()),
+    ]
+)
+"""One report of routed experts: context positions from ``start`` on, ``shape`` [P, L, k]."""
 _TURN = pa.struct(
     [
         ("start", pa.int32()),
@@ -64,6 +74,8 @@ _TURN = pa.struct(
         ("top_logprobs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
         ("media", pa.string()),
+        ("kept_ids", pa.list_(pa.list_(pa.int32()))),
+        ("routed_experts", pa.list_(_EXPERTS)),
     ]
 )
 SCHEMA = pa.schema(
@@ -108,7 +120,7 @@ class RecordedTurn:
     The columns don't include stop tokens."""
     raw_logprobs: list[float] | None
     """Log-probs before sampling options. This field and the next two are as in
-    ``messages.TokenDetails``; None if not requested."""
+    ``transport/attachments.py``; None if not requested."""
     top_ids: list[int] | None
     top_logprobs: list[float] | None
     reward: float | None
@@ -117,6 +129,10 @@ class RecordedTurn:
     prefills: tuple[TurnPrefill, ...]
     media: str | None = None
     """JSON of the media added to the context since the previous turn; None if there were none."""
+    kept_ids: list[list[int]] | None = None
+    """For each token, the tokens it was sampled from; empty means all. None if not requested."""
+    routed_experts: tuple[RoutedExperts, ...] = ()
+    """Reports of routed experts, in the order in which engines made them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +248,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
             for p in turn.prefills
         ],
         "options": _options_text(sampling),
-        **_details_row(turn),
+        **_attachment_columns(turn),
         "reward": turn.reward,
         "media": to_json([recorded(each) for each in turn.media]).decode() if turn.media else None,
     }
@@ -245,10 +261,27 @@ def _options_text(sampling: SamplingParams) -> str | None:
     return msgspec.json.encode(sampling).decode()
 
 
-def _details_row(turn: Turn) -> dict[str, Any]:
-    columns: dict[str, Any] = dict.fromkeys(("raw_logprobs", "top_ids", "top_logprobs"))
-    if turn.details is not None:
-        columns |= {name: getattr(turn.details, name)[:] or None for name in columns}
+def _attachment_columns(turn: Turn) -> dict[str, Any]:
+    """Return the columns of a turn's attachments; None where not requested, or not known."""
+    names = ("raw_logprobs", "top_ids", "top_logprobs", "kept_ids", "routed_experts")
+    columns: dict[str, Any] = dict.fromkeys(names)
+    if (attachments := turn.attachments) is None:
+        return columns
+    if (raw := attachments.raw_logprobs(turn.length)) is not None:
+        columns["raw_logprobs"] = raw.tolist()
+    if (top := attachments.top_tokens(turn.length)) is not None:
+        columns["top_ids"], columns["top_logprobs"] = (column.ravel().tolist() for column in top)
+    if (kept := attachments.kept_ids(turn.length)) is not None:
+        columns["kept_ids"] = [ids.tolist() for ids in kept]
+    columns["routed_experts"] = [
+        {
+            "start": start,
+            "shape": list(experts.shape),
+            "dtype": experts.dtype.name,
+            "values": experts.tobytes(),
+        }
+        for start, experts in attachments.expert_reports()
+    ] or None
     return columns
 
 
@@ -466,7 +499,15 @@ def _turn_of(row: dict[str, Any]) -> RecordedTurn:
             f"a turn's recorded sampling options are no JSON ({error}); the file was changed, or "
             "is damaged"
         ) from None
-    return RecordedTurn(**row, options=options, spans=spans, prefills=prefills)
+    experts = tuple(_experts_of(report) for report in row.pop("routed_experts") or [])
+    return RecordedTurn(
+        **row, options=options, spans=spans, prefills=prefills, routed_experts=experts
+    )
+
+
+def _experts_of(row: dict[str, Any]) -> RoutedExperts:
+    values = np.frombuffer(row["values"], row["dtype"])
+    return RoutedExperts(row["start"], values.reshape(row["shape"]))
 
 
 def _span_of(row: dict[str, Any]) -> VersionSpan:

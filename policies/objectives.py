@@ -151,6 +151,31 @@ def interpolated_proximal_logprobs(
     return behaviour + lag / (lag + 1) * (over_tokens(logprobs, mask) - behaviour)
 
 
+def exact_on_policy_logprobs(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    weight_versions: Tensor,
+    *,
+    trainer_version: int,
+) -> Tensor:
+    """Return behaviour log-probs, with the trainer's own where the trainer's version sampled.
+
+    Those tokens are on-policy, so their ratio is 1 and their weight is 1, whatever the numerics of
+    trainer and engine make of it; other tokens keep what the engine reported. Per token, because a
+    row may have tokens of several versions. No gradient passes through the result. Any shape.
+
+    Args:
+        logprobs: under the weights ``trainer_version``, before the update starts.
+        behaviour_logprobs: ``Batch.logprobs``.
+        weight_versions: ``Batch.weight_versions``; -1 on tokens that were not sampled.
+        trainer_version: ``Batch.trainer_version``.
+
+    Source: prime-rl's ``exact_on_policy_ratio``, which decides by sample.
+    """
+    is_own = weight_versions == trainer_version
+    return torch.where(is_own, logprobs.detach(), behaviour_logprobs)
+
+
 @dataclass(frozen=True, slots=True)
 class LossDiagnostics:
     """Off-policyness of a batch and the effect of clip and truncation, as means over its tokens.

@@ -22,6 +22,7 @@ from tidegate.transport.adapter_messages import HeldAdapter as HeldAdapter
 from tidegate.transport.adapter_messages import LoadAdapter as LoadAdapter
 from tidegate.transport.adapter_messages import SwapAdapter as SwapAdapter
 from tidegate.transport.adapter_messages import UnloadAdapter as UnloadAdapter
+from tidegate.transport.attachments import Attachment as Attachment
 from tidegate.transport.limits import Count, Seconds, check_frame_size, cut
 from tidegate.transport.media import Media as Media
 from tidegate.transport.media import MediaKind
@@ -49,7 +50,7 @@ from tidegate.transport.weight_messages import WeightsFailed as WeightsFailed
 from tidegate.transport.weight_messages import WeightsLive as WeightsLive
 from tidegate.transport.weight_messages import WeightsStaged as WeightsStaged
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Protocol version. A peer with another version is refused in the handshake."""
 
 RUNNING, STOP, LENGTH, ABORT, CANCELLED = range(5)
@@ -163,21 +164,6 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
     """Number of these positions whose KV came from the prefix cache."""
 
 
-class TokenDetails(msgspec.Struct, frozen=True, array_like=True):
-    """Optional data per token of one row; C tokens in the row, k top tokens each.
-
-    Each column is empty unless ``SamplingParams`` asks for it.
-    """
-
-    turn: Count
-    raw_logprobs: bytes = b""
-    """float32 [C]: log-probs before all sampling options."""
-    top_ids: bytes = b""
-    """int32 [C * k]: the most likely tokens at each position, in descending order."""
-    top_logprobs: bytes = b""
-    """float32 [C * k]: log-probs of ``top_ids`` after all options; -inf for excluded tokens."""
-
-
 class Step(Message, frozen=True, kw_only=True, tag="step"):
     """All tokens of one engine step, in columns, all sampled by weight version ``version``.
 
@@ -209,8 +195,8 @@ class Step(Message, frozen=True, kw_only=True, tag="step"):
     """Number of turns waiting in the engine after this step."""
     free_blocks: Count = 0
     """Number of free KV blocks after this step."""
-    details: list[TokenDetails] = []
-    """Details of the rows whose turns requested any."""
+    attachments: list[Attachment] = []
+    """Attachments of this step's turns, for those that requested any; each once per turn."""
     drafted_tokens: Count = 0
     """Draft tokens that this step verified (speculative decoding)."""
     accepted_tokens: Count = 0

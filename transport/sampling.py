@@ -72,6 +72,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     raw_logprobs: bool = False
     """Whether to report each token's log-probability before all of these steps, at temperature
     1."""
+    kept_tokens: bool = False
+    """Whether to report, for each token, the tokens that all of these steps left to sample from."""
+    routed_experts: bool = False
+    """Whether to report the experts that each mixture layer chose for every context position."""
     logits_processors: list[str] = []
     """Logits processors, as serialised by :meth:`LogitsProcessor.to_str`."""
     adapter: str = ""
@@ -81,6 +85,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     adapter_version: int | None = None
     """Version of an ``adapter`` that has weight versions of its own: a number pins the turn to that
     version, 0 follows the adapter's live one. None: the adapter is part of the weights."""
+
+    @property
+    def requests_attachments(self) -> bool:
+        """Whether any attachment of :mod:`~tidegate.transport.attachments` is requested."""
+        return bool(
+            self.top_logprobs or self.raw_logprobs or self.kept_tokens or self.routed_experts
+        )
 
     @classmethod
     def from_record(cls, record: Any) -> "SamplingParams":

@@ -35,6 +35,8 @@ class Column(msgspec.Struct, frozen=True):
     """Dtype by torch's name, e.g. ``float32``."""
     count: Count
     """Number of elements of the array."""
+    shape: list[Count] = []
+    """Shape of an entry, e.g. [L, k]; empty for scalars."""
 
 
 # ---------------------------------------------------------------- from a trainer

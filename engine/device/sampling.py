@@ -1,7 +1,7 @@
 """Samples a step's tokens on the GPU, and on the host for the few rows with unusual options.
 
 Used by ``DeviceRunner``. One fused kernel does temperature, top-k, top-p and min-p. Rows with
-penalties, bias, logits processors or top log-probs are copied to the host once, and sampled by the
+penalties, bias, logits processors or attachments are copied to the host once, and sampled by the
 CPU engine's code; no other row's logits are copied.
 
 Letters in shapes: S sampling rows, V vocabulary.
@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from tidegate.engine.sampling.sampling import (
-    RowDetails,
     RowSampling,
     StepOutput,
+    TokenAttachments,
     random_numbers,
     sample_rows,
 )
@@ -71,11 +71,11 @@ class PendingDraw:
         host_rows = self.draw.host_rows
         host_output = sample_rows(self.logits, [self.draw.sampling[row] for row in host_rows])
         token_ids[host_rows], logprobs[host_rows] = host_output.token_ids, host_output.logprobs
-        details: dict[int, RowDetails] = {
-            host_rows[i]: row_details for i, row_details in host_output.details.items()
+        attachments: dict[int, TokenAttachments] = {
+            host_rows[i]: each for i, each in host_output.attachments.items()
         }
         failures = {host_rows[i]: reason for i, reason in host_output.failures.items()}
-        return StepOutput(token_ids, logprobs, details, failures)
+        return StepOutput(token_ids, logprobs, attachments, failures)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,4 +92,5 @@ def is_sampled_on_host(params: RowSampling) -> bool:
         or params.index < options.min_tokens
         or options.top_logprobs
         or options.raw_logprobs
+        or options.kept_tokens
     )

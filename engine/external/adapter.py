@@ -9,6 +9,7 @@ An adapter runs on one asyncio loop. Its control calls (all but ``generate``, ``
 and ``preemptions``) are made one at a time.
 """
 
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.scoring import ScoreKind
@@ -111,6 +113,16 @@ class TopLogprobs(NamedTuple):
     token_ids: list[int]
     """[C * k], most likely first."""
     logprobs: list[float]
+    """[C * k]"""
+
+    def attachments(self, top_logprobs: int) -> list[Attachment]:
+        """Return both columns as attachments of a chunk, with ``top_logprobs`` tokens each."""
+        ids, logprobs = array("i", self.token_ids).tobytes(), array("f", self.logprobs).tobytes()
+        shape = [top_logprobs]
+        return [
+            Attachment(0, "top_ids", 0, "int32", ids, shape),
+            Attachment(0, "top_logprobs", 0, "float32", logprobs, shape),
+        ]
 
 
 class GeneratedChunk(NamedTuple):
@@ -123,7 +135,8 @@ class GeneratedChunk(NamedTuple):
     """Set in the last chunk only. With ``stop`` the chunk contains the stop token."""
     labels: Sequence[VersionLabel] | None = None
     """In the last chunk, labels of all the request's tokens; None if the engine reports none."""
-    top: TopLogprobs | None = None
+    attachments: Sequence[Attachment] = ()
+    """Attachments of turn 0; those by output token start at 0, the chunk's first token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from tidegate.engine.external.sglang_server import (
 from tidegate.engine.external.sglang_weights import BucketSender, load, make_sender
 from tidegate.engine.models.checkpoint import read_tensors
 from tidegate.errors import EngineGone, ScoreRefused, TurnRefused, WeightsRefused
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.printable import print_stderr
 from tidegate.transport.sleep_messages import MemoryTag, SleepLevel
 
@@ -178,7 +179,7 @@ class SglangAdapter:
                 has_ended = message["meta_info"].get("finish_reason") is not None
                 start = 0 if self._is_incremental else known_tokens
                 chunk = _read_chunk(
-                    message, start, stops, with_top=request.sampling.top_logprobs > 0
+                    message, start, stops, top_logprobs=request.sampling.top_logprobs
                 )
                 known_tokens += len(chunk.token_ids)
                 if chunk.token_ids or chunk.ended:
@@ -413,7 +414,7 @@ class SglangAdapter:
 
 
 def _read_chunk(
-    message: dict[str, Any], known_tokens: int, stop_ids: frozenset[int], *, with_top: int
+    message: dict[str, Any], known_tokens: int, stop_ids: frozenset[int], *, top_logprobs: int
 ) -> GeneratedChunk:
     """Return the new tokens of a stream message, up to a stop token.
 
@@ -431,15 +432,16 @@ def _read_chunk(
                 labels = None  # they cover tokens that are cut off
             entries, ended = entries[: index + 1], "stop"
             break
-    top = None
-    if with_top and entries:
+    attachments: Sequence[Attachment] = ()
+    if top_logprobs and entries:
         top = _read_top(meta["output_top_logprobs"][known_tokens : known_tokens + len(entries)])
+        attachments = top.attachments(top_logprobs)
     return GeneratedChunk(
         token_ids=[entry[1] for entry in entries],
         logprobs=[entry[0] for entry in entries],
         ended=ended,
         labels=labels,
-        top=top,
+        attachments=attachments,
     )
 
 

@@ -8,14 +8,16 @@ on ``scheduling/step_columns.py`` and ``engine/link.py``.
 import asyncio
 import time
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
-from tidegate.engine.external.adapter import TopLogprobs
 from tidegate.engine.link import OrchestratorLink
-from tidegate.engine.scheduling.step_columns import StepColumns
-from tidegate.transport.messages import RUNNING, Prefill, Step, TokenDetails
+from tidegate.engine.scheduling.step_columns import StepColumns, split_attachments
+from tidegate.transport.attachments import Attachment
+from tidegate.transport.messages import RUNNING, Prefill, Step
 
 
 @dataclass(slots=True)
@@ -24,8 +26,7 @@ class _Row:
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish: int = RUNNING
     prefill: Prefill | None = None
-    top_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    attachments: list[Attachment] = field(default_factory=list)
 
 
 class StepMessageRows:
@@ -55,16 +56,17 @@ class StepMessageRows:
         logprobs: list[float],
         *,
         prefill: Prefill | None,
-        top: TopLogprobs | None,
+        attachments: Sequence[Attachment] = (),
     ) -> None:
-        """Add tokens of a turn; ``prefill`` precedes all of the turn's unsent tokens."""
+        """Add tokens of a turn; ``prefill`` precedes all of the turn's unsent tokens.
+
+        ``attachments`` are of these tokens, or of positions.
+        """
         row = self._rows.setdefault(handle, _Row())
         row.token_ids.extend(token_ids)
         row.logprobs.extend(logprobs)
         row.prefill = prefill or row.prefill
-        if top is not None:
-            row.top_ids.extend(top.token_ids)
-            row.top_logprobs.extend(top.logprobs)
+        row.attachments = join_attachments([*row.attachments, *attachments])
 
     def end(self, handle: int, finish: int) -> None:
         """Set the turn's finish code."""
@@ -87,12 +89,21 @@ class StepMessageRows:
             finish=finish if any(finish) else b"",
             counts=b"" if set(counts) == {1} else np.array(counts, dtype="<u4").tobytes(),
             prefills=[row.prefill for row in rows.values() if row.prefill is not None],
-            details=[
-                TokenDetails(handle, b"", row.top_ids.tobytes(), row.top_logprobs.tobytes())
-                for handle, row in rows.items()
-                if row.top_ids
-            ],
+            attachments=[each for row in rows.values() for each in row.attachments],
         )
+
+
+def join_attachments(attachments: Iterable[Attachment]) -> list[Attachment]:
+    """Join attachments of one turn that continue each other; of others, the later replaces the
+    earlier of its name."""
+    joined: dict[str, Attachment] = {}
+    for each in attachments:
+        before = joined.get(each.name)
+        if before is not None and before.start + before.length == each.start:
+            values, counts = before.values + each.values, before.counts + each.counts
+            each = msgspec.structs.replace(before, values=values, counts=counts)
+        joined[each.name] = each
+    return list(joined.values())
 
 
 GATHER_S = 0.002
@@ -147,22 +158,25 @@ class StepMessageBatcher:
             self.flush_soon()
             return False
         now_ns = time.monotonic_ns()
-        columns = self.rows.take(self.version)
-        self._link.send_step(
-            Step(
-                seq=self._link.next_seq,
-                version=columns.version,
-                turns=columns.turns,
-                token_ids=columns.token_ids,
-                logprobs=columns.logprobs,
-                finish=columns.finish,
-                counts=columns.counts,
-                prefills=columns.prefills,
-                details=columns.details,
-                started_us=self._flushed_ns // 1000,
-                busy_us=(now_ns - self._flushed_ns) // 1000,
-                queued_turns=self.queued_turns,
-            )
-        )
+        *ahead, columns = split_attachments(self.rows.take(self.version))
+        for part in ahead:
+            self._link.send_step(self._message(part, 0), continues_step=True)
+        self._link.send_step(self._message(columns, now_ns - self._flushed_ns))
         self._flushed_ns = now_ns
         return True
+
+    def _message(self, columns: StepColumns, busy_ns: int) -> Step:
+        return Step(
+            seq=self._link.next_seq,
+            version=columns.version,
+            turns=columns.turns,
+            token_ids=columns.token_ids,
+            logprobs=columns.logprobs,
+            finish=columns.finish,
+            counts=columns.counts,
+            prefills=columns.prefills,
+            attachments=columns.attachments,
+            started_us=self._flushed_ns // 1000,
+            busy_us=busy_ns // 1000,
+            queued_turns=self.queued_turns,
+        )

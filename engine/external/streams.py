@@ -126,12 +126,17 @@ class Streams:
                 await self._batcher.flush_all()  # a row's prefill must come before its tokens
             if turn.is_aborted:
                 return True
+        attachments = turn.attachments_of(chunk)
         prefill = turn.add_chunk(chunk, self._label)
         if chunk.ended is not None:
             turn.check_labels(chunk.labels)
-        if chunk.token_ids:
+        if chunk.token_ids or attachments:
             self._batcher.rows.add(
-                turn.handle, chunk.token_ids, chunk.logprobs, prefill=prefill, top=chunk.top
+                turn.handle,
+                chunk.token_ids,
+                chunk.logprobs,
+                prefill=prefill,
+                attachments=attachments,
             )
             self._batcher.flush_soon()
         if chunk.ended is not None:

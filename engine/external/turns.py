@@ -17,12 +17,16 @@ from tidegate.engine.external.adapter import (
 )
 from tidegate.engine.scheduling.sequences import EngineLimits, read_prompt
 from tidegate.errors import TurnRefused
+from tidegate.transport.attachments import ATTACHMENTS, Attachment
 from tidegate.transport.messages import KvSpan, Prefill, SamplingParams, SubmitTurn
 
 ALWAYS_SUPPORTED = {"max_tokens", "temperature", "seed", "min_tokens", "cache_salt"}
 """Options that are accepted for every engine. External engines ignore seeds, so their samples are
 not reproducible (docs/vllm-engine.md). ``min_tokens`` is checked separately, because 0 is every
 engine's default. The turn's cache salt is part of each request's salt."""
+
+ATTACHMENT_OPTIONS = {"top_logprobs", "raw_logprobs", "kept_tokens", "routed_experts"}
+"""Options that only report more about a token."""
 
 LABELS_SHOWN_MAX = 4
 
@@ -104,6 +108,17 @@ class ExternalTurn:
             media=self.message.media,
         )
 
+    def attachments_of(self, chunk: GeneratedChunk) -> list[Attachment]:
+        """Return a chunk's attachments as the wire's; call it before the chunk is added."""
+        return [
+            msgspec.structs.replace(
+                each,
+                turn=self.handle,
+                start=each.start + (self.sampled if ATTACHMENTS[each.name].axis == "token" else 0),
+            )
+            for each in chunk.attachments
+        ]
+
     def add_chunk(self, chunk: GeneratedChunk, label: str) -> Prefill | None:
         """Add a chunk's tokens; return the prefill record if they are the request's first."""
         if not chunk.token_ids:
@@ -176,7 +191,7 @@ def read_turn(
             f"and {sampling.top_logprobs} are requested; start it with a higher limit "
             "(--max-logprobs in vLLM)"
         )
-    shaping = options - {"stop_token_ids", "min_tokens", "top_logprobs", "raw_logprobs"}
+    shaping = options - {"stop_token_ids", "min_tokens", *ATTACHMENT_OPTIONS}
     if not capabilities.has_processed_logprobs and (
         shaping or sampling.temperature not in (0.0, 1.0)
     ):

@@ -6,14 +6,18 @@ vLLM sleeps as a whole and wakes by parts: to put only one part to sleep, the re
 Requests go through ``http.py``, weights through ``vllm_weights.py``.
 """
 
+import base64
+import io
 import json
 import re
+from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from tidegate.engine.external.adapter import (
@@ -46,6 +50,7 @@ from tidegate.errors import (
     TurnRefused,
     WeightsRefused,
 )
+from tidegate.transport.attachments import Attachment
 from tidegate.transport.media import Media, MediaKind
 from tidegate.transport.messages import SamplingParams
 from tidegate.transport.sleep_messages import MEMORY_TAGS, MemoryTag, SleepLevel
@@ -81,6 +86,11 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+    sampling_mask: list[list[int]] | None = None
+    """For each of ``token_ids``, the tokens it was sampled from; from 0.28 on."""
+    routed_experts: str | None = None
+    """Base64 of a .npy file: experts [P, L, k] of all positions but the last token's; with the
+    finish reason."""
 
 
 class Event(msgspec.Struct):
@@ -102,11 +112,12 @@ def read_event(data: bytes) -> Event:
     return _event_decoder.decode(data)
 
 
-def to_chunk(choice: _Choice, top_logprobs: int) -> GeneratedChunk:
-    """Convert an event's choice to a chunk, with the requested number of top log-probs.
+def to_chunk(choice: _Choice, sampling: SamplingParams) -> GeneratedChunk:
+    """Convert an event's choice to a chunk, with the attachments that ``sampling`` requests.
 
     Raises:
         TurnRefused: its finish reason is unknown.
+        EngineGone: its routed experts can't be read.
     """
     token_ids = choice.token_ids or []
     tokens = (choice.logprobs.content if choice.logprobs is not None else None) or []
@@ -116,8 +127,39 @@ def to_chunk(choice: _Choice, top_logprobs: int) -> GeneratedChunk:
         [token.logprob for token in tokens],
         _ended(choice.finish_reason),
         None if labels is None else [VersionLabel(s.version, s.start, s.end) for s in labels],
-        _top(tokens, top_logprobs) if top_logprobs and tokens else None,
+        _attachments(choice, tokens, sampling),
     )
+
+
+def _attachments(
+    choice: _Choice, tokens: list[_Token], sampling: SamplingParams
+) -> list[Attachment]:
+    attachments: list[Attachment] = []
+    if sampling.top_logprobs and tokens:
+        attachments += _top(tokens, sampling.top_logprobs).attachments(sampling.top_logprobs)
+    if sampling.kept_tokens and choice.sampling_mask:
+        kept = [sorted(ids) for ids in choice.sampling_mask]
+        ids = array("i", [token_id for each in kept for token_id in each]).tobytes()
+        counts = array("I", map(len, kept)).tobytes()
+        attachments.append(Attachment(0, "kept_ids", 0, "int32", ids, counts=counts))
+    if sampling.routed_experts and choice.routed_experts is not None:
+        attachments.append(_routed_experts(choice.routed_experts))
+    return attachments
+
+
+def _routed_experts(encoded: str) -> Attachment:
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise EngineGone(f"vLLM sent routed experts that are no .npy file: {error}") from None
+    if experts.ndim != 3 or experts.dtype.kind not in "iu":
+        raise EngineGone(
+            f"vLLM sent routed experts of shape {experts.shape} and dtype {experts.dtype}; "
+            "expected are integers [positions, layers, experts per token]"
+        )
+    dtype: Literal["uint8", "uint16"] = "uint16" if int(experts.max(initial=0)) > 255 else "uint8"
+    values = experts.astype(dtype).tobytes()
+    return Attachment(0, "routed_experts", 0, dtype, values, list(experts.shape[1:]))
 
 
 def _ended(reason: str | None) -> Ended | None:
@@ -311,7 +353,7 @@ class VllmAdapter(OptionalAdapterMethods):
             has_processed_logprobs=release.has_processed_logprobs,
             freezes=True,
             keeps_kv=release.has_spans,
-            sampling=SAMPLING,
+            sampling=SAMPLING | self._attachment_options(),
             top_logprobs_max=release.top_logprobs_max,
             scores=frozenset() if spoils else frozenset({"logprobs"}),
             dtype=release.dtype,
@@ -324,6 +366,15 @@ class VllmAdapter(OptionalAdapterMethods):
             lora_lacks=_NO_LORA if self._weights.takes_tensors else release.lora_lacks,
             lora_spoils_others=spoils,
         )
+
+    def _attachment_options(self) -> frozenset[str]:
+        """Return the options of ``SamplingParams`` that the server's flags allow."""
+        info = self._server_info
+        flags = {
+            "routed_experts": info.returns_routed_experts,
+            "kept_tokens": info.returns_sampling_mask,
+        }
+        return frozenset(option for option, is_set in flags.items() if is_set)
 
     async def _probe(self, label: str) -> None:
         """Sample one token, and check that the answer has all fields that are relied on."""
@@ -367,7 +418,7 @@ class VllmAdapter(OptionalAdapterMethods):
                         )
                     for choice in event.choices:
                         has_ended = choice.finish_reason is not None
-                        yield to_chunk(choice, request.sampling.top_logprobs)
+                        yield to_chunk(choice, request.sampling)
                     if has_ended:
                         return
         except HttpStatusError as refusal:

@@ -73,6 +73,10 @@ class VllmServerInfo:
     can_sleep: bool
     """Whether it was started with --enable-sleep-mode."""
     is_on_cpu: bool
+    returns_routed_experts: bool
+    """Whether it was started with --enable-return-routed-experts."""
+    returns_sampling_mask: bool
+    """Whether it was started with --return-sampling-mask."""
     lora_rank_max: int
     """Largest LoRA rank; 0 without LoRA, for the reason in :attr:`lora_lacks`."""
     lora_lacks: str
@@ -119,6 +123,8 @@ def read_server_info(text: str, paths: Collection[str], info: Mapping[str, Any])
         dtype=str(model.get("dtype") or "").removeprefix("torch."),
         can_sleep="/wake_up" in paths and bool(model.get("enable_sleep_mode")),
         is_on_cpu=config.get("device_config", {}).get("device") == "cpu",
+        returns_routed_experts=bool(model.get("enable_return_routed_experts")),
+        returns_sampling_mask=bool(model.get("return_sampling_mask")),
         lora_rank_max=lora_rank_max(config, paths),
         lora_lacks=lora_lacks(config),
         has_transfer_routes=all(path in paths for path in TRANSFER_ROUTES),

@@ -55,6 +55,7 @@ class RowOptions:
         "banned",
         "bias_ids",
         "biases",
+        "kept_tokens",
         "logits_processors",
         "min_p",
         "min_tokens",
@@ -79,6 +80,7 @@ class RowOptions:
         self.biases = np.array([bias.bias for bias in params.logit_bias], np.float32)
         self.top_logprobs = params.top_logprobs
         self.raw_logprobs = params.raw_logprobs
+        self.kept_tokens = params.kept_tokens
         self.step_tokens_max: int | None = None
         """Limit of tokens per step so that their top log-probs fit the step's frame; None
         without a limit."""
@@ -132,13 +134,17 @@ class OptionReader:
         max_running_turns: int,
         tokenizer: ModelTokenizer | None = None,
         registry: ProcessorRegistry | None = None,
+        routed_experts_refusal: str = "",
     ) -> None:
+        """``routed_experts_refusal``: why turns can't have routed experts reported; empty if they
+        can."""
         self._vocab_size = vocab_size
         self._step_top_logprobs = max(1, TOP_LOGPROBS_BYTES_MAX // (8 * max_running_turns))
         """One turn's share of the top log-probs of a step, in entries."""
         self._top_logprobs_max = min(vocab_size, self._step_top_logprobs)
         self._tokenizer = tokenizer or ModelTokenizer(None)
         self._registry = registry or ProcessorRegistry()
+        self._routed_experts_refusal = routed_experts_refusal
 
     def prepare(self, message: SubmitTurn) -> list[Future[Any]]:
         """Start the grammar compilations that ``read`` would block on, in other threads; mostly
@@ -170,6 +176,8 @@ class OptionReader:
             TurnRefused: it can never be served as asked.
         """
         params = message.sampling
+        if params.routed_experts and self._routed_experts_refusal:
+            raise TurnRefused(self._routed_experts_refusal)
         if _is_plain(params):
             return None
         known_tokens = len(message.token_ids) // 4
@@ -246,6 +254,7 @@ def _is_plain(params: SamplingParams) -> bool:
         or params.stop_strings
         or params.top_logprobs
         or params.raw_logprobs
+        or params.kept_tokens
         or params.logits_processors
         or _is_penalized(params)
     )

@@ -1,4 +1,4 @@
-"""Samples one token per row from a step's logits, with its log-prob and requested details.
+"""Samples one token per row from a step's logits, with its log-prob and requested attachments.
 
 Called by the runners. Rows without options beyond temperature, top-k and top-p take a fast path.
 Every draw uses the row's own counter-based random number, independent of the rest of the batch.
@@ -8,7 +8,7 @@ Letters in shapes: S sampling rows, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,18 +46,21 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class RowDetails:
-    """Details of a row's token, encoded as in ``messages.TokenDetails``."""
+class TokenAttachments:
+    """Attachments of one sampled token, encoded as in ``transport/attachments.py``; empty if not
+    requested."""
 
-    raw_logprobs: bytes
-    top_ids: bytes
-    top_logprobs: bytes
+    raw_logprobs: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    kept_ids: bytes | None = None
+    """None if not requested; empty if all tokens were left."""
 
     @property
     def is_finite(self) -> bool:
         """Whether no value is NaN; excluded tokens have -inf."""
-        details = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
-        return not np.isnan(details).any()
+        values = np.frombuffer(self.raw_logprobs + self.top_logprobs, np.float32)
+        return not np.isnan(values).any()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,8 @@ class StepOutput:
     """Sampled token of each sampling row, [S]."""
     logprobs: npt.NDArray[np.float32]
     """[S], natural log, of the distribution sampled from; of the unscaled one at temperature 0."""
-    details: Mapping[int, RowDetails] = field(default_factory=dict)
-    """Requested details of a token, by sampling row; rows that request none are absent."""
+    attachments: Mapping[int, TokenAttachments] = field(default_factory=dict)
+    """Requested attachments of a token, by sampling row; rows that request none are absent."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Reason for each sampling row without a sample; its columns' values are meaningless."""
     scores: Sequence[RowScore] = ()
@@ -125,7 +128,7 @@ def _sample_groups(
     """Sample plain rows with ``native``, and each group of ``other_rows`` in one torch call."""
     token_ids = np.empty(len(sampling), np.int32)
     logprobs = np.empty(len(sampling), np.float32)
-    details: dict[int, RowDetails] = {}
+    attachments: dict[int, TokenAttachments] = {}
     failures: dict[int, str] = {}
     plain = [row for row, params in enumerate(sampling) if _is_plain(params)]
     if plain:
@@ -136,9 +139,9 @@ def _sample_groups(
     for part in other_rows:
         output = _sample(logits[part], [sampling[row] for row in part])
         token_ids[part], logprobs[part] = output.token_ids, output.logprobs
-        details |= {part[row]: details for row, details in output.details.items()}
+        attachments |= {part[row]: each for row, each in output.attachments.items()}
         failures |= {part[row]: reason for row, reason in output.failures.items()}
-    return StepOutput(token_ids, logprobs, details, failures)
+    return StepOutput(token_ids, logprobs, attachments, failures)
 
 
 def _sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> StepOutput:
@@ -199,14 +202,14 @@ def _sample_with_options(
         logits, columns.temperature, columns.top_k, columns.top_p, min_p if min_p.any() else None
     )
     chosen = distribution.draw(columns.temperature, columns.uniforms)
-    raw_details: dict[int, bytes] = {}
+    raw_logprobs: dict[int, bytes] = {}
     if raw_rows:
         values = weights_of(raw).logprobs(chosen[raw_rows][:, None]).numpy()
-        raw_details = {row: value.tobytes() for row, value in zip(raw_rows, values, strict=True)}
+        raw_logprobs = {row: value.tobytes() for row, value in zip(raw_rows, values, strict=True)}
     return StepOutput(
         chosen.numpy().astype(np.int32),
         distribution.logprobs(chosen[:, None]).squeeze(-1).numpy(),
-        _details(distribution, options, raw_details),
+        _attachments(distribution, options, raw_logprobs),
         failures,
     )
 
@@ -250,17 +253,39 @@ def _edit(
     return failures
 
 
-def _details(
-    distribution: TokenDistribution, options: Mapping[int, RowOptions], raw: Mapping[int, bytes]
-) -> dict[int, RowDetails]:
-    details = {row: RowDetails(value, b"", b"") for row, value in raw.items()}
+def _attachments(
+    distribution: TokenDistribution,
+    options: Mapping[int, RowOptions],
+    raw_logprobs: Mapping[int, bytes],
+) -> dict[int, TokenAttachments]:
+    attachments = {row: TokenAttachments(value) for row, value in raw_logprobs.items()}
+    for row, (ids, logprobs) in _top_tokens(distribution, options).items():
+        attachments[row] = replace(
+            attachments.get(row, TokenAttachments()),
+            top_ids=ids.tobytes(),
+            top_logprobs=logprobs.tobytes(),
+        )
+    for row, row_options in options.items():
+        if row_options.kept_tokens:
+            kept_ids = distribution.kept(row)
+            attachments[row] = replace(
+                attachments.get(row, TokenAttachments()),
+                kept_ids=b"" if kept_ids is None else kept_ids.numpy().astype(np.int32).tobytes(),
+            )
+    return attachments
+
+
+def _top_tokens(
+    distribution: TokenDistribution, options: Mapping[int, RowOptions]
+) -> dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    """Return the ids and log-probs of the requested number of top tokens, by row."""
     rows = [row for row, row_options in options.items() if row_options.top_logprobs]
     if not rows:
-        return details
+        return {}
     count_max = max(options[row].top_logprobs for row in rows)
-    top_ids, logprobs = (column.numpy() for column in distribution.likeliest(count_max, rows))
-    for row, ids, values in zip(rows, top_ids.astype(np.int32), logprobs, strict=True):
-        count = options[row].top_logprobs
-        raw_of_row = raw.get(row, b"")
-        details[row] = RowDetails(raw_of_row, ids[:count].tobytes(), values[:count].tobytes())
-    return details
+    ids, logprobs = (column.numpy() for column in distribution.likeliest(count_max, rows))
+    counts = [options[row].top_logprobs for row in rows]
+    return {
+        row: (ids[i, :count].astype(np.int32), logprobs[i, :count])
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True))
+    }

@@ -62,7 +62,7 @@ class KvCache:
         self._nodes: list[Node] = [NO_NODE] * num_blocks
         """Each cached block's node. Kept after ``forget``, because several sequences
         may hold the block."""
-        self._roots: dict[tuple[int, str, int, str], Node] = {}
+        self._roots: dict[tuple[int, str, int, str, bool], Node] = {}
         self._next_node: Node = NO_NODE + 1
 
     @property
@@ -152,10 +152,20 @@ class KvCache:
     # ------------------------------------------------------------ contexts
 
     def root(
-        self, weight_version: int, adapter: str = "", salt: str = "", adapter_version: int = -1
+        self,
+        weight_version: int,
+        adapter: str = "",
+        salt: str = "",
+        adapter_version: int = -1,
+        *,
+        has_experts: bool = False,
     ) -> Node:
-        """Return the root of contexts with KV of these weights, this adapter and this salt."""
-        key = (weight_version, adapter, adapter_version, salt)
+        """Return the root of contexts with KV of these weights, this adapter and this salt.
+
+        Contexts whose routed experts are recorded have roots of their own, because blocks that
+        other turns computed have no record.
+        """
+        key = (weight_version, adapter, adapter_version, salt, has_experts)
         root = self._roots.get(key)
         if root is None:
             if len(self._roots) >= max(ROOTS_MAX, 2 * self.num_blocks):

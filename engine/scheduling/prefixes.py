@@ -59,7 +59,11 @@ class Prefixes:
         """Start a sequence without KV at the root of the weights ``weight_version``."""
         sequence.shared_blocks = 0
         sequence.node = self._cache.root(
-            weight_version, sequence.adapter, sequence.cache_salt, sequence.adapter_version
+            weight_version,
+            sequence.adapter,
+            sequence.cache_salt,
+            sequence.adapter_version,
+            has_experts=sequence.reports_experts,
         )
         sequence.share_at = self._block_tokens if self._are_shared else NEVER
 

@@ -583,7 +583,7 @@ class EngineScheduler:
         self._budget.succeed()
         sampled: list[int] = output.token_ids.tolist()
         failures = failures_of(output, self.version)
-        all_finite = not failures and not output.details
+        is_plain = not failures and not output.attachments and not output.routed_experts
         rows = base_rows = SampledRows()
         groups: dict[AdapterVersion, SampledRows] = {}
         has_own_versions = self.adapters.in_use > 0
@@ -603,9 +603,7 @@ class EngineScheduler:
                 rows = base_rows
                 if (adapter := sequence.own_version) is not None:
                     rows = groups.setdefault(adapter, SampledRows())
-            if (
-                all_finite and not sequence.drafted and not sequence.is_prefilling
-            ):  # nearly every row
+            if is_plain and not sequence.drafted and not sequence.is_prefilling:  # nearly every row
                 if rows.add_next(sequence, index, sampled[index]) != RUNNING:
                     self._finish(sequence, is_whole=True)
                 index += 1
@@ -735,11 +733,22 @@ class EngineScheduler:
             output.token_ids[index:first_failure].tolist(),
             self._version_of(sequence),
         )
-        if output.details:
-            details = [output.details.get(i) for i in range(index, index + accepted.tokens)]
-            rows.add_details(sequence.handle, details)
+        self._add_attachments(sequence, rows, range(index, index + accepted.tokens), output)
         self._record_accepted(sequence, accepted, end - index - 1)
         return end
+
+    @staticmethod
+    def _add_attachments(
+        sequence: EngineSequence, rows: SampledRows, accepted: range, output: StepOutput
+    ) -> None:
+        """Add the attachments of the ``accepted`` sampling rows, which are one sequence's."""
+        if accepted.start in output.attachments:
+            options = sequence.sampling.options
+            attachments = [output.attachments[index] for index in accepted]
+            rows.add_attachments(sequence, attachments, options.top_logprobs if options else 0)
+        if accepted.start in output.routed_experts:
+            experts = [output.routed_experts[index] for index in accepted]
+            rows.add_experts(sequence, np.concatenate(experts))
 
     def _record_accepted(
         self, sequence: EngineSequence, accepted: AcceptedTokens, drafted: int

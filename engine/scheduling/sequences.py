@@ -134,6 +134,7 @@ class EngineSequence:
         "chunk_tokens",
         "computed",
         "drafted",
+        "experts_reported",
         "handle",
         "history",
         "is_pinned",
@@ -167,6 +168,9 @@ class EngineSequence:
         self.is_pinned = False
         """Whether swaps of the adapter leave the sequence at its version."""
         self.cache_salt = message.sampling.cache_salt
+        self.experts_reported = 0
+        """Number of leading positions whose routed experts were reported since they were computed;
+        unused unless the row asks for them."""
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
         self.sampled_before = message.sampled_before
         self.session = message.session
@@ -202,7 +206,10 @@ class EngineSequence:
         """Whether the known tokens are being (re)computed; the next sample reports new KV spans."""
         self.history = KvHistory()
         self.sampling = _row_sampling(message.sampling)
-        self.row = Row(self.tokens, 0, self.blocks, None, adapter=self.adapter_key)
+        experts_from = 0 if message.sampling.routed_experts else None
+        self.row = Row(
+            self.tokens, 0, self.blocks, None, adapter=self.adapter_key, experts_from=experts_from
+        )
         """The sequence's row, updated for each step: a new object per token would cost more
         than the update."""
 
@@ -216,6 +223,11 @@ class EngineSequence:
     def adapter_key(self) -> AdapterKey:
         """Adapter that the sequence computes with."""
         return self.own_version or self.adapter
+
+    @property
+    def reports_experts(self) -> bool:
+        """Whether the turn asks for routed experts."""
+        return self.row.experts_from is not None
 
     def use_version(self, adapter_version: int) -> None:
         """Compute later positions with another version of the sequence's adapter."""
@@ -244,6 +256,8 @@ class EngineSequence:
         if end == self.length:
             row.sampling = self.sampling
             self.sampling.index = self.sampled_before + end - self.prompt_tokens
+        if row.experts_from is not None:
+            row.experts_from = self.experts_reported
         return row
 
     def draft_rows(self) -> Iterator[Row]:
@@ -253,7 +267,15 @@ class EngineSequence:
             position = self.length + number - 1
             sampling = replace(first, index=first.index + number)
             token = self.tokens[position : position + 1]
-            yield Row(token, position, self.blocks, sampling, adapter=self.adapter_key)
+            experts_from = position if self.reports_experts else None
+            yield Row(
+                token,
+                position,
+                self.blocks,
+                sampling,
+                adapter=self.adapter_key,
+                experts_from=experts_from,
+            )
 
     def accept(self, sampled: Sequence[int]) -> AcceptedTokens:
         """Add a step's samples: after the last known token, then after each draft token.
@@ -299,6 +321,7 @@ class EngineSequence:
         self.share_at = NEVER
         self.computed = 0
         self.cached_tokens = 0
+        self.experts_reported = 0
         self.is_prefilling = True
         self.history.clear()
         return blocks
@@ -317,6 +340,7 @@ class EngineSequence:
         del self.blocks[blocks_kept:]
         self.block_tokens_held = blocks_kept * block_tokens
         self.computed = self.cached_tokens = kept_positions
+        self.experts_reported = min(self.experts_reported, kept_positions)
         self.is_prefilling = True
         return blocks
 

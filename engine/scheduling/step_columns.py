@@ -4,15 +4,19 @@ Used by the scheduler's ``complete``, sequence by sequence. Columns are numpy ar
 ``transport/messages.py``'s :class:`Step`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import msgspec
 import numpy as np
 
+from tidegate.engine.execution.routed_experts import Experts
 from tidegate.engine.execution.step_layout import AdapterVersion
-from tidegate.engine.sampling.sampling import RowDetails, StepOutput
+from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
-from tidegate.transport.messages import Prefill, TokenDetails
+from tidegate.transport.attachments import Attachment, AttachmentName
+from tidegate.transport.messages import Prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ class StepColumns:
     finish: bytes = b""
     counts: bytes = b""
     prefills: list[Prefill] = field(default_factory=list)
-    details: list[TokenDetails] = field(default_factory=list)
+    attachments: list[Attachment] = field(default_factory=list)
     drafted_tokens: int = 0
     """Number of draft tokens that the step verified."""
     accepted_tokens: int = 0
@@ -81,8 +85,8 @@ def failures_of(output: StepOutput, version: int) -> Mapping[int, str]:
     batch is unaffected.
     """
     is_finite = np.isfinite(output.logprobs)
-    for index, details in output.details.items():
-        is_finite[index] &= details.is_finite
+    for index, attachments in output.attachments.items():
+        is_finite[index] &= attachments.is_finite
     if is_finite.all():
         return output.failures
     reason = (
@@ -105,7 +109,7 @@ class SampledRows:
     drafted: int = 0
     """Number of draft tokens verified so far."""
     prefills: list[Prefill] = field(default_factory=list)
-    details: list[TokenDetails] = field(default_factory=list)
+    attachments: list[Attachment] = field(default_factory=list)
 
     def add(
         self, sequence: EngineSequence, index: int, sampled: list[int], version: int
@@ -133,14 +137,47 @@ class SampledRows:
         self.accepted_indices.append(index)
         return finish
 
-    def add_details(self, handle: int, details: Sequence[RowDetails | None]) -> None:
-        """Add the requested details of a sequence's accepted tokens."""
-        requested = [detail for detail in details if detail is not None]
-        if requested:
-            raw = b"".join(detail.raw_logprobs for detail in requested)
-            top_ids = b"".join(detail.top_ids for detail in requested)
-            top_logprobs = b"".join(detail.top_logprobs for detail in requested)
-            self.details.append(TokenDetails(handle, raw, top_ids, top_logprobs))
+    def add_attachments(
+        self, sequence: EngineSequence, tokens: Sequence[TokenAttachments], top_logprobs: int
+    ) -> None:
+        """Add the attachments of a sequence's newest tokens, which :meth:`add` has accepted."""
+        start = sequence.output_tokens - len(tokens)
+        self._add(sequence, start, "raw_logprobs", "float32", [t.raw_logprobs for t in tokens])
+        shape = [top_logprobs]
+        self._add(sequence, start, "top_ids", "int32", [t.top_ids for t in tokens], shape)
+        logprobs = [t.top_logprobs for t in tokens]
+        self._add(sequence, start, "top_logprobs", "float32", logprobs, shape)
+        kept = [t.kept_ids for t in tokens if t.kept_ids is not None]
+        if kept:
+            counts = np.array([len(ids) // 4 for ids in kept], "<u4").tobytes()
+            values = b"".join(kept)
+            self.attachments.append(
+                Attachment(sequence.handle, "kept_ids", start, "int32", values, counts=counts)
+            )
+
+    def _add(
+        self,
+        sequence: EngineSequence,
+        start: int,
+        name: AttachmentName,
+        dtype: Literal["float32", "int32"],
+        entries: Sequence[bytes],
+        shape: Sequence[int] = (),
+    ) -> None:
+        if values := b"".join(entries):
+            self.attachments.append(
+                Attachment(sequence.handle, name, start, dtype, values, list(shape))
+            )
+
+    def add_experts(self, sequence: EngineSequence, experts: Experts) -> None:
+        """Add the routed experts [P, L, k] of the sequence's positions that were not reported."""
+        start = sequence.experts_reported
+        sequence.experts_reported += len(experts)
+        dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
+        values, shape = experts.tobytes(), list(experts.shape[1:])
+        self.attachments.append(
+            Attachment(sequence.handle, "routed_experts", start, dtype, values, shape)
+        )
 
     def columns(self, output: StepOutput, version: int, adapter: str = "") -> StepColumns:
         """Return the columns without rejected draft tokens and failed rows."""
@@ -155,8 +192,58 @@ class SampledRows:
             finish=bytes(self.finish) if any(self.finish) else b"",
             counts=np.array(self.counts, dtype="<u4").tobytes() if accepted else b"",
             prefills=self.prefills,
-            details=self.details,
+            attachments=self.attachments,
             drafted_tokens=self.drafted,
             accepted_tokens=accepted,
             adapter=adapter,
         )
+
+
+ATTACHMENT_BYTES_MAX = 2 * 1024 * 1024
+"""Bytes of attachments in one step message: half of what its frame may have."""
+
+
+def split_attachments(columns: StepColumns) -> list[StepColumns]:
+    """Return step messages of at most ``ATTACHMENT_BYTES_MAX`` of attachments each, in order.
+
+    All but the last have rows without tokens. One routed prompt of 32,768 positions of
+    Qwen3-30B-A3B has 12 MiB of experts.
+    """
+    parts: list[list[Attachment]] = [[]]
+    room = ATTACHMENT_BYTES_MAX
+    for attachment in columns.attachments:
+        for piece in _pieces(attachment):
+            nbytes = len(piece.values) + len(piece.counts)
+            if nbytes > room and parts[-1]:
+                parts.append([])
+                room = ATTACHMENT_BYTES_MAX
+            parts[-1].append(piece)
+            room -= nbytes
+    *ahead, last = parts
+    return [*(_without_tokens(columns, part) for part in ahead), replace(columns, attachments=last)]
+
+
+def _pieces(attachment: Attachment) -> Iterator[Attachment]:
+    """Cut an attachment that is too large for one message between entries; ragged ones are small
+    enough, because an entry has a token of the vocabulary once."""
+    each = ATTACHMENT_BYTES_MAX // max(attachment.entry_bytes, 1)
+    if attachment.counts or attachment.length <= each:
+        yield attachment
+        return
+    for first in range(0, attachment.length, each):
+        start, end = first * attachment.entry_bytes, (first + each) * attachment.entry_bytes
+        yield msgspec.structs.replace(
+            attachment, start=attachment.start + first, values=attachment.values[start:end]
+        )
+
+
+def _without_tokens(columns: StepColumns, attachments: list[Attachment]) -> StepColumns:
+    """Return a message that has only these attachments, with a row for each of their turns."""
+    turns = list(dict.fromkeys(attachment.turn for attachment in attachments))
+    return StepColumns(
+        version=columns.version,
+        adapter=columns.adapter,
+        turns=np.array(turns, dtype="<u4").tobytes(),
+        counts=bytes(4 * len(turns)),
+        attachments=attachments,
+    )

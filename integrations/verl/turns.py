@@ -65,6 +65,7 @@ def token_output(
     return TokenOutput(
         token_ids=[] if turn is None else turn.token_ids,
         log_probs=turn.logprobs if turn is not None and sampling.get("logprobs") else None,
+        routed_experts=None if turn is None else turn.routed_experts,
         stop_reason="aborted" if aborted else "completed",
         extra_fields=steps.of([] if turn is None else [span.version for span in turn.spans]),
     )

@@ -36,7 +36,15 @@ ROW_COLUMNS = {
 TURN_REWARDS = "turn_rewards"
 """[N] float32; present only if a turn was rewarded."""
 
-COLUMNS = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
+KEPT_IDS, KEPT_COUNTS = "kept_ids", "kept_counts"
+
+ATTACHMENT_COLUMNS = ("routed_experts", "routed_experts_mask", KEPT_IDS, KEPT_COUNTS)
+"""Columns of :class:`PackedBatch` that are present only if a turn requested them. All but
+``kept_ids`` [M] have an entry per token."""
+
+OPTIONAL_COLUMNS = {TURN_REWARDS, *ATTACHMENT_COLUMNS}
+
+DTYPES = {**TOKEN_COLUMNS, **ROW_COLUMNS, TURN_REWARDS: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +76,25 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     token_indices = [torch.arange(bounds[row], bounds[row + 1]) for row in rows]
     tokens = torch.cat(token_indices) if token_indices else torch.empty(0, dtype=torch.int64)
     picked = {
-        name: column[chosen if name in ROW_COLUMNS else tokens] for name, column in columns.items()
+        name: column[chosen if name in ROW_COLUMNS else tokens]
+        for name, column in columns.items()
+        if name != KEPT_IDS
     }
+    if KEPT_IDS in columns:
+        picked[KEPT_IDS] = _ragged(columns[KEPT_IDS], columns[KEPT_COUNTS], tokens)
     tasks = tuple(batch.tasks[row] for row in rows) if batch.tasks else ()
     return batch_from_columns(
         BatchMetadata(batch.number, batch.trainer_version, tasks, batch.shard), picked
     )
+
+
+def _ragged(values: torch.Tensor, counts: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the values of the ``chosen`` entries, of which entry n has ``counts[n]``."""
+    sizes = counts[chosen].long()
+    starts = (counts.cumsum(0) - counts)[chosen]
+    before = sizes.cumsum(0) - sizes
+    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(before, sizes)
+    return values[torch.repeat_interleave(starts, sizes) + within]
 
 
 def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
@@ -93,7 +114,11 @@ def batch_columns(batch: Batch) -> dict[str, torch.Tensor]:
     }
     if batch.turn_rewards is not None:
         columns[TURN_REWARDS] = batch.turn_rewards[batch.attention_mask]
-    return {name: column.to(COLUMNS[name]) for name, column in columns.items()}
+    sent = {name: column.to(DTYPES[name]) for name, column in columns.items()}
+    for name in ATTACHMENT_COLUMNS:
+        if (column := getattr(packed, name)) is not None:
+            sent[name] = column
+    return sent
 
 
 def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tensor]) -> Batch:
@@ -119,6 +144,7 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
         loss_mask=columns["loss_mask"],
         logprobs=columns["logprobs"],
         weight_versions=columns["weight_versions"],
+        **{name: columns.get(name) for name in ATTACHMENT_COLUMNS},
     )
     turn_rewards = columns.get(TURN_REWARDS)
     return Batch(
@@ -142,7 +168,7 @@ def batch_from_columns(metadata: BatchMetadata, columns: Mapping[str, torch.Tens
 
 
 def _check(columns: Mapping[str, torch.Tensor]) -> None:
-    missing = sorted(set(COLUMNS) - {TURN_REWARDS} - set(columns))
+    missing = sorted(DTYPES.keys() - OPTIONAL_COLUMNS - columns.keys())
     if missing:
         raise BadFrame(
             f"a batch lacks the columns {', '.join(missing)}; run one version of Tidegate on "
@@ -152,7 +178,10 @@ def _check(columns: Mapping[str, torch.Tensor]) -> None:
     rows, tokens = len(lengths), int(lengths.sum())
     if rows and int(lengths.min()) < 0:
         raise BadFrame(f"a batch has a row of {int(lengths.min())} tokens; lengths must be >= 0")
+    if (KEPT_IDS in columns) != (KEPT_COUNTS in columns):
+        raise BadFrame(f"a batch has only one of {KEPT_IDS} and {KEPT_COUNTS}")
+    kept = int(columns[KEPT_COUNTS].sum()) if KEPT_COUNTS in columns else 0
     for name, column in columns.items():
-        wanted = rows if name in ROW_COLUMNS else tokens
+        wanted = rows if name in ROW_COLUMNS else kept if name == KEPT_IDS else tokens
         if len(column) != wanted:
             raise BadFrame(f"a batch's {name} has {len(column)} values, expected {wanted}")

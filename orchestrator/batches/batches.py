@@ -3,7 +3,8 @@
 Trainers get a :class:`Batch` from ``rollouts.batches()``; the handle makes it of the core's groups.
 Advantages are those of ``policies/advantages.py``, ages those of ``version_runs.py``.
 
-Shapes: R rows, T tokens of the longest row, N tokens of all rows. A row is the whole context of a
+Shapes: R rows, T tokens of the longest row, N tokens of all rows, M kept tokens of all tokens, L
+mixture layers, k experts per token. A row is the whole context of a
 rollout, or of one branch of a rollout that forked: prompts, sampled tokens and observations in the
 order the model saw them; ``loss_mask`` marks the sampled tokens to train on.
 """
@@ -16,6 +17,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from tidegate.orchestrator.batches.attachment_columns import attachment_columns
 from tidegate.orchestrator.batches.version_runs import NOT_SAMPLED, VersionRuns
 from tidegate.orchestrator.core.group import Group, kept_rows
 from tidegate.orchestrator.core.rollout import Rollout
@@ -37,6 +39,14 @@ class PackedBatch:
     """[N] float32: as :attr:`Batch.logprobs`."""
     weight_versions: torch.Tensor
     """[N] int32: as :attr:`Batch.weight_versions`."""
+    routed_experts: torch.Tensor | None = None
+    """[N, L, k]: as :attr:`Batch.routed_experts`."""
+    routed_experts_mask: torch.Tensor | None = None
+    """[N] bool: as :attr:`Batch.routed_experts_mask`."""
+    kept_ids: torch.Tensor | None = None
+    """[M] int32: as :attr:`Batch.kept_ids`."""
+    kept_counts: torch.Tensor | None = None
+    """[N] int32: as :attr:`Batch.kept_counts`."""
 
     # Computed at first use, on the device of the other columns: training on padded rows never
     # needs them.
@@ -117,6 +127,41 @@ class Batch:
     def sampled_tokens(self) -> int:
         """Number of tokens that the loss sees."""
         return int(self.loss_mask.sum())
+
+    # Token attachments, for turns generated with ``routed_experts=True`` or ``kept_tokens=True``;
+    # None if there are none. Padded when they are read.
+
+    @property
+    def routed_experts(self) -> torch.Tensor | None:
+        """[R, T, L, k], uint8, or int16 for more than 256 experts: the experts that each of L
+        mixture layers chose for the position, when its KV was computed last."""
+        return self._padded(self.packed.routed_experts)
+
+    @property
+    def routed_experts_mask(self) -> torch.Tensor | None:
+        """[R, T] bool: positions whose routed experts are known. Those of a row's last token are
+        not, because no later token has needed its KV."""
+        return self._padded(self.packed.routed_experts_mask)
+
+    @property
+    def kept_ids(self) -> torch.Tensor | None:
+        """[M] int32: the tokens that min-p, top-k and top-p left to sample from, token after token
+        and row after row; see ``tidegate.kept_logprobs``."""
+        return self.packed.kept_ids
+
+    @property
+    def kept_counts(self) -> torch.Tensor | None:
+        """[R, T] int32: how many of ``kept_ids`` are each token's; 0 where the token was sampled
+        from all, or given."""
+        return self._padded(self.packed.kept_counts)
+
+    def _padded(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return values of packed tokens [N, …] as [R, T, …], with zeros on padding."""
+        if values is None:
+            return None
+        out = values.new_zeros((*self.attention_mask.shape, *values.shape[1:]))
+        out[self.attention_mask] = values
+        return out
 
     def _figures(self) -> dict[str, object]:
         rows, tokens = self.token_ids.shape
@@ -241,6 +286,7 @@ def _pack(
     """Build by numpy, which takes a tenth of torch's time for thousands of small pieces."""
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths)))
     weight_versions = sampled.of_tokens()
+    attachments = attachment_columns(rollouts, lengths)
     token_ids = np.frombuffer(b"".join(contexts), dtype=np.int32)
     joined_logprobs = bytearray().join([rollout.filed_logprobs for rollout in rollouts])
     logprobs = np.frombuffer(joined_logprobs, dtype=np.float32)
@@ -250,4 +296,8 @@ def _pack(
         loss_mask=torch.from_numpy(weight_versions >= sampled.oldest_trainable),
         logprobs=torch.from_numpy(logprobs),
         weight_versions=torch.from_numpy(weight_versions),
+        routed_experts=attachments.routed_experts,
+        routed_experts_mask=attachments.routed_experts_mask,
+        kept_ids=attachments.kept_ids,
+        kept_counts=attachments.kept_counts,
     )

@@ -12,7 +12,7 @@ import msgspec
 
 from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
-from tidegate.transport.messages import Prefill, TokenDetails
+from tidegate.transport.messages import Attachment, Prefill
 from tidegate.transport.sampling import SamplingParams
 
 KINDS: tuple[type[msgspec.Struct], ...] = (
@@ -153,7 +153,7 @@ def encode_event(event: ev.Event, core: Core) -> bytes:
 
 def _step_record(event: ev.StepArrived) -> list[Any]:
     """Return a step's record, without ``started_us``, which only traces use."""
-    details = [event.details] if event.details or event.adapter else []
+    attachments = [event.attachments] if event.attachments or event.adapter else []
     adapter = [event.adapter] if event.adapter else []
     return [
         0,
@@ -168,7 +168,7 @@ def _step_record(event: ev.StepArrived) -> list[Any]:
         event.epoch,
         event.seq,
         event.busy_us,
-        *details,
+        *attachments,
         *adapter,
     ]
 
@@ -223,6 +223,6 @@ def _step(values: list[Any]) -> ev.StepArrived:
         epoch=epoch,
         seq=seq,
         busy_us=rest[0] if rest else 0,
-        details=msgspec.convert(rest[1], list[TokenDetails]) if rest[1:] else (),
+        attachments=msgspec.convert(rest[1], list[Attachment]) if rest[1:] else (),
         adapter=rest[2] if rest[2:] else "",
     )

@@ -14,7 +14,7 @@ from tidegate.orchestrator.core.group import Group, TaskKey
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.policies.failures import FailureCause
 from tidegate.transport.media import Media, MediaKind
-from tidegate.transport.messages import Prefill, SamplingParams, SubmitTurn, TokenDetails
+from tidegate.transport.messages import Attachment, Prefill, SamplingParams, SubmitTurn
 
 # ---------------------------------------------------------------- events
 
@@ -139,7 +139,7 @@ class StepArrived(Struct, frozen=True, gc=False):
     started_us: int = 0
     """Engine's monotonic clock when the step began, in microseconds."""
     busy_us: int = 0
-    details: Sequence[TokenDetails] = ()
+    attachments: Sequence[Attachment] = ()
     adapter: str = ""
     """Adapter of all rows whose versions ``version`` counts; empty: the run's weights."""
 

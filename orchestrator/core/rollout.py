@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun, VersionSpan, spans_of
 from tidegate.orchestrator.core.token_arrays import token_array
-from tidegate.orchestrator.core.token_details import TurnDetails
+from tidegate.orchestrator.core.token_attachments import TurnAttachments
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
 
@@ -33,9 +33,9 @@ class Turn:
     """One generation call within a rollout: a slice of its context, with provenance."""
 
     __slots__ = (
+        "attachments",
         "consecutive_losses",
         "deferred_tokens",
-        "details",
         "filed",
         "filed_logprobs",
         "filed_token_ids",
@@ -100,9 +100,8 @@ class Turn:
         """Number of engines lost in a row, without a token of this turn between two losses."""
         self.reward: float | None = None
         """Reward of this turn alone, beside the rollout's; None if the episode gave none."""
-        has_details = sampling.top_logprobs or sampling.raw_logprobs
-        self.details = TurnDetails(sampling) if has_details else None
-        """Raw log-probs and top tokens; None if the turn requests neither."""
+        self.attachments = TurnAttachments(sampling) if sampling.requests_attachments else None
+        """Attachments of the output tokens and the context; None if the turn requests none."""
 
     @classmethod
     def restored(
@@ -173,7 +172,7 @@ class Turn:
         tokens, rollout = self.length, self.rollout
         del rollout.token_ids[self.start :], rollout.logprobs[self.start :]
         self.filed, self.deferred_tokens = 0, None
-        self.runs, self.prefills, self.details = [], (), None
+        self.runs, self.prefills, self.attachments = [], (), None
         return tokens
 
     def spans(self) -> list[VersionSpan]:

@@ -24,7 +24,7 @@ from tidegate.orchestrator.core.provenance import TurnPrefill, VersionRun
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.policies.filters import PromptHistory
 from tidegate.transport.media import Media, MediaKind
-from tidegate.transport.messages import SamplingParams, TokenDetails
+from tidegate.transport.messages import Attachment, SamplingParams
 
 
 class Saved(msgspec.Struct, array_like=True):
@@ -41,9 +41,7 @@ class SavedTurn(Saved):
     runs: list[VersionRun]
     prefills: list[TurnPrefill]
     finish_reason: str | None
-    raw_logprobs: bytes = b""
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
+    attachments: list[Attachment] = []
     reward: float | None = None
     media: tuple[Media, ...] = ()
     losses: int = 0
@@ -306,10 +304,8 @@ def _turn(turn: Turn) -> SavedTurn:
     saved = SavedTurn(
         turn.sampling, turn.start, turn.length, turn.runs, list(turn.prefills), turn.finish_reason
     )
-    if (details := turn.details) is not None:
-        saved.raw_logprobs = details.raw_logprobs.tobytes()
-        saved.top_ids = details.top_ids.tobytes()
-        saved.top_logprobs = details.top_logprobs.tobytes()
+    if turn.attachments is not None:
+        saved.attachments = turn.attachments.saved()
     saved.reward = turn.reward
     saved.media = turn.media
     saved.losses, saved.consecutive_losses = turn.losses, turn.consecutive_losses
@@ -529,9 +525,8 @@ def _loaded_turn(saved: SavedTurn, rollout: Rollout) -> Turn:
         finish_reason=saved.finish_reason,
         media=saved.media,
     )
-    if turn.details is not None:
-        details = TokenDetails(0, saved.raw_logprobs, saved.top_ids, saved.top_logprobs)
-        turn.details.restore(details)
+    if turn.attachments is not None:
+        turn.attachments.restore(saved.attachments, tokens=saved.length)
     turn.reward = saved.reward
     turn.losses, turn.consecutive_losses = saved.losses, saved.consecutive_losses
     return turn

@@ -1,4 +1,4 @@
-"""Validation of one step message: column lengths, token ids, log-probs, prefills and details.
+"""Validation of one step message: columns, token ids, log-probs, prefills and attachments.
 
 The fleet calls it on every step before the core sees it, so impossible numbers from a faulty engine
 are refused as :class:`BadFrame`. It checks each step by itself: whether a turn exists or has ended
@@ -14,6 +14,7 @@ import numpy as np
 
 from tidegate.errors import BadFrame
 from tidegate.orchestrator.core.events import StepArrived
+from tidegate.transport.attachments import ATTACHMENTS, ITEM_BYTES, Attachment
 from tidegate.transport.messages import CANCELLED, Prefill, Step
 
 LOGPROB_MAX = 1e-3
@@ -69,7 +70,7 @@ def step_arrived(engine: str, step: Step, epoch: int = 0) -> StepArrived:
         seq=step.seq,
         started_us=step.started_us,
         busy_us=step.busy_us,
-        details=step.details,
+        attachments=step.attachments,
         adapter=step.adapter,
     )
 
@@ -120,11 +121,12 @@ def check_step(
         _check_tokens(step, vocab_size)
     if not _are_different(step.turns.tobytes()):
         raise BadFrame(f"step {step.seq}: a turn has more than one row")
-    if step.prefills or step.details:
+    if step.attachments:
+        _check_attachments(step, step.turns.tolist(), vocab_size)
+    if step.prefills:
         handles = step.turns.tolist()
         counts = [1] * len(handles) if step.counts is None else step.counts.tolist()
         tokens = dict(zip(handles, counts, strict=True))
-        _check_details(step, tokens.copy(), vocab_size)
         for prefill in step.prefills:
             _check_prefill(step, prefill, tokens.pop(prefill.turn, 0), newest_version)
 
@@ -165,39 +167,58 @@ def _are_valid(token_ids: Buffer, logprobs: Buffer, vocab_size: int) -> tuple[bo
     return are_ids, bool(_lowest(column) >= LOGPROB_MIN and _highest(column) <= LOGPROB_MAX)
 
 
-def _check_details(step: StepArrived, tokens: dict[int, int], vocab_size: int) -> None:
-    """Refuse details of a row without tokens, second details of a row, and wrong lengths or values.
+def _check_attachments(step: StepArrived, handles: list[int], vocab_size: int) -> None:
+    """Refuse attachments of other turns, second ones, and wrong types, lengths or values."""
+    turns = set(handles)
+    seen: set[tuple[int, str]] = set()
+    for attachment in step.attachments:
+        key = (attachment.turn, attachment.name)
+        if attachment.turn not in turns or key in seen:
+            raise BadFrame(
+                f"step {step.seq}: {attachment.name} of turn {attachment.turn}, which has no row "
+                f"in it, or a second time"
+            )
+        seen.add(key)
+        if why := _layout_fault(attachment) or _value_fault(attachment, vocab_size):
+            raise BadFrame(f"step {step.seq}: {attachment.name} of turn {attachment.turn} {why}")
+
+
+def _layout_fault(attachment: Attachment) -> str:
+    """Return what is wrong with an attachment's dtype, shape or sizes; empty if nothing is."""
+    kind, nbytes = ATTACHMENTS[attachment.name], len(attachment.values)
+    if attachment.dtype not in kind.dtypes:
+        return f"are {' or '.join(kind.dtypes)}, got {attachment.dtype}"
+    if len(attachment.shape) != kind.dimensions or not all(attachment.shape):
+        return f"have entries of {kind.dimensions} dimensions, got shape {attachment.shape}"
+    if kind.is_ragged:
+        if len(attachment.counts) % 4:
+            return f"have counts of {len(attachment.counts)} bytes, no whole number of uint32"
+        values = int(np.frombuffer(attachment.counts, np.uint32).sum(dtype=np.uint64))
+        if nbytes != values * ITEM_BYTES[attachment.dtype]:
+            return f"have {nbytes} bytes of values, but counts for {values} values"
+    elif attachment.counts:
+        return f"have entries of one size, but {len(attachment.counts)} bytes of counts"
+    elif nbytes % attachment.entry_bytes:
+        return f"have {nbytes} bytes, no whole number of entries of {attachment.entry_bytes}"
+    return ""
+
+
+def _value_fault(attachment: Attachment, vocab_size: int) -> str:
+    """Return what is wrong with an attachment's values; empty if nothing is.
 
     A top token's log-prob may be -inf, because sampling options may have excluded it.
     """
-    for detail in step.details:
-        count = tokens.pop(detail.turn, 0)
-        if not count:
-            raise BadFrame(
-                f"step {step.seq}: details of turn {detail.turn}, which has no token in it, or a "
-                f"second time"
-            )
-        raw, top = len(detail.raw_logprobs), len(detail.top_ids)
-        if raw not in (0, 4 * count) or top % (4 * count) or top != len(detail.top_logprobs):
-            raise BadFrame(
-                f"step {step.seq}: details of turn {detail.turn}'s {count} tokens have {raw} "
-                f"bytes of raw log-probs, {top} of top tokens and "
-                f"{len(detail.top_logprobs)} of their log-probs"
-            )
-        if top and _highest(np.frombuffer(detail.top_ids, np.uint32)) >= vocab_size:
-            raise BadFrame(
-                f"step {step.seq}: a top token of turn {detail.turn} is outside of the "
-                f"vocabulary [0, {vocab_size})"
-            )
-        values = np.frombuffer(detail.raw_logprobs, np.float32)
-        top_values = np.frombuffer(detail.top_logprobs, np.float32)
-        if not (np.all(values >= LOGPROB_MIN) and np.all(values <= LOGPROB_MAX)) or not np.all(
-            top_values <= LOGPROB_MAX
-        ):
-            raise BadFrame(
-                f"step {step.seq}: details of turn {detail.turn} hold a value that is no logarithm "
-                f"of a probability; did the model compute NaN?"
-            )
+    if not attachment.values:
+        return ""
+    values = np.frombuffer(attachment.values, attachment.dtype)
+    if attachment.dtype == "int32" and _highest(values.view(np.uint32)) >= vocab_size:
+        return f"hold a token outside of the vocabulary [0, {vocab_size})"
+    if attachment.dtype == "float32" and not (
+        np.all(values <= LOGPROB_MAX)
+        and (attachment.name == "top_logprobs" or np.all(values >= LOGPROB_MIN))
+    ):
+        return "hold a value that is no logarithm of a probability; did the model compute NaN?"
+    return ""
 
 
 def _check_prefill(step: StepArrived, prefill: Prefill, tokens: int, newest_version: int) -> None:

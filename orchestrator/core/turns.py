@@ -348,8 +348,10 @@ class TurnTracker:
         submissions = engine.submissions if engine else {}
         for prefill in event.prefills:
             self._file_prefill(submissions.get(prefill.turn), prefill)
-        if event.details:
-            _file_details(event, submissions)
+        for attachment in event.attachments:
+            turn = submissions.get(attachment.turn)
+            if turn is not None and turn.attachments is not None:
+                turn.attachments.append(attachment, tokens_before=turn.sampled_before)
         filing = engine.filing if engine else TokenAppender()
         outcome = filing.file(submissions, event)
         if event.finish:
@@ -448,12 +450,3 @@ def _overrun_message(turn: Turn) -> str:
         f"the engine sampled {turn.length} tokens of max_tokens={turn.sampling.max_tokens}, which "
         f"is a bug in the engine"
     )
-
-
-def _file_details(event: StepArrived, submissions: dict[int, Turn]) -> None:
-    counts = [1] * len(event.turns) if event.counts is None else event.counts.tolist()
-    tokens = dict(zip(event.turns.tolist(), counts, strict=True))
-    for details in event.details:
-        turn = submissions.get(details.turn)
-        if turn is not None and turn.details is not None:
-            turn.details.append(details, tokens.get(details.turn, 0), tokens_before=turn.length)

@@ -618,9 +618,15 @@ class Episode(ScoringEpisode):
             raise RuntimeError("the context is empty; append a prompt first")
 
     def _completed(self, sampling: SamplingParams, options: SamplingOptions) -> SamplingParams:
-        """Add the run's adapter and the turn's seed, unless the episode gave its own."""
-        if self._defaults.adapter and "adapter" not in options:
-            sampling = msgspec.structs.replace(sampling, adapter=self._defaults.adapter)
+        """Add the run's adapter and attachments, and the turn's seed, unless the episode gave its
+        own."""
+        defaults = self._defaults
+        if defaults.adapter and "adapter" not in options:
+            sampling = msgspec.structs.replace(sampling, adapter=defaults.adapter)
+        if defaults.routed_experts and "routed_experts" not in options:
+            sampling = msgspec.structs.replace(sampling, routed_experts=True)
+        if defaults.kept_tokens and "kept_tokens" not in options:
+            sampling = msgspec.structs.replace(sampling, kept_tokens=True)
         if "seed" not in options:
             sampling = msgspec.structs.replace(sampling, seed=self._next_seed())
         return sampling

@@ -7,11 +7,14 @@ of the core's :class:`Turn`.
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.core.provenance import VersionSpan
 from tidegate.orchestrator.core.rollout import Turn
+from tidegate.orchestrator.core.token_attachments import RoutedExperts, newest_experts
 
 REWARD_TYPES = (float, int)
 """Checked first, because looking for ``__float__`` takes longer."""
@@ -55,20 +58,52 @@ class GeneratedTurn:
     def raw_logprobs(self) -> list[float] | None:
         """Log-prob of each token before all sampling options. None unless ``raw_logprobs=True``
         was requested and the engine can report them."""
-        details = self._turn.details
-        return None if details is None else details.raw_of(len(self.token_ids))
+        attachments = self._turn.attachments
+        if attachments is None:
+            return None
+        values = attachments.raw_logprobs(len(self.token_ids))
+        return None if values is None else values.tolist()
 
     @cached_property
     def top_logprobs(self) -> list[dict[int, float]] | None:
         """For each position, the top tokens with their log-probs after all sampling options, the
         most likely first; None unless requested."""
-        details = self._turn.details
-        return None if details is None else details.top_of(len(self.token_ids))
+        return self.top_logprobs_from(0)
 
     def top_logprobs_from(self, start: int) -> list[dict[int, float]] | None:
         """Return :attr:`top_logprobs` from index ``start`` on, for readers of a growing turn."""
-        details = self._turn.details
-        return None if details is None else details.top_of(len(self.token_ids), start=start)
+        attachments = self._turn.attachments
+        if attachments is None:
+            return None
+        return attachments.top_logprobs(len(self.token_ids), start=start)
+
+    @cached_property
+    def kept_tokens(self) -> list[list[int]] | None:
+        """For each token, the ids of the tokens that the sampling options left to sample from, in
+        ascending order; an empty list means all tokens. None unless ``kept_tokens=True`` was
+        requested and the engine can report them."""
+        attachments = self._turn.attachments
+        if attachments is None:
+            return None
+        kept = attachments.kept_ids(len(self.token_ids))
+        return None if kept is None else [ids.tolist() for ids in kept]
+
+    @property
+    def routed_experts(self) -> "npt.NDArray[np.uint8 | np.uint16] | None":
+        """Experts [P, L, k] that each of L mixture layers chose for the first P positions of the
+        row's context, by which their KV was computed last. P counts all but the turn's last token,
+        whose KV no token has needed. None unless ``routed_experts=True`` was requested."""
+        return newest_experts(self.routed_expert_reports)
+
+    @property
+    def routed_expert_reports(self) -> list[RoutedExperts]:
+        """Every report of routed experts: ``start``, the first position, and ``experts`` [P, L, k].
+
+        Positions whose KV was computed again, for example under new weights, are in several
+        reports. A token attended to the KV of the last report before it was sampled.
+        """
+        attachments = self._turn.attachments
+        return [] if attachments is None else list(attachments.expert_reports())
 
     @property
     def finish_reason(self) -> str:

@@ -53,6 +53,10 @@ class SamplingOptions(TypedDict, total=False):
     raw_logprobs: bool
     """Whether the turn returns ``GeneratedTurn.raw_logprobs``, the log-probs before all other
     options."""
+    kept_tokens: bool
+    """Whether to return ``GeneratedTurn.kept_tokens``, the sets that tokens were sampled from."""
+    routed_experts: bool
+    """Whether to return ``GeneratedTurn.routed_experts``; for mixture-of-experts models."""
     logits_processors: Sequence[LogitsProcessor | str]
     adapter: str
     """LoRA adapter in place of the run's own; empty for none."""

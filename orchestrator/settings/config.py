@@ -204,6 +204,15 @@ class SamplingSettings(SettingsRecord):
     seed: int = 0
     """Seed of the run, from which each turn's random numbers derive. Runs of one seed still differ
     where timing decides which weights sample a token."""
+    routed_experts: bool = False
+    """Whether turns return the experts that each context position was routed to, for
+    ``Batch.routed_experts`` and routing replay. Set it when a mixture of experts is trained with
+    other kernels than the engine's and their log-probs differ. Costs layers x experts per token
+    bytes for every position of every turn (384 for Qwen3-30B-A3B)."""
+    kept_tokens: bool = False
+    """Whether turns return, for each token, the tokens that top-p, top-k or min-p left to sample
+    from, for ``Batch.kept_ids``. Set it when turns are sampled with these options, so that the loss
+    normalises over the same tokens. Costs 4 bytes for each kept token."""
 
 
 class EpisodeSettings(SettingsRecord):
@@ -742,6 +751,8 @@ class RunOptions(TypedDict, total=False):
     max_tokens: int
     adapter: str
     seed: int
+    routed_experts: bool
+    kept_tokens: bool
     # episodes
     episode_timeout_s: float
     episode_park_after_s: float | None

@@ -695,9 +695,9 @@ async def generate_with_experts(parts: ServerParts, http: HttpRequest) -> Answer
     """Refuse SkyRL's generation with routed experts."""
     raise ApiError(
         501,
-        "experts that tokens were routed to are not reported: set SkyRL's "
+        "routed experts are not packed in SkyRL's form: set SkyRL's "
         "generator.inference_engine.enable_return_routed_experts to false, by which it asks "
-        "/inference/v1/generate",
+        "/inference/v1/generate, whose answers have them as vLLM's do",
     )
 
 

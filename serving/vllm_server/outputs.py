@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from tidegate.orchestrator.episodes.incremental_detokenizer import (
@@ -168,6 +170,11 @@ class Output:
     spans: Sequence[Mapping[str, Any]] = ()
     """Weight versions of the whole output; only in the last part."""
     is_first: bool = True
+    kept_tokens: Sequence[Sequence[int]] | None = None
+    """For each token, the tokens it was sampled from; None unless the run asks for them."""
+    routed_experts: "npt.NDArray[np.uint8 | np.uint16] | None" = None
+    """Experts of all positions but the output's last token's; only in the last part, and None
+    unless the run asks for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +206,8 @@ class OutputReader:
         if self.choice.options.get("top_logprobs") and tops is None:
             return None  # they come with the next step
         text = self._text.more(turn.token_ids)
-        return self._part(turn.token_ids, turn.logprobs, tops, text)
+        kept = turn.kept_tokens
+        return self._part(turn.token_ids, turn.logprobs, tops, text, kept_tokens=kept)
 
     def rest(self) -> Output:
         """Return what was not read of an output that has ended, and how it ended."""
@@ -216,6 +224,8 @@ class OutputReader:
             finish_reason="abort" if turn.finish_reason == "cancelled" else turn.finish_reason,
             stop_reason=self.tokenizer.stop_reason(ids, self.stops) if has_stopped else None,
             spans=self.labels.spans(turn),
+            kept_tokens=turn.kept_tokens,
+            routed_experts=turn.routed_experts,
         )
 
     def _part(
@@ -224,6 +234,8 @@ class OutputReader:
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs] | None,
         text: str,
+        *,
+        kept_tokens: Sequence[Sequence[int]] | None = None,
         **end: Any,
     ) -> Output:
         start, self._read = self._read, len(token_ids)
@@ -237,5 +249,6 @@ class OutputReader:
             new_tops,
             text,
             is_first=is_first,
+            kept_tokens=None if kept_tokens is None else kept_tokens[start:],
             **end,
         )

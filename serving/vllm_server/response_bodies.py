@@ -3,10 +3,14 @@
 Functions of outputs to dicts, called by :mod:`completions`.
 """
 
+import base64
+import io
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from tidegate.serving.openai_requests import CompletionRequest
 from tidegate.serving.vllm_server.outputs import Output, OutputTokenizer
@@ -132,8 +136,8 @@ class GenerateBodies(ResponseBodies):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids,
-            "routed_experts": None,
-            "sampling_mask": None,
+            "routed_experts": _experts_of(output),
+            "sampling_mask": output.kept_tokens,
             "weight_versions": output.spans,
         }
         if self._request.output_mode == "text":
@@ -149,6 +153,15 @@ class GenerateBodies(ResponseBodies):
             return {"content": [_as_text(tokenizer, *one) for one in _rows(output)]}
         rows = zip(_rows(output), output.tops, strict=True)
         return {"content": [as_ids(*row, likeliest) for row, likeliest in rows]}
+
+
+def _experts_of(output: Output) -> str | None:
+    """Return an output's routed experts as vLLM encodes them: base64 of a .npy file."""
+    if output.routed_experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, output.routed_experts, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _rows(output: Output) -> list[tuple[int, float, dict[int, float]]]:
@@ -232,7 +245,11 @@ class CompletionBodies(ResponseBodies):
     def _whole_choice(self, output: Output) -> dict[str, Any]:
         facts = self.facts
         prompt_logprobs = facts.prompt_logprobs[output.index]
-        return {**self._choice(output), "prompt_logprobs": prompt_logprobs, "routed_experts": None}
+        return {
+            **self._choice(output),
+            "prompt_logprobs": prompt_logprobs,
+            "routed_experts": _experts_of(output),
+        }
 
     def _choice(self, output: Output) -> dict[str, Any]:
         prompt = self.facts.prompts[output.index]
@@ -382,7 +399,8 @@ class ChatBodies(ResponseBodies):
             "reasoning": None,
             "tool_calls": [],
         }
-        return {"message": message, **self._choice(output), "routed_experts": None}
+        experts = _experts_of(output)
+        return {"message": message, **self._choice(output), "routed_experts": experts}
 
     def _choice(self, output: Output) -> dict[str, Any]:
         choice = self._about_choice(output.index) | {

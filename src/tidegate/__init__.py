@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from tidegate.policies.consumption import Window
     from tidegate.policies.failures import EpisodeFailure, FailureCause, FailurePolicy
     from tidegate.policies.filters import DynamicSampling, GroupFilter
+    from tidegate.policies.kept_tokens import kept_logprobs
     from tidegate.policies.rounds import OverSampling, Synchronous, TailPacking
     from tidegate.policies.routing_replay import record_routed_experts, replay_routed_experts
     from tidegate.policies.staleness import StalenessPolicy
@@ -153,6 +154,7 @@ __all__ = [
     "connect",
     "connect_sync",
     "environment_episode",
+    "kept_logprobs",
     "listen",
     "log_as_json",
     "open_run",
@@ -233,6 +235,7 @@ _HOMES = {
     "connect": "orchestrator.trainer.remote.rollouts",
     "connect_sync": "orchestrator.trainer.remote.rollouts",
     "environment_episode": "environments.environment_episode",
+    "kept_logprobs": "policies.kept_tokens",
     "log_as_json": "observability.logs",
     "score_server": "runs",
     "score_server_sync": "runs",

@@ -131,7 +131,7 @@ def test_an_engine_decodes_other_turns_while_it_compiles_a_grammar_that_costs_to
     assert "compilation took more than" in refusal.message
 
 
-def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) -> None:
+def test_stop_strings_and_attachments_come_from_a_real_process(engine: Orchestra) -> None:
     sampling = SamplingParams(max_tokens=20, seed=5, top_logprobs=3, raw_logprobs=True)
     whole = engine.generate(PROMPT, sampling)
     text = "".join(chr(31 + token_id) if token_id else "\0" for token_id in whole.token_ids)
@@ -141,11 +141,10 @@ def test_stop_strings_and_details_come_from_a_real_process(engine: Orchestra) ->
     stopped = engine.generate(PROMPT, stopping)
     assert (stopped.token_ids, stopped.finish) == (whole.token_ids[:end], STOP)
     assert stopped.logprobs == whole.logprobs[:end]
-    reported = [each for step in engine.log if isinstance(step, Step) for each in step.details][
-        -end:
-    ]
-    assert [len(each.top_ids) for each in reported] == [12] * end
-    raw = b"".join(each.raw_logprobs for each in reported)
+    reported = [each for step in engine.log if isinstance(step, Step) for each in step.attachments]
+    top_ids = [each for each in reported if each.name == "top_ids"][-end:]
+    assert [len(each.values) for each in top_ids] == [12] * end
+    raw = b"".join([each.values for each in reported if each.name == "raw_logprobs"][-end:])
     # At temperature 1 and without options that matter, both are one.
     np.testing.assert_allclose(np.frombuffer(raw, "<f4"), stopped.logprobs, atol=1e-6)
 

@@ -5,6 +5,7 @@ import threading
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +19,8 @@ from tidegate.orchestrator.core.provenance import KvRange, TurnPrefill, VersionS
 from tidegate.orchestrator.core.rollout import Rollout, RolloutState, Turn
 from tidegate.orchestrator.telemetry.recorder import EngineStep
 from tidegate.orchestrator.telemetry.statistics import RunStatistics
-from tidegate.transport.messages import KvSpan, SamplingParams, TokenDetails
+from tidegate.transport.attachments import Attachment
+from tidegate.transport.messages import KvSpan, SamplingParams
 
 
 @pytest.fixture
@@ -98,18 +100,34 @@ def test_a_rollout_reads_back_with_each_tokens_provenance(tmp_path: Path, model:
     assert second.prefills == (TurnPrefill(0, (KvSpan(3, 0, 4),)),)
 
 
-def test_a_turns_parameters_and_details_read_back(tmp_path: Path, model: Path) -> None:
-    sampling = SamplingParams(max_tokens=4, min_p=0.5, raw_logprobs=True, top_logprobs=2)
+def test_a_turns_parameters_and_attachments_read_back(tmp_path: Path, model: Path) -> None:
+    sampling = SamplingParams(
+        max_tokens=4,
+        min_p=0.5,
+        raw_logprobs=True,
+        top_logprobs=2,
+        kept_tokens=True,
+        routed_experts=True,
+    )
     rollout = Rollout(1, group_id=0, index=0)
     rollout.extend([5, 6])
     for requested in (sampling, SamplingParams(max_tokens=9, seed=3, stop_token_ids=[4])):
         turn = Turn(rollout, requested)
         rollout.turns.append(turn)
         turn.append(10, -0.5, 3, "engine-0")
-        if turn.details is not None:
+        if turn.attachments is not None:
             floats, ids = array("f", [-0.5, -1.5]), array("i", [10, 11])
-            reported = TokenDetails(0, floats[:1].tobytes(), ids.tobytes(), floats.tobytes())
-            turn.details.append(reported, 1, tokens_before=0)
+            expert_ids = np.arange(12, dtype=np.uint8).tobytes()
+            for reported in (
+                Attachment(0, "raw_logprobs", 0, "float32", floats[:1].tobytes()),
+                Attachment(0, "top_ids", 0, "int32", ids.tobytes(), [2]),
+                Attachment(0, "top_logprobs", 0, "float32", floats.tobytes(), [2]),
+                Attachment(
+                    0, "kept_ids", 0, "int32", ids.tobytes(), counts=array("I", [2]).tobytes()
+                ),
+                Attachment(0, "routed_experts", 0, "uint8", expert_ids, [3, 2]),
+            ):
+                turn.attachments.append(reported, tokens_before=0)
     with RunRecorder(tmp_path / "run", settings={}, model=model) as recorder:
         recorder.rollout(rollout, task=None, advantage=None, consumed_version=None)
 
@@ -122,8 +140,12 @@ def test_a_turns_parameters_and_details_read_back(tmp_path: Path, model: Path) -
         [10, 11],
         [-0.5, -1.5],
     )
+    assert first.kept_ids == [[10, 11]]
+    [(start, experts)] = first.routed_experts
+    assert (start, experts.shape, experts.ravel().tolist()) == (0, (2, 3, 2), list(range(12)))
     assert second.options is None
     assert (second.raw_logprobs, second.top_ids, second.top_logprobs) == (None, None, None)
+    assert (second.kept_ids, second.routed_experts) == (None, ())
 
 
 def test_a_discarded_rollout_without_tokens_and_an_evaluated_one_are_rows_too(

@@ -44,7 +44,7 @@ class Worker:
         self.is_welcome = False
         self.send(
             "hello",
-            protocol=2,
+            protocol=3,
             engine=self.name,
             epoch=self.epoch,
             weight_version=0,

@@ -95,7 +95,7 @@ EXAMPLE_STEP = Step(
 
 ENGINE_EXAMPLES: list[Message] = [
     Hello(
-        protocol=2,
+        protocol=3,
         engine="engine-0",
         epoch=1,
         weight_version=0,
@@ -110,7 +110,7 @@ ENGINE_EXAMPLES: list[Message] = [
         weight_channels=["shm"],
     ),
     Hello(
-        protocol=2,
+        protocol=3,
         engine="engine-1",
         epoch=2,
         weight_version=3,

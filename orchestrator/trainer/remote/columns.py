@@ -17,7 +17,7 @@ from tidegate.transport.weight_channels.base import ITEM_BYTES
 if TYPE_CHECKING:
     import torch
 
-NUMPY_DTYPES = ("float32", "int32", "int64", "bool", "uint8")
+NUMPY_DTYPES = ("float32", "int16", "int32", "int64", "bool", "uint8")
 """Dtypes that may be sent; numpy and torch have the same names for them."""
 
 Array = npt.NDArray[np.generic]
@@ -27,7 +27,7 @@ def to_frames(arrays: Iterable[tuple[str, Array]]) -> tuple[list[Column], list[b
     """Return a description of each array, and the frames that hold their bytes."""
     columns, pieces = [], []
     for name, array in arrays:
-        columns.append(Column(name, str(array.dtype), array.size))
+        columns.append(Column(name, str(array.dtype), array.size, list(array.shape[1:])))
         pieces.append(np.ascontiguousarray(array).tobytes())
     stream = b"".join(pieces)
     starts = range(0, len(stream), FRAME_BYTES)
@@ -51,7 +51,14 @@ def from_frames(columns: Sequence[Column], frames: Sequence[bytes]) -> list[Arra
         if end > len(stream):
             raise BadFrame(f"array {column.name!r} ends at byte {end} of {len(stream)}")
         dtype = np.dtype(column.dtype)
-        arrays.append(np.frombuffer(stream, dtype, column.count, start))
+        array = np.frombuffer(stream, dtype, column.count, start)
+        try:
+            arrays.append(array.reshape(-1, *column.shape))
+        except ValueError:
+            raise BadFrame(
+                f"array {column.name!r} has {column.count} values, no whole number of entries of "
+                f"shape {column.shape}"
+            ) from None
         start = end
     if start != len(stream):
         raise BadFrame(f"the frames hold {len(stream)} bytes, the columns describe {start}")

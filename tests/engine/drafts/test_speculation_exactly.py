@@ -235,7 +235,7 @@ def test_sampling_options_apply_to_each_draft_token(model: Path, weights: Weight
     def details(reported: list[StepColumns], column: str) -> list[float]:
         kind = "<i4" if column == "top_ids" else "<f4"
         all_of_it = b"".join(
-            getattr(detail, column) for step in reported for detail in step.details
+            each.values for step in reported for each in step.attachments if each.name == column
         )
         return [float(value) for value in np.frombuffer(all_of_it, kind)]
 
@@ -246,10 +246,12 @@ def test_sampling_options_apply_to_each_draft_token(model: Path, weights: Weight
         assert details(guessed, column) == pytest.approx(expected, abs=ROUNDING_NATS)
 
 
-def test_details_of_draft_tokens_fit_into_a_step_message(
+def test_attachments_of_draft_tokens_fit_into_a_step_message(
     model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(options, "TOP_LOGPROBS_BYTES_MAX", 4 * 3 * 2 * 8)
     reported = told_with_options(model, weights, LookupDrafts())
-    sizes = [len(detail.top_ids) // 8 for step in reported for detail in step.details]
+    sizes = [
+        each.length for step in reported for each in step.attachments if each.name == "top_ids"
+    ]
     assert max(sizes) == 3  # of two tokens each, for one turn of four

@@ -103,8 +103,8 @@ def sample_with_options(weights: Weights, numbers: list[int]) -> dict[int, list[
         for place, handle in enumerate(np.frombuffer(columns.turns, "<u4").tolist()):
             one = slice(4 * place, 4 * place + 4)
             reported[handle] += [columns.token_ids[one], columns.logprobs[one]]
-        for detail in columns.details:
-            reported[detail.turn] += [detail.raw_logprobs, detail.top_ids, detail.top_logprobs]
+        for attachment in columns.attachments:
+            reported[attachment.turn].append(attachment.values)
     return reported
 
 

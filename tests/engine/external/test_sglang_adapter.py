@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.external.sglang_double import SglangDouble, make_app
@@ -79,9 +80,10 @@ async def test_each_token_of_a_cumulative_stream_is_returned_once_with_its_log_p
     assert engine.capabilities.has_processed_logprobs
     assert engine.capabilities.keeps_kv
     assert off_by(models, cool, [(0, 3)]) < TOLERANCE
-    tops = [chunk.top for chunk in cool.chunks if chunk.top]
-    assert [len(top.token_ids) for top in tops] == [2 * len(c.token_ids) for c in cool.chunks]
-    assert all(a >= b for top in tops for a, b in pairwise(top.logprobs[:2]))
+    tops = [chunk.attachments for chunk in cool.chunks if chunk.attachments]
+    assert [ids.length for ids, _ in tops] == [len(c.token_ids) for c in cool.chunks]
+    columns = [np.frombuffer(logprobs.values, np.float32) for _, logprobs in tops]
+    assert all(a >= b for column in columns for a, b in pairwise(column[:2]))
 
 
 async def test_a_server_with_a_key_is_sent_it_with_every_call(

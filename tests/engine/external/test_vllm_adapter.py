@@ -1,6 +1,8 @@
 """The vLLM adapter against a double: requests, answers and refusals."""
 
 import asyncio
+import base64
+import io
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -8,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.external.vllm_double import VllmDouble
@@ -20,7 +23,7 @@ from tidegate.engine.external.adapter import (
     GenerationRequest,
     VersionLabel,
 )
-from tidegate.engine.external.vllm import VllmAdapter, make_adapter
+from tidegate.engine.external.vllm import VllmAdapter, make_adapter, read_event, to_chunk
 from tidegate.errors import ConfigError, EngineGone, EngineHeld, TurnRefused, WeightsRefused
 from tidegate.transport.media import Media
 from tidegate.transport.messages import SamplingParams
@@ -72,6 +75,12 @@ async def refusal(model: Path, **settings: Any) -> str:
         finally:
             await adapter.close()
     return str(error.value)
+
+
+def _npy(values: "np.ndarray[Any, Any]") -> str:
+    file = io.BytesIO()
+    np.save(file, values)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def request(sampling: SamplingParams, salt: str = "v0") -> GenerationRequest:
@@ -288,3 +297,47 @@ async def test_media_travel_as_references_beside_the_tokens(
     with VllmDouble(seeing, body=["token_ids"]) as older:  # it would pass them over
         async with opened(older, seeing) as (_, capabilities):
             assert capabilities.media == frozenset()
+
+
+async def test_a_server_that_returns_experts_and_masks_is_read_as_attachments(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "moe", "qwen3_moe")
+    flags: dict[str, Any] = {"enable_return_routed_experts": True, "return_sampling_mask": True}
+    sampling = SamplingParams(max_tokens=5, top_k=3, kept_tokens=True, routed_experts=True)
+    with VllmDouble(model, **flags) as double:
+        async with opened(double, model) as (adapter, capabilities):
+            assert capabilities.sampling >= {"kept_tokens", "routed_experts"}
+            chunks = await generate(adapter, request(sampling))
+            plain = await generate(adapter, request(SamplingParams(max_tokens=2, top_k=3)))
+    assert not any(chunk.attachments for chunk in plain)
+    for chunk in chunks:
+        kept = chunk.attachments[0]
+        assert kept.name == "kept_ids"
+        ids = np.frombuffer(kept.values, np.int32).tolist()
+        assert ids == sorted(ids)
+        assert len(ids) == 3
+        assert set(chunk.token_ids) <= set(ids)
+    [experts] = chunks[-1].attachments[1:]
+    assert (experts.name, experts.start, experts.dtype) == ("routed_experts", 0, "uint8")
+    assert experts.length == len(PROMPT) + 4
+
+
+async def test_a_server_without_these_flags_refuses_the_options_by_name(models: Models) -> None:
+    with VllmDouble(models.directories[0]) as double:
+        async with opened(double, models.directories[0]) as (_, capabilities):
+            assert not capabilities.sampling & {"kept_tokens", "routed_experts"}
+
+
+@pytest.mark.parametrize(
+    ("encoded", "why"),
+    [
+        ("AAAA", "no .npy file"),
+        (_npy(np.zeros((2, 3))), r"shape \(2, 3\) and dtype float64"),
+    ],
+)
+def test_experts_that_can_t_be_read_are_the_servers_fault(encoded: str, why: str) -> None:
+    event = {"choices": [{"token_ids": [], "finish_reason": "stop", "routed_experts": encoded}]}
+    [choice] = read_event(json.dumps(event).encode()).choices
+    with pytest.raises(EngineGone, match=why):
+        to_chunk(choice, SamplingParams(max_tokens=1, routed_experts=True))

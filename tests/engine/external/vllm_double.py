@@ -7,6 +7,8 @@ log-probs. Prompts are prefilled in chunks, so that a pause can fall between the
 """
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 import socket
@@ -32,7 +34,9 @@ from tests.served_app import guarded
 from tidegate.engine.execution.runner import ModelRunner, Row, RowSampling
 from tidegate.engine.models.model_config import ModelConfig
 from tidegate.engine.models.model_weights import load_directory
+from tidegate.engine.sampling.options import RowOptions
 from tidegate.errors import TidegateError
+from tidegate.transport.messages import SamplingParams
 
 PREFILL_CHUNK_TOKENS = 16
 STEP_S = 0.002
@@ -54,6 +58,15 @@ class Asked:
     block: int | None = None
     computed: int = 0
     spans: list[dict[str, Any]] = field(default_factory=list)
+    experts: Any = None
+
+
+def _as_npy(experts: Any) -> str | None:
+    if experts is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, experts.astype(np.int32))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class VllmDouble:
@@ -74,6 +87,8 @@ class VllmDouble:
             "model": str(model),
             "body": ["token_ids", "sampling_params", "features", "content_parts"],
         } | config
+        names = ("enable_return_routed_experts", "return_sampling_mask")
+        self.attachment_flags = {name: bool(config.get(name)) for name in names}
         self.path = model
         shape = ModelConfig.from_directory(model)
         self.runner = ModelRunner(
@@ -173,11 +188,14 @@ class VllmDouble:
         assert not self.sleeping, "an illegal memory access"
         assert not self.transfers.is_apart, "meta tensors"
         output = self.runner.step(rows)
-        samples = iter(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
+        samples = enumerate(zip(output.token_ids.tolist(), output.logprobs.tolist(), strict=True))
         for one, row in zip(whose, rows, strict=True):
             one.computed += len(row.token_ids)
             if row.sampling is not None:
-                self._sampled(one, *next(samples))
+                index, sample = next(samples)
+                one.experts = output.routed_experts.get(index)
+                kept = output.attachments[index].kept_ids if index in output.attachments else None
+                self._sampled(one, *sample, kept)
 
     def _row(self, one: Asked) -> Row:
         assert one.block is not None
@@ -191,11 +209,16 @@ class VllmDouble:
                 seed=id(one) % 2**32,
                 index=len(one.context),
             )
+            if self.attachment_flags["return_sampling_mask"]:
+                mask = SamplingParams(max_tokens=1, kept_tokens=True)
+                sampling.options = RowOptions(mask, np.array(one.context, np.int32), 0)
         blocks = range(one.block * BLOCKS_EACH, (one.block + 1) * BLOCKS_EACH)
         lora = one.body["model"] if one.body["model"] != "tiny" else ""
-        return Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling, adapter=lora)
+        row = Row(np.array(tokens, np.int32), one.computed, list(blocks), sampling, adapter=lora)
+        row.experts_from = 0 if self.attachment_flags["enable_return_routed_experts"] else None
+        return row
 
-    def _sampled(self, one: Asked, token: int, logprob: float) -> None:
+    def _sampled(self, one: Asked, token: int, logprob: float, kept: bytes | None) -> None:
         one.context.append(token)
         asked, count = one.body["sampling_params"], len(one.context) - one.prompt_tokens
         if not one.spans or one.spans[-1]["version"] != self.label:
@@ -206,10 +229,15 @@ class VllmDouble:
             reason = "stop"
         elif count == asked["max_tokens"]:
             reason = "length"
-        self._send_replies(one, reason, [(token, logprob)])
+        mask = None if kept is None else np.frombuffer(kept, np.int32)[::-1].tolist()
+        self._send_replies(one, reason, [(token, logprob)], mask)
 
     def _send_replies(
-        self, one: Asked, reason: str | None, sampled: list[tuple[int, float]]
+        self,
+        one: Asked,
+        reason: str | None,
+        sampled: list[tuple[int, float]],
+        mask: list[int] | None = None,
     ) -> None:
         content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in sampled]
         spans = [span | ({"version": "other"} if self.mislabels else {}) for span in one.spans]
@@ -220,6 +248,8 @@ class VllmDouble:
             "token_ids": [token for token, _ in sampled],
             "weight_versions": spans if reason is not None else None,
             "logprobs": {"content": content},
+            "sampling_mask": None if mask is None else [mask],
+            "routed_experts": None if reason is None else _as_npy(one.experts),
         }
         one.chunks.put_nowait({"request_id": "generate-tokens-x", "choices": [choice]})
         if reason is not None:

@@ -50,6 +50,7 @@ class About:
                         "logprobs_mode": self._double.config["logprobs_mode"],
                         "max_logprobs": 20,
                         "dtype": self._double.config["dtype"],
+                        **self._double.attachment_flags,
                         "enable_sleep_mode": self._double.config["enable_sleep_mode"],
                     },
                     "scheduler_config": {"max_num_seqs": REQUESTS_MAX},

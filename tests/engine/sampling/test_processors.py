@@ -75,7 +75,7 @@ class Engine:
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.finish: dict[int, int] = {}
-        self.details: dict[int, list[messages.TokenDetails]] = {}
+        self.top_ids: dict[int, list[bytes]] = {}
 
     def submit(
         self, turn: int, prompt: list[int], *processors: LogitsProcessor, **requested: Any
@@ -87,7 +87,7 @@ class Engine:
         token_ids = np.array(prompt, "<i4").tobytes()
         self.scheduler.submit(SubmitTurn(turn=turn, token_ids=token_ids, sampling=sampling))
         self.tokens[turn], self.finish[turn] = [], RUNNING
-        self.logprobs[turn], self.details[turn] = [], []
+        self.logprobs[turn], self.top_ids[turn] = [], []
 
     def run(self) -> dict[int, str]:
         """Run until no turn is left; return the refusals."""
@@ -110,8 +110,9 @@ class Engine:
             self.tokens[handle].append(token_id)
             self.logprobs[handle].append(logprob)
             self.finish[handle] = code
-        for reported in columns.details:
-            self.details[reported.turn].append(reported)
+        for attachment in columns.attachments:
+            if attachment.name == "top_ids":
+                self.top_ids[attachment.turn].append(attachment.values)
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_a_processor_that_raises_ends_its_turn_and_no_other(engine: Engine) -> N
     }
     assert engine.tokens[1] == undisturbed
     assert [len(engine.tokens[turn]) for turn in (1, 2, 3, 4)] == [8, 0, 3, 8]
-    assert [len(engine.details[turn]) for turn in (1, 2, 3, 4)] == [0, 0, 3, 8]
+    assert [len(engine.top_ids[turn]) for turn in (1, 2, 3, 4)] == [0, 0, 3, 8]
     assert engine.scheduler.free_blocks == 64
     assert engine.scheduler.handles == []
 

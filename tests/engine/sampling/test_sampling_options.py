@@ -68,10 +68,10 @@ def draw(
 
 def told_distribution(turn: EngineSequence, logits: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return the reported distribution of the next token; the turn asks for all log-probs."""
-    details = draw([turn], logits[None]).details[0]
+    attachments = draw([turn], logits[None]).attachments[0]
     probabilities = np.zeros(VOCAB)
-    ids = np.frombuffer(details.top_ids, np.int32)
-    probabilities[ids] = np.exp(np.frombuffer(details.top_logprobs, np.float32))
+    ids = np.frombuffer(attachments.top_ids, np.int32)
+    probabilities[ids] = np.exp(np.frombuffer(attachments.top_logprobs, np.float32))
     return probabilities
 
 
@@ -240,7 +240,7 @@ def continue_sampling(
         output = draw(turns, logits, compiled)
         for row, turn in enumerate(turns):
             token_id = int(output.token_ids[row])
-            result[row].append((token_id, float(output.logprobs[row]), output.details.get(row)))
+            result[row].append((token_id, float(output.logprobs[row]), output.attachments.get(row)))
             turn.append(token_id)
     return result
 
@@ -272,14 +272,14 @@ def test_a_rows_sample_does_not_depend_on_other_rows_options(
     together = continue_sampling([make_turn(asked, [4, 4, 9]) for asked in askers], 12, 0, compiled)
     for asked, result in zip(askers, together, strict=True):
         assert continue_sampling([make_turn(asked, [4, 4, 9])], 12, 0, compiled) == [result]
-    assert [details for *_, details in together[1]] == [None] * 12
+    assert [attachments for *_, attachments in together[1]] == [None] * 12
 
 
 def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from() -> None:
     turn = make_turn(asking_for_everything(1, temperature=0.3), [4, 4, 9])
     logits = random_logits(0)
     output = draw([turn], logits)
-    raw = np.frombuffer(output.details[0].raw_logprobs, np.float32)
+    raw = np.frombuffer(output.attachments[0].raw_logprobs, np.float32)
     plain = torch.log_softmax(logits, -1)[0, output.token_ids[0]]
     assert raw.tolist() == [plain.item()]
     assert abs(raw[0] - output.logprobs[0]) > 0.1
@@ -288,13 +288,13 @@ def test_raw_log_probs_are_those_of_the_model_whatever_is_sampled_from() -> None
 def test_likeliest_tokens_come_in_order_and_those_left_out_have_no_probability() -> None:
     turn = make_turn(SamplingParams(max_tokens=5, top_k=3, top_logprobs=5), [4])
     logits = random_logits(3)
-    details = draw([turn], logits).details[0]
-    logprobs = np.frombuffer(details.top_logprobs, np.float32)
+    attachments = draw([turn], logits).attachments[0]
+    logprobs = np.frombuffer(attachments.top_logprobs, np.float32)
     best = torch.topk(logits[0], 3)
-    assert np.frombuffer(details.top_ids, np.int32)[:3].tolist() == best.indices.tolist()
+    assert np.frombuffer(attachments.top_ids, np.int32)[:3].tolist() == best.indices.tolist()
     np.testing.assert_allclose(logprobs[:3], torch.log_softmax(best.values, -1), atol=1e-6)
     assert np.isneginf(logprobs[3:]).all()
-    assert details.raw_logprobs == b""
+    assert attachments.raw_logprobs == b""
 
 
 def test_stop_tokens_come_no_sooner_than_min_tokens() -> None:

@@ -17,13 +17,13 @@ from tidegate.orchestrator.fleet.fleet import ANSWERS_PER_S_MAX, HELLOS_PER_S_MA
 from tidegate.transport.messages import (
     LENGTH,
     RUNNING,
+    Attachment,
     Goodbye,
     HelloRejected,
     KvSpan,
     MessageRejected,
     Prefill,
     Step,
-    TokenDetails,
     TurnsResumed,
     WeightsLive,
     encode,
@@ -49,13 +49,18 @@ def ints(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}i", *values)
 
 
-def details(*columns: bytes, turn: int = 0) -> dict[str, object]:
-    return {"details": [TokenDetails(turn, *columns)]}
+def attached(
+    name: str, values: bytes, dtype: str = "float32", turn: int = 0, **fields: object
+) -> dict[str, object]:
+    """Return a step's ``attachments``, unchecked."""
+    return {"attachments": [Attachment(turn, name, 0, dtype, values, **fields)]}  # type: ignore[arg-type]
 
 
 def prefill(*spans: KvSpan, turn: int = 0, at: int = 0) -> dict[str, object]:
     return {"prefills": [Prefill(turn, at, list(spans))]}
 
+
+RAW, TOP = "raw_logprobs", "top_logprobs"
 
 IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
     ({"logprobs": floats(-1, math.nan)}, r"logprobs\[1\] is nan, no logarithm .* compute NaN"),
@@ -67,18 +72,25 @@ IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
     ({"turns": ints(1, 1)}, "a turn has more than one row"),
     ({"finish": b"\0\5"}, "finish codes are 0 to 4, got 5"),
     ({"version": 1}, "sampled by weights v1, but v0 are the newest"),
-    (details(floats(-1), turn=7), "details of turn 7, which has no token in it, or a second time"),
-    ({"details": [TokenDetails(0, floats(-1))] * 2}, "or a second time"),
-    (details(floats(-1, -1)), "details of turn 0's 1 tokens have 8 bytes of raw log-probs"),
-    (details(floats(-1)[:3]), "have 3 bytes of raw"),
-    (details(b"", ints(3), b""), "4 of top tokens and 0 of their log-probs"),
-    (details(b"", b"\0\0", b"\0\0"), "2 of top tokens and 2 of their log-probs"),
-    (details(floats(math.nan)), "turn 0 hold a value that is no logarithm"),
-    (details(floats(-math.inf)), "turn 0 hold a value that is no logarithm"),
-    (details(b"", ints(3), floats(math.nan)), "turn 0 hold a value that is no logarithm"),
-    (details(b"", ints(3), floats(0.5)), "turn 0 hold a value that is no logarithm"),
-    (details(b"", ints(96), floats(-1)), "a top token of turn 0 is outside"),
-    (details(b"", ints(-1), floats(-1)), "a top token of turn 0 is outside"),
+    (attached(RAW, floats(-1), turn=7), "raw_logprobs of turn 7, which has no row in it"),
+    ({"attachments": 2 * [Attachment(0, "raw_logprobs", 0, "float32", floats(-1))]}, "second time"),
+    (attached(RAW, floats(-1)[:3]), "raw_logprobs of turn 0 have 3 bytes, no whole number"),
+    (attached(RAW, ints(3), "int32"), "are float32, got int32"),
+    (attached(RAW, floats(-1), shape=[1]), r"entries of 0 dimensions, got shape \[1\]"),
+    (attached(RAW, floats(-1), counts=ints(1)), "entries of one size, but 4 bytes of counts"),
+    (attached(RAW, floats(math.nan)), "turn 0 hold a value that is no logarithm"),
+    (attached(RAW, floats(-math.inf)), "turn 0 hold a value that is no logarithm"),
+    (attached(TOP, floats(math.nan), shape=[1]), "turn 0 hold a value that is no logarithm"),
+    (attached(TOP, floats(0.5), shape=[1]), "turn 0 hold a value that is no logarithm"),
+    (attached(TOP, floats(-1), shape=[0]), r"entries of 1 dimensions, got shape \[0\]"),
+    (attached("top_ids", ints(96), "int32", shape=[1]), r"outside of the vocabulary \[0, 96\)"),
+    (attached("top_ids", ints(-1), "int32", shape=[1]), "hold a token outside"),
+    (attached("kept_ids", ints(96), "int32", counts=ints(1)), "kept_ids of turn 0 hold a token"),
+    (attached("kept_ids", ints(3), "int32", counts=ints(2)), "4 bytes of values, but counts for 2"),
+    (attached("kept_ids", ints(3), "int32", counts=b"\1\0"), "counts of 2 bytes"),
+    (attached("kept_ids", b"", "int32", counts=ints(-1)), "counts for 4294967295 values"),
+    (attached("routed_experts", b"\0\1\2", "uint8", shape=[2, 1]), "have 3 bytes, no whole"),
+    (attached("routed_experts", floats(1), shape=[1, 1]), "are uint8 or uint16, got float32"),
     (prefill(KvSpan(0, 0, 3), turn=7), "a prefill of turn 7, which has no token in it"),
     (prefill(KvSpan(0, 1, 3)), "turn 0 can't have been prefilled"),
     (prefill(KvSpan(0, 0, 2), KvSpan(0, 3, 4)), "turn 0 can't have been prefilled"),

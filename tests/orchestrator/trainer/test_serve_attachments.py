@@ -1,0 +1,188 @@
+"""Token attachments through whole runs: from engines over the wire into the trainer's batch."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tidegate
+from tests.models import make_model_directory
+from tidegate.observability.audit.audit import audit_run
+from tidegate.observability.trajectories import read_trajectories
+from tidegate.policies.routing_replay import record_routed_experts
+
+pytestmark = pytest.mark.wire
+
+SMALL: dict[str, Any] = {
+    "engines": 2,
+    "group_size": 2,
+    "groups_per_batch": 2,
+    "max_running_turns": 8,
+    "max_staleness": 2,
+}
+
+
+def load(model: Path) -> Any:
+    module: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return module.eval()
+
+
+async def two_turns(episode: tidegate.Episode, task: int) -> float:
+    """Generate, observe, and generate again, so that the prefix is reported twice."""
+    episode.append([10 + task, 11, 12])
+    await episode.generate(max_tokens=9, stop_token_ids=[])
+    episode.append([20, 21])
+    await episode.generate(max_tokens=7, stop_token_ids=[])
+    return float(task % 2)
+
+
+def perturbed(module: Any, by: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+    return dict(module.state_dict())
+
+
+async def batches_of(
+    rollouts: tidegate.Rollouts, module: Any, *, by: float
+) -> AsyncIterator[tidegate.Batch]:
+    """Yield batches, publishing changed weights after each."""
+    async for batch in rollouts.batches(range(40), episode=two_turns):
+        yield batch
+        await rollouts.publish(perturbed(module, by))
+        if batch.number == 4:
+            return
+
+
+async def test_a_batch_has_the_experts_of_every_position_that_was_computed(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "moe", "qwen3_moe")
+    module = load(model)
+    run = tmp_path / "run"
+    async with tidegate.serve(
+        model=model, **SMALL, routed_experts=True, run_directory=run
+    ) as rollouts:
+        async for batch in batches_of(rollouts, module, by=0.0):
+            experts, known = batch.routed_experts, batch.routed_experts_mask
+            assert experts is not None
+            assert known is not None
+            rows, tokens = batch.token_ids.shape
+            config = module.config
+            assert experts.shape == (
+                rows,
+                tokens,
+                config.num_hidden_layers,
+                config.num_experts_per_tok,
+            )
+            assert experts.dtype == torch.uint8
+            lengths = batch.attention_mask.sum(1)
+            assert torch.equal(known.sum(1), lengths - 1)  # all but the row's last token
+            with torch.no_grad(), record_routed_experts(module) as recorder:
+                module(batch.token_ids, attention_mask=batch.attention_mask)
+            own = recorder.routed_experts().view(experts.shape).sort(-1).values[known]
+            assert (own == experts[known].long().sort(-1).values).all(-1).float().mean() > 0.99
+            with torch.no_grad(), tidegate.replay_routed_experts(module, experts, known):
+                logits = module(batch.token_ids, attention_mask=batch.attention_mask).logits
+            logprobs = logits[:, :-1].log_softmax(-1).gather(-1, batch.token_ids[:, 1:, None])
+            difference = (logprobs[..., 0] - batch.logprobs[:, 1:]).abs()
+            assert difference[batch.loss_mask[:, 1:]].max() < 1e-4
+    first = next(iter(read_trajectories(run)))
+    assert [len(report.experts) for turn in first.turns for report in turn.routed_experts]
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+
+
+async def test_positions_that_new_weights_recompute_have_their_experts_by_version(
+    tmp_path: Path,
+) -> None:
+    model = make_model_directory(tmp_path / "moe", "qwen3_moe")
+    turns: list[tidegate.GeneratedTurn] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10 + task, 11, 12])
+        turns.append(await episode.generate(max_tokens=120, stop_token_ids=[]))
+        return 0.0
+
+    module = load(model)
+    async with tidegate.serve(
+        model=model,
+        **SMALL | {"engines": 1},
+        routed_experts=True,
+        kv_policy="recompute",
+        pause_mode="keep",
+    ) as rollouts:
+        async for _ in rollouts.batches(range(8), episode=solve):
+            await rollouts.publish(perturbed(module, 0.3))
+    mixed = [turn for turn in turns if len({span.version for span in turn.spans}) > 1]
+    assert mixed
+    for turn in mixed:
+        reports = turn.routed_expert_reports
+        assert len(reports) > 1
+        newest = turn.routed_experts
+        assert newest is not None
+        assert len(newest) == turn.start + len(turn.token_ids) - 1
+        assert any(
+            (report.experts[: len(newest)] != newest[: len(report.experts)]).any()
+            for report in reports
+            if report.start == 0
+        )
+
+
+async def test_log_probs_over_a_batchs_kept_tokens_are_the_engines(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "qwen3")
+    module = load(model)
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10 + task, 11, 12])
+        await episode.generate(max_tokens=9, temperature=0.7, top_p=0.8, stop_token_ids=[])
+        turn = await episode.generate(
+            max_tokens=9, temperature=0.7, top_k=5, min_p=0.05, stop_token_ids=[]
+        )
+        assert turn.kept_tokens is not None
+        assert all(1 <= len(kept) <= 5 for kept in turn.kept_tokens)
+        assert all(t in kept for t, kept in zip(turn.token_ids, turn.kept_tokens, strict=True))
+        plain = await episode.generate(max_tokens=3, temperature=0.7, stop_token_ids=[])
+        assert plain.kept_tokens == [[], [], []]
+        return float(task % 2)
+
+    run = tmp_path / "run"
+    settings = SMALL | {"max_staleness": 0}
+    async with tidegate.serve(
+        model=model, **settings, kept_tokens=True, run_directory=run
+    ) as rollouts:
+        async for batch in rollouts.batches(range(8), episode=solve):
+            assert batch.kept_ids is not None
+            assert batch.kept_counts is not None
+            with torch.no_grad():
+                logits = module(batch.token_ids, attention_mask=batch.attention_mask).logits
+            logprobs = tidegate.kept_logprobs(
+                logits[:, :-1],
+                batch.token_ids[:, 1:],
+                batch.kept_ids,
+                batch.kept_counts[:, 1:],
+                temperature=0.7,
+            )
+            mask = batch.loss_mask[:, 1:]
+            assert (logprobs - batch.logprobs[:, 1:])[mask].abs().max() < 1e-4
+            await rollouts.publish(dict(module.state_dict()))
+    report = audit_run(run)
+    assert report.agrees, report.lines()
+
+
+async def test_a_model_without_a_mixture_says_so_to_the_episode(tmp_path: Path) -> None:
+    model = make_model_directory(tmp_path / "qwen3")
+    reasons: list[str] = []
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10, 11])
+        with pytest.raises(tidegate.TidegateError) as refused:
+            await episode.generate(max_tokens=3, routed_experts=True)
+        reasons.append(str(refused.value))
+        return 0.0
+
+    async with tidegate.serve(model=model, **SMALL) as rollouts:
+        await rollouts.evaluate([1], episode=solve)
+    assert "has no mixture-of-experts layers" in reasons[0]
