@@ -78,6 +78,7 @@ def run(
 
         for line in toml_lines(program):
             echo(line)
+        _warn_of_model(program)
         return
     try:
         _run(program)
@@ -110,6 +111,17 @@ def overrides(arguments: list[str]) -> list[str]:
             value = rest.pop(0)
         found.append(f"{name.replace('-', '_')}={value}")
     return found
+
+
+def _warn_of_model(program: "Program") -> None:
+    """Warn if the model's files can't be read yet: the run may be checked where they are not."""
+    from tidegate.errors import ModelError
+    from tidegate.orchestrator.episodes.model_files import read_model_files
+
+    try:
+        read_model_files(program.settings.model)
+    except ModelError as error:
+        echo(f"warning: the file is valid, but the run could not start now: {error}", err=True)
 
 
 def _how_to_go_on(program: "Program", config: Path) -> str:

@@ -58,7 +58,7 @@ class ProgressDisplay(Recorder):
         """Print ``heading``, and start the live table in a terminal. ``read`` takes a snapshot."""
         self._say(heading)
         self._read = read
-        if not self._console.is_terminal:
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
             return
         with self._lock:
             self._live = Live(

@@ -105,7 +105,7 @@ HELD_OUT = "held_out"
 log = logging.getLogger("tidegate")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
     """Rewards of one episode per task, outside training."""
 
@@ -121,6 +121,19 @@ class Evaluation:
     def failures(self) -> int:
         """Number of episodes that raised or timed out."""
         return sum(reward is None for reward in self.rewards)
+
+    def __repr__(self) -> str:
+        return line("Evaluation", self._figures())
+
+    def _repr_html_(self) -> str:
+        return html_table("Evaluation", self._figures())
+
+    def _figures(self) -> dict[str, object]:
+        return {
+            "mean reward": f"{self.mean_reward:.3f}",
+            "tasks": len(self.rewards),
+            "failures": self.failures,
+        }
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import pytest
 from rich.console import Console
 
 from tests.observability.test_recording import some_statistics
@@ -94,6 +95,16 @@ def test_in_a_terminal_the_last_state_stays_on_the_screen() -> None:
     for expected in ("2/2", "0.750", "mean 2.00, max 2, bound 2", "2 at v4, 1 at v3, 1 lost"):
         assert expected in last
     assert "batch 1/2" not in out.getvalue()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    progress, out = display(is_terminal=True)
+    progress.show("model: m", statistics)
+    progress.batch(FIGURES)
+    assert out.getvalue().splitlines()[1].startswith("batch 1  reward 0.500")
 
 
 def test_a_run_that_cannot_be_read_keeps_its_last_state_on_the_screen() -> None:

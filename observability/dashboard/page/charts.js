@@ -61,6 +61,7 @@ function drawFrame(on, { low, high, xTitle, yTitle }) {
 /**
  * Draw curves over weight versions: `series` is [{ name, points: [[x, y], …], colour, dashes }, …].
  * Each is drawn smoothed, with its points paler behind it. `marks`: [[x, text], …], vertical lines.
+ * `names`: whether the names of several curves are written in the corner.
  */
 export function curves(canvas, series, { from = null, xTitle = "weight version", yTitle, emptyText,
   marks = [], names = false, format = (x) => `v${x}` }) {

@@ -25,6 +25,15 @@ async def test_a_batch_is_shown_by_its_size_reward_and_age(tidegate_serve: Any) 
             await run.publish({})
 
 
+async def test_an_evaluation_is_shown_by_its_mean_and_not_by_all_rewards(
+    tidegate_serve: Any,
+) -> None:
+    async with tidegate_serve() as run:
+        evaluation = await run.evaluate(range(20), episode=one_turn)
+    assert repr(evaluation) == "Evaluation(mean reward 1.000, tasks 20, failures 0)"
+    assert "<td style='text-align:left'>1.000</td>" in evaluation._repr_html_()
+
+
 async def test_a_run_is_shown_with_its_state_and_progress(tidegate_serve: Any) -> None:
     async with tidegate_serve(group_size=1, groups_per_batch=1) as run:
         assert "state running" in repr(run)
