@@ -153,8 +153,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-kv-blocks",
         type=int,
-        help="number of KV blocks; default: what all turns can use, within 256 MiB or "
-        "--memory-sharers",
+        help="number of KV cache blocks; raise it if turns are preempted, lower it if memory runs "
+        "out; default: what all turns can use, within 256 MiB or --memory-sharers",
     )
     parser.add_argument(
         "--memory-sharers",
@@ -167,10 +167,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--block-tokens",
         type=int,
         default=16,
-        help="tokens per KV block; affects the bits of --deterministic; default: 16",
+        help="tokens per KV block; smaller blocks share more of a common prefix; the bits of "
+        "--deterministic depend on it; default: 16",
     )
     parser.add_argument(
-        "--max-running-turns", type=int, default=64, help="turns decoded at once; default: 64"
+        "--max-running-turns",
+        type=int,
+        default=64,
+        help="turns decoded in one step; raise it if turns wait and the KV cache has room; "
+        "default: 64",
     )
     parser.add_argument(
         "--adapters-max",
@@ -180,22 +185,32 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         f"least recently used leaves first; default: {VERSIONS_MAX_DEFAULT}",
     )
     parser.add_argument(
-        "--max-step-tokens", type=int, default=1024, help="tokens computed per step; default: 1024"
+        "--max-step-tokens",
+        type=int,
+        default=1024,
+        help="tokens computed per step, at least --max-running-turns; lower it if prefills delay "
+        "decoding or memory runs out; default: 1024",
     )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: 1")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads, no more than cores that are free; default: 1",
+    )
     parser.add_argument(
         "--step-time-min",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="minimum time of a step, to imitate a larger model",
+        help=f"shortest time of a step, 0 to {STEP_TIME_MIN_S_MAX:g} s, to imitate a larger model; "
+        "default: 0",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="RANKS",
-        help="number of processes that share the model",
+        help="number of processes that share a model which is too large for one; default: 1",
     )
     parser.add_argument(
         "--quantization",

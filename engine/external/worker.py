@@ -83,7 +83,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--curve-key-directory", type=Path, help="directory that `tidegate keys` made for engines"
     )
-    parser.add_argument("--max-running-turns", type=int, help="fewer than the engine can do")
+    parser.add_argument(
+        "--max-running-turns",
+        type=int,
+        help="limit of concurrent requests, if lower than the engine's own",
+    )
     parser.add_argument(
         "--weights-directory",
         type=Path,
