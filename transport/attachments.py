@@ -26,8 +26,8 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive entries of one attachment of one turn.
 
     An entry belongs to one output token, or to one context position (:attr:`AttachmentKind.axis`).
-    Entries come with their token's step message, or in one before it that has no token of the turn.
-    Entries that an index has had before are replaced.
+    It comes with the step message of its token, or with an earlier one that has no token of the
+    turn. An entry for an index that already has one replaces it.
     """
 
     turn: Count

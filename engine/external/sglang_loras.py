@@ -49,7 +49,7 @@ class SglangLoras:
             raise WeightsRefused(f"SGLang can't load the adapter: {refusal.why}") from refusal
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter that only aborting requests use."""
+        """Unload an adapter. No request may use it except those that are being aborted."""
         try:
             await self._call("/unload_lora_adapter", {"lora_name": name})
         except HttpStatusError as refusal:

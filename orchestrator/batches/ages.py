@@ -30,7 +30,8 @@ class PublishTimes:
     def __init__(self, version: int) -> None:
         """``version``: version at the start of the run."""
         self._known: tuple[Array, Array] = (np.array([-np.inf]), np.array([version]))
-        """(times, versions): each version was the trainer's from its time on."""
+        """Publish times and versions, in pairs: the trainer was at a version from its time to the
+        next one's."""
 
     def record(self, at_s: float, version: int) -> None:
         """Record that ``version`` is published at ``at_s``."""
@@ -53,9 +54,11 @@ class BatchAges:
     """Totals over all batches so far."""
 
     from_generation: Counter[int] = field(default_factory=Counter)
-    """Trained rollouts by versions published from oldest trained token to their group's end."""
+    """Number of trained rollouts, by the versions published between their oldest trained token and
+    their group's end."""
     from_queue: Counter[int] = field(default_factory=Counter)
-    """Trained rollouts by versions published from that end to their hand-over."""
+    """Number of trained rollouts, by the versions published between their group's end and the
+    hand-over."""
     groups: int = 0
     """Number of groups for which the end of each episode is known."""
     straggler_wait_s: float = 0.0

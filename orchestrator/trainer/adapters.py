@@ -80,7 +80,7 @@ class AdapterHandle:
         return version
 
     async def pin(self, version: int | None = None) -> int:
-        """Keep a version (default: the live one) until it is unpinned as often; return it.
+        """Keep a version (default: the live one) until each pin of it is undone; return it.
 
         Turns use it by ``generate(adapter=name, adapter_version=version)``, whatever is published
         meanwhile.

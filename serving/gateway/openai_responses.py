@@ -24,7 +24,8 @@ from tidegate.serving.openai_requests import refuse_fields
 _LOGPROBS = "message.output_text.logprobs"
 
 INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
-"""Values of ``include`` that are served; the second adds nothing, for there is no such content."""
+"""Values of ``include`` that are served; the second has no effect, because answers have no such
+content."""
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -106,9 +107,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 def chat_messages(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Return input items as messages in OpenAI's older form.
+    """Return input items as messages of the chat completions API.
 
-    An assistant's text and the calls after it are items of their own there, and one message here.
+    There, an assistant's text and its calls are one message; in the Responses API each is an item.
 
     Raises:
         ApiError: an item is of a kind that the model can't be shown, or there is none.

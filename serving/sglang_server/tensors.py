@@ -65,7 +65,7 @@ def read_tensors(pickled: str) -> "dict[str, torch.Tensor]":
 
 
 def _named(module: str, name: str) -> Any:
-    """Return what a name of a pickled tensor stands for; None for every other name."""
+    """Return the constructor that a name in a pickled tensor stands for; None for other names."""
     import torch
 
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -99,7 +99,7 @@ def _stored_bytes(data: bytes) -> _Storage:
 
 
 def _shared_bytes(kind: object, manager: bytes, handle: bytes, size: int, *_: object) -> _Storage:
-    """Copy a storage from shared memory, which its owner keeps until it is answered."""
+    """Copy a storage from shared memory, which the sender keeps until its request is answered."""
     import torch
 
     if not SHARED_FILE.fullmatch(handle):
