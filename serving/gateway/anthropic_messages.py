@@ -267,13 +267,18 @@ class MessagesForm(AnswerForm):
     def __init__(self) -> None:
         self._has_text_block = False
         """Whether the stream has begun the block of the turn's text."""
+        self._has_thinking_block = False
+        """Whether the stream has sent a block of the turn's reasoning."""
 
     def body(self, active: ActiveCompletion) -> dict[str, Any]:
         """Return the whole message."""
         (choice,) = active.choices
         turn = choice.turn.result()
         text = active.content(choice)
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+        content: list[dict[str, Any]] = []
+        if (reasoning := choice.reasoning()) and _shows_thinking(active):
+            content.append(_thinking_block(reasoning))
+        content += [{"type": "text", "text": text}] if text else []
         content += _tool_uses(turn.tool_calls)
         return {
             **_message_head(active),
@@ -290,20 +295,35 @@ class MessagesForm(AnswerForm):
         message = {**_message_head(active), "content": [], **stop, "usage": usage}
         yield _event({"type": "message_start", "message": message})
 
+    def reasoning_events(
+        self, active: ActiveCompletion, index: int, reasoning: str
+    ) -> Iterator[bytes]:
+        """Yield a block of its own, if the client has asked for thinking."""
+        if not _shows_thinking(active):
+            return
+        self._has_thinking_block = True
+        yield from _block_start(0, _thinking_block(""))
+        delta = {"type": "thinking_delta", "thinking": reasoning}
+        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
+        yield _event({"type": "content_block_stop", "index": 0})
+
     def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
         """Yield the block's start before its first text, and the text."""
+        block = int(self._has_thinking_block)
         if not self._has_text_block:
             self._has_text_block = True
-            yield from _block_start(0, {"type": "text", "text": ""})
+            yield from _block_start(block, {"type": "text", "text": ""})
         delta = {"type": "text_delta", "text": text}
-        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
+        yield _event({"type": "content_block_delta", "index": block, "delta": delta})
 
     def last_events(self, active: ActiveCompletion) -> Iterator[bytes]:
         """Yield the tool calls, each in a block, and the message's end."""
+        blocks = int(self._has_thinking_block)
         if self._has_text_block:
-            yield _event({"type": "content_block_stop", "index": 0})
+            yield _event({"type": "content_block_stop", "index": blocks})
+            blocks += 1
         turn = active.choices[0].turn.result()
-        for index, use in enumerate(_tool_uses(turn.tool_calls), start=self._has_text_block):
+        for index, use in enumerate(_tool_uses(turn.tool_calls), start=blocks):
             yield from _block_start(index, {**use, "input": {}})
             delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
             yield _event({"type": "content_block_delta", "index": index, "delta": delta})
@@ -331,6 +351,18 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 def _block_start(index: int, block: Mapping[str, Any]) -> Iterator[bytes]:
     yield _event({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _shows_thinking(active: ActiveCompletion) -> bool:
+    """Whether the client has asked for the reasoning, by ``thinking``."""
+    chat = active.request
+    options = chat.chat_template_kwargs if isinstance(chat, GatewayChatRequest) else None
+    return bool((options or {}).get("enable_thinking"))
+
+
+def _thinking_block(reasoning: str) -> dict[str, Any]:
+    """Return a block of reasoning; nobody signs it here."""
+    return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 
 def _message_head(active: ActiveCompletion) -> dict[str, Any]:

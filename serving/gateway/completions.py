@@ -51,6 +51,7 @@ class GatewayChoice:
     """How a chat's turn is read; None for a plain completion."""
     sent: str = ""
     """Text that a stream has sent."""
+    has_sent_reasoning: bool = False
     detokenizer: IncrementalDetokenizer = field(init=False)
     """Text of the turn so far; only streams keep it."""
 
@@ -59,6 +60,16 @@ class GatewayChoice:
         self.detokenizer = IncrementalDetokenizer(
             self.row.reply_text if is_chat else self.row.decode
         )
+
+    def reasoning(self) -> str:
+        """Return the reasoning of a turn that has ended."""
+        return str((self.turn.result().message or {}).get("reasoning_content", ""))
+
+    def reasoning_so_far(self) -> str:
+        """Return the reasoning before the text that has come so far."""
+        if self.reply_format is None:
+            return ""
+        return self.reply_format.parse(self.detokenizer.text).reasoning
 
     def settled_text(self, stops: list[str]) -> str:
         """Return the text of a running turn that no later token changes.
@@ -180,6 +191,12 @@ class AnswerForm:
         """Yield the events that begin a stream."""
         raise NotImplementedError
 
+    def reasoning_events(
+        self, active: ActiveCompletion, index: int, reasoning: str
+    ) -> Iterator[bytes]:
+        """Yield the events with one choice's reasoning, before those with its text."""
+        raise NotImplementedError
+
     def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
         """Yield the events with more text of one choice."""
         raise NotImplementedError
@@ -214,6 +231,14 @@ class CompletionForm(AnswerForm):
         """Yield each choice's first chunk, which has no text."""
         for index in range(len(active.choices)):
             yield stream_event(_text_chunk(active, index, "", is_first=True))
+
+    def reasoning_events(
+        self, active: ActiveCompletion, index: int, reasoning: str
+    ) -> Iterator[bytes]:
+        """Yield one chunk."""
+        chunk = _text_chunk(active, index, "")
+        chunk["choices"][0]["delta"] = {"reasoning_content": reasoning}
+        yield stream_event(chunk)
 
     def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
         """Yield one chunk."""
@@ -269,10 +294,18 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
                 for index, choice in enumerate(active.choices):
                     text = choice.settled_text(active.request.stop_strings)
                     if more := _unsent(choice, text):
+                        reasoning = _unsent_reasoning(choice, choice.reasoning_so_far)
+                        if reasoning:
+                            for event in form.reasoning_events(active, index, reasoning):
+                                yield event
                         for event in form.text_events(active, index, more):
                             yield event
         await waiting
         for index, choice in enumerate(active.choices):
+            reasoning = _unsent_reasoning(choice, choice.reasoning)
+            if reasoning:
+                for event in form.reasoning_events(active, index, reasoning):
+                    yield event
             if more := _unsent(choice, active.content(choice)):
                 for event in form.text_events(active, index, more):
                     yield event
@@ -284,6 +317,14 @@ async def _stream(active: ActiveCompletion, form: AnswerForm) -> AsyncIterator[b
     finally:
         waiting.cancel()
         active.cancel()
+
+
+def _unsent_reasoning(choice: GatewayChoice, read: Callable[[], str]) -> str:
+    """Return a choice's reasoning, once."""
+    if choice.has_sent_reasoning:
+        return ""
+    choice.has_sent_reasoning = True
+    return read()
 
 
 def _unsent(choice: GatewayChoice, text: str) -> str:

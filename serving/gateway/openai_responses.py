@@ -235,6 +235,7 @@ class ResponsesForm(AnswerForm):
     _text: str = ""
     """Text that the stream has sent."""
     _has_text_item: bool = False
+    _has_reasoning_item: bool = False
 
     def body(self, active: ActiveCompletion) -> dict[str, Any]:
         """Return the whole response, and keep its conversation."""
@@ -266,13 +267,31 @@ class ResponsesForm(AnswerForm):
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
+    def reasoning_events(
+        self, active: ActiveCompletion, index: int, reasoning: str
+    ) -> Iterator[bytes]:
+        """Yield the reasoning as an item of its own."""
+        self._has_reasoning_item = True
+        item = _reasoning_item(active, reasoning)
+        begun = {**item, "status": "in_progress", "content": []}
+        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        yield self._event("response.output_item.added", output_index=0, item=begun)
+        yield self._event("response.reasoning_text.delta", delta=reasoning, **place)
+        yield self._event("response.reasoning_text.done", text=reasoning, **place)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+
+    def _text_place(self, active: ActiveCompletion) -> dict[str, Any]:
+        index = int(self._has_reasoning_item)
+        return {"item_id": f"msg_{active.name}", "output_index": index, "content_index": 0}
+
     def text_events(self, active: ActiveCompletion, index: int, text: str) -> Iterator[bytes]:
         """Yield the start of the message's item before its first text, and the text."""
-        place = {"item_id": f"msg_{active.name}", "output_index": 0, "content_index": 0}
+        place = self._text_place(active)
+        at = place["output_index"]
         if not self._has_text_item:
             self._has_text_item = True
             item = {**_text_item(active, "", []), "status": "in_progress", "content": []}
-            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._event("response.output_item.added", output_index=at, item=item)
             yield self._event("response.content_part.added", part=_text_part("", []), **place)
         self._text += text
         yield self._event("response.output_text.delta", delta=text, logprobs=[], **place)
@@ -281,14 +300,16 @@ class ResponsesForm(AnswerForm):
         """Yield the end of the text, the calls, and the whole response."""
         whole = self.body(active)
         items = whole["output"]
+        sent = int(self._has_reasoning_item)
         if self._has_text_item:
-            place = {"item_id": f"msg_{active.name}", "output_index": 0, "content_index": 0}
-            part = items[0]["content"][0]
+            place = self._text_place(active)
+            part = items[sent]["content"][0]
             done = {"text": part["text"], "logprobs": part["logprobs"]}
             yield self._event("response.output_text.done", **done, **place)
             yield self._event("response.content_part.done", part=part, **place)
-            yield self._event("response.output_item.done", output_index=0, item=items[0])
-        for index, item in enumerate(items[self._has_text_item :], start=self._has_text_item):
+            yield self._event("response.output_item.done", output_index=sent, item=items[sent])
+            sent += 1
+        for index, item in enumerate(items[sent:], start=sent):
             yield from self._call_events(index, item)
         name = "incomplete" if whole["incomplete_details"] else "completed"
         yield self._event(f"response.{name}", response=whole)
@@ -341,7 +362,8 @@ class ResponsesForm(AnswerForm):
 
     def _items(self, active: ActiveCompletion, turn: GeneratedTurn) -> list[dict[str, Any]]:
         """Return the output items; a stream that has sent text has an item of it."""
-        items = []
+        reasoning = active.choices[0].reasoning()
+        items = [_reasoning_item(active, reasoning)] if reasoning else []
         text = active.content(active.choices[0])
         if text or self._has_text_item or not turn.tool_calls:
             found = chat_logprobs(active.request, turn, active.token_text)
@@ -362,6 +384,16 @@ class ResponsesForm(AnswerForm):
 
 def _id_of(active: ActiveCompletion) -> str:
     return f"resp_{active.name}"
+
+
+def _reasoning_item(active: ActiveCompletion, reasoning: str) -> dict[str, Any]:
+    return {
+        "type": "reasoning",
+        "id": f"rs_{active.name}",
+        "status": "completed",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": reasoning}],
+    }
 
 
 def _text_item(active: ActiveCompletion, text: str, logprobs: list[Any]) -> dict[str, Any]:

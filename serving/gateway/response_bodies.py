@@ -220,8 +220,6 @@ def last_chunk(
         message = whole.pop("message")
         calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", []))]
         whole["delta"] = {"tool_calls": calls} if calls else {}
-        if "reasoning_content" in message:
-            whole["delta"]["reasoning_content"] = message["reasoning_content"]
     else:
         whole["text"] = ""
     return {**_head(request, name, created_s, is_chunk=True), "choices": [whole]}

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.orchestrator.episodes.talking import CALL
+from tests.orchestrator.episodes.test_tool_calls import ANSWERED, SAID
 from tests.serving.gateway.gateway_clients import CHAT, END, session_of
 from tidegate.serving.gateway.gateway import Gateway
 
@@ -207,3 +208,35 @@ async def test_counted_tokens_are_those_of_the_prompt(gateway: Gateway, tmp_path
         counted = (await client.post(f"{MESSAGES}/count_tokens", json=body)).json()
         said = (await client.post(MESSAGES, json={**ASK, **body})).json()
         assert counted["input_tokens"] == said["usage"]["input_tokens"]
+
+
+SEARCH = [{"name": "search", "input_schema": {"type": "object"}}]
+
+
+@pytest.mark.parametrize("asks_for_thinking", [True, False])
+async def test_reasoning_is_a_block_where_it_is_asked_for_and_continues_the_row_in_any_case(
+    gateway: Gateway, tmp_path: Path, asks_for_thinking: bool
+) -> None:
+    async with session_of(gateway, tmp_path, "minimax") as (talk, _, client):
+        talk.engine.words += [SAID["minimax"], ANSWERED["minimax"], ANSWERED["minimax"]]
+        body = {**ASK, "messages": [{"role": "user", "content": "q"}], "tools": SEARCH}
+        if asks_for_thinking:
+            body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+        first = (await client.post(MESSAGES, json=body)).json()
+        kinds = [block["type"] for block in first["content"]]
+        assert kinds == ["thinking"] * asks_for_thinking + ["text", "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": first["content"][-1]["id"], "content": "3"}
+        body["messages"] += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result]},
+        ]
+        events = events_of(await client.post(MESSAGES, json={**body, "stream": True}))
+        starts = [e for e in events if e["type"] == "content_block_start"]
+        assert [event["index"] for event in starts] == list(range(1 + asks_for_thinking))
+        assert [event["content_block"]["type"] for event in starts] == (
+            ["thinking"] * asks_for_thinking + ["text"]
+        )
+        thought = [e["delta"]["thinking"] for e in events if "thinking" in e.get("delta", {})]
+        assert thought == ["So."] * asks_for_thinking
+        assert [len(row.turns) for row in talk.rollout.rows] == [2]
+        talk.check()

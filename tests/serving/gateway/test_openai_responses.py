@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.orchestrator.episodes.talking import CALL
+from tests.orchestrator.episodes.test_tool_calls import ANSWERED, SAID
 from tests.serving.gateway.gateway_clients import END, session_of
 from tests.serving.gateway.test_anthropic_messages import events_of
 from tidegate.serving.gateway import response_store
@@ -134,3 +135,30 @@ async def test_what_can_not_be_honoured_is_refused_by_name(
         answer = await client.post(RESPONSES, json={"input": "q", **fields})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("sends_reasoning_back", [True, False])
+async def test_reasoning_is_an_item_of_its_own_which_clients_may_leave_out(
+    gateway: Gateway, tmp_path: Path, sends_reasoning_back: bool
+) -> None:
+    async with session_of(gateway, tmp_path, "minimax") as (talk, _, client):
+        talk.engine.words += [SAID["minimax"], ANSWERED["minimax"]]
+        tools = [{"type": "function", "name": "search", "parameters": {"type": "object"}}]
+        body: dict[str, Any] = {"input": [{"role": "user", "content": "q"}], "tools": tools}
+        first = (await client.post(RESPONSES, json=body)).json()
+        items = first["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+        assert items[0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+        body["input"] += [*(items if sends_reasoning_back else items[1:]), output_of(items[-1])]
+        events = events_of(await client.post(RESPONSES, json={**body, "stream": True}))
+        added = [e for e in events if e["type"] == "response.output_item.added"]
+        assert [(e["output_index"], e["item"]["type"]) for e in added] == [
+            (0, "reasoning"),
+            (1, "message"),
+        ]
+        done = [e for e in events if e["type"] == "response.output_item.done"]
+        assert [e["item"] for e in done] == events[-1]["response"]["output"]
+        [thought] = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+        assert thought == "So."
+        assert [len(row.turns) for row in talk.rollout.rows] == [2]
+        talk.check()
