@@ -6,6 +6,7 @@ It writes to standard error, so that standard output holds results only. It read
 """
 
 import contextlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +42,12 @@ class ProgressDisplay(Recorder):
         self._groups_per_batch = groups_per_batch
         self._batches = batches
         self._batches_total: int | None = None
-        self._rewards: list[float] = []
-        self._evaluations: dict[str, list[Mapping[str, Any]]] = {}
-        """Figures of evaluations by their names, in their order."""
+        self._batches_shown = 0
+        """Number of batches since this process began."""
+        self._rewards: tuple[float, ...] = ()
+        """Mean rewards of the first batch and of the last; empty before the first."""
+        self._evaluations: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        """Figures of the first evaluation of each name, and of the last if there are several."""
         self._read: Callable[[], RunStatistics] | None = None
         self._statistics: RunStatistics | None = None
         """The last snapshot; None until the run has started."""
@@ -65,6 +69,7 @@ class ProgressDisplay(Recorder):
                 console=self._console,
                 get_renderable=self._table,
                 refresh_per_second=REDRAWS_PER_S,
+                redirect_stdout=sys.stdout.isatty(),  # else the program's results go to a file
             )
             self._live.start()
 
@@ -86,7 +91,8 @@ class ProgressDisplay(Recorder):
     @override
     def batch(self, metrics: Mapping[str, float]) -> None:
         self._batches += 1
-        self._rewards.append(metrics["reward"])
+        self._batches_shown += 1
+        self._rewards = (*self._rewards[:1], metrics["reward"])
         if self._live is None:
             self._say(
                 f"batch {self._number()}  reward {metrics['reward']:.3f}  "
@@ -98,7 +104,8 @@ class ProgressDisplay(Recorder):
 
     @override
     def evaluation(self, figures: Mapping[str, Any]) -> None:
-        self._evaluations.setdefault(str(figures["name"]), []).append(figures)
+        name = str(figures["name"])
+        self._evaluations[name] = (*self._evaluations.get(name, ())[:1], figures)
         failures = f", {figures['failures']} failed" if figures["failures"] else ""
         self._say(
             f"evaluation {figures['name']}  reward {figures['reward']:.3f}  v{figures['version']}  "
@@ -120,7 +127,8 @@ class ProgressDisplay(Recorder):
     # ------------------------------------------------------------ drawing
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(printable(text, keeps="\n")), soft_wrap=True)
+        is_log = not self._console.is_terminal  # whose lines are not broken
+        self._console.print(Text(printable(text, keeps="\n")), soft_wrap=is_log)
 
     def _number(self) -> str:
         total = self._batches_total
@@ -163,10 +171,10 @@ class ProgressDisplay(Recorder):
     def _time(self, statistics: RunStatistics) -> str:
         """Return the time since the first batch was requested, and about how much is left."""
         elapsed = f"{statistics.wall_s:.0f} s"
-        if not self._batches_total or not self._rewards:
+        if not self._batches_total or not self._batches_shown:
             return elapsed
         batches_left = max(0, self._batches_total - self._batches)
-        left_s = statistics.wall_s / len(self._rewards) * batches_left
+        left_s = statistics.wall_s / self._batches_shown * batches_left
         return f"{elapsed}, about {left_s:.0f} s left"
 
 
@@ -177,7 +185,7 @@ def summary(
 ) -> str:
     """Return a run's outcome in one line: batches, rewards, staleness, speed, idle shares.
 
-    ``evaluations`` are the figures of all evaluations by their names.
+    ``rewards`` and ``evaluations`` have the first and the last, the latter by their names.
     """
     s = statistics
     if not s.batches:
@@ -189,8 +197,7 @@ def summary(
     if rewards:
         parts.append(f"reward {rewards[0]:.3f} in the first batch, {rewards[-1]:.3f} in the last")
     for name, each in evaluations.items():
-        ends = each[:1] if len(each) == 1 else (each[0], each[-1])
-        shown = ", ".join(f"{end['reward']:.3f} at v{end['version']}" for end in ends)
+        shown = ", ".join(f"{end['reward']:.3f} at v{end['version']}" for end in each)
         parts.append(f"{name} {shown}")
     parts += [
         f"staleness max {s.max_staleness_seen} of bound {_bound(s)}",

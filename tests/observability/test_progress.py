@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -105,6 +106,17 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(
     progress.show("model: m", statistics)
     progress.batch(FIGURES)
     assert out.getvalue().splitlines()[1].startswith("batch 1  reward 0.500")
+
+
+def test_what_the_trainer_prints_into_a_file_stays_out_of_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress, out = display(is_terminal=True)
+    progress.show("model: m", statistics)
+    sys.stdout.write("a result\n")
+    progress.hide()
+    assert capsys.readouterr().out == "a result\n"
+    assert "a result" not in out.getvalue()
 
 
 def test_a_run_that_cannot_be_read_keeps_its_last_state_on_the_screen() -> None:
