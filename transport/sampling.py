@@ -43,6 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     """
 
     max_tokens: int
+    """Largest number of output tokens, at least 1."""
     temperature: float = 1.0
     """0 takes the most likely token; its log-probability is then that at temperature 1."""
     top_k: int = 0
@@ -52,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_d
     stop_token_ids: list[int] = []
     """Tokens that end the turn when sampled; the stop token is part of the output."""
     seed: int = 0
+    """Seed of the turn's random numbers; output token i uses number i."""
     min_p: float = 0.0
     """Minimum probability relative to the most likely token, in [0, 1]; Nguyen et al. 2024,
     arXiv:2407.01082."""

@@ -90,7 +90,9 @@ class UploadChunk(TrainerRequest, frozen=True, kw_only=True, tag="upload_chunk")
 
     upload: str
     start: Count
+    """Offset of the chunk in the upload, in bytes."""
     nbytes_total: Count
+    """Size of the whole upload, in bytes."""
 
 
 class OpenTaskStream(TrainerRequest, frozen=True, kw_only=True, tag="open_task_stream"):

@@ -38,6 +38,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
     """Offset of the first byte from the start of the buffer."""
     nbytes: Count
+    """Number of bytes of the tensor in the buffer; of its patch, if it has one."""
     crc32: Count | None = None
     """CRC-32 (zlib) of the bytes in the buffer; None if no check is requested."""
     patch: TensorPatch | None = None
@@ -66,6 +67,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     scale: float
+    """Factor of the product of the adapter's matrices: alpha / r."""
 
 
 class BaseVersions(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +75,9 @@ class BaseVersions(msgspec.Struct, frozen=True, array_like=True):
     tensors."""
 
     first: Count
+    """Oldest version of the range."""
     last: Count
+    """Newest version of the range, included."""
 
 
 class InitWeights(Message, frozen=True, kw_only=True, tag="init_weights"):

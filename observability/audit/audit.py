@@ -113,10 +113,15 @@ class AuditReport:
     tolerance: float
     """The largest tolerance applied; it depends on the engines' compute dtypes. 0 if exact."""
     rollouts: int
+    """Number of rollouts that were audited."""
     rollouts_recorded: int
+    """Number of rollouts that the run recorded."""
     versions: int
     tokens: int
+    """Number of sampled tokens of the audited rollouts."""
     tokens_agreeing: int
+    """Number of tokens whose replayed log-prob agrees with the recorded one within the tolerance.
+    """
     tokens_unknown: int
     """Tokens whose KV history is tagged unknown; nothing about them can be checked."""
     tokens_unreplayable: int
@@ -127,6 +132,7 @@ class AuditReport:
     not archived; they can't be checked."""
     spans: int
     spans_mixed: int
+    """Number of spans whose tokens attended to KV of several versions."""
     worst: WorstToken | None
     version_power: DetectionPower
     """Power for spans that are tagged with a neighbouring version."""

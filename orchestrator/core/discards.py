@@ -52,9 +52,11 @@ class DiscardStatistics:
     """Rollouts discarded for one reason: number, lengths and tasks."""
 
     rollouts: int
+    """Number of rollouts that were discarded for the reason."""
     tokens: int
     """Tokens that these rollouts had when they were discarded."""
     mean_tokens: float
+    """Mean number of sampled tokens of these rollouts."""
     share_of_generated: float
     """``tokens`` as a share of all tokens sampled for training."""
     lengths: Mapping[int, int]
@@ -74,7 +76,9 @@ class LengthBiasStatistics:
     rollouts: int
     """Number of recent rollouts, trained or discarded, that the figures cover."""
     mean_generated_tokens: float
+    """Mean number of sampled tokens of recently generated rollouts."""
     mean_trained_tokens: float
+    """Mean number of sampled tokens of recently trained rollouts."""
     ratio: float
     """Mean trained over mean generated length. 1 is unbiased; below 1, short ones are favoured."""
     survival: Mapping[int, float]

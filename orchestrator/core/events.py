@@ -99,7 +99,9 @@ class EngineJoined(Struct, frozen=True, gc=False):
     engine: str
     weight_version: int
     max_running_turns: int
+    """Number of decode slots of the engine."""
     epoch: int = 0
+    """Epoch of the engine's process, which increases with each start."""
     held: tuple[int, ...] = ()
     """Handles of the turns that the engine holds."""
     replay_until: int = 0
@@ -122,7 +124,9 @@ class StepArrived(Struct, frozen=True, gc=False):
     """One decode step of an engine, its columns checked and unpacked. R rows, N tokens."""
 
     engine: str
+    """Name of the engine."""
     version: int
+    """Weight version that sampled all tokens of the step."""
     turns: memoryview
     """Handles of the turns that got tokens, [R] uint32."""
     token_ids: memoryview
@@ -135,10 +139,13 @@ class StepArrived(Struct, frozen=True, gc=False):
     """uint32 [R], tokens per row; None when every row has one token."""
     prefills: list[Prefill]
     epoch: int = 0
+    """Epoch of the engine's process, which increases with each start."""
     seq: int = 0
+    """Sequence number of the step message in the engine's stream."""
     started_us: int = 0
     """Engine's monotonic clock when the step began, in microseconds."""
     busy_us: int = 0
+    """Duration of the step, in microseconds."""
     attachments: Sequence[Attachment] = ()
     adapter: str = ""
     """Adapter of all rows whose versions ``version`` counts; empty: the run's weights."""
@@ -202,12 +209,14 @@ class VersionRetracted(Struct, frozen=True, gc=False):
     """The trainer rolled back: weights from ``version`` on are bad. No engine samples meanwhile."""
 
     version: int
+    """First bad version; all newer ones are bad too."""
 
 
 class BatchesCheckpointed(Struct, frozen=True, gc=False):
     """The trainer's checkpoint holds the result of the first ``batches`` batches."""
 
     batches: int
+    """Number of batches whose result the checkpoint holds."""
     offer: int
 
 
@@ -398,6 +407,7 @@ class RefuseBatch(Struct, frozen=True, gc=False):
     """Tell the trainer that its batch cannot fill before it publishes."""
 
     unpublished_groups: int
+    """Number of groups that the trainer has and that are not in a published version."""
 
 
 class EndEvaluation(Struct, frozen=True, gc=False):

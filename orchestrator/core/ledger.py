@@ -14,7 +14,9 @@ class LedgerSnapshot:
     """Token counts by account; ``generated`` equals the sum of the other accounts."""
 
     generated: int = 0
+    """Number of tokens that engines have sampled."""
     trained: int = 0
+    """Number of tokens in batches that the trainer has."""
     buffered: int = 0
     """Tokens of finished rollouts not yet handed to the trainer."""
     in_flight: int = 0

@@ -18,7 +18,9 @@ class KvRange:
     """The oldest and newest weights that computed the KV a token attended to."""
 
     oldest: int
+    """Oldest weight version that computed some of the KV."""
     newest: int
+    """Newest weight version that computed some of the KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,11 @@ class VersionSpan:
     version: int
     """Version that sampled these tokens."""
     start: int
+    """Index of the span's first token among the turn's output tokens."""
     end: int
+    """Index after the span's last token."""
     engine: str
+    """Name of the engine that sampled the tokens."""
     kv: KvRange | None
     """Versions that computed the KV they attended to; None where the engine can't tell."""
 

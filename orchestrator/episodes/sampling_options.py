@@ -41,13 +41,22 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     """Replaces the seed made of group, rollout and turn; equal contexts then sample equally."""
     min_p: float
+    """Share of the likeliest token's probability below which tokens are excluded, in [0, 1]; 0
+    keeps all."""
     repetition_penalty: float
+    """Divisor of the positive logits of tokens that the context has, and factor of negative ones; 1
+    changes nothing."""
     presence_penalty: float
+    """Value subtracted from the logits of tokens that the output has; 0 changes nothing."""
     frequency_penalty: float
+    """Value subtracted from a token's logit for each of its occurrences in the output; 0 changes
+    nothing."""
     logit_bias: Mapping[int, float]
     """Value to add to a token's logit, by token id."""
     min_tokens: int
+    """Number of output tokens before which no stop token or stop string ends the turn."""
     stop_strings: Sequence[str]
+    """Strings that end the turn when the output's text contains one."""
     top_logprobs: int
     """Number of likeliest tokens to return in ``GeneratedTurn.top_logprobs``."""
     raw_logprobs: bool
@@ -58,12 +67,14 @@ class SamplingOptions(TypedDict, total=False):
     routed_experts: bool
     """Whether to return ``GeneratedTurn.routed_experts``; for mixture-of-experts models."""
     logits_processors: Sequence[LogitsProcessor | str]
+    """Logits processors to apply, in order, by names that the engines know."""
     adapter: str
     """LoRA adapter in place of the run's own; empty for none."""
     adapter_version: int | None
     """Pinned version of an adapter that is published by ``rollouts.adapter()``; default: its live
     one."""
     cache_salt: str
+    """Namespace of the prefix cache: the turn shares KV only with turns of the same salt."""
 
 
 def sampling_params(

@@ -42,6 +42,7 @@ class TokenScores:
     version: int
     """Weight version that computed all values."""
     engine: str
+    """Name of the engine that computed the scores."""
     start: int
     """Position in the sequence of the first log-prob."""
     logprobs: Floats
@@ -62,6 +63,7 @@ class Readout:
     version: int
     """Weight version that computed all values."""
     engine: str
+    """Name of the engine that computed the output."""
     values: Floats
     """[H] for an embedding; [N - start, H] for all hidden states; [L] for rewards."""
 

@@ -36,7 +36,9 @@ class JournalStatistics:
     """Counters of a journal at one instant, since it was opened."""
 
     appended_lsn: int
+    """Lsn of the last record that was appended."""
     committed_lsn: int
+    """Lsn of the last record that is on the disk."""
     snapshot_lsn: int
     """Lsn of the newest stored snapshot; 0 without one."""
     records: int
@@ -46,6 +48,7 @@ class JournalStatistics:
     commits: int
     compactions: int
     longest_commit_s: float
+    """Longest duration of a commit, in seconds."""
     pending_bytes: int
     """Bytes of records not committed yet."""
     file_bytes: int

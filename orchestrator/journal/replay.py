@@ -32,6 +32,7 @@ class ReplayReport:
     events: dict[str, int]
     """Number of replayed events, by kind."""
     states_compared: int
+    """Number of states of the replay that were compared with a recorded digest."""
     difference: str | None
     """First event after which the state differed or an invariant was broken; None without one."""
     trainer_version: int

@@ -21,7 +21,9 @@ class OffPolicy:
     """Off-policyness that the trainer reported for its last batch; None where it didn't."""
 
     effective_sample_size: float | None = None
+    """Effective sample size of the batch's importance weights, as a share in (0, 1]."""
     mismatch_kl: float | None = None
+    """KL divergence of trainer and engine, in nats per token."""
     k3: float | None = None
     """k3 estimator over all tokens, as ``chi2``; known if the trainer reported it by lag."""
     chi2: float | None = None

@@ -28,10 +28,13 @@ class EngineStatistics:
     """One engine, as the orchestrator sees it."""
 
     name: str
+    """Name of the engine, unique in the run."""
     weight_version: int
     """Version of the weights that the engine serves."""
     running_turns: int
+    """Number of turns that the engine decodes now, at most ``max_running_turns``."""
     waiting_turns: int
+    """Number of turns that wait in the engine for a decode slot or for KV blocks."""
     tokens: int
     """Number of tokens received from the engine so far."""
     busy_s: float
@@ -40,6 +43,7 @@ class EngineStatistics:
     max_running_turns: int = 0
     """Number of decode slots: turns that the engine decodes in one step at most."""
     steps: int = 0
+    """Number of steps received from the engine so far."""
     rows: int = 0
     """Sum over the engine's steps of the turns in each."""
     rows_squared: int = 0
@@ -144,6 +148,7 @@ class RunStatistics:
     evaluation_ledger: LedgerSnapshot
     """Tokens sampled for evaluation, by account."""
     engines: tuple[EngineStatistics, ...] = ()
+    """One entry per engine."""
     pause_mode: str | None = None
     """Mode by which engines are paused; None while they run."""
     asleep: tuple[str, ...] = ()

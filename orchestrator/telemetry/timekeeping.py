@@ -20,11 +20,13 @@ class Usage:
     """Figures of the window so far."""
 
     wall_s: float = 0.0
+    """Length of the window, in seconds."""
     trainer_idle_share: float = 0.0
     """Share of the window in which the trainer waited for batches."""
     engine_idle_share: float = 0.0
     """Share of the window in which an engine was in no step; the mean over engines."""
     tokens_per_s: float = 0.0
+    """Number of sampled tokens per second of the window."""
 
     @property
     def trainer_busy_s(self) -> float:
