@@ -19,9 +19,9 @@ from tidegate.kernels.attention import Ints
 
 CONTEXT_LEVELS = [128 * 4**n for n in range(10)]
 QUERY_LEVELS = [1, *(32 * 4**n for n in range(10))]
-"""Rows between two levels are padded to each other, beyond the first level by a factor of 4 at
-most. Below it one more group would cost more in dispatch than padding does. Decode rows, of one
-query, are a group of their own."""
+"""Limits of context and query lengths, in tokens. Rows between the same limits attend as one group,
+padded to its longest: by a factor of 4 at most above the first limits. Below them padding costs
+less than dispatching another group. Decode rows, of one query token, are a group of their own."""
 
 AdapterVersion = tuple[str, int]
 """Name and version of a LoRA adapter that has weight versions of its own."""

@@ -141,7 +141,8 @@ class Core:
         self.oldest_versions_as_of = 0
         """Live version for which the groups' oldest possible versions were computed last."""
         self._failed_selection: object = None
-        """Arguments of the last ``select`` that found no batch, which is not repeated with them."""
+        """Arguments of the last ``select`` that found no batch. The same arguments would find none
+        again, so they are not tried again."""
         self.is_paused = False
         """Whether the policy has paused generation until the next version is live."""
         self.is_restoring = False
@@ -474,7 +475,8 @@ class Core:
         return [hand_over, *self._expire(), *self._pause_generation()]
 
     def _groups_counted_for(self, batch: list[Group]) -> int:
-        """Return the number of outstanding groups that a batch counts as: that of a whole batch.
+        """Return the number of outstanding groups that a batch counts as: always that of a whole
+        batch.
 
         A short batch makes a version too, so groups admitted beside it age as much as beside a
         whole batch. If the policy allows fewer outstanding groups, the batch counts as all those

@@ -93,7 +93,8 @@ class SavedTally(msgspec.Struct, array_like=True):
     tokens: int
     lengths: list[int]
     tasks: list[tuple[int, int, int, int]]
-    """(offer, index, rollouts, of these perhaps another task's), in order of arrival."""
+    """Counted tasks in order of arrival: (offer, index, rollouts, how many of these may be another
+    task's)."""
 
 
 class SavedLengths(msgspec.Struct, array_like=True):
@@ -127,7 +128,7 @@ class _ReasonCounters:
         self.tokens = 0
         self.lengths = [0] * LENGTH_BUCKETS
         self.tasks: dict[TaskKey, tuple[int, int]] = {}
-        """(rollouts, of these perhaps another task's), by task."""
+        """Rollouts of each counted task, and how many of these may be another task's."""
 
     def count(self, tokens: int, task: TaskKey | None) -> None:
         """Count one rollout, and its task by the Space-Saving algorithm (Metwally et al. 2005).
