@@ -95,7 +95,7 @@ class StalenessSettings(SettingsRecord):
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Staleness bound η, in weight versions: a token that the trainer trains on was sampled by
     weights at most this many versions older than the trainer's. 0 is synchronous on-policy
-    training. The default is the largest bound at which learning did not need corrections
+    training. The default is the largest bound tried at which learning did not need corrections
     (docs/learning.md). Raise it while ``trainer_idle_share`` is high and
     ``forecast.max_useful_staleness`` is larger; lower it if the trainer's ``mismatch_kl`` grows."""
     group_size: Count = 8
