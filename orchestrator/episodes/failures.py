@@ -208,7 +208,8 @@ class EpisodeFailures:
             raise EpisodeError(
                 f"{self._consecutive} episodes in a row failed and were discarded, without one "
                 f"success, by {len(self._errors)} distinct errors; the last one "
-                f"{_described(error)}"
+                f"{_described(error)}. The log has a traceback of each; correct their causes, or "
+                "handle the errors in the episode and return a reward"
             ) from error
         if (
             not self._has_succeeded
@@ -219,7 +220,8 @@ class EpisodeFailures:
         ):
             raise EpisodeError(
                 f"the episode's code seems to be wrong: {same.count} episodes failed in the same "
-                f"place before any succeeded; the last one {_described(error)}"
+                f"place before any succeeded; the last one {_described(error)}. "
+                "Correct the line that the log's traceback names"
             ) from error
 
     def _warn_of_hidden_failures(self, rollout_id: int, key: FailureKey) -> None:
