@@ -41,6 +41,7 @@ help:
 	@echo "make test-sglang       SGLang on a CPU; or yours: TIDEGATE_SGLANG_URL, TIDEGATE_SGLANG_MODEL (3 GB, 10 min)"
 	@echo "make test-dashboard    the dashboard in a real Chromium, if installed; Perfetto (100 MB, 4 min)"
 	@echo "make test-trackers     figures in TensorBoard, MLflow and W&B, offline (150 MB, 1 min)"
+	@echo "make screenshots       docs/pictures/dashboard*.png, of each state of the dashboard (100 MB, 5 min)"
 	@echo "make test-device       engines on a GPU if there is one; kernels compiled for an H100 (3 min)"
 	@echo "make test-namespaces   network namespaces, one cut off and brought back; needs root (2 min)"
 
@@ -258,6 +259,12 @@ test-dashboard: venv $(if $(shell command -v npm),.venv-axe/node_modules/axe-cor
 test-trackers: venv
 	$(BIN)/python $(PIP_INSTALL) "tensorboard>=2.18" "mlflow-skinny>=3.5" sqlalchemy alembic "wandb>=0.22"
 	$(BIN)/python -m pytest tests/observability/test_trackers.py
+
+# The pictures of docs/dashboard.md, from real runs in a real Chromium.
+screenshots: venv
+	$(BIN)/python $(PIP_INSTALL) "playwright>=1.50"
+	TIDEGATE_CHROMIUM=$${TIDEGATE_CHROMIUM:-$$(command -v chromium || command -v google-chrome)} \
+	$(BIN)/python -m tests.observability.dashboard.screenshots docs/pictures
 
 simulate: venv
 	$(BIN)/tidegate simulate --seeds 2000 --crash-restart-runs 300

@@ -45,10 +45,14 @@ def read_evaluations(directory: Path) -> list[EvaluationPoint]:
     """
     points: dict[tuple[str, int], EvaluationPoint] = {}
     for row in _rows(Path(directory)):
-        point = _point(row, Path(directory))
-        key = point.name, point.version
-        points[key] = _joined(points[key], point) if key in points else point
+        add_point(points, _point(row, Path(directory)))
     return list(points.values())
+
+
+def add_point(points: dict[tuple[str, int], EvaluationPoint], point: EvaluationPoint) -> None:
+    """Add a point to points by name and version, joined with one that is there already."""
+    key = point.name, point.version
+    points[key] = _joined(points[key], point) if key in points else point
 
 
 def held_out_name(points: Sequence[EvaluationPoint]) -> str | None:
@@ -57,16 +61,25 @@ def held_out_name(points: Sequence[EvaluationPoint]) -> str | None:
     return "held_out" if "held_out" in names else next(iter(names), None)
 
 
+def point_of(figures: Mapping[str, Any]) -> EvaluationPoint:
+    """Return the point of an evaluation's figures, as a recorder receives them.
+
+    Raises:
+        KeyError, TypeError, ValueError: a figure is missing, or is no number.
+    """
+    return EvaluationPoint(
+        name=printable(str(figures["name"])),
+        version=int(figures["version"]),
+        batches=int(figures["batches"]),
+        reward=float(figures["reward"]),
+        tasks=int(figures["tasks"]),
+        failures=int(figures["failures"]),
+    )
+
+
 def _point(row: Mapping[str, Any], directory: Path) -> EvaluationPoint:
     try:
-        return EvaluationPoint(
-            name=printable(str(row["name"])),
-            version=int(row["version"]),
-            batches=int(row["batches"]),
-            reward=float(row["reward"]),
-            tasks=int(row["tasks"]),
-            failures=int(row["failures"]),
-        )
+        return point_of(row)
     except (KeyError, TypeError, ValueError) as error:
         raise AuditError(
             f"a line of {directory / EVALUATIONS_FILE} is not what Tidegate writes: "

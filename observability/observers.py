@@ -214,13 +214,14 @@ class Observers:
     def _live_recorder(self, resumed: RunResumed | None) -> "LiveRecorder":
         """Create the dashboard's memory; a resumed run's curves continue from its records."""
         from tidegate.observability.dashboard.live import LiveRecorder
+        from tidegate.observability.evaluations import read_evaluations
         from tidegate.observability.facts import read_batches
 
         recorder = LiveRecorder()
         if resumed is not None and self._settings.records.run_directory is not None:
-            recorder.recall(
-                read_batches(self._settings.records.run_directory, batches=resumed.batches)
-            )
+            directory = self._settings.records.run_directory
+            points = [p for p in read_evaluations(directory) if p.batches <= resumed.batches]
+            recorder.recall(read_batches(directory, batches=resumed.batches), points)
         return recorder
 
 

@@ -26,7 +26,6 @@ BATCH_COLUMNS = (
     "tokens_per_s",
     "effective_sample_size",
     "mismatch_kl",
-    "held_out_reward",
 )
 """Metrics of a batch that the page draws as curves."""
 
@@ -109,6 +108,9 @@ def frame(snapshot: DashboardSnapshot) -> dict[str, Any]:
             [g.group_id, g.rollouts, g.running, g.oldest_possible_version] for g in snapshot.groups
         ],
         "batches": [[_plain(b.get(name)) for name in BATCH_COLUMNS] for b in collected.batches],
+        "evaluations": [
+            [point.name, point.version, _plain(point.reward)] for point in collected.evaluations
+        ],
         "timeline": timeline(snapshot.collected),
     }
 

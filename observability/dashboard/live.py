@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate.observability.dashboard.timeline import Activity, Mark, Slice, Timeline
+from tidegate.observability.evaluations import EvaluationPoint, add_point, point_of
 from tidegate.observability.forks import ForkCounter, ForkCounts
 from tidegate.observability.trajectories import RolloutSnapshot, snapshot_rollout
 from tidegate.orchestrator.core.rollout import Rollout
@@ -84,6 +85,8 @@ class CollectedData:
     """What the trainer reported about its last batch."""
     forks: ForkCounts = field(default_factory=ForkCounts)
     """Forks of the rollouts that ended; of a running run, since its process began."""
+    evaluations: Sequence[EvaluationPoint] = ()
+    """Evaluations so far, in their order."""
 
 
 def monotonic_us() -> int:
@@ -107,6 +110,7 @@ class LiveRecorder(Recorder):
         self._trainer_us: Counter[str] = Counter()
         self._off_policy = OffPolicy()
         self._forks = ForkCounter()
+        self._evaluations: dict[tuple[str, int], EvaluationPoint] = {}
 
     # ------------------------------------------------------------ called by the run
 
@@ -183,15 +187,24 @@ class LiveRecorder(Recorder):
             self._timeline.trainer_interval(kind, started_us, ended_us, version)
             self._trainer_us[kind] += ended_us - started_us
 
-    def recall(self, batches: Sequence[Mapping[str, float]]) -> None:
-        """Add batches from before a resume; they have no time on the timeline."""
+    def recall(
+        self, batches: Sequence[Mapping[str, float]], evaluations: Sequence[EvaluationPoint]
+    ) -> None:
+        """Add batches and evaluations from before a resume; they have no time on the timeline."""
         with self._lock:
             self._batches.extend((0, metrics) for metrics in batches)
+            for point in evaluations:
+                add_point(self._evaluations, point)
 
     def batch(self, metrics: Mapping[str, float]) -> None:
         """Add a batch's figures to the curves."""
         with self._lock:
             self._batches.append((self._now_us(), metrics))
+
+    def evaluation(self, figures: Mapping[str, object]) -> None:
+        """Add an evaluation to the curve of rewards."""
+        with self._lock:
+            add_point(self._evaluations, point_of(figures))
 
     def trained_lags(self, tokens_by_lag: Mapping[int, int]) -> None:
         """Add a batch's number of tokens by lag in versions."""
@@ -218,6 +231,7 @@ class LiveRecorder(Recorder):
             timeline, batches = self._timeline.copy(), list(self._batches)
             token_lags, trainer_us = dict(self._token_lags), dict(self._trainer_us)
             off_policy, forks = self._off_policy, self._forks.counts()
+            evaluations = tuple(self._evaluations.values())[-BATCHES_KEPT:]
         recent = [m for at_us, m in batches if at_us >= since_us] or [m for _, m in batches[-1:]]
         return CollectedData(
             batches=tuple(recent),
@@ -229,4 +243,5 @@ class LiveRecorder(Recorder):
             trainer_activity_s={kind: us / 1e6 for kind, us in sorted(trainer_us.items())},
             off_policy=off_policy,
             forks=forks,
+            evaluations=evaluations,
         )

@@ -25,6 +25,7 @@ from tidegate.observability.dashboard.rollout_queries import RolloutQuery, conta
 from tidegate.observability.dashboard.snapshots import DashboardSnapshot, RolloutLine, shorten
 from tidegate.observability.dashboard.source import LISTED_MAX, RolloutList
 from tidegate.observability.dashboard.timeline import timeline_of
+from tidegate.observability.evaluations import EvaluationPoint, read_evaluations
 from tidegate.observability.explain import explain_from
 from tidegate.observability.facts import read_batches, read_record, resumed_batches
 from tidegate.observability.forks import read_forks
@@ -181,7 +182,16 @@ def _collected(directory: Path, trace: Trace | None, lags: Mapping[int, int]) ->
         token_lags=dict(sorted(lags.items())),
         off_policy=off_policy_of(batches[-1]) if batches else OffPolicy(),
         forks=read_forks(directory),
+        evaluations=_evaluations(directory),
     )
+
+
+def _evaluations(directory: Path) -> list[EvaluationPoint]:
+    try:
+        return read_evaluations(directory)
+    except AuditError as error:
+        log.warning("run=partly_shown why=%r", str(error))
+        return []
 
 
 def _timeline(trace: Trace, range_us: tuple[int, int] | None = None) -> CollectedData:

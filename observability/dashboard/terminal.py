@@ -91,7 +91,10 @@ def _redraw(watched: WatchedRun, live: Live) -> None:
 
 
 def screen(state: Mapping[str, Any]) -> RenderableType:
-    """Return a state as rich text, with control characters in names and model output escaped."""
+    """Return a state as rich text, with control characters in names and model output escaped.
+
+    Red is a bound that was passed or a token that was lost, nothing else.
+    """
     state = printable_values(state)
     frame_data, name = state["frame"], state["about"]["name"]
     parts: list[RenderableType] = [
@@ -100,7 +103,8 @@ def screen(state: Mapping[str, Any]) -> RenderableType:
     ]
     if frame_data["forecast"] is not None:
         parts.append(Text(frame_data["forecast"]["advice"], style="cyan"))
-    parts += [Text(each, style="red") for each in frame_data["stuck"]]
+    if state["about"]["is_live"]:
+        parts += [Text(each, style="bold") for each in frame_data["stuck"]]
     return Group(*parts, _engines(frame_data), _staleness(frame_data), _ledger(frame_data))
 
 
@@ -143,7 +147,7 @@ def _engines(frame_data: Mapping[str, Any]) -> Table:
         :ENGINES_SHOWN_MAX
     ]:
         table.add_row(
-            Text(name, style="" if is_alive else "red"),
+            Text(name if is_alive else f"{name} (lost)", style="" if is_alive else "dim"),
             f"v{version}",
             f"{running}/{slots}",
             _bar(running / max(1, slots)),
@@ -162,8 +166,10 @@ def _staleness(frame_data: Mapping[str, Any]) -> Table:
         table.add_column(title)
     pairs = frame_data["staleness"]
     count_max = max((count for _, count in pairs), default=1)
+    bound = frame_data["run"]["staleness_bound"]
     for value, count in pairs:
-        table.add_row(f"{value}", f"{count}", _bar(count / count_max))
+        style = "red" if bound is not None and value > bound else ""
+        table.add_row(f"{value}", f"{count}", _bar(count / count_max), style=style)
     return table
 
 

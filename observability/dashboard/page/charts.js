@@ -59,9 +59,9 @@ function drawFrame(on, { low, high, xTitle, yTitle }) {
 }
 
 /**
- * Draw curves over weight versions: `series` is [{ name, points: [[x, y], …], colour, dashes }, …].
- * Each is drawn smoothed, with its points paler behind it. `marks`: [[x, text], …], vertical lines.
- * `names`: whether the names of several curves are written in the corner.
+ * Draw curves over weight versions: `series` is [{ name, points: [[x, y], …], colour, dashes,
+ * hasDots }, …]. Each is drawn smoothed, with its points paler behind it. `marks`: [[x, text], …],
+ * vertical lines. `names`: whether the names of several curves are written in the corner.
  */
 export function curves(canvas, series, { from = null, xTitle = "weight version", yTitle, emptyText,
   marks = [], names = false, format = (x) => `v${x}` }) {
@@ -76,10 +76,11 @@ export function curves(canvas, series, { from = null, xTitle = "weight version",
   const xOf = (x) => LEFT + ((x - left) / (right - left)) * (on.width - LEFT - RIGHT);
   drawXTicks(on, left, right, xOf, format);
   for (const [x, text] of marks) drawMark(on, xOf(x), text);
-  for (const { points, colour, dashes } of drawn) {
+  for (const { points, colour, dashes, hasDots } of drawn) {
     on.pen.setLineDash(dashes ?? []);
     drawCurve(on, points, colour ?? on.accent, xOf, yOf);
     on.pen.setLineDash([]);
+    if (hasDots || points.length === 1) drawDots(on, points, colour ?? on.accent, xOf, yOf);
   }
   if (names && drawn.length > 1) drawNames(on, drawn);
   describe(canvas, `${yTitle} over ${xTitle}. ` + drawn.map(({ name, points }) =>
@@ -130,10 +131,11 @@ function drawCurve(on, points, colour, xOf, yOf) {
   pen.lineWidth = 2;
   trace(pen, smooth(points), xOf, yOf);
   pen.lineWidth = 1;
-  if (points.length === 1) {
-    pen.fillStyle = colour;
-    pen.fillRect(xOf(points[0][0]) - 2, yOf(points[0][1]) - 2, 4, 4);
-  }
+}
+
+function drawDots(on, points, colour, xOf, yOf) {
+  on.pen.fillStyle = colour;
+  for (const [x, y] of points) on.pen.fillRect(xOf(x) - 2.5, yOf(y) - 2.5, 5, 5);
 }
 
 function trace(pen, points, xOf, yOf) {
@@ -183,7 +185,10 @@ export function bars(canvas, pairs, { bound = null, xTitle, yTitle, emptyText, h
     + (bound === null ? "" : `. Bound ${bound}, ${passed.length ? "passed" : "not passed"}`));
 }
 
-/** Draw bars of several runs beside each other: `series` is [{ name, points: [[label, value], …], colour }, …]. */
+/**
+ * Draw bars of several runs beside each other, in percent:
+ * `series` is [{ name, points: [[label, value], …], colour }, …].
+ */
 export function groupedBars(canvas, series, { xTitle, yTitle, emptyText }) {
   const labels = [...new Set(series.flatMap(({ points }) => points.map(([label]) => label)))];
   labels.sort((a, b) => (typeof a === "number" ? a - b : 0));

@@ -61,7 +61,8 @@ export class Comparison {
     curves(byId("compare-time"), series(body.reward_by_time),
       { ...reward, xTitle: "time, s", format: (s) => s });
     curves(byId("compare-version"), series(body.reward_by_version), reward);
-    curves(byId("compare-held-out"), series(body.held_out_by_version), { ...reward,
+    const heldOut = series(body.held_out_by_version).map((each) => ({ ...each, hasDots: true }));
+    curves(byId("compare-held-out"), heldOut, { ...reward,
       yTitle: "mean reward on held-out tasks", emptyText: "No evaluation was recorded. "
         + "evaluate() before and after training, or every few versions, fills this chart." });
     groupedBars(byId("compare-staleness"), series(body.staleness.map((shares) =>

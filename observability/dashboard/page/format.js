@@ -35,7 +35,7 @@ export function clock(s, stepS) {
 }
 
 /** Format the length of a stretch of time. */
-export const duration = (s) => clock(s, s < 10 ? s / 100 : 1);
+export const duration = (s) => clock(s, s < 1 ? 0.01 : s < 10 ? 0.1 : 1);
 
 /** Return the round step (1, 2 or 5 times a power of ten) that cuts `span` into at most `most`. */
 export function roundStep(span, most) {

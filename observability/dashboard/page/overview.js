@@ -24,11 +24,13 @@ export class Overview {
     this.columns = state.batch_columns;
     this.byLag = state.by_lag_columns;
     this.isEnded = !state.about.is_live;
+    this.timeline.origin = this.isEnded ? "start" : "now";
+    this.timeline.isResumed = this.about.resumed_batches?.length > 0;
   }
 
   add(frame) {
     this.frame = frame;
-    this.timeline.add(frame.timeline, frame.at_us, this.isEnded);
+    this.timeline.add(frame.timeline, frame.at_us);
     for (const batch of frame.batches) this.batches.set(batch.slice(0, 2).join(), batch);
     for (const key of this.batches.keys()) {
       if (this.batches.size <= BATCHES_KEPT) break;
@@ -39,7 +41,7 @@ export class Overview {
   /** Mark the run as over: what was going on is no longer shown. */
   end() {
     this.isEnded = true;
-    this.timeline.isOver = true;
+    this.timeline.origin = "end";
   }
 
   draw() {
@@ -108,7 +110,8 @@ export class Overview {
   now() {
     const { run, engines } = this.frame, sum = (column) =>
       engines.reduce((total, engine) => total + engine[column], 0);
-    return [["running turns / slots", `${sum(2)} / ${sum(4)}`], ["queued turns", sum(3)],
+    return [["running turns / slots", `${short(sum(2))} / ${short(sum(4))}`],
+      ["queued turns", short(sum(3))],
       ["groups running", run.running_groups], ["groups buffered", run.buffered_groups],
       ["groups admissible", run.admissible_groups], ["engines", engines.filter((e) => e[7]).length]];
   }
@@ -121,7 +124,9 @@ export class Overview {
       broken.push(`staleness ${run.max_staleness_seen} was trained on, above the bound ${run.staleness_bound}`);
     }
     if (run.publish_failure) notes.push(`a publish failed: ${run.publish_failure}`);
-    if (run.batch_callback_errors) notes.push(`on_batch raised for ${run.batch_callback_errors} batches; see the log`);
+    if (run.batch_callback_errors) {
+      notes.push(`on_batch raised for ${run.batch_callback_errors} batches; see the log`);
+    }
     if (!this.isEnded && run.pause_mode) notes.push(`engines are paused (mode ${run.pause_mode})`);
     if (!this.isEnded && run.asleep.length) notes.push(`asleep: ${run.asleep.join(", ")}`);
     byId("warnings").hidden = !broken.length && !notes.length;
@@ -143,15 +148,21 @@ export class Overview {
 
   drawCurves() {
     const marks = (this.about.resumed_batches ?? []).map((batches) => [batches, "resumed"]);
-    curves(byId("reward"), [{ name: "batch", points: this.points("reward") },
-      { name: "held-out tasks", points: this.points("held_out_reward"), colour: theme().ink }],
-    { marks, names: true, yTitle: "mean reward",
+    const rewards = [{ name: "batch", points: this.points("reward") }, ...this.evaluations()];
+    curves(byId("reward"), rewards, { marks, names: true, yTitle: "mean reward",
       emptyText: this.unless("Filled by the first batch that the trainer takes from batches().",
         "The trainer took no batch, so there is no reward to show.") });
     curves(byId("ess"), [{ points: this.points("effective_sample_size") }], { from: 0, marks,
       yTitle: "effective sample size, share of the batch",
       emptyText: `${this.unless("Not reported yet.", "This run's trainer did not report it.")} Call `
         + "rollouts.report_off_policyness(effective_sample_size=…) after each batch." });
+  }
+
+  /** Return a curve for each name of evaluations: ink, with other dashes for each name. */
+  evaluations() {
+    const { evaluations } = this.frame, names = [...new Set(evaluations.map(([name]) => name))];
+    return names.map((name, i) => ({ name, colour: theme().ink, dashes: [2 + 3 * i, 3], hasDots: true,
+      points: evaluations.filter(([each]) => each === name).map(([, version, reward]) => [version, reward]) }));
   }
 
   drawStaleness() {
@@ -193,14 +204,15 @@ export class Overview {
   drawLost() {
     const { discards, forks } = this.frame;
     byId("forks-note").textContent = forks.forked
-      ? `${forks.forked} of ${forks.rollouts} rollouts (${percent(forks.forked / forks.rollouts)}) forked: their `
-        + "agent's next context did not continue what the model had read and written."
+      ? `${forks.forked} of ${forks.rollouts} rollouts (${percent(forks.forked / forks.rollouts)}) `
+        + "forked: a context did not continue what the model had read and written, or fork() was called."
       : "No rollout forked.";
     const rows = [...discards.map(([reason, rollouts, tokens]) => ["discarded", reason, rollouts, tokens]),
       ...forks.rows.map(([reason, branches]) => ["forked", reason, branches, null])];
     const table = byId("lost"), line = (kind, values) => {
       const row = document.createElement("tr");
-      row.append(...values.map((value) => element(kind, typeof value === "number" ? short(value) : value ?? "")));
+      row.append(...values.map((value) =>
+        element(kind, typeof value === "number" ? short(value) : value ?? "")));
       return row;
     };
     table.tHead.replaceChildren(line("th", ["", "reason", "rollouts", "tokens"]));
@@ -219,7 +231,9 @@ export class Overview {
       "No group runs or waits. A group starts when batches() is iterated and a task is admitted.",
       "The run is over: no group waits for the trainer."));
     while (cells.children.length > shown.length) cells.lastChild.remove();
-    shown.forEach((group, i) => this.drawGroup(cells.children[i] ?? cells.appendChild(element("button")), group));
+    shown.forEach((group, i) => {
+      this.drawGroup(cells.children[i] ?? cells.appendChild(element("button")), group);
+    });
     if (cells.firstChild && !cells.querySelector("[tabindex='0']")) cells.firstChild.tabIndex = 0;
   }
 

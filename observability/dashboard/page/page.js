@@ -19,7 +19,8 @@ const connection = new Connection({
   onState(state) {
     document.title = `${state.about.name} – Tidegate`;
     byId("name").textContent = state.about.name;
-    byId("model").textContent = state.about.model;
+    byId("model").textContent = state.about.model.split("/").at(-1);
+    byId("model").title = `model: ${state.about.model}`;
     drawSettings(state.about.settings);
     overview.begin(state);
     addFrame(state.frame);

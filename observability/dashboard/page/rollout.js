@@ -6,6 +6,7 @@ import { short } from "./format.js";
 import { StoryPanel } from "./story.js";
 
 const LOGPROB_SHADES_FROM = -7;
+const EMPTIED_BY_ERRORS = ["rollout-facts", "rollout-text", "colour-legend", "story-subjects", "story"];
 
 export class RolloutPage {
   constructor() {
@@ -20,7 +21,7 @@ export class RolloutPage {
     } catch (error) {
       this.page = null;
       byId("rollout-title").textContent = error.message;
-      for (const id of ["rollout-facts", "rollout-text", "colour-legend", "story-subjects", "story"]) byId(id).replaceChildren();
+      for (const id of EMPTIED_BY_ERRORS) byId(id).replaceChildren();
       return;
     }
     byId("rollout-title").textContent = `Rollout ${this.page.rollout_id}`;

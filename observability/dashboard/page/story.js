@@ -34,6 +34,7 @@ export class StoryPanel {
     }
     if (subject !== this.subject) return; // another one was chosen meanwhile
     byId("story").replaceChildren(...story.events.map(line));
+    byId("story").classList.toggle("untimed", story.events.every((event) => event.at_s === null));
     byId("story-note").textContent = story.note;
   }
 }

@@ -9,8 +9,12 @@ import { byId, key } from "./dom.js";
 import { clock, duration, percent, roundStep } from "./format.js";
 
 const SLICES_KEPT = 480, MARKS_KEPT = 2000;
-const NAMES_WIDTH = 96, ROW_HEIGHT = 17, ROWS_SHOWN = 20, HEAD_HEIGHT = 48, TOTAL_ROW = 26;
-const SLICES_SHOWN_MIN = 8;
+const NAMES_WIDTH = 106, ROW_HEIGHT = 17, ROWS_SHOWN = 20, HEAD_HEIGHT = 48, TOTAL_ROW = 26;
+const SLICES_SHOWN_MIN = 8, LIVE_LENGTH_MIN_US = 20e6;
+
+/** What times on the axis count from: [its name, the text of its tick]. */
+const ORIGINS = { start: ["time since start", "0 s"], now: ["time before now", "now"],
+  end: ["time before the end", "end"] };
 
 /** Slices by engine, marks, and the trainer's intervals, merged from updates that overlap. */
 class TimelineData {
@@ -52,8 +56,8 @@ class TimelineData {
 export class Timeline {
   /** `loadRange(startUs, endUs)` returns a finer timeline of a range, or null if there is none. */
   constructor(loadRange) {
-    Object.assign(this, { loadRange, data: new TimelineData(), finer: null, atUs: 0, isOver: false,
-      range: null });
+    Object.assign(this, { loadRange, data: new TimelineData(), finer: null, atUs: 0, origin: "now",
+      isResumed: false, range: null });
     byId("zoom-in").onclick = () => this.zoom(0.5);
     byId("zoom-out").onclick = () => this.zoom(2);
     byId("zoom-earlier").onclick = () => this.pan(-0.5);
@@ -63,18 +67,19 @@ export class Timeline {
     for (const id of ["timeline", "engine-rows"]) this.followPointer(byId(id));
   }
 
-  add(timeline, atUs, isOver) {
+  add(timeline, atUs) {
     this.data.add(timeline);
-    Object.assign(this, { atUs, isOver });
+    this.atUs = atUs;
   }
 
   // ------------------------------------------------------------ the range shown
 
   /** Return the largest range that there is data of. */
   whole() {
-    const { sliceUs, newest, oldest } = this.data;
-    const endUs = this.isOver ? (newest + 1) * sliceUs : Math.max((newest + 1) * sliceUs, this.atUs);
-    const startUs = this.isOver ? Math.min(oldest, newest) * sliceUs : endUs - SLICES_KEPT * sliceUs;
+    const { sliceUs, newest, oldest } = this.data, lastUs = (newest + 1) * sliceUs;
+    const endUs = this.origin === "now" ? Math.max(lastUs, this.atUs) : lastUs;
+    let startUs = Math.max(Math.min(oldest, newest) * sliceUs, endUs - SLICES_KEPT * sliceUs);
+    if (this.origin === "now") startUs = Math.min(startUs, endUs - LIVE_LENGTH_MIN_US);
     return [startUs, endUs];
   }
 
@@ -98,7 +103,7 @@ export class Timeline {
     const [first, last] = this.whole();
     this.range = null;
     if (range !== null && range[1] - range[0] < last - first) {
-      const shortest = this.isOver ? 1000 : SLICES_SHOWN_MIN * this.data.sliceUs;
+      const shortest = this.origin === "start" ? 1000 : SLICES_SHOWN_MIN * this.data.sliceUs;
       const lengthUs = Math.max(range[1] - range[0], shortest);
       const startUs = Math.min(Math.max(range[0], first), last - lengthUs);
       this.range = [startUs, startUs + lengthUs];
@@ -152,21 +157,22 @@ export class Timeline {
     }
   }
 
-  /** Draw ticks of the time before now, or since the start of a run that is over. */
+  /** Draw the ticks of the time axis. */
   drawAxis(on, { startUs, endUs, xOf }) {
-    const originUs = this.isOver ? this.whole()[0] : this.whole()[1];
+    const [title, zero] = ORIGINS[this.origin];
+    const originUs = this.origin === "start" ? this.whole()[0] : this.whole()[1];
     const stepS = roundStep((endUs - startUs) / 1e6, Math.max(2, on.width / 110));
     const firstS = Math.ceil((startUs - originUs) / 1e6 / stepS - 1e-6) * stepS;
     on.pen.textAlign = "left";
     on.pen.fillStyle = on.quiet;
-    on.pen.fillText(this.isOver ? "time since start" : "time before now", 2, 12);
+    on.pen.fillText(title, 2, 12);
     on.pen.textAlign = "center";
     for (let s = firstS; s <= (endUs - originUs) / 1e6 + 1e-9; s += stepS) {
       const x = xOf(originUs + s * 1e6);
       on.pen.fillStyle = on.line;
       on.pen.fillRect(Math.round(x), 16, 1, on.height - 16);
       on.pen.fillStyle = on.quiet;
-      const text = Math.abs(s) < 1e-6 ? (this.isOver ? "0 s" : "now") : clock(s, stepS);
+      const text = Math.abs(s) < 1e-6 ? zero : clock(s, stepS);
       const half = on.pen.measureText(text).width / 2;
       on.pen.fillText(text, Math.min(on.width - half, Math.max(NAMES_WIDTH + half + 6, x)), 12);
     }
@@ -289,9 +295,10 @@ export class Timeline {
 
   describe(names, { data, startUs, endUs }) {
     const { sliceUs } = data, lengthS = (endUs - startUs) / 1e6;
-    const shown = this.range || this.isOver ? duration(lengthS) : `the last ${duration(lengthS)}`;
+    const shown = this.range || this.origin === "start" ? duration(lengthS) : `the last ${duration(lengthS)}`;
+    const since = this.isResumed ? ", since the last resume" : "";
     byId("timeline-span").textContent = names.length
-      ? `${shown}; height: share of each ${duration(sliceUs / 1e6)} in steps` : "";
+      ? `${shown}${since}; height: share of each ${duration(sliceUs / 1e6)} in steps` : "";
     const rows = names.slice(0, ROWS_SHOWN).map((name) => {
       let busyUs = 0, version = -1;
       for (const slice of (data.engines.get(name) ?? new Map()).values()) {

@@ -131,7 +131,7 @@ def synthetic(**kind: int) -> Iterator[str]:
         yield dashboard.url
 
 
-def test_a_run_is_followed_to_its_end_and_its_last_state_stays(
+def test_a_run_is_followed_to_its_end_and_on_into_its_recorded_view(
     looking: Looking, tmp_path: Path
 ) -> None:
     model, page = make_model_directory(tmp_path / "model"), looking.page
@@ -165,13 +165,15 @@ def test_a_run_is_followed_to_its_end_and_its_last_state_stays(
     assert page.locator("text=queued turns").count() == 0
     assert page.locator("text=v4, v4").count() == 1
     assert page.evaluate(HAS_DRAWN, "reward") > 2
+    with Dashboard(host) as dashboard:
+        dashboard.start(RecordedSource(tmp_path / "run"))
+        page.wait_for_selector("#outcome", state="hidden")
+        assert page.locator("#state").text_content() == "ended"
     assert looking.hosts == {host}
     looking.wrong.clear()  # requests after the run's end are refused, which the console shows
 
 
-def test_the_recorded_view_opens_by_itself_once_it_is_served(
-    looking: Looking, finished: Path, recorded_url: str
-) -> None:
+def test_a_finished_run_shows_nothing_as_going_on(looking: Looking, recorded_url: str) -> None:
     page = looking.open(recorded_url)
     assert page.locator("#state").text_content() == "ended"
     assert page.locator("#outcome").is_hidden()

@@ -16,6 +16,7 @@ import pytest
 import tidegate
 from tidegate.errors import ConfigError
 from tidegate.observability.dashboard.live import LiveRecorder
+from tidegate.observability.evaluations import EvaluationPoint
 from tidegate.observability.facts import read_batches
 from tidegate.orchestrator.batches.ages import PUBLISHES_KEPT, BatchAges, PublishTimes
 from tidegate.orchestrator.batches.batches import build_batch
@@ -263,7 +264,7 @@ def test_curves_of_a_resumed_run_continue_from_the_checkpoint(tmp_path: Path) ->
     assert [each["of"] == len("part-1") for each in found] == [False] * 3 + [True] * 3
     assert read_batches(tmp_path / "part-2", batches=6) == []
     recorder = LiveRecorder(now_us=lambda: 1_000)
-    recorder.recall(found)
+    recorder.recall(found, [])
     recorder.batch({"version": 6})
     assert [each["version"] for each in recorder.collected().batches] == [0, 1, 2, 3, 4, 5, 6]
     assert [each["version"] for each in recorder.collected(since_us=500).batches] == [6]
@@ -284,3 +285,13 @@ def test_fields_that_are_not_numbers_are_not_drawn(tmp_path: Path) -> None:
     assert first == {"version": 0, "mismatch_k3_lag_\u00b2": 1.0}
     assert off_policy_of(first) == OffPolicy()
     assert math.isnan(second["reward"])
+
+
+def test_evaluations_of_before_a_resume_and_of_each_rank_are_one_point_per_version() -> None:
+    recorder = LiveRecorder()
+    recorder.recall([], [EvaluationPoint("held_out", 0, 0, 0.25, 4, 0)])
+    figures = {"name": "held_out", "version": 3, "batches": 3, "tasks": 2, "failures": 0}
+    for reward in (0.5, 1.0):
+        recorder.evaluation({**figures, "reward": reward})
+    points = [(each.version, each.reward) for each in recorder.collected().evaluations]
+    assert points == [(0, 0.25), (3, 0.75)]
