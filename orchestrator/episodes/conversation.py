@@ -348,13 +348,15 @@ class Conversation(Generic[Row]):
         if tool_choice == "none":
             tools = None
         schemas = tool_schemas(tools)
-        forced, call_end = None, ""
-        if not is_free(tool_choice):
-            forced = forced_call(tool_choice, tools, self._template.source)
-        elif schemas and not parallel_tool_calls:
-            call_end = self._end_of_single_call()
         request = _Request(plain, tools, rendering, cache)
         prompt = self._rendered(request, plain)
+        is_reasoning_open = prompt.rstrip().endswith(OPEN_REASONING)
+        forced, call_end = None, ""
+        if not is_free(tool_choice):
+            source = self._template.source
+            forced = forced_call(tool_choice, tools, source, is_reasoning_open=is_reasoning_open)
+        elif schemas and not parallel_tool_calls:
+            call_end = self._end_of_single_call()
         refuse_if_written_out(prompt, plain)
         row = self._row_for(request, prompt)
         row.reserve()
@@ -362,7 +364,7 @@ class Conversation(Generic[Row]):
         reply_format = ReplyFormat(
             schemas,
             self._template.separates_reasoning,
-            prompt.rstrip().endswith(OPEN_REASONING),
+            is_reasoning_open,
             self._template.response_template,
             prompt,
         )

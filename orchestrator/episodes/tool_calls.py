@@ -256,7 +256,7 @@ def _argument_schemas(tool: str, tools: OfferedTools) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _types(schema: object) -> set[str]:
+def schema_types(schema: object) -> set[str]:
     """Return the types that a JSON schema names, of its alternatives too."""
     if not isinstance(schema, Mapping):
         return set()
@@ -266,7 +266,7 @@ def _types(schema: object) -> set[str]:
         types = {each for each in declared if isinstance(each, str)}
     for alternatives in ("anyOf", "oneOf"):
         for each in schema.get(alternatives) or ():
-            types |= _types(each)
+            types |= schema_types(each)
     return types
 
 
@@ -285,7 +285,7 @@ def typed_value(text: str, schema: object) -> Any:
 
     Templates write values that are no strings as JSON or as Python does: ``true`` or ``True``.
     """
-    types = _types(schema)
+    types = schema_types(schema)
     if not types or types & {"string", "null"} == {"string"}:
         return text
     bare = text.strip()

@@ -1,6 +1,7 @@
 """Forced tool calls, and parsing of calls in the format of each model family."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.orchestrator.episodes.chat_templates import CHATML, GEMMA, LLAMA3
+from tests.orchestrator.episodes.chat_templates import (
+    CHATML,
+    GEMMA,
+    GLM,
+    LLAMA3,
+    MINIMAX,
+    QWEN_CODER,
+)
 from tests.orchestrator.episodes.talking import CALL, TOOLS, Talk, user
+from tests.orchestrator.episodes.test_tool_calls import (
+    write_coder,
+    write_glm,
+    write_hermes,
+    write_minimax,
+)
 from tidegate.errors import ChatRefused
 from tidegate.orchestrator.episodes.forced_calls import forced_call
 from tidegate.orchestrator.episodes.tool_calls import (
@@ -70,8 +84,69 @@ def test_a_named_one_is_forced_in_the_form_of_llama() -> None:
     assert parse_reply(said, ["stop"]).tool_calls == (ToolCall("stop", {}),)
 
 
+PLACES: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string"},
+                    "limit": {"type": "integer"},
+                    "fields": {"type": "array", "items": {"$ref": "#/$defs/field"}},
+                },
+                "$defs": {"field": {"type": "string"}},
+                "required": ["query"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in PLACES}
+
+FORMS: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
+    "coder": (QWEN_CODER, write_coder),
+    "glm": (GLM, write_glm),
+    "minimax": (MINIMAX, lambda call: write_minimax(call).removesuffix("\n")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_is_forced_in_the_form_of_models_that_write_each_argument_between_tags(
+    form: str,
+) -> None:
+    template, write = FORMS[form]
+    forced = forced_call("required", PLACES, template)
+    full = ToolCall("search", {"query": "if a < b: </p>", "limit": 3, "fields": ["x", "y"]})
+    for call in (full, ToolCall("search", {"query": ""}), ToolCall("now", {})):
+        assert allows(forced, said := write(call))
+        assert parse_reply(said, SCHEMAS).tool_calls == (call,)
+    for wrong in (
+        ToolCall("search", {}),
+        ToolCall("search", {"query": "q", "limit": "three"}),
+        ToolCall("search", {"query": "q", "other": 1}),
+        ToolCall("fly", {}),
+    ):
+        assert not allows(forced, write(wrong)), wrong
+    assert not allows(forced, "hello")
+
+
+@pytest.mark.parametrize(("template", "write"), [(MINIMAX, write_minimax), (CHATML, write_hermes)])
+def test_a_model_whose_prompt_has_begun_its_reasoning_ends_it_before_a_forced_call(
+    template: str, write: Callable[[ToolCall], str]
+) -> None:
+    forced = forced_call("required", PLACES, template, is_reasoning_open=True)
+    call = write(ToolCall("now", {})).removesuffix("\n")
+    said = f"Hm, 1 < 2.\n</think>\n\n{call}"
+    assert allows(forced, said)
+    reply = parse_reply(said, SCHEMAS, separates_reasoning=True, is_reasoning_open=True)
+    assert (reply.reasoning, reply.tool_calls) == ("Hm, 1 < 2.", (ToolCall("now", {}),))
+    assert not allows(forced, call)
+
+
 def test_what_cannot_be_forced_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ChatRefused, match="neither of Hermes' form"):
+    with pytest.raises(ChatRefused, match="none of Hermes' form"):
         forced_call("required", TWO, GEMMA)
     with pytest.raises(ChatRefused, match="there are no tools"):
         forced_call("required", None, CHATML)
