@@ -34,7 +34,7 @@ help:
 	@echo "make test-lm-eval      lm-eval scores texts over the vLLM-compatible server (900 MB, 3 min)"
 	@echo "make test-ray          engines on a Ray cluster of several nodes on this machine (1.5 GB, 10 min)"
 	@echo "make test-verl         verl's rollout side on Ray, over Tidegate's engines (2.1 GB, 10 min)"
-	@echo "make test-tinker       the Tinker SDK trains and samples through \`tidegate tinker\` (1.3 GB, 3 min)"
+	@echo "make test-tinker       the Tinker SDK trains and samples through \`tidegate tinker\` (1.5 GB, 8 min)"
 	@echo "make test-slime        slime's plugin contract tests, from your checkout: SLIME=DIR (1 min)"
 	@echo "make test-prime-rl     prime-rl's client over the server, from your checkout: PRIME_RL=DIR (1 min)"
 	@echo "make test-vllm         the adapter against the real vLLM, built for the CPU (3.4 GB, 10 min)"
@@ -196,7 +196,7 @@ test-verl: .venv-verl/.ready
 	touch $@
 
 test-tinker: .venv-tinker/.ready
-	.venv-tinker/bin/python -m pytest tests/serving/tinker_server tests/examples/test_tinker_calculator.py
+	.venv-tinker/bin/python -m pytest -W default tests/serving/tinker_server tests/examples/test_tinker_calculator.py
 
 # slime and prime-rl are on no package index: SLIME and PRIME_RL name a checkout of each.
 test-slime: venv

@@ -165,7 +165,9 @@ def tinker(
     ] = None,
     state_directory: Annotated[
         Path | None,
-        typer.Option(help="Directory of checkpoints; default: one that ends with the server."),
+        typer.Option(
+            help="Directory of checkpoints and of what a restart continues; default: temporary."
+        ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True, callback=_refuse_key)] = None,
     tenant_models: Annotated[int, typer.Option(min=1, help="Models in training, per key.")] = 16,

@@ -6,13 +6,11 @@ for. Paths, fields and answers are those of the SDK ``tinker``; docs/tinker-serv
 """
 
 import asyncio
-import hashlib
-import time
+import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -25,25 +23,28 @@ from tidegate.serving.api_app import Answer, ApiRoute, Body, as_json, key_of
 from tidegate.serving.api_errors import ApiError, ErrorForm, MalformedBody
 from tidegate.serving.http_server import JSON_TYPE, AccessPolicy, Headers, read_body
 from tidegate.serving.tinker import messages
-from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind, CheckpointStore
-from tidegate.serving.tinker.futures import (
-    FutureTable,
-    RequestFailure,
-    RequestSuccess,
-    json_result,
+from tidegate.serving.tinker.futures import RequestFailure, RequestSuccess, json_result
+from tidegate.serving.tinker.journal import (
+    ModelCreated,
+    SamplerOpened,
+    SessionEnded,
+    SessionOpened,
 )
-from tidegate.serving.tinker.models import ModelTrainer, TrainedModel
-from tidegate.serving.tinker.peft_training import write_adapter_files
-from tidegate.serving.tinker.protobuf import SampleResult, decode_training
-from tidegate.serving.tinker.samplers import EngineAdapters, Sampler, SavedAdapter
-from tidegate.serving.tinker.sampling import SampleRunner
-from tidegate.serving.tinker.sessions import SessionTable, TinkerSession
-from tidegate.serving.tinker.tenants import TenantLimits, Tenants
-from tidegate.serving.tinker.training import AdamStep, LoraSpec, TrainingBackend, UserError
+from tidegate.serving.tinker.parts import TinkerParts
+from tidegate.serving.tinker.protobuf import SampleResult
+from tidegate.serving.tinker.samplers import Sampler, SavedAdapter
+from tidegate.serving.tinker.sessions import TinkerSession
+from tidegate.serving.tinker.training import LoraSpec, UserError
+from tidegate.serving.tinker.training_requests import (
+    MODEL_PATHS,
+    begin_model,
+    open_sampler,
+    submit,
+)
 from tidegate.serving.vllm_server.model_info import limits_of
 
-if TYPE_CHECKING:
-    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+SEED_BITS = 31
+"""Bits of a seed that the server draws for an adapter; the journal has it, too."""
 
 PROTOBUF_TYPE = "application/x-protobuf"
 
@@ -55,45 +56,6 @@ UNEMBED_NOTE = (
     "projections, not to the output layer"
 )
 """Shown by the SDK when a session begins, because ``train_unembed`` is its default."""
-
-
-@dataclass(frozen=True, slots=True)
-class TinkerParts:
-    """Parts of the server, which the handlers call."""
-
-    base_model: str
-    """Name of the base model in requests and answers."""
-    model_directory: Path
-    scheduler: "Scheduler"
-    tenants: Tenants
-    sessions: SessionTable
-    futures: FutureTable
-    trainer: ModelTrainer
-    adapters: EngineAdapters
-    checkpoints: CheckpointStore
-    runner: SampleRunner
-    limits: TenantLimits
-
-    def check_base_model(self, name: str) -> None:
-        """Raise ApiError if ``name`` is not this server's base model."""
-        if name not in (self.base_model, str(self.model_directory)):
-            why = f"base_model {name!r:.200} is not served here; this server has {self.base_model}"
-            raise ApiError(400, why)
-
-    def session(self, session_id: str, tenant: str) -> TinkerSession:
-        """Return a tenant's session, and note that its client lives."""
-        return self.sessions.get(session_id, tenant, asyncio.get_running_loop().time())
-
-    def model(self, model_id: str, tenant: str) -> TrainedModel:
-        """Return a tenant's model.
-
-        Raises:
-            ApiError: 404, the tenant has no such model.
-        """
-        model = self.trainer.models.get(model_id)
-        if model is None or model.tenant != tenant:
-            raise ApiError(404, f"there is no model {model_id!r:.200}; it ends with its session")
-        return model
 
 
 class TinkerErrors(ErrorForm):
@@ -181,11 +143,6 @@ def future_answer(request_id: str, model_id: str | None = None, **more: Any) -> 
     return {"request_id": request_id, "model_id": model_id, **more}
 
 
-def digest_of(body: bytes) -> bytes:
-    """Return a short digest of a request's body, to tell a retry from another request."""
-    return hashlib.blake2b(body, digest_size=16).digest()
-
-
 # ---------------------------------------------------------------- server and sessions
 
 
@@ -234,6 +191,9 @@ async def create_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> 
     """Begin a session, which lasts as long as its heartbeats."""
     await read(http, messages.CreateSessionRequest)
     session = parts.sessions.open(tenant, asyncio.get_running_loop().time())
+    if parts.state is not None:
+        opened = SessionOpened(session_id=session.session_id, tenant=tenant)
+        await asyncio.to_thread(parts.state.note, opened)
     answer = {"type": "create_session", "session_id": session.session_id}
     return answer | {"info_message": UNEMBED_NOTE}
 
@@ -257,6 +217,9 @@ async def finish_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> 
 async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
     """Drop a session's models, and the weights of its samplers that nobody else can name."""
     parts.sessions.close(session)
+    if parts.state is not None:
+        ended = SessionEnded(session_id=session.session_id)
+        await asyncio.to_thread(parts.state.note, ended)
     for model in session.models.values():
         await parts.trainer.remove(model)
         for name in (model.model_id, model.live_adapter):
@@ -269,35 +232,47 @@ async def end_session(parts: TinkerParts, session: TinkerSession) -> None:
 # ---------------------------------------------------------------- models
 
 
+async def _model_request(path: str, parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
+    """Accept a request of a model, to be carried out when its turn comes."""
+    body = await read_body(http, bytes_max=BODY_BYTES_MAX)
+    if http.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "compressed bodies are not served; leave proto_compress_fwdbwd off")
+    request = MODEL_PATHS[path].decode(body)
+    model = parts.model(request.model_id, tenant)
+    return future_answer(await submit(parts, model, path, request, body), model.model_id)
+
+
+for _path in MODEL_PATHS:
+    if _path != "load_weights":  # which has a handler of its own
+        on("POST", _path)(partial(_model_request, _path))
+
+
 @on("POST", "create_model")
 async def create_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """Add a LoRA adapter to train."""
     request = await read(http, messages.CreateModelRequest)
     session = parts.session(request.session_id, tenant)
     parts.check_base_model(request.base_model)
-    model_id = session.model_id(request.model_seq_id)
-    request_id = f"{model_id}:create"
-    if request.model_seq_id not in session.models:  # else sent again: the answer was lost
-        model = _new_model(parts, session, request.model_seq_id, _lora_spec(request))
-        model.user_metadata = request.user_metadata
-
-        async def create() -> RequestSuccess:
-            await parts.trainer.call(lambda backend: backend.create(model_id, model.spec))
-            return json_result({"type": "create_model", "model_id": model_id})
-
-        parts.trainer.create(model, request_id, create)
-    return future_answer(request_id, model_id)
+    created = ModelCreated(
+        model_seq_id=request.model_seq_id,
+        session_id=session.session_id,
+        spec=_lora_spec(request),
+        user_metadata=request.user_metadata,
+    )
+    return await _created(parts, session, created)
 
 
-def _new_model(
-    parts: TinkerParts, session: TinkerSession, seq_id: int, spec: LoraSpec
-) -> TrainedModel:
-    """Add a model to its session, if its tenant may have another one."""
-    owned = sum(each.tenant == session.tenant for each in parts.trainer.models.values())
-    parts.limits.check_models(owned)
-    model = TrainedModel(session.model_id(seq_id), session.tenant, session.session_id, spec)
-    session.models[seq_id] = model
-    return model
+async def _created(parts: TinkerParts, session: TinkerSession, created: ModelCreated) -> Answer:
+    """Begin a model, unless its client has sent the request again."""
+    model = session.models.get(created.model_seq_id)
+    if model is None:
+        owned = sum(each.tenant == session.tenant for each in parts.trainer.models.values())
+        parts.limits.check_models(owned)
+        model = await begin_model(parts, session, created)
+    else:
+        async with model.journal_lock:  # the first one may be on its way to the disk
+            pass
+    return future_answer(f"{model.model_id}:create", model.model_id)
 
 
 def _lora_spec(request: messages.CreateModelRequest) -> LoraSpec:
@@ -308,7 +283,10 @@ def _lora_spec(request: messages.CreateModelRequest) -> LoraSpec:
     if lora is None:
         raise ApiError(400, "training of all weights is not served here; give a lora_config")
     return LoraSpec(
-        rank=lora.rank, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp
+        rank=lora.rank,
+        seed=secrets.randbits(SEED_BITS) if lora.seed is None else lora.seed,
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
     )
 
 
@@ -346,215 +324,35 @@ async def unload_model(parts: TinkerParts, http: HttpRequest, tenant: str) -> An
     return future_answer(request_id, model.model_id)
 
 
-@on("POST", "forward_backward")
-async def forward_backward(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Add a loss's gradient to a model's, or compute the loss alone."""
-    body = await read_body(http, bytes_max=BODY_BYTES_MAX)
-    if http.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, "compressed bodies are not served; leave proto_compress_fwdbwd off")
-    request = decode_training(body)
-    model = parts.model(request.model_id, tenant)
-    run = partial(parts.trainer.forward_backward, model, request)
-    request_id = parts.trainer.submit(model, request.seq_id, digest_of(body), run)
-    return future_answer(request_id, model.model_id)
-
-
-@on("POST", "optim_step")
-async def optim_step(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Update a model's weights by its gradient."""
-    request = await read(http, messages.OptimStepRequest)
-    model = parts.model(request.model_id, tenant)
-
-    async def run() -> RequestSuccess:
-        adam = request.adam_params
-        if adam is None:
-            kind = (request.optimizer_params or {}).get("type")
-            raise UserError(f"optimizer {kind!r} is not served here; use tinker.AdamParams")
-        step = AdamStep(
-            learning_rate=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            grad_clip_norm=adam.grad_clip_norm,
-        )
-        return await parts.trainer.optim_step(model, step)
-
-    digest = digest_of(msgspec.json.encode(request))
-    request_id = parts.trainer.submit(model, request.seq_id, digest, run)
-    return future_answer(request_id, model.model_id)
-
-
-# ---------------------------------------------------------------- checkpoints to train on
-
-
-@on("POST", "save_weights")
-async def save_weights(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Save a model's weights and its optimizer's state as a checkpoint."""
-    request = await read(http, messages.SaveWeightsRequest)
-    model = parts.model(request.model_id, tenant)
-
-    async def run() -> RequestSuccess:
-        name = request.path or f"step-{model.steps}"
-        facts = checkpoint_facts(parts, model, "weights", name, request)
-
-        def save(backend: TrainingBackend) -> None:
-            write = partial(backend.save, model.model_id)
-            parts.checkpoints.write(facts, write, replaces=request.overwrite)
-
-        await parts.trainer.call(save)
-        return json_result({"type": "save_weights", "path": facts.path})
-
-    digest = digest_of(msgspec.json.encode(request))
-    request_id = parts.trainer.submit(model, request.seq_id, digest, run)
-    return future_answer(request_id, model.model_id)
-
-
 @on("POST", "load_weights")
 async def load_weights(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """Make a model of a checkpoint, or load one as a model's first request."""
     request = await read(http, messages.LoadWeightsRequest)
     if request.weights_access_token is not None:
         raise ApiError(400, "weights_access_token is not served here; use the owner's API key")
-    if request.model_id is not None:
-        return await _load_into(parts, parts.model(request.model_id, tenant), request)
+    if request.model_id is not None and request.seq_id is not None:
+        model = parts.model(request.model_id, tenant)
+        body = msgspec.json.encode(request)
+        request_id = await submit(parts, model, "load_weights", request, body)  # type: ignore[arg-type]
+        return future_answer(request_id, model.model_id)
     if request.session_id is None or request.model_seq_id is None:
         raise ApiError(400, "give model_id and seq_id, or session_id and model_seq_id")
     session = parts.session(request.session_id, tenant)
-    model_id = session.model_id(request.model_seq_id)
-    request_id = f"{model_id}:create"
-    if request.model_seq_id not in session.models:
-        if request.base_model is not None:
-            parts.check_base_model(request.base_model)
-        facts, directory = await asyncio.to_thread(
-            parts.checkpoints.find, request.path, tenant, kind="weights"
-        )
-        model = _new_model(parts, session, request.model_seq_id, facts.spec)
-        model.user_metadata = request.user_metadata
-
-        async def create() -> RequestSuccess:
-            await parts.trainer.call(lambda backend: backend.create(model_id, model.spec))
-            return await _loaded(parts, model, facts, directory, optimizer=request.optimizer)
-
-        parts.trainer.create(model, request_id, create)
-    return future_answer(request_id, model_id)
-
-
-async def _load_into(
-    parts: TinkerParts, model: TrainedModel, request: messages.LoadWeightsRequest
-) -> Answer:
-    """Load a checkpoint into a model that has done nothing else yet."""
-    if request.seq_id is None:
-        raise ApiError(400, "give the seq_id of the request")
-
-    async def run() -> RequestSuccess:
-        if request.seq_id != 1:
-            raise UserError(
-                f"LoadWeights is not permitted after other requests of a model, and this is its "
-                f"request {request.seq_id}: create a training client from the checkpoint instead"
-            )
-        facts, directory = await asyncio.to_thread(
-            parts.checkpoints.find, request.path, model.tenant, kind="weights"
-        )
-        return await _loaded(parts, model, facts, directory, optimizer=request.optimizer)
-
-    digest = digest_of(msgspec.json.encode(request))
-    request_id = parts.trainer.submit(model, request.seq_id, digest, run)
-    return future_answer(request_id, model.model_id)
-
-
-async def _loaded(
-    parts: TinkerParts,
-    model: TrainedModel,
-    facts: CheckpointFacts,
-    directory: Path,
-    *,
-    optimizer: bool,
-) -> RequestSuccess:
-    def load(backend: TrainingBackend) -> None:
-        backend.load(model.model_id, directory, optimizer=optimizer)
-
-    await parts.trainer.call(load)
-    model.steps = facts.steps
-    return json_result({"type": "load_weights", "path": facts.path, "model_id": model.model_id})
+    if request.base_model is not None:
+        parts.check_base_model(request.base_model)
+    facts, _ = await asyncio.to_thread(parts.checkpoints.find, request.path, tenant, kind="weights")
+    created = ModelCreated(
+        model_seq_id=request.model_seq_id,
+        session_id=session.session_id,
+        spec=facts.spec,
+        user_metadata=request.user_metadata,
+        checkpoint_path=request.path,
+        optimizer=request.optimizer,
+    )
+    return await _created(parts, session, created)
 
 
 # ---------------------------------------------------------------- samplers
-
-
-@on("POST", "save_weights_for_sampler")
-async def save_weights_for_sampler(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
-    """Save a model's weights to sample from: as a checkpoint, or for one sampling session."""
-    request = await read(http, messages.SaveSamplerRequest)
-    model = parts.model(request.model_id, tenant)
-    run = partial(_save_for_sampler, parts, model, request)
-    digest = digest_of(msgspec.json.encode(request))
-    request_id = parts.trainer.submit(model, request.seq_id, digest, run)
-    return future_answer(request_id, model.model_id)
-
-
-async def _save_for_sampler(
-    parts: TinkerParts, model: TrainedModel, request: messages.SaveSamplerRequest
-) -> RequestSuccess:
-    body: dict[str, Any] = {"type": "save_weights_for_sampler"}
-    if request.path is not None:
-        saved = await _save_adapter(parts, model, request.path, request)
-        return json_result(body | {"path": saved.facts.path})
-    seq_id = request.sampling_session_seq_id
-    if seq_id is None:
-        raise UserError("give a path, or the sampling_session_seq_id of a session to make")
-    session = parts.session(model.session_id, model.tenant)
-    sampler = Sampler(session.sampler_id(seq_id), model.tenant)
-    if request.kind == "inflight":
-        adapter = await parts.trainer.adapter(model)
-        await parts.adapters.publish_live(model.live_adapter, adapter, model.steps)
-        sampler = replace(sampler, live_adapter=model.live_adapter)
-    elif request.kind == "snapshot":
-        saved = await _save_adapter(parts, model, f"ephemeral-{seq_id}", request)
-        sampler = replace(sampler, saved=saved)
-    else:
-        raise UserError(f"kind must be 'snapshot' or 'inflight', got {request.kind!r}")
-    parts.sessions.add_sampler(session, seq_id, sampler)
-    return json_result(body | {"sampling_session_id": sampler.sampler_id})
-
-
-async def _save_adapter(
-    parts: TinkerParts, model: TrainedModel, name: str, request: messages.SaveSamplerRequest
-) -> SavedAdapter:
-    is_ephemeral = request.path is None
-    facts = checkpoint_facts(
-        parts, model, "sampler_weights", name, request, is_ephemeral=is_ephemeral
-    )
-    adapter = await parts.trainer.adapter(model)
-    write = partial(write_adapter_files, adapter)
-    return SavedAdapter(facts, await asyncio.to_thread(parts.checkpoints.write, facts, write))
-
-
-def checkpoint_facts(
-    parts: TinkerParts,
-    model: TrainedModel,
-    kind: CheckpointKind,
-    name: str,
-    request: messages.SaveWeightsRequest | messages.SaveSamplerRequest,
-    *,
-    is_ephemeral: bool = False,
-) -> CheckpointFacts:
-    """Return what is written beside a checkpoint of a model's present weights."""
-    now_s = time.time()
-    return CheckpointFacts(
-        run_id=model.model_id,
-        kind=kind,
-        name=name,
-        tenant=model.tenant,
-        steps=model.steps,
-        base_model=parts.base_model,
-        rank=model.spec.rank,
-        train_attn=model.spec.train_attn,
-        train_mlp=model.spec.train_mlp,
-        created_s=now_s,
-        expires_s=None if request.ttl_seconds is None else now_s + request.ttl_seconds,
-        user_metadata=request.user_metadata,
-        is_ephemeral=is_ephemeral,
-    )
 
 
 @on("POST", "create_sampling_session")
@@ -571,7 +369,13 @@ async def create_sampling_session(parts: TinkerParts, http: HttpRequest, tenant:
         else:
             parts.check_base_model(request.base_model or "")
         sampler = Sampler(session.sampler_id(seq_id), tenant, saved, "", request.model_path)
-        parts.sessions.add_sampler(session, seq_id, sampler)
+        opened = SamplerOpened(
+            session_id=session.session_id,
+            seq_id=seq_id,
+            path=request.model_path,
+            model_path=request.model_path,
+        )
+        await open_sampler(parts, session, sampler, opened)
     sampler_id = session.samplers[seq_id].sampler_id
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 

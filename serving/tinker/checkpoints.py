@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +52,8 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     expires_s: float | None = None
     """Unix time from which on it counts as deleted; None: never."""
     user_metadata: dict[str, str] | None = None
+    seq_id: int = 0
+    """The model's request that wrote it."""
     is_ephemeral: bool = False
     """Whether it is of a sampling session, and ends with that."""
 
@@ -77,11 +79,16 @@ class CheckpointStore:
     ) -> Path:
         """Have ``write`` fill a new checkpoint's directory; return the directory.
 
+        A request that wrote its checkpoint before the server was killed writes nothing again.
+
         Raises:
             UserError: the name cannot be a checkpoint's, or is taken and ``replaces`` is false.
         """
         directory = self._directory(facts.run_id, facts.kind, facts.name)
-        if self._read(directory) is not None and not replaces:
+        found = self._read(directory)
+        if found is not None and found.seq_id >= facts.seq_id:
+            return directory
+        if found is not None and not replaces:
             raise UserError(
                 f"{facts.path} exists, and checkpoints do not change; save under another name"
             )
@@ -141,12 +148,15 @@ class CheckpointStore:
         directory = self._directory(facts.run_id, facts.kind, facts.name)
         self._write_facts(directory, msgspec.structs.replace(facts, expires_s=expires_s))
 
-    def remove_leftovers(self) -> None:
-        """Delete what an earlier server left: unfinished, ephemeral and expired checkpoints."""
-        for path in self._root.glob("*:train:*/*/*"):
-            facts = self._read(path)
-            if facts is None or facts.is_ephemeral:
-                shutil.rmtree(path, ignore_errors=True)
+    def remove_leftovers(self, sessions: Collection[str]) -> None:
+        """Delete what an earlier server left: unfinished and expired checkpoints, and those of
+        sampling sessions that are in none of these ``sessions``."""
+        for kind in ("weights", "sampler_weights"):
+            for path in self._root.glob(f"*:train:*/{kind}/*"):
+                facts = self._read(path)
+                session_id = path.parent.parent.name.partition(":")[0]
+                if facts is None or (facts.is_ephemeral and session_id not in sessions):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, facts: CheckpointFacts) -> None:
         """Delete a checkpoint; harmless if it is gone."""

@@ -16,8 +16,9 @@ from starlette.responses import Response
 from tidegate.serving.api_app import Answer
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.tinker import messages
-from tidegate.serving.tinker.app import TinkerParts, on, read
+from tidegate.serving.tinker.app import on, read
 from tidegate.serving.tinker.checkpoints import SCHEME, CheckpointFacts
+from tidegate.serving.tinker.parts import TinkerParts
 from tidegate.serving.tinker.training import UserError
 
 PAGE_MAX = 1000
@@ -161,7 +162,7 @@ async def _runs(
     for model in parts.trainer.models.values():
         if model.tenant == tenant and run_id in (None, model.model_id):
             run = _run_fields(parts, model.model_id, tenant, model.spec.rank, model.requested_s)
-            runs[model.model_id] = run | {"user_metadata": _texts(model.user_metadata)}
+            runs[model.model_id] = run | {"user_metadata": _texts(model.created.user_metadata)}
     checkpoints = await asyncio.to_thread(partial(parts.checkpoints.of, tenant, run_id))
     for facts in checkpoints:
         if facts.run_id not in runs:

@@ -6,6 +6,8 @@ run on the server's event loop. A *model* is a LoRA adapter with its optimizer, 
 
 import asyncio
 import concurrent.futures
+import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from tidegate.serving.tinker.futures import (
     Work,
     json_result,
 )
+from tidegate.serving.tinker.journal import ModelCreated, ModelJournal, RequestAccepted
 from tidegate.serving.tinker.protobuf import (
     TrainingRequest,
     batch_result_fields,
@@ -38,6 +41,8 @@ from tidegate.serving.tinker.training import (
     UserError,
 )
 
+log = logging.getLogger("tidegate")
+
 Result = TypeVar("Result")
 
 
@@ -47,6 +52,8 @@ class TrainingWork:
 
     entry: Entry
     run: Work
+    record: RequestAccepted | None = None
+    """What the journal has of it; None for the model's creation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,17 +62,31 @@ class TrainedModel:
 
     model_id: str
     tenant: str
-    session_id: str
-    spec: LoraSpec
+    created: ModelCreated
+    journal: ModelJournal | None = None
+    """None if the server keeps no state."""
     order: RequestOrder[TrainingWork] = field(default_factory=lambda: RequestOrder(1, True))
     """Its requests; the creation of the model runs as the first."""
+    journal_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by each call of the journal."""
     requested_s: float = field(default_factory=time.time)
     """Unix time of its last request."""
     steps: int = 0
     """Number of optimizer steps done."""
-    user_metadata: dict[str, Any] | None = None
+    has_gradient: bool = False
+    """Whether a gradient was added since the last optimizer step."""
     lost_gradient: int | None = None
     """``seq_id`` of a request that failed half-way since the last optimizer step."""
+
+    @property
+    def spec(self) -> LoraSpec:
+        """What its adapter consists of."""
+        return self.created.spec
+
+    @property
+    def session_id(self) -> str:
+        """Its session."""
+        return self.created.session_id
 
     @property
     def live_adapter(self) -> str:
@@ -115,29 +136,39 @@ class ModelTrainer:
         self.models[model.model_id] = model
         self._start(model, TrainingWork(entry, run))
 
-    def submit(
-        self,
-        model: TrainedModel,
-        seq_id: int,
-        digest: bytes,
-        run: Work,
+    async def submit(
+        self, model: TrainedModel, record: RequestAccepted, canonical: bytes, run: Work
     ) -> str:
         """Carry out a request when all of the model's earlier ones have ended; return its id.
 
-        Sending a request again changes nothing.
+        Returns once the request is in the journal. Sending a request again changes nothing;
+        ``canonical`` is what tells it from another one.
 
         Raises:
             ApiError: another request had this ``seq_id``, or too many wait.
         """
-        request_id = f"{model.model_id}:{seq_id}"
         model.requested_s = time.time()
-        if not model.order.is_known(seq_id, digest):
-            entry = Entry(model.tenant)
-            started = model.order.arrived(seq_id, digest, TrainingWork(entry, run))
-            self._futures.add(request_id, entry)
-            if started is not None:
-                self._start(model, started)
-        return request_id
+        if not self.enqueue(model, record, canonical, run):
+            async with model.journal_lock:  # the same request may be on its way to the disk
+                pass
+        elif model.journal is not None:
+            async with model.journal_lock:
+                await asyncio.to_thread(model.journal.append, record)
+        return request_id(model, record)
+
+    def enqueue(
+        self, model: TrainedModel, record: RequestAccepted, canonical: bytes, run: Work
+    ) -> bool:
+        """Put a request in its place, and start it if that is its turn; False if it is known."""
+        digest = hashlib.blake2b(canonical, digest_size=16).digest()
+        if model.order.is_known(record.seq_id, digest):
+            return False
+        work = TrainingWork(Entry(model.tenant), run, record)
+        started = model.order.arrived(record.seq_id, digest, work)
+        self._futures.add(request_id(model, record), work.entry)
+        if started is not None:
+            self._start(model, started)
+        return True
 
     async def remove(self, model: TrainedModel) -> None:
         """Drop a model; its requests that have not started fail."""
@@ -146,6 +177,9 @@ class ModelTrainer:
         for work in model.order.drain():
             self._futures.resolve(work.entry, RequestFailure("the model was unloaded", "user"))
         await self.call(lambda backend: backend.remove(model.model_id))
+        if model.journal is not None:
+            async with model.journal_lock:
+                await asyncio.to_thread(model.journal.remove)
 
     def _start(self, model: TrainedModel, work: TrainingWork) -> None:
         self._spawn(self._run(model, work), f"train-{model.model_id}")
@@ -153,7 +187,26 @@ class ModelTrainer:
     async def _run(self, model: TrainedModel, work: TrainingWork | None) -> None:
         while work is not None:
             await self._futures.carry_out(work.entry, work.run)
+            if model.journal is not None and model.journal.is_long and not model.has_gradient:
+                await self.save_snapshot(model)
             work = model.order.finished()
+
+    async def save_snapshot(self, model: TrainedModel) -> None:
+        """Save a model between two of its requests, so that a restart repeats few of them."""
+        journal = model.journal
+        assert journal is not None
+        async with model.journal_lock:
+            waiting = [work.record for work in model.order.waiting() if work.record is not None]
+            seq_id, steps = model.order.next_seq_id, model.steps
+
+            def save(backend: TrainingBackend) -> None:
+                write = partial(backend.save, model.model_id)
+                journal.begin_segment(seq_id, steps, waiting, write)
+
+            try:
+                await self.call(save)
+            except Exception:
+                log.exception("model=%s can't be saved; its journal grows", model.model_id)
 
     # ------------------------------------------------------------ work
 
@@ -180,6 +233,7 @@ class ModelTrainer:
                 model.model_id, batch, forward_only=request.forward_only
             )
 
+        model.has_gradient |= not request.forward_only
         try:
             result = await self.call(work)
         except UserError:
@@ -194,6 +248,7 @@ class ModelTrainer:
         """Carry out ``optim_step``."""
         if model.lost_gradient is not None:
             seq_id, model.lost_gradient = model.lost_gradient, None
+            model.has_gradient = False
             await self.call(lambda backend: backend.clear_gradients(model.model_id))
             raise UserError(
                 f"request {seq_id} failed half-way, so the gradient of this step is incomplete; it "
@@ -201,11 +256,17 @@ class ModelTrainer:
             )
         metrics = await self.call(lambda backend: backend.optim_step(model.model_id, step))
         model.steps += 1
+        model.has_gradient = False
         return json_result({"type": "optim_step", "metrics": dict(metrics)})
 
     async def adapter(self, model: TrainedModel) -> TrainedAdapter:
         """Return a copy of a model's present adapter."""
         return await self.call(lambda backend: backend.adapter(model.model_id))
+
+
+def request_id(model: TrainedModel, record: RequestAccepted) -> str:
+    """Return the id by which clients ask for a request's result."""
+    return f"{model.model_id}:{record.seq_id}"
 
 
 def _encoded(result: BatchResult, is_protobuf: bool) -> bytes:

@@ -41,6 +41,11 @@ class TrainingRequest:
     message: Any
     """The protobuf message."""
 
+    def canonical(self) -> bytes:
+        """Return the message's bytes with its maps in order, which a retry may send otherwise."""
+        encoded: bytes = self.message.SerializeToString(deterministic=True)
+        return encoded
+
     def batch(self) -> LossBatch:
         """Decode the sequences and the loss.
 

@@ -12,6 +12,10 @@ from tidegate.serving.api_errors import ApiError
 WAITING_MAX = 1024
 """Requests of one model that wait for earlier ones; the SDK is asked to retry further ones."""
 
+DIGESTS_MAX = 2048
+"""Digests that are kept: of those that wait, and of the last ones before. An older request that
+comes again is taken for the one that was carried out."""
+
 Work = TypeVar("Work")
 
 
@@ -28,17 +32,19 @@ class RequestOrder(Generic[Work]):
     is_running: bool = False
     _waiting: dict[int, Work] = field(default_factory=dict)
     _digests: dict[int, bytes] = field(default_factory=dict)
-    """Digest of every request's body, by ``seq_id``: 16 bytes for each."""
+    """Digests of requests' bodies, by ``seq_id``."""
 
     def is_known(self, seq_id: int, digest: bytes) -> bool:
         """Whether this request has arrived before.
 
         Raises:
-            ApiError: another request had this number.
+            ApiError: another request had this number, or none may have it.
         """
+        if seq_id < 1:
+            raise ApiError(400, f"a model's requests are numbered from 1, got seq_id {seq_id}")
         known = self._digests.get(seq_id)
-        if known is None and seq_id >= self.next_seq_id:
-            return False
+        if known is None:
+            return seq_id < self.next_seq_id
         if known != digest:
             raise ApiError(
                 400,
@@ -57,6 +63,7 @@ class RequestOrder(Generic[Work]):
         if len(self._waiting) >= WAITING_MAX:
             raise ApiError(429, f"{WAITING_MAX} requests of this model wait; retry later")
         self._digests[seq_id] = digest
+        self._digests.pop(seq_id - DIGESTS_MAX, None)
         self._waiting[seq_id] = work
         return self._start()
 
@@ -66,9 +73,13 @@ class RequestOrder(Generic[Work]):
         self.is_running = False
         return self._start()
 
+    def waiting(self) -> list[Work]:
+        """Return the requests that have not started, in order."""
+        return [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
+
     def drain(self) -> list[Work]:
         """Return the requests that have not started, in order, and forget them."""
-        waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
+        waiting = self.waiting()
         self._waiting.clear()
         return waiting
 

@@ -20,7 +20,6 @@ from tidegate.transport.messages import UpdateWeights
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
     from tidegate.orchestrator.trainer.run import Run
-    from tidegate.serving.tinker.training import TrainedAdapter
 
 PINNED_MAX = 64
 """Saved adapters that stay pinned in the run's weight channel. Others are read from disk again."""
@@ -111,10 +110,10 @@ class EngineAdapters:
         self._unpin_surplus()
         return version
 
-    async def publish_live(self, name: str, adapter: "TrainedAdapter", step: int) -> None:
-        """Replace the live version that a model's in-flight samplers follow."""
+    async def publish_live(self, name: str, directory: Path, step: int) -> None:
+        """Replace the live version that a model's in-flight samplers follow by a PEFT directory."""
         async with self._lock(name):
-            loaded = await asyncio.to_thread(load_adapter, adapter.tensors, adapter.config)
+            loaded = await asyncio.to_thread(load_adapter, directory)
             await self._publish(name, loaded, step)
 
     async def unload(self, name: str) -> None:

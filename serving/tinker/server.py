@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 from tidegate.errors import ConfigError
 from tidegate.orchestrator.trainer.rollouts import Rollouts, SyncRollouts
 from tidegate.serving.listening import KEEP_ALIVE_S, is_loopback, listen, url_of
+from tidegate.serving.tinker.journal import ServerState
 from tidegate.serving.tinker.tenants import TenantLimits, Tenants
 
 if TYPE_CHECKING:
     from tidegate.orchestrator.scheduler.scheduler import Scheduler
-    from tidegate.serving.tinker.app import TinkerParts
     from tidegate.serving.tinker.futures import Spawn
     from tidegate.serving.tinker.models import ModelTrainer
+    from tidegate.serving.tinker.parts import TinkerParts
     from tidegate.serving.tinker.training import TrainingBackend
 
 END_TIMEOUT_S = 10.0
@@ -56,11 +57,12 @@ class TinkerServer(SyncRollouts):
 
         ``served_model_name``: the base model's name in requests; default: its directory.
         ``api_keys``: names of tenants by their keys; without them everybody on this host is one
-        tenant. ``state_directory``: where checkpoints are; default: a temporary directory, which
-        goes with the server. ``allowed_hosts``: names beside its address that requests without a
-        key may call the server by. ``make_backend`` makes the trainer from the model's directory;
-        default: :class:`~tidegate.serving.tinker.peft_training.PeftTraining`. ``limits``: what one
-        tenant may have at the same time.
+        tenant. ``state_directory``: where checkpoints are, and what a restarted server continues
+        with; default: a temporary directory, which goes with the server. ``allowed_hosts``: names
+        beside its address that requests without a key may call the server by. ``make_backend``
+        makes the trainer from the model's directory; default:
+        :class:`~tidegate.serving.tinker.peft_training.PeftTraining`. ``limits``: what one tenant
+        may have at the same time.
 
         Raises:
             ConfigError: a setting is impossible, a package is missing, or the address is taken.
@@ -90,8 +92,13 @@ class TinkerServer(SyncRollouts):
             if state_directory is None
             else None
         )
-        self._state = Path(self._own_state.name if self._own_state else state_directory or "")
-        self._socket = listen(host, port, "the server")
+        self._directory = Path(self._own_state.name if self._own_state else state_directory or "")
+        self._state = None if self._own_state else ServerState(self._directory)
+        try:
+            self._socket = listen(host, port, "the server")
+        except ConfigError:
+            self._close_state()
+            raise
         self.url = url_of(self._socket)
         """Base URL for ``tinker.ServiceClient(base_url=…)``."""
         self._serving: concurrent.futures.Future[None] | None = None
@@ -103,6 +110,7 @@ class TinkerServer(SyncRollouts):
             self._serving = self._rollouts._running.submit(self._serve)
         except BaseException:
             self._socket.close()
+            self._close_state()
             raise
         return self
 
@@ -139,8 +147,14 @@ class TinkerServer(SyncRollouts):
             self._model_trainer.close()
         self._rollouts._exit()
         self._socket.close()
+        self._close_state()
+
+    def _close_state(self) -> None:
         if self._own_state is not None:
             self._own_state.cleanup()
+        if self._state is not None:
+            self._state.close()
+            self._state = None
 
     # ------------------------------------------------------------ on the run's loop
 
@@ -148,6 +162,7 @@ class TinkerServer(SyncRollouts):
         import tidegate.serving.tinker.listings  # noqa: F401  (registers its paths)
         from tidegate.serving.http_server import serve_app
         from tidegate.serving.tinker.app import BODY_BYTES_MAX, tinker_app
+        from tidegate.serving.tinker.recovery import recover
 
         async with asyncio.TaskGroup() as tasks:
 
@@ -155,6 +170,7 @@ class TinkerServer(SyncRollouts):
                 return tasks.create_task(work, name=name)
 
             parts = self._parts(scheduler, spawn)
+            await recover(parts)
             sweeping = spawn(_sweep(parts), "tinker-sweep")
             app = tinker_app(parts, bound_host=self._host, allowed_hosts=self._allowed_hosts)
             try:
@@ -172,10 +188,10 @@ class TinkerServer(SyncRollouts):
         scheduler: "Scheduler",
         spawn: "Spawn",
     ) -> "TinkerParts":
-        from tidegate.serving.tinker.app import TinkerParts
         from tidegate.serving.tinker.checkpoints import CheckpointStore
         from tidegate.serving.tinker.futures import FutureTable
         from tidegate.serving.tinker.models import ModelTrainer
+        from tidegate.serving.tinker.parts import TinkerParts
         from tidegate.serving.tinker.peft_training import PeftTraining
         from tidegate.serving.tinker.samplers import EngineAdapters
         from tidegate.serving.tinker.sampling import SampleRunner
@@ -188,8 +204,6 @@ class TinkerServer(SyncRollouts):
         self._model_trainer = ModelTrainer(make, futures, spawn)
         adapters = EngineAdapters(run, scheduler)
         requests = ActiveRequests(scheduler)
-        checkpoints = CheckpointStore(self._state)
-        checkpoints.remove_leftovers()
         return TinkerParts(
             base_model=self._model_name or reported_name(directory),
             model_directory=directory,
@@ -199,9 +213,10 @@ class TinkerServer(SyncRollouts):
             futures=futures,
             trainer=self._model_trainer,
             adapters=adapters,
-            checkpoints=checkpoints,
+            checkpoints=CheckpointStore(self._directory),
             runner=SampleRunner(scheduler, requests, adapters, run.model.stop_token_ids),
             limits=self._limits,
+            state=self._state,
         )
 
 

@@ -48,8 +48,11 @@ class SessionTable:
 
     def open(self, tenant: str, now_s: float) -> TinkerSession:
         """Begin a session."""
-        session = TinkerSession(str(uuid.uuid4()), tenant, now_s)
-        self._sessions[session.session_id] = session
+        return self.restore(str(uuid.uuid4()), tenant, now_s)
+
+    def restore(self, session_id: str, tenant: str, now_s: float) -> TinkerSession:
+        """Begin a session of this id, which an earlier server began."""
+        session = self._sessions[session_id] = TinkerSession(session_id, tenant, now_s)
         return session
 
     def get(self, session_id: str, tenant: str, now_s: float) -> TinkerSession:

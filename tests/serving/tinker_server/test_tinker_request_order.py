@@ -49,7 +49,7 @@ def test_a_request_sent_again_is_known_whether_it_waits_runs_or_has_ended() -> N
     assert not order.is_known(3, digest(3))
 
 
-@pytest.mark.parametrize("seq_id", [0, 1, 2])
+@pytest.mark.parametrize("seq_id", [1, 2])
 def test_another_request_of_a_used_number_is_refused(seq_id: int) -> None:
     order = RequestOrder[int](1)
     arrive(order, 1)
@@ -69,3 +69,20 @@ def test_the_sdk_is_asked_to_retry_when_too_many_wait(monkeypatch: pytest.Monkey
     assert refused.value.status == 429
     assert not order.is_known(3, digest(3))  # so that the retry is taken
     assert order.drain() == [1, 2]
+
+
+def test_a_request_without_a_number_of_its_own_is_refused() -> None:
+    with pytest.raises(ApiError, match="numbered from 1, got seq_id 0"):
+        RequestOrder[int](1).is_known(0, digest(0))
+
+
+def test_an_old_request_that_comes_again_is_known_though_its_digest_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_order, "DIGESTS_MAX", 2)
+    order = RequestOrder[int](1)
+    for seq_id in range(1, 6):
+        arrive(order, seq_id)
+        order.finished()
+    assert order.is_known(1, digest(1))
+    assert RequestOrder[int](40).is_known(39, digest(39))  # before a restart

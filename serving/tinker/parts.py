@@ -1,0 +1,60 @@
+"""Parts of the Tinker server, as its handlers and requests of models get them."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidegate.serving.api_errors import ApiError
+from tidegate.serving.tinker.checkpoints import CheckpointStore
+from tidegate.serving.tinker.futures import FutureTable
+from tidegate.serving.tinker.journal import ServerState
+from tidegate.serving.tinker.models import ModelTrainer, TrainedModel
+from tidegate.serving.tinker.samplers import EngineAdapters
+from tidegate.serving.tinker.sampling import SampleRunner
+from tidegate.serving.tinker.sessions import SessionTable, TinkerSession
+from tidegate.serving.tinker.tenants import TenantLimits, Tenants
+
+if TYPE_CHECKING:
+    from tidegate.orchestrator.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerParts:
+    """Parts of the server, which the handlers call."""
+
+    base_model: str
+    """Name of the base model in requests and answers."""
+    model_directory: Path
+    scheduler: "Scheduler"
+    tenants: Tenants
+    sessions: SessionTable
+    futures: FutureTable
+    trainer: ModelTrainer
+    adapters: EngineAdapters
+    checkpoints: CheckpointStore
+    runner: SampleRunner
+    limits: TenantLimits
+    state: "ServerState | None"
+    """Where sessions and requests are kept; None if the server forgets them."""
+
+    def check_base_model(self, name: str) -> None:
+        """Raise ApiError if ``name`` is not this server's base model."""
+        if name not in (self.base_model, str(self.model_directory)):
+            why = f"base_model {name!r:.200} is not served here; this server has {self.base_model}"
+            raise ApiError(400, why)
+
+    def session(self, session_id: str, tenant: str) -> TinkerSession:
+        """Return a tenant's session, and note that its client lives."""
+        return self.sessions.get(session_id, tenant, asyncio.get_running_loop().time())
+
+    def model(self, model_id: str, tenant: str) -> TrainedModel:
+        """Return a tenant's model.
+
+        Raises:
+            ApiError: 404, the tenant has no such model.
+        """
+        model = self.trainer.models.get(model_id)
+        if model is None or model.tenant != tenant:
+            raise ApiError(404, f"there is no model {model_id!r:.200}; it ends with its session")
+        return model

@@ -1,0 +1,322 @@
+"""Requests of models: how each path's body is read, and what is done when its turn comes.
+
+:mod:`app` has one handler for all of them, and :mod:`recovery` carries them out again after a
+crash. So a request depends on its body, the model's state and the checkpoints only.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from tidegate.serving.api_app import decode_json
+from tidegate.serving.tinker import messages
+from tidegate.serving.tinker.checkpoints import CheckpointFacts, CheckpointKind
+from tidegate.serving.tinker.futures import RequestSuccess, Work, json_result
+from tidegate.serving.tinker.journal import (
+    ModelCreated,
+    ModelJournal,
+    RecoveredModel,
+    RequestAccepted,
+    SamplerOpened,
+)
+from tidegate.serving.tinker.models import TrainedModel
+from tidegate.serving.tinker.parts import TinkerParts
+from tidegate.serving.tinker.peft_training import write_adapter_files
+from tidegate.serving.tinker.protobuf import TrainingRequest, decode_training
+from tidegate.serving.tinker.samplers import Sampler, SavedAdapter
+from tidegate.serving.tinker.sessions import TinkerSession
+from tidegate.serving.tinker.training import AdamStep, TrainingBackend, UserError
+
+LIVE_NAME = "inflight-live"
+"""Checkpoint of a model's newest in-flight weights."""
+
+
+class ModelRequestBody(Protocol):
+    """What all requests of models have."""
+
+    @property
+    def model_id(self) -> str:
+        """The model."""
+
+    @property
+    def seq_id(self) -> int:
+        """Number of the request among the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPath:
+    """A path whose requests are a model's, carried out in order."""
+
+    decode: Callable[[bytes], Any]
+    """Reads a body as a :class:`ModelRequestBody`."""
+    canonical: Callable[[Any], bytes]
+    """Returns the same bytes for a request and its retry, whose bodies may differ in order."""
+    carry_out: Callable[[TinkerParts, TrainedModel, Any], Awaitable[RequestSuccess]]
+
+
+async def submit(
+    parts: TinkerParts, model: TrainedModel, path: str, request: ModelRequestBody, body: bytes
+) -> str:
+    """Have a request carried out when its turn comes; return its id once it cannot be lost."""
+    record = RequestAccepted(seq_id=request.seq_id, path=path, body=body)
+    return await parts.trainer.submit(model, record, *submission(parts, model, path, request))
+
+
+def submission(
+    parts: TinkerParts, model: TrainedModel, path: str, request: ModelRequestBody
+) -> tuple[bytes, Work]:
+    """Return what tells a request from others, and its work."""
+    kind = MODEL_PATHS[path]
+    return kind.canonical(request), partial(kind.carry_out, parts, model, request)
+
+
+# ---------------------------------------------------------------- creation
+
+
+async def begin_model(
+    parts: TinkerParts,
+    session: TinkerSession,
+    created: ModelCreated,
+    recovered: RecoveredModel | None = None,
+) -> TrainedModel:
+    """Add a model to its session and start its creation; return once it cannot be lost.
+
+    ``recovered`` is what the journal knows of it, if an earlier server began it.
+    """
+    model_id = session.model_id(created.model_seq_id)
+    model = TrainedModel(model_id, session.tenant, created)
+    session.models[created.model_seq_id] = model
+    if recovered is not None:
+        model.journal = recovered.journal
+        model.order.next_seq_id = recovered.start.seq_id
+    elif parts.state is not None:
+        model.journal = ModelJournal(parts.state.model_directory(model_id), created, 1)
+    create = partial(_create, parts, model, recovered)
+    parts.trainer.create(model, f"{model_id}:create", create)
+    if model.journal is not None and recovered is None:
+        async with model.journal_lock:
+            await asyncio.to_thread(model.journal.begin)
+    return model
+
+
+async def _create(
+    parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel | None
+) -> RequestSuccess:
+    created = model.created
+    await parts.trainer.call(lambda backend: backend.create(model.model_id, created.spec))
+    if recovered is not None:
+        await _restore(parts, model, recovered)
+    elif created.checkpoint_path is not None:
+        facts, directory = await asyncio.to_thread(
+            parts.checkpoints.find, created.checkpoint_path, model.tenant, kind="weights"
+        )
+        result = await load_checkpoint(parts, model, facts, directory, optimizer=created.optimizer)
+        if model.journal is not None:
+            await parts.trainer.save_snapshot(model)  # the checkpoint may be deleted
+        return result
+    return json_result({"type": "create_model", "model_id": model.model_id})
+
+
+async def _restore(parts: TinkerParts, model: TrainedModel, recovered: RecoveredModel) -> None:
+    """Give a model the weights that it had before the first request that is repeated."""
+    snapshot, path = recovered.snapshot, model.created.checkpoint_path
+    if snapshot is not None:
+        await parts.trainer.call(
+            lambda backend: backend.load(model.model_id, snapshot, optimizer=True)
+        )
+        model.steps = recovered.start.steps
+    elif path is not None:
+        facts, directory = await asyncio.to_thread(
+            parts.checkpoints.find, path, model.tenant, kind="weights"
+        )
+        await load_checkpoint(parts, model, facts, directory, optimizer=model.created.optimizer)
+
+
+# ---------------------------------------------------------------- training
+
+
+async def _forward_backward(
+    parts: TinkerParts, model: TrainedModel, request: TrainingRequest
+) -> RequestSuccess:
+    return await parts.trainer.forward_backward(model, request)
+
+
+async def _optim_step(
+    parts: TinkerParts, model: TrainedModel, request: messages.OptimStepRequest
+) -> RequestSuccess:
+    adam = request.adam_params
+    if adam is None:
+        kind = (request.optimizer_params or {}).get("type")
+        raise UserError(f"optimizer {kind!r} is not served here; use tinker.AdamParams")
+    step = AdamStep(
+        learning_rate=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        grad_clip_norm=adam.grad_clip_norm,
+    )
+    return await parts.trainer.optim_step(model, step)
+
+
+# ---------------------------------------------------------------- checkpoints to train on
+
+
+async def _save_weights(
+    parts: TinkerParts, model: TrainedModel, request: messages.SaveWeightsRequest
+) -> RequestSuccess:
+    name = request.path or f"step-{model.steps}"
+    facts = checkpoint_facts(parts, model, "weights", name, request)
+
+    def save(backend: TrainingBackend) -> None:
+        write = partial(backend.save, model.model_id)
+        parts.checkpoints.write(facts, write, replaces=request.overwrite)
+
+    await parts.trainer.call(save)
+    return json_result({"type": "save_weights", "path": facts.path})
+
+
+async def _load_weights(
+    parts: TinkerParts, model: TrainedModel, request: messages.LoadWeightsRequest
+) -> RequestSuccess:
+    if request.seq_id != 1:
+        raise UserError(
+            f"LoadWeights is not permitted after other requests of a model, and this is its "
+            f"request {request.seq_id}: create a training client from the checkpoint instead"
+        )
+    facts, directory = await asyncio.to_thread(
+        parts.checkpoints.find, request.path, model.tenant, kind="weights"
+    )
+    return await load_checkpoint(parts, model, facts, directory, optimizer=request.optimizer)
+
+
+async def load_checkpoint(
+    parts: TinkerParts,
+    model: TrainedModel,
+    facts: CheckpointFacts,
+    directory: Path,
+    *,
+    optimizer: bool,
+) -> RequestSuccess:
+    """Replace a model's weights by a checkpoint's, and its optimizer's state if that is asked."""
+
+    def load(backend: TrainingBackend) -> None:
+        backend.load(model.model_id, directory, optimizer=optimizer)
+
+    await parts.trainer.call(load)
+    model.steps = facts.steps
+    return json_result({"type": "load_weights", "path": facts.path, "model_id": model.model_id})
+
+
+# ---------------------------------------------------------------- samplers
+
+
+async def _save_weights_for_sampler(
+    parts: TinkerParts, model: TrainedModel, request: messages.SaveSamplerRequest
+) -> RequestSuccess:
+    body: dict[str, Any] = {"type": "save_weights_for_sampler"}
+    if request.path is not None:
+        saved = await _save_adapter(parts, model, request.path, request)
+        return json_result(body | {"path": saved.facts.path})
+    seq_id = request.sampling_session_seq_id
+    if seq_id is None:
+        raise UserError("give a path, or the sampling_session_seq_id of a session to make")
+    session = parts.session(model.session_id, model.tenant)
+    sampler = Sampler(session.sampler_id(seq_id), model.tenant)
+    opened = SamplerOpened(session_id=session.session_id, seq_id=seq_id)
+    if request.kind == "inflight":
+        saved = await _save_adapter(parts, model, LIVE_NAME, request)
+        await parts.adapters.publish_live(model.live_adapter, saved.directory, saved.facts.steps)
+        sampler = replace(sampler, live_adapter=model.live_adapter)
+        opened = msgspec.structs.replace(opened, live_model_id=model.model_id)
+    elif request.kind == "snapshot":
+        saved = await _save_adapter(parts, model, f"ephemeral-{seq_id}", request)
+        sampler = replace(sampler, saved=saved)
+        opened = msgspec.structs.replace(opened, path=saved.facts.path)
+    else:
+        raise UserError(f"kind must be 'snapshot' or 'inflight', got {request.kind!r}")
+    await open_sampler(parts, session, sampler, opened)
+    return json_result(body | {"sampling_session_id": sampler.sampler_id})
+
+
+async def open_sampler(
+    parts: TinkerParts, session: TinkerSession, sampler: Sampler, opened: SamplerOpened
+) -> None:
+    """Add a sampler to its session, once the journal has it."""
+    if parts.state is not None:
+        await asyncio.to_thread(parts.state.note, opened)
+    parts.sessions.add_sampler(session, opened.seq_id, sampler)
+
+
+async def _save_adapter(
+    parts: TinkerParts, model: TrainedModel, name: str, request: messages.SaveSamplerRequest
+) -> SavedAdapter:
+    is_ephemeral = request.path is None
+    facts = checkpoint_facts(
+        parts, model, "sampler_weights", name, request, is_ephemeral=is_ephemeral
+    )
+    adapter = await parts.trainer.adapter(model)
+
+    def write() -> Path:
+        return parts.checkpoints.write(
+            facts, partial(write_adapter_files, adapter), replaces=name == LIVE_NAME
+        )
+
+    return SavedAdapter(facts, await asyncio.to_thread(write))
+
+
+def checkpoint_facts(
+    parts: TinkerParts,
+    model: TrainedModel,
+    kind: CheckpointKind,
+    name: str,
+    request: messages.SaveWeightsRequest | messages.SaveSamplerRequest,
+    *,
+    is_ephemeral: bool = False,
+) -> CheckpointFacts:
+    """Return what is written beside a checkpoint of a model's present weights."""
+    now_s = time.time()
+    return CheckpointFacts(
+        run_id=model.model_id,
+        kind=kind,
+        name=name,
+        tenant=model.tenant,
+        steps=model.steps,
+        base_model=parts.base_model,
+        rank=model.spec.rank,
+        train_attn=model.spec.train_attn,
+        train_mlp=model.spec.train_mlp,
+        created_s=now_s,
+        expires_s=None if request.ttl_seconds is None else now_s + request.ttl_seconds,
+        user_metadata=request.user_metadata,
+        seq_id=request.seq_id,
+        is_ephemeral=is_ephemeral,
+    )
+
+
+# ---------------------------------------------------------------- paths
+
+
+def _json(kind: type[Any]) -> Callable[[bytes], Any]:
+    return lambda body: decode_json(body, kind)
+
+
+MODEL_PATHS: Mapping[str, ModelPath] = {
+    "forward_backward": ModelPath(decode_training, TrainingRequest.canonical, _forward_backward),
+    "optim_step": ModelPath(_json(messages.OptimStepRequest), msgspec.json.encode, _optim_step),
+    "save_weights": ModelPath(
+        _json(messages.SaveWeightsRequest), msgspec.json.encode, _save_weights
+    ),
+    "load_weights": ModelPath(
+        _json(messages.LoadWeightsRequest), msgspec.json.encode, _load_weights
+    ),
+    "save_weights_for_sampler": ModelPath(
+        _json(messages.SaveSamplerRequest), msgspec.json.encode, _save_weights_for_sampler
+    ),
+}
+"""Paths of models' requests, by the last part of the path."""

@@ -1,0 +1,164 @@
+"""The server is killed at any moment, and the real SDK goes on with the next one."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import tidegate
+from tidegate.errors import ConfigError
+
+tinker = pytest.importorskip("tinker", reason="make test-tinker installs the SDK")
+
+pytestmark = [
+    pytest.mark.wire,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    # Of the SDK, which leaves its own connections open.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+PROGRAM = Path(__file__).with_name("mortal_server.py")
+ROOT = Path(__file__).parents[3]
+START_TIMEOUT_S = 120
+
+SENTENCE = list(range(20, 30))
+DATUM = tinker.Datum(
+    model_input=tinker.ModelInput.from_ints(SENTENCE[:-1]),
+    loss_fn_inputs={"target_tokens": np.asarray(SENTENCE[1:])},
+)
+
+
+class MortalServer:
+    """A server process on one port and one state directory, killed and started again."""
+
+    def __init__(self, model: Path, state: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self._port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._command = [sys.executable, str(PROGRAM), str(model), str(state), str(self._port)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+        environment = {**os.environ, "PYTHONPATH": paths}
+        self._process = subprocess.Popen(self._command, env=environment, stderr=subprocess.DEVNULL)
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            assert self._process.poll() is None, "the server has ended"
+            try:
+                if httpx.get(f"{self.url}/api/v1/healthz").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("the server does not start")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture
+def mortal(model: Path, tmp_path: Path) -> Iterator[MortalServer]:
+    server = MortalServer(model, tmp_path / "state")
+    server.start()
+    yield server
+    server.kill()
+
+
+def train(client: Any, steps: int) -> list[float]:
+    """Train, with the next steps sent before the results of the last ones are read."""
+    outputs = []
+    for _ in range(steps):
+        outputs.append(client.forward_backward([DATUM], "cross_entropy"))
+        last = client.optim_step(tinker.AdamParams(learning_rate=0.02))
+    last.result()
+    return [output.result().metrics["loss:sum"] for output in outputs]
+
+
+def test_training_goes_on_over_kills_as_if_there_were_none(
+    mortal: MortalServer, model: Path
+) -> None:
+    service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
+    first, second = (
+        service.create_lora_training_client(base_model=str(model), rank=4, seed=7).result()
+        for _ in range(2)
+    )
+    expected = train(first, steps=16)
+
+    def strike() -> None:
+        numbers = random.Random(1)
+        for _ in range(3):
+            time.sleep(numbers.uniform(0.05, 0.9))
+            mortal.kill()
+            mortal.start()
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    losses = train(second, steps=8)
+    losses += train(second, steps=8)
+    striking.join()
+    assert losses == expected
+    assert train(second, steps=1) == train(first, steps=1)  # the weights and Adam's state
+    service.close("success").result()
+
+
+def test_samplers_and_checkpoints_are_those_of_before_a_kill(
+    mortal: MortalServer, model: Path
+) -> None:
+    service = tinker.ServiceClient(base_url=mortal.url, api_key="tml-anybody")
+    prompt = tinker.ModelInput.from_ints(SENTENCE)
+
+    def logprobs(sampler: Any) -> list[float]:
+        found: list[float] = sampler.compute_logprobs(prompt).result()[1:]
+        return found
+
+    client = service.create_lora_training_client(base_model=str(model), rank=4).result()
+    train(client, steps=1)
+    snapshot = client.save_weights_and_get_sampling_client().result()
+    train(client, steps=1)
+    inflight = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    path = client.save_state("kept").result().path
+    base = service.create_sampling_client(base_model=str(model)).result()
+    before = [logprobs(each) for each in (snapshot, inflight, base)]
+    train(client, steps=4)  # past a snapshot of the journal, so that the saves are not repeated
+
+    mortal.kill()
+    mortal.start()
+    assert [logprobs(each) for each in (snapshot, inflight, base)] == before
+    with pytest.raises(tinker.RequestFailedError, match="exists, and checkpoints do not change"):
+        client.save_state("kept").result()
+    resumed = service.create_training_client_from_state(path).result()
+    output = resumed.forward([DATUM], "cross_entropy").result()
+    assert output.loss_fn_outputs[0]["logprobs"].data == pytest.approx(before[1], abs=1e-4)
+    service.close("success").result()
+
+    mortal.kill()
+    mortal.start()
+    answer = httpx.post(
+        f"{mortal.url}/api/v1/get_info",
+        json={"model_id": client.model_id},
+        headers={"x-api-key": "tml-anybody"},
+    )
+    assert answer.status_code == 404  # it ended with its session
+
+
+def test_a_state_directory_serves_one_server_at_a_time(model: Path, tmp_path: Path) -> None:
+    with (
+        tidegate.tinker_server(model=model, engines=1, state_directory=tmp_path),
+        pytest.raises(ConfigError, match="another server uses the state directory"),
+    ):
+        tidegate.tinker_server(model=model, engines=1, state_directory=tmp_path)
