@@ -13,6 +13,7 @@ from tidegate.serving.tinker.journal import (
     ServerState,
     SessionEnded,
     SessionOpened,
+    SessionRecord,
     read_model,
 )
 from tidegate.serving.tinker.training import LoraSpec
@@ -125,7 +126,8 @@ def test_ended_sessions_are_forgotten_with_their_samplers(tmp_path: Path) -> Non
     state = ServerState(tmp_path)
     kept, ended = (SessionOpened(session_id=name, tenant="t") for name in ("kept", "ended"))
     samplers = [SamplerOpened(session_id=name, seq_id=0) for name in ("kept", "ended")]
-    for record in (kept, ended, *samplers, SessionEnded(session_id="ended")):
+    records: list[SessionRecord] = [kept, ended, *samplers, SessionEnded(session_id="ended")]
+    for record in records:
         state.note(record)
     for _ in range(2):
         assert state.open_sessions() == ([kept], samplers[:1])
