@@ -50,6 +50,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 def test_valid_requests_are_answered_and_others_refused(watched: Watched) -> None:
     refused = {path: status for path, status in watched.statuses.items() if status != 200}
     assert refused == {
+        "/api/rollouts?sort=colour": 400,
         "/api/rollouts?state=none": 400,
         "/api/rollouts?group=x": 400,
         "/api/rollouts/0?start=-1": 400,
@@ -114,6 +115,15 @@ def test_rollouts_are_found_by_state_and_by_group(watched: Watched) -> None:
     assert mixed["rows"] == [row for row in trained["rows"] if row[versions[0]] != row[versions[1]]]
     everything = watched.answers["/api/rollouts"]
     assert everything["total"] == len({row[0] for row in everything["rows"]})
+
+
+def test_a_running_runs_rollouts_are_sorted_and_searched(watched: Watched) -> None:
+    ids = [row[0] for row in watched.answers["/api/rollouts?sort=rollout_id&descending=1"]["rows"]]
+    assert ids == sorted(ids, reverse=True) != []
+    found = watched.answers["/api/rollouts?task=ONERROR&reward_min=0.5&reward_max=1"]
+    reward = found["columns"].index("reward")
+    assert {row[reward] for row in found["rows"]} == {1.0}
+    assert watched.answers["/api/rollouts?text=no%20such%20text"]["total"] == 0
 
 
 def test_a_rollout_is_shown_as_it_is_recorded(watched: Watched) -> None:

@@ -207,6 +207,19 @@ def test_a_lag_at_the_bound_is_not_red_and_one_beyond_it_is(looking: Looking) ->
     looking.wrong.clear()
 
 
+def test_every_canvas_says_its_data_in_words(looking: Looking, recorded_url: str) -> None:
+    page = looking.open(f"{recorded_url}#run")
+    labels = {
+        canvas.get_attribute("id"): canvas.get_attribute("aria-label") or ""
+        for canvas in page.locator("#run-view canvas:visible").all()
+    }
+    assert labels.keys() >= {"timeline", "engine-rows", "reward", "staleness", "lags", "ledger"}
+    assert all(len(label) > 20 for label in labels.values()), labels
+    assert labels["staleness"].startswith("rollouts by staleness, versions: 0: ")
+    assert labels["staleness"].endswith("Bound 2, not passed")
+    assert "engine-0: in steps" in labels["engine-rows"]
+
+
 def test_lost_tokens_are_red_and_counted(looking: Looking) -> None:
     with synthetic(engines=1, unaccounted=7) as url:
         page = looking.open(url)
@@ -327,11 +340,12 @@ def test_runs_are_compared_side_by_side(looking: Looking, recorded_url: str) -> 
 
 
 @pytest.mark.skipif(not AXE, reason="needs axe-core: make test-dashboard")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 420)])
 def test_axe_finds_nothing_serious_in_any_view(
-    looking: Looking, recorded_url: str, scheme: str
+    looking: Looking, recorded_url: str, scheme: str, width: int
 ) -> None:
     looking.page.emulate_media(color_scheme=scheme)
+    looking.page.set_viewport_size({"width": width, "height": 900})
     for view in ("run", "rollouts", "rollouts/3", "compare?run=run&run=other", "settings"):
         looking.page.goto("about:blank")
         page = looking.open(f"{recorded_url}#{view}")
