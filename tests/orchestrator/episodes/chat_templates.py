@@ -255,7 +255,7 @@ HARMONY = """
 {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
 {%- endif %}
 {%- elif message.role == 'tool' %}
-{{- '<|start|>functions.' + ns.tool + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- '<|start|>functions.' + (ns.tool or 'none') + ' to=assistant<|channel|>commentary<|message|>' }}
 {{- (message.content | tojson) + '<|end|>' }}
 {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
 {%- endif %}
