@@ -11,10 +11,11 @@ KV_BYTES_MIN = 256 * 1024 * 1024
 float32 model with 2 layers of 2 KV heads of 32, but only 2,340 of a Qwen3-0.6B in bfloat16."""
 
 HOST_KV_BYTES_MAX = 4 * 1024**3
-"""Limit on a host, whose memory others use too, and where every byte is written once at start."""
+"""Limit on a host, whose memory others use too."""
 
-HOST_SHARE = 0.5
-"""Share of a host's available memory for all engines and the trainer of a run."""
+HOST_SHARE = 0.25
+"""Share of a host's available memory for all engines and the trainer of a run: small, because the
+cache is written once at start and then takes its size whether it is used or not."""
 
 DEVICE_SHARE = 0.9
 """Share of a device's free memory for its engines; the rest is for activations."""

@@ -103,13 +103,11 @@ def vllm_server(
     checked = run_settings(**settings)
     if "episode_timeout_s" not in checked.episodes.model_fields_set:
         settings["episode_timeout_s"] = REQUEST_TIMEOUT_S
-    if served_model_name is None and checked.model != Path(settings["model"]):
-        served_model_name = str(settings["model"])  # a hub id; the directory's name is a hash
     return VLLMServer(
         serve(**settings),
         host=host,
         port=port,
-        served_model_name=served_model_name,
+        served_model_name=served_model_name or _hub_id(settings["model"], checked),
         api_key=api_key,
         weight_transfer=weight_transfer,
         rejects_while_paused=rejects_while_paused,
@@ -155,13 +153,18 @@ def tinker_server(
         serve(**settings),
         host=host,
         port=port,
-        served_model_name=served_model_name,
+        served_model_name=served_model_name or _hub_id(settings["model"], given),
         api_keys=api_keys,
         state_directory=state_directory,
         allowed_hosts=allowed_hosts,
         make_backend=make_backend,
         limits=limits,
     )
+
+
+def _hub_id(model: Path | str, checked: RunSettings) -> str | None:
+    """Return the hub id that ``model`` is, because its directory is named by a hash; else None."""
+    return str(model) if checked.model != Path(model) else None
 
 
 def run_parts(settings: RunSettings) -> RunParts:

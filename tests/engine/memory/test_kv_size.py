@@ -15,7 +15,7 @@ GIB = 1024**3
         (80 * GIB, 1, 8 * GIB, False, 56 * GIB),  # 0.9 of 80, less two sets
         (80 * GIB, 2, 8 * GIB, False, 20 * GIB),
         (80 * GIB, 1, 40 * GIB, False, KV_BYTES_MIN),  # the weights hardly fit
-        (16 * GIB, 4, GIB // 2, True, GIB),
+        (32 * GIB, 4, GIB // 2, True, GIB),
         (512 * GIB, 2, GIB, True, HOST_KV_BYTES_MAX),
         (0, 2, 0, True, KV_BYTES_MIN),
     ],

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tidegate import runs
 from tidegate.errors import ModelError
 from tidegate.orchestrator.episodes.model_files import read_model_files
 from tidegate.orchestrator.settings.config import run_settings
@@ -34,6 +35,14 @@ def cached(cache: Path, *files: str) -> Path:
 def test_a_hub_id_is_its_snapshot_in_the_cache(cache: Path) -> None:
     snapshot = cached(cache, *WHOLE)
     assert run_settings(model="acme/tiny").model == snapshot
+
+
+def test_a_server_names_a_model_by_its_hub_id_and_not_by_the_hash_of_its_directory(
+    cache: Path,
+) -> None:
+    cached(cache, *WHOLE)
+    assert runs._hub_id("acme/tiny", run_settings(model="acme/tiny")) == "acme/tiny"
+    assert runs._hub_id("models/mine", run_settings(model="models/mine")) is None
 
 
 def test_a_directory_of_the_same_name_goes_first(cache: Path) -> None:
