@@ -518,6 +518,8 @@ class Rollouts(Scorer, TrainerHandle):
     async def next_batch(self) -> "Batch | None":
         """Return the next batch, or None once the tasks are used up; raises as :meth:`batches`.
 
+        Evaluations of :meth:`evaluate_every` that are due run first.
+
         A cancelled call loses no batch: the batch goes back to the run, and a later call gets it
         unless its groups are too stale by then. A trainer may call this during a train step,
         to prefetch. Provided that it publishes after each batch, a prefetched batch's staleness
