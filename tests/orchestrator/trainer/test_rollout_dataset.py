@@ -46,7 +46,7 @@ def test_rows_collated_are_the_batch_that_they_are_from() -> None:
 
 
 def test_worker_processes_and_unknown_items_are_refused() -> None:
-    with pytest.raises(ConfigError, match="per='token'"):
+    with pytest.raises(ConfigError, match="must be 'batch' or 'rollout', got 'token'"):
         dataset(per="token")
     with pytest.raises(ConfigError, match="num_workers=0"):  # as a worker that is spawned gets it
         pickle.dumps(dataset())
