@@ -100,7 +100,7 @@ async def test_references_have_a_size_and_a_number(tmp_path: Path) -> None:
         await talk.episode.generate(messages=[shown("?", image(large))])
     with pytest.raises(ChatRefused, match="may have 8192"):
         await talk.episode.generate(messages=[shown("?", image("https://" + "a" * 9000))])
-    with pytest.raises(ConfigError, match=f"may have {MEDIA_MAX} media"):
+    with pytest.raises(ConfigError, match=f"at most {MEDIA_MAX} media"):
         talk.episode.append("<image>", media=[CAT] * (MEDIA_MAX + 1))
 
 
