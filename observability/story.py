@@ -278,7 +278,7 @@ def _turn_events(
     recomputed = {prefill.at for prefill in turn.prefills if prefill.at > 0}
     for before, after in pairwise(turn.spans):
         if _is_other_source(before, after):
-            events.append(_changed(name, before, after, after.start in recomputed, run))
+            events.append(_changed(name, before, after, after.start in recomputed, run, at))
             recomputed.discard(after.start)
     events += [_evicted(name, turn, position, run, at) for position in sorted(recomputed)]
     ended = turn.finish_reason or "still running"
@@ -293,7 +293,12 @@ def _is_other_source(before: VersionSpan, after: VersionSpan) -> bool:
 
 
 def _changed(
-    name: str, before: VersionSpan, after: VersionSpan, is_recomputed: bool, run: RunContext
+    name: str,
+    before: VersionSpan,
+    after: VersionSpan,
+    is_recomputed: bool,
+    run: RunContext,
+    at: tuple[float, float] | None,
 ) -> StoryEvent:
     """Return the event of a turn that another engine or version continued."""
     versions = (
@@ -302,16 +307,10 @@ def _changed(
         else f"v{after.version} instead of v{before.version}"
     )
     if before.engine != after.engine:
-        lost = run.times.engine_event(before.engine, "lost")
-        why = (
-            f"{before.engine} was lost at {_times(lost)}"
-            if lost
-            else f"a migration policy, a pause by abort, or the loss of {before.engine}"
-        )
         return StoryEvent(
             EventKind.MOVED,
             f"{name} moved from {before.engine} to {after.engine} after {after.start} tokens and "
-            f"went on with {versions}: {why}",
+            f"went on with {versions}: {_why_moved(before.engine, run, at)}",
         )
     swaps = run.times.engine_event(after.engine, "swap", after.version)
     how = _kv_after_swap(after, is_recomputed, run)
@@ -320,6 +319,28 @@ def _changed(
         f"v{after.version} went live on {after.engine} after {after.start} tokens of {name}: {how}",
         swaps[-1] if swaps else None,
     )
+
+
+def _why_moved(engine: str, run: RunContext, at: tuple[float, float] | None) -> str:
+    """Return what made a turn leave an engine; every cause that the records leave possible."""
+    losses, pauses = (
+        _within(at, run.times.engine_event(engine, event)) for event in ("lost", "paused")
+    )
+    if losses and not pauses and (at is not None or not run.migrates):
+        return f"{engine} was lost at {_times(losses)}"
+    causes = ["a migration policy"] if run.migrates else []
+    if pauses or not run.times.are_known:
+        causes.append("a pause by abort")
+    if losses or not run.times.are_known:
+        causes.append(f"the loss of {engine}")
+    if run.is_resumed:
+        causes.append("the resume of the run")
+    return " or ".join(causes) or "why is not recorded"
+
+
+def _within(at: tuple[float, float] | None, times: Sequence[float]) -> list[float]:
+    """Return the times within a turn; all of them if it is not known when the turn was."""
+    return [time for time in times if at is None or at[0] <= time <= at[1]]
 
 
 def _kv_after_swap(after: VersionSpan, is_recomputed: bool, run: RunContext) -> str:
@@ -337,9 +358,7 @@ def _evicted(
 ) -> StoryEvent:
     """Return the event of KV that was computed again by the same version on the same engine."""
     engine = next((s.engine for s in turn.spans if s.start <= position <= s.end), "its engine")
-    pauses = run.times.engine_event(engine, "paused")
-    if at is not None:
-        pauses = [pause for pause in pauses if at[0] <= pause <= at[1]]
+    pauses = _within(at, run.times.engine_event(engine, "paused"))
     causes = ["it was preempted, because older turns needed its KV blocks"]
     if pauses or not run.times.are_known:
         causes.append("paused by abort")

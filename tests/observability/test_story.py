@@ -123,7 +123,14 @@ def test_a_moved_turn_names_the_engine_that_was_lost_if_the_trace_has_the_loss()
         "moved from a to b after 3 tokens and went on with v5: a was lost at 2.00 s"
     )
     (unknown,) = texts(row, context(), EventKind.MOVED)
-    assert "a migration policy, a pause by abort, or the loss of a" in unknown
+    assert unknown.endswith("a pause by abort or the loss of a")
+    late = traced()
+    late.instants[0].at_us = 2_700_000  # after the turn
+    (unexplained,) = texts(row, context(late), EventKind.MOVED)
+    assert unexplained.endswith("why is not recorded")
+    migrating = {"rules": RULES.replace("migration_policy=None", "migration_policy=EvenOut()")}
+    (moved,) = texts(row, context(late, migrating), EventKind.MOVED)
+    assert moved.endswith("a migration policy")
     assert texts(row, context(), EventKind.RECOMPUTED) == []
 
 
