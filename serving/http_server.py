@@ -306,8 +306,8 @@ class AccessPolicy:
     needs_secret: bool = False
     """Whether every request must show the secret."""
     body_types: frozenset[str] = frozenset({JSON_TYPE})
-    """Content types of bodies. None may be a type that pages of other origins can send unasked:
-    forms and plain text."""
+    """Content types that bodies may have. Leave out forms and plain text, which pages of other
+    origins can send unasked."""
 
     def refusal(self, method: str, headers: Headers) -> ApiError | None:
         """Return the error that refuses a request; None if the server may answer it."""

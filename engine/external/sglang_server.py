@@ -106,7 +106,7 @@ async def read_server_info(http: HttpEngine, architecture: str) -> SglangServerI
 
 
 async def labels_tokens(http: HttpEngine) -> bool:
-    """Return whether answers say which weights sampled which tokens (0.5.19).
+    """Return whether answers say which weights sampled which tokens; SGLang's do from 0.5.19 on.
 
     Call it only while the server is unpaused: a paused one never answers.
     """
@@ -115,7 +115,10 @@ async def labels_tokens(http: HttpEngine) -> bool:
 
 
 async def has_processed_logprobs(http: HttpEngine) -> bool:
-    """Return whether halving the temperature doubles the gap between two tokens' log-probs."""
+    """Return whether log-probs are those after the temperature; raw ones ignore it.
+
+    Sampled at half the temperature, the gap between two tokens' log-probs must double.
+    """
     gaps = []
     for temperature in (1.0, 0.5):
         body = {

@@ -1,7 +1,7 @@
 """Groups a model's layers by attention kind, and packs dense layers into one compiled call.
 
-Used by ``ModelRunner``; valid for all steps of a weight version, or for all versions. Rotary tables
-are ``rope_tables.py``'s; the compiled call is ``kernels/layers.py``'s.
+Used by ``ModelRunner``. The groups hold for all weight versions, the compiled call for one. Rotary
+tables are ``rope_tables.py``'s; the compiled call is ``kernels/layers.py``'s.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ def dense_layers(
 ) -> Layers | None:
     """Return all layers as one compiled call; None if compiled code cannot run the whole model.
 
-    That is the case with experts, norms of block outputs, tensor-parallel ranks, or matrices that
-    torch multiplies.
+    It cannot run experts, norms of block outputs, tensor-parallel ranks, or matrices whose products
+    torch computes.
     """
     if weights.group is not None or not all(map(_is_dense, weights.layers)):
         return None

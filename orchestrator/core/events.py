@@ -87,7 +87,8 @@ class EpisodeFailed(Struct, frozen=True, gc=False):
 
     rollout_id: int
     reason: str
-    """Kind of failure; the ledger's account of the rollout's tokens if it is discarded."""
+    """Kind of failure. If the rollout is discarded, the ledger counts its tokens under this name.
+    """
     cause: FailureCause = FailureCause.CODE
     can_be_retried: bool = True
     """False if the episode still runs although it was cancelled."""

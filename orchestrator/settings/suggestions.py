@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 
 def worded(message: str) -> str:
-    """Return pydantic's message on a value without its subject: what the value must be."""
+    """Turn pydantic's "Input should be …" into "must be …", which callers put after a setting's
+    name."""
     return message.replace("Input should be", "must be", 1)
 
 

@@ -124,7 +124,10 @@ class CheckpointStore:
         directory = self._directory(run_id, found_kind, name)
         facts = self._read(directory)
         if facts is None or facts.tenant != tenant:
-            raise UserError(f"there is no checkpoint {path}")
+            raise UserError(
+                f"there is no checkpoint {path} of yours; list_user_checkpoints names those that "
+                "exist"
+            )
         return facts, directory
 
     def of(self, tenant: str, run_id: str | None = None) -> list[CheckpointFacts]:

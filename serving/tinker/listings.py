@@ -101,7 +101,11 @@ async def get_training_run(parts: TinkerParts, http: HttpRequest, tenant: str) -
     run_id = http.path_params["run_id"]
     found = (await _runs(parts, tenant, run_id)).get(run_id)
     if found is None:
-        raise ApiError(404, f"there is no training run {run_id!r:.200}")
+        raise ApiError(
+            404,
+            f"there is no training run {run_id!r:.200} of yours; list_training_runs names those "
+            "that exist",
+        )
     return found
 
 
@@ -200,7 +204,9 @@ def _page(http: HttpRequest, entries: Sequence[Any]) -> tuple[list[Any], dict[st
         limit = min(int(http.query_params.get("limit", 100)), PAGE_MAX)
         offset = int(http.query_params.get("offset", 0))
     except ValueError:
-        raise ApiError(400, "limit and offset must be whole numbers") from None
+        raise ApiError(
+            400, "limit and offset must be whole numbers, such as limit=20&offset=0"
+        ) from None
     if limit < 1 or offset < 0:
         raise ApiError(400, f"limit must be 1 or more and offset 0 or more, got {limit}, {offset}")
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}

@@ -204,7 +204,7 @@ class PeftTraining:
     def _check_shapes(self, where: str, datum: Datum) -> None:
         positions, targets = len(datum.token_ids), datum.loss_inputs[TARGETS]
         if not positions:
-            raise UserError(f"{where} has no token")
+            raise UserError(f"{where} has no token; give at least 1")
         if targets.ndim not in (1, 2) or len(targets) != positions:
             raise UserError(
                 f"{where} has {positions} input tokens, so target_tokens must have as many rows, "
@@ -223,7 +223,9 @@ class PeftTraining:
                     f"{list(targets.shape)}; they must be equal"
                 )
             if not np.isfinite(values).all():
-                raise UserError(f"{where}: {name} has a value that is NaN or infinite")
+                raise UserError(
+                    f"{where}: {name} has a value that is NaN or infinite; all must be finite"
+                )
 
     def optim_step(self, model_id: str, step: AdamStep) -> Mapping[str, float]:
         """Update the adapter by its gradient, clear the gradient, and return metrics."""

@@ -96,7 +96,9 @@ def _tensor(name: str, message: Any) -> npt.NDArray[Any]:
         return _dense(name, message.sparse_csr, dtype, shape)
     values = _array(message.dense, dtype, name)
     if shape and int(np.prod(shape)) != values.size:
-        raise UserError(f"{name} has {values.size} values for shape {shape}")
+        raise UserError(
+            f"{name} has {values.size} values, which do not fill its shape {list(shape)}"
+        )
     return values.reshape(shape) if shape else values
 
 
@@ -115,7 +117,10 @@ def _dense(name: str, csr: Any, dtype: "np.dtype[Any]", shape: Sequence[int]) ->
         and ((columns >= 0) & (columns < shape[1])).all()
     )
     if not is_valid:
-        raise UserError(f"{name} is no matrix in compressed rows (CSR) of shape {list(shape)}")
+        raise UserError(
+            f"{name} is no sparse matrix (CSR) of shape {list(shape)}: its row starts, columns and "
+            "values must fit that shape"
+        )
     matrix = np.zeros(shape, dtype)
     matrix[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return matrix
@@ -123,7 +128,10 @@ def _dense(name: str, csr: Any, dtype: "np.dtype[Any]", shape: Sequence[int]) ->
 
 def _array(data: bytes, dtype: "np.dtype[Any]", name: str) -> npt.NDArray[Any]:
     if len(data) % dtype.itemsize:
-        raise UserError(f"{name} has {len(data)} bytes of {dtype.name}")
+        raise UserError(
+            f"{name} has {len(data)} bytes, which must be a multiple of {dtype.itemsize} for "
+            f"{dtype.name}"
+        )
     return np.frombuffer(data, dtype).copy()
 
 

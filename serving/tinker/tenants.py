@@ -43,7 +43,11 @@ class Tenants:
             return ANYBODY
         found = self._find(key)
         if found is None:
-            raise ApiError(401, "the API key is not known to this server")
+            raise ApiError(
+                401,
+                "the API key is not known to this server; use one of those that it was started "
+                "with",
+            )
         return found
 
     def knows(self, key: str) -> bool:
@@ -86,4 +90,8 @@ class TenantLimits:
     def check_samples(self, running: int) -> None:
         """Raise ApiError 429 if a tenant with ``running`` samples may have no other."""
         if running >= self.samples:
-            raise ApiError(429, f"{running} samples run, and a tenant may have {self.samples}")
+            raise ApiError(
+                429,
+                f"{running} samples run, and a tenant may have {self.samples}: wait for some, or "
+                "start the server with a larger --tenant-samples",
+            )

@@ -1,6 +1,6 @@
 """Response bodies of vLLM's three kinds of completion, whole and as chunks of a stream.
 
-Functions of outputs to dicts, called by :mod:`completions`.
+Plain functions, which turn a turn's output into the dicts that :mod:`completions` sends as JSON.
 """
 
 import base64
