@@ -16,7 +16,7 @@ def dashboard(
     run: RunDirectory,
     others: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN…]", help="Runs to compare it with, side by side."),
+        typer.Argument(metavar="OTHER", help="Runs to compare it with, side by side."),
     ] = None,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address to listen on; port 0: any free one.")
