@@ -1,6 +1,7 @@
 """A recorded run in Python and notebooks: its numbers, trajectories, metrics and plots.
 
-Users call :func:`open_run`. polars, pandas and datasets are imported when asked for.
+Users call :func:`open_run`. polars, pandas, datasets and matplotlib are imported when
+asked for; figures come from :mod:`facts`, rows from :mod:`trajectories`.
 """
 
 import importlib

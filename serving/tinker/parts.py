@@ -1,4 +1,7 @@
-"""Parts of the Tinker server, as its handlers and requests of models get them."""
+"""Parts of the Tinker server, as its handlers and requests of models get them.
+
+The server makes one :class:`TinkerParts` from the modules of this folder and the run's scheduler.
+"""
 
 import asyncio
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Tenants of the Tinker server, and the API keys that they show.
 
 :mod:`app` looks a request's tenant up. A tenant owns sessions, models, samplers, results and
-checkpoints, and uses no others.
+checkpoints, and uses no others. Keys are compared in constant time, by the standard library's
+``hmac``.
 """
 
 import hmac
