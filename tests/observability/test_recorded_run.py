@@ -88,7 +88,7 @@ def test_a_run_without_a_batch_opens_and_says_so(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_with_what_is(
     run: tidegate.RecordedRun, tmp_path: Path
 ) -> None:
-    with pytest.raises(AuditError, match="is this the directory of a recorded run"):
+    with pytest.raises(AuditError, match="give the directory of a recorded run"):
         tidegate.open_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="a format is polars, pandas, datasets, arrow; got 'csv'"):
         run.trajectories("csv")  # type: ignore[arg-type]

@@ -81,10 +81,12 @@ def test_reports_tables_and_screens_of_a_hostile_run_have_no_controls(tmp_path: 
     ]
     (run / "run.json").write_text(json.dumps(body))
     assert is_harmless(write_report(run).read_text())
+    state = dict(WatchedRun.find(run).fetch_state())
+    state["about"] = {**state["about"], "is_live": True}  # ended runs show no stuck turns
     for is_terminal in (True, False):
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=is_terminal, color_system=None, width=300)
-        watch(WatchedRun.find(run), console, once=True)
+        watch(WatchedRun(lambda: state, is_live=True), console, once=True)
         if not is_terminal:  # rich moves the cursor for a live table
             progress = ProgressDisplay(groups_per_batch=1, console=console)
             progress.show(HOSTILE, some_statistics)
