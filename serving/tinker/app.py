@@ -6,6 +6,7 @@ for. Paths, fields and answers are those of the SDK ``tinker``; docs/tinker-serv
 """
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -210,7 +211,8 @@ async def session_heartbeat(parts: TinkerParts, http: HttpRequest, tenant: str) 
 async def finish_session(parts: TinkerParts, http: HttpRequest, tenant: str) -> Answer:
     """End a session with its models and samplers; saved checkpoints stay."""
     await read_body(http, bytes_max=BODY_BYTES_MAX)
-    await end_session(parts, parts.session(http.path_params["session_id"], tenant))
+    with contextlib.suppress(ApiError):  # it has ended: the request was sent again
+        await end_session(parts, parts.session(http.path_params["session_id"], tenant))
     return Response(status_code=204)
 
 

@@ -19,7 +19,7 @@ from tidegate.serving.tinker.training import UserError
 POLL_TIMEOUT_S = 40.0
 """Longest wait of one ``retrieve_future``: the SDK waits for its answer for up to 45 s."""
 
-KEPT_AFTER_READ_S = 300.0
+KEPT_AFTER_READ_S = 60.0
 """Time for which a result that was read is kept, because its answer may be lost on the way."""
 
 KEPT_UNREAD_S = 3600.0

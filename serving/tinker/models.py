@@ -187,9 +187,14 @@ class ModelTrainer:
     async def _run(self, model: TrainedModel, work: TrainingWork | None) -> None:
         while work is not None:
             await self._futures.carry_out(work.entry, work.run)
-            if model.journal is not None and model.journal.is_long and not model.has_gradient:
+            if self._needs_snapshot(model):
                 await self.save_snapshot(model)
             work = model.order.finished()
+
+    def _needs_snapshot(self, model: TrainedModel) -> bool:
+        if model.journal is None or model.has_gradient or model.model_id not in self.models:
+            return False
+        return model.journal.is_long
 
     async def save_snapshot(self, model: TrainedModel) -> None:
         """Save a model between two of its requests, so that a restart repeats few of them."""

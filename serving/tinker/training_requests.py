@@ -97,11 +97,11 @@ async def begin_model(
         model.order.next_seq_id = recovered.start.seq_id
     elif parts.state is not None:
         model.journal = ModelJournal(parts.state.model_directory(model_id), created, 1)
-    create = partial(_create, parts, model, recovered)
-    parts.trainer.create(model, f"{model_id}:create", create)
-    if model.journal is not None and recovered is None:
-        async with model.journal_lock:
+    async with model.journal_lock:  # which the same request waits for, if it is sent again
+        if model.journal is not None and recovered is None:
             await asyncio.to_thread(model.journal.begin)
+        create = partial(_create, parts, model, recovered)
+        parts.trainer.create(model, f"{model_id}:create", create)
     return model
 
 
