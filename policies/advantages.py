@@ -78,8 +78,8 @@ def batch_normalised_advantages(
     With ``group_ids`` it is the paper's variant with a baseline: the group's mean is subtracted
     first, then the result is divided by its standard deviation over the batch (its mean is 0
     already). Unlike GRPO, neither variant scales up the small advantages of a group whose
-    rewards hardly differ. The
-    standard deviation is the unbiased one; every rollout counts once, whatever its length.
+    rewards hardly differ. The standard deviation is the unbiased one; every rollout counts once,
+    whatever its length.
 
     Source: REINFORCE++, arXiv 2501.03262.
 

@@ -27,9 +27,9 @@ class AttachmentColumns:
     routed_experts_mask: torch.Tensor | None = None
     """[N] bool: positions whose routed experts are known."""
     kept_ids: torch.Tensor | None = None
-    """[M] int32"""
+    """[M] int32: ids of the kept tokens, one token's set after the other."""
     kept_counts: torch.Tensor | None = None
-    """[N] int32"""
+    """[N] int32: number of ``kept_ids`` of each token."""
 
 
 def attachment_columns(rollouts: Sequence[Rollout], lengths: Int64s) -> AttachmentColumns:

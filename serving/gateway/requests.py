@@ -90,7 +90,7 @@ class FailureRequest(msgspec.Struct, kw_only=True):
         """Return the failure as the error that ends the episode.
 
         Raises:
-            ConfigError: the reason is no name of a ledger's account.
+            ConfigError: the reason has a form that the ledger can't count by.
         """
         kind = PolicyFailed if self.cause == "policy" else InfrastructureFailed
         return kind(self.message or f"the agent reported {self.reason}", reason=self.reason)

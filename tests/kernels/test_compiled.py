@@ -123,6 +123,5 @@ def test_without_memory_compiled_code_says_so_and_without_threads_it_does_withou
     run = subprocess.run(
         [sys.executable, "-c", MULTIPLY_WITHOUT_MEMORY], capture_output=True, text=True, check=False
     )
-    assert run.stdout == "1024.0 1024.0 compiled code could not allocate its working memory\n", (
-        run.stderr
-    )
+    text = "1024.0 1024.0 compiled code could not allocate its working memory; start fewer engines"
+    assert run.stdout.startswith(text), run.stderr
