@@ -290,6 +290,7 @@ def audit_run(
     segments = [segment for replay in replays for segment in replay.segments]
     agreeing = [int(_agreeing(segment).sum()) for segment in segments]
     problems += _mismatches(segments)
+    problems += _wrong_kept_sets(segments)
     problems += _nearer_rivals(verdicts)
     return AuditReport(
         tolerance=max((s.tolerance for s in segments), default=tolerance or TOLERANCE),
@@ -533,6 +534,23 @@ def _mismatches(segments: Iterable[Segment]) -> list[Problem]:
                 f"{len(mismatched)} of {len(segment.token_ids)} tokens tagged v{segment.version} "
                 f"do not match its weights, first token {segment.first_token + first}: recorded "
                 f"{segment.recorded[first]:.6f}, replayed {segment.replayed[first]:.6f}"
+            )
+            problems.append(Problem(segment.rollout_id, segment.turn, message))
+    return problems
+
+
+def _wrong_kept_sets(segments: Iterable[Segment]) -> list[Problem]:
+    """Report tokens whose recorded kept set is not the likeliest tokens, or does not normalise
+    their log-prob."""
+    problems = []
+    for segment in segments:
+        wrong = np.flatnonzero(~(segment.kept_errors <= segment.tolerance))
+        if len(wrong):
+            first = int(wrong[0])
+            message = (
+                f"{len(wrong)} of {len(segment.token_ids)} tokens tagged v{segment.version} were "
+                f"not sampled from their recorded kept tokens, first token "
+                f"{segment.first_token + first}, off by {segment.kept_errors[first]:.2e} nats"
             )
             problems.append(Problem(segment.rollout_id, segment.turn, message))
     return problems

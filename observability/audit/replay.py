@@ -226,6 +226,8 @@ def _store_logprobs(logits: torch.Tensor, batch: list[Replay]) -> None:
                 rows.append(edit_logits(drawn_from, segment, replay.context, offset))
     if not slices:
         return
+    for (segment, start, _), edited in zip(slices, rows, strict=True):
+        _store_kept_errors(segment, start, edited)
     chosen = torch.cat(rows)
     token_ids = np.concatenate([s.token_ids[a:b] for s, a, b in slices]).astype(np.int64)
     recorded = np.concatenate([s.recorded[a:b] for s, a, b in slices])
@@ -242,6 +244,43 @@ def _store_logprobs(logits: torch.Tensor, batch: list[Replay]) -> None:
     cuts = itertools.accumulate(b - a for _, a, b in slices)
     for (segment, a, b), end in zip(slices, cuts, strict=True):
         segment.replayed[a:b] = logprobs[end - (b - a) : end]
+
+
+def _store_kept_errors(segment: Segment, start: int, logits: torch.Tensor) -> None:
+    """Check the kept sets of the segment's tokens from ``start`` on, drawn from logits [N, V]."""
+    kept_sets, temperature = segment.sampling.kept_ids, segment.sampling.temperature
+    if kept_sets is None:
+        return
+    scaled = logits / (temperature or 1.0)
+    for index, row in enumerate(scaled, start):
+        kept = kept_sets[segment.first_token + index]
+        segment.kept_errors[index] = kept_set_error(
+            row, kept, int(segment.token_ids[index]), float(segment.recorded[index])
+        )
+
+
+def kept_set_error(scaled: torch.Tensor, kept: list[int], token_id: int, recorded: float) -> float:
+    """Return how far logits are from those under which a kept set was right, in nats.
+
+    Whatever the options, a kept set has the likeliest tokens, and the sampled token's log-prob is
+    that among them. So the result is the larger of how much a token that was cut off exceeds one
+    that was kept, and the difference of the log-prob.
+
+    Args:
+        scaled: [V], logits divided by the temperature; -inf for tokens that were excluded before.
+        kept: recorded ids; empty for all.
+        token_id: the sampled token.
+        recorded: its recorded log-prob.
+    """
+    if not kept:
+        return abs(float(scaled[token_id] - scaled.logsumexp(0)) - recorded)
+    if token_id not in kept:
+        return float("inf")
+    inside = scaled[kept]
+    rest = scaled.clone()
+    rest[kept] = -torch.inf
+    difference = abs(float(scaled[token_id] - inside.logsumexp(0)) - recorded)
+    return max(difference, float(rest.max() - inside.min()))
 
 
 def _min_p(segment: Segment) -> float:

@@ -66,9 +66,13 @@ class Segment:
     """Largest difference at which two log-probs agree; depends on the engine's compute dtype."""
     replayed: npt.NDArray[np.float32] = field(init=False)
     """Log-probs that the replay computed, [N]; NaN until replayed."""
+    kept_errors: npt.NDArray[np.float32] = field(init=False)
+    """How wrong each token's recorded kept set is, [N], in nats; 0 without a set. Computed by
+    :func:`replay.kept_set_error`."""
 
     def __post_init__(self) -> None:
         self.replayed = np.full(len(self.token_ids), np.nan, dtype=np.float32)
+        self.kept_errors = np.zeros(len(self.token_ids), dtype=np.float32)
 
 
 @dataclass(slots=True)

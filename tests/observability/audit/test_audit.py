@@ -14,7 +14,7 @@ from tests.observability import recorded, sampled_runs
 from tests.observability.sampled_runs import KINDS, edit_rollout, make_models, record_run
 from tidegate.errors import AuditError
 from tidegate.observability.audit.audit import TOLERANCE, AuditReport, audit_run
-from tidegate.observability.audit.replay import sampled_logprobs
+from tidegate.observability.audit.replay import kept_set_error, sampled_logprobs
 from tidegate.observability.recording import read_trajectories, weights_path
 
 pytestmark = pytest.mark.wire
@@ -449,3 +449,21 @@ def test_tokens_tied_at_top_k_may_all_be_kept_and_lower_ones_never() -> None:
         np.testing.assert_allclose(found, recorded, atol=1e-5)
     outside = sampled_logprobs(logits, torch.tensor([3]), settings, torch.tensor([-0.1]))
     assert outside.tolist() == [-torch.inf]
+
+
+def test_only_a_set_of_the_likeliest_tokens_that_normalises_the_log_prob_is_a_kept_set() -> None:
+    logits = torch.tensor([0.0, 3.0, 2.0, 1.0])
+    recorded = float(torch.log_softmax(logits[[1, 2]], 0)[1])  # token 2, of tokens 1 and 2
+
+    def error(kept: list[int], token_id: int = 2) -> float:
+        return kept_set_error(logits, kept, token_id, recorded)
+
+    assert error([1, 2]) < 1e-6
+    assert error([2, 3]) == pytest.approx(2.0)  # token 1 exceeds token 3 by 2 nats
+    assert error([1, 2, 3]) > 0.05
+    assert error([]) > 0.1  # all tokens
+    assert error([1], token_id=2) == float("inf")
+    whole = float(torch.log_softmax(logits, 0)[2])
+    assert kept_set_error(logits, [], 2, whole) < 1e-6
+    tied = torch.tensor([1.0, 1.0, 0.0])
+    assert kept_set_error(tied, [0], 0, 0.0) == 0.0  # ties may be cut either way

@@ -1,6 +1,8 @@
 """Token attachments through whole runs: from engines over the wire into the trainer's batch."""
 
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import transformers
 
 import tidegate
 from tests.models import make_model_directory
+from tests.observability.sampled_runs import edit_rollout
 from tidegate.observability.audit.audit import audit_run
 from tidegate.observability.trajectories import read_trajectories
 from tidegate.policies.routing_replay import record_routed_experts
@@ -170,6 +173,23 @@ async def test_log_probs_over_a_batchs_kept_tokens_are_the_engines(tmp_path: Pat
             await rollouts.publish(dict(module.state_dict()))
     report = audit_run(run)
     assert report.agrees, report.lines()
+    for falsify in (lambda kept: kept[:-1], lambda kept: [*kept, 94]):
+        copy = shutil.copytree(run, tmp_path / "copy")
+        first = next(iter(read_trajectories(copy)))
+        edit_rollout(copy, first.rollout_id, partial(falsify_a_set, falsify))
+        report = audit_run(copy)
+        assert not report.agrees
+        assert any("recorded kept tokens, first token" in str(p) for p in report.problems)
+        shutil.rmtree(copy)
+
+
+def falsify_a_set(change: Callable[[list[int]], list[int]], row: dict[str, Any]) -> None:
+    """Change the kept set of the first token whose set has several tokens."""
+    for turn in row["turns"]:
+        for index, kept in enumerate(turn["kept_ids"]):
+            if len(kept) > 1:
+                turn["kept_ids"][index] = change(kept)
+                return
 
 
 async def test_a_model_without_a_mixture_says_so_to_the_episode(tmp_path: Path) -> None:
