@@ -30,6 +30,7 @@ class CoverageMark(StrEnum):
     FAILED_LATER = "a publish failed after its call had returned or was replaced"
     PAUSED = "the trainer paused all engines while it trained"
     SLEPT = "the trainer put all engines to sleep while it trained"
+    PATCHED = "a publish sent patches of the weights before"
     CANCELLED_PUBLISH = "a publish was cancelled"
     PUBLISHED_TWICE = "weights were published without a batch in between"
     PUBLISH_NEEDED = "a batch was requested that could not fill before a publish"

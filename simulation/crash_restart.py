@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from tidegate.orchestrator.core import events as ev
 from tidegate.orchestrator.core.core import Core
 from tidegate.orchestrator.core.event_log import replay
 from tidegate.orchestrator.core.state import digest, load, save
+from tidegate.orchestrator.core.weight_content import Change, patch_elements, replace_all
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.journal.reading import JournalSnapshot
 from tidegate.orchestrator.journal.run_journal import JournalHeader, RunJournal
@@ -312,6 +314,7 @@ class CrashRestartRun:
         loop.set_exception_handler(
             lambda _, context: on_failure(context.get("exception", AssertionError(str(context))))
         )
+        self._buffer.forget()
         context = SimulationContext(loop, self._frame_log, buffer=self._buffer)
         self._episodes = SimulatedEpisodes(
             self._scenario, context, stopped=self._stopped, is_patient=True
@@ -688,13 +691,18 @@ class CrashRestartRun:
         return sum(rows[row].sampled_tokens - rows[row].masked_tokens for row in discarded)
 
     async def _publish(self, scheduler: Scheduler) -> None:
-        reserved = await scheduler.control.reserve()
-        version = reserved.version
-        update = self._buffer.begin(version, keep=reserved.keep, content=version)
+        reserved = await scheduler.control.reserve(has_deltas=self._scenario.patches)
+        version, base_version = reserved.version, reserved.delta_base_version
+        update = self._buffer.begin(
+            version, keep=reserved.keep, content=version, patches_version=base_version
+        )
         await asyncio.sleep(self._scenario.write_s)
         self._buffer.end(update)
         self._trained_by_version[version] = self._trained
-        await scheduler.control.publish(version, [update])
+        change: Change = replace_all
+        if base_version is not None and self._buffer.is_patch(update):
+            change = partial(patch_elements, base_version)
+        await scheduler.control.publish(version, [update], "live", change)
 
     async def _episode(self, episode: Episode, task: int) -> float:
         self._begun_tasks.add(task)

@@ -426,7 +426,7 @@ class SimulatedEngine:
                 self.turns.pending_swap = None  # the new version needs its place
                 self.staging.start(version)
             case UpdateWeights():
-                self.staging.copy(message)
+                self.staging.copy(message, self.turns.content)
             case FinishWeightUpdate(version=version) if self.staging.is_staged(version):
                 self.turns.pending_swap = message
                 if message.pause_mode == "abort":

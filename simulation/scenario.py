@@ -319,6 +319,9 @@ class Scenario(ScenarioRules, frozen=True, kw_only=True):
     """Share of publishes that are followed by another publish, without a batch in between."""
     cancelled_publishes: float = 0.0
     """Share of publishes that the trainer cancels after a timeout."""
+    patches: bool = False
+    """Whether publishes send patches of the weights written last, where engines can have these, as
+    with ``weight_deltas="elements"``."""
     discarded_rows: float = 0.0
     """Share of rows that the trainer discards."""
     look_ahead: int = 0
@@ -492,6 +495,7 @@ def draw_scenario(seed: int, kinds: frozenset[FaultKind] = ALL_FAULTS) -> Scenar
         engines_without_prefills=random.Random(f"{seed}/prefills").choice((0, 0, 0, 1)),
         discarded_rows=random.Random(f"{seed}/left out").choice((0.0, 0.0, 0.3)),
         look_ahead=random.Random(f"{seed}/look-ahead").choice((0, 0, 0, 0, 1, 2)),
+        patches=random.Random(f"{seed}/patches").random() < 0.5,
         faults=plan_faults(
             kinds, engines=engines, until_s=FAULTS_UNTIL_S, chance=random.Random(f"{seed}/faults")
         ),

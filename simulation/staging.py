@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 
 from tidegate.simulation.ground_truth import GroundTruth
 from tidegate.simulation.model import TORN_WEIGHTS
-from tidegate.transport.messages import Message, UpdateWeights, WeightsFailed, WeightsStaged
+from tidegate.transport.messages import (
+    Message,
+    TensorSpec,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsStaged,
+)
+
+WHOLE_BYTES, PATCH_BYTES = 1000, 100
+"""Sizes of a whole set and of a patch of it, by which the run decides how many patches may follow
+each other: four here."""
 
 SUPERSEDED = "given up, for"
 """Text in an engine's answer for a version that a newer version has replaced before staging."""
@@ -32,17 +42,28 @@ class WeightBuffer:
 
     contents: list[int] = field(default_factory=lambda: [0, 0])
     """Content of each slot, by the order of writing; ``TORN_WEIGHTS`` while the slot is written."""
+    bases: dict[int, int] = field(default_factory=dict)
+    """Slot -> content that its patches apply to; slots with whole sets are absent."""
     _written: int = 0
     """Content that is being written, or was written last."""
     _slot_of_version: dict[int, int] = field(default_factory=dict)
     """Version -> the slot that it was written to last."""
+    _last: tuple[int, int] | None = None
+    """Version that was written last, and its content; None before the first, and while one is
+    written. Patches are relative to it only, as those of ``WrittenElements``."""
 
     def begin(
-        self, version: int, *, keep: Collection[int], content: int | None = None
+        self,
+        version: int,
+        *,
+        keep: Collection[int],
+        content: int | None = None,
+        patches_version: int | None = None,
     ) -> UpdateWeights:
         """Begin to write a version to a slot that holds none of the versions in ``keep``.
 
-        ``content``: the weights to write; None for new weights. Return the update message.
+        ``content``: the weights to write; None for new weights. ``patches_version``: write patches
+        of this version if it was written last. Return the update message; ``is_patch`` tells.
         """
         kept_slots = {self._slot_of_version.get(version) for version in keep}
         slot = next(slot for slot in itertools.count() if slot not in kept_slots)
@@ -50,11 +71,26 @@ class WeightBuffer:
         self._slot_of_version[version] = slot
         self._written = self._written + 1 if content is None else content
         self.contents[slot] = TORN_WEIGHTS
-        return UpdateWeights(version=version, location=str(slot), tensors=[])
+        last, self._last = self._last, None
+        self.bases.pop(slot, None)
+        nbytes = WHOLE_BYTES
+        if last is not None and last[0] == patches_version:
+            self.bases[slot], nbytes = last[1], PATCH_BYTES
+        tensors = [TensorSpec("w", "bfloat16", [WHOLE_BYTES // 2], 0, nbytes)]
+        return UpdateWeights(version=version, location=str(slot), tensors=tensors)
+
+    def forget(self) -> None:
+        """Forget what was written last, as a new trainer process does: it has no set to patch."""
+        self._last = None
+
+    def is_patch(self, update: UpdateWeights) -> bool:
+        """Return whether the slot of ``update`` holds patches."""
+        return int(update.location) in self.bases
 
     def end(self, update: UpdateWeights) -> None:
         """Finish writing the version of ``update``."""
         self.contents[int(update.location)] = self._written
+        self._last = (update.version, self._written)
 
 
 @dataclass(slots=True)
@@ -65,6 +101,19 @@ class _StagedVersion:
     state: str = "open"
     """Progress of the update: ``open``, ``staged`` or ``failed``."""
     content: int = TORN_WEIGHTS
+    slots: dict[int, int] = field(default_factory=dict)
+    """Slots that were read, and their contents then."""
+
+    def read(self, slot: int, buffer: WeightBuffer, live_content: int | None) -> None:
+        """Apply a slot's whole set, or its patches over what was read before.
+
+        ``live_content``: weights that the first patches may apply to; None if the message names no
+        base. Patches over other weights than those they were made of leave torn weights.
+        """
+        base = live_content if not self.slots else self.content
+        content = self.slots[slot] = buffer.contents[slot]
+        is_applicable = slot not in buffer.bases or buffer.bases[slot] == base
+        self.content = content if is_applicable else TORN_WEIGHTS
 
 
 class SimulatedStaging:
@@ -124,23 +173,25 @@ class SimulatedStaging:
             self._update = None
         self._replies.clear()
 
-    def copy(self, message: UpdateWeights) -> None:
-        """Copy a version; the reply follows when the copy is done."""
+    def copy(self, message: UpdateWeights, live_content: int) -> None:
+        """Copy a part of a version, beside the live weights ``live_content``; the reply follows
+        when all parts are copied."""
         update, version = self._update, message.version
         if update is None or update.version != version:
             self.fail(version, "was not started")
         elif update.state == "open" and not message.location:
             update.state = "failed"
             self.fail(version, "comes without tensors, which no simulated engine can take")
-        elif update.state == "open" and message.is_last:
-            self._copies_running += 1
-            slot = int(message.location)
-            content = self._buffer.contents[slot]
-            seconds = self._copy_s + self.delay_s
-            self._loop.call_later(seconds, self._copied, update, slot, content)
+        elif update.state == "open":
+            has_base = message.base_versions is not None
+            update.read(int(message.location), self._buffer, live_content if has_base else None)
+            if message.is_last:
+                self._copies_running += 1
+                self._loop.call_later(self._copy_s + self.delay_s, self._copied, update)
 
-    def _copied(self, update: _StagedVersion, slot: int, content: int) -> None:
+    def _copied(self, update: _StagedVersion) -> None:
         self._copies_running -= 1
+        content, contents = update.content, self._buffer.contents
         if self.refusals_due and not self._ground_truth.is_served(content):
             self.refusals_due -= 1
             self._refused.add(content)
@@ -149,7 +200,8 @@ class SimulatedStaging:
             self.fail(update.version, "does not fit: it was meant to be refused")
         elif update.state == "open":
             update.state = "staged"
-            update.content = content if content == self._buffer.contents[slot] else TORN_WEIGHTS
+            if any(contents[slot] != read for slot, read in update.slots.items()):
+                update.content = TORN_WEIGHTS
             self._replies.append(WeightsStaged(version=update.version))
         self._on_copied()
 

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from enum import Enum, auto
+from functools import partial
 
 from tidegate.errors import (
     EngineLagging,
@@ -21,6 +22,7 @@ from tidegate.errors import (
 )
 from tidegate.orchestrator.batches.tasks import Tasks
 from tidegate.orchestrator.core import events as ev
+from tidegate.orchestrator.core.weight_content import Change, patch_elements, replace_all
 from tidegate.orchestrator.episodes.episode import Episode
 from tidegate.orchestrator.fleet.pending_futures import BatchRequest
 from tidegate.orchestrator.scheduler.scheduler import Scheduler
@@ -329,18 +331,23 @@ class SimulatedTrainer:
 
     async def _write_and_publish(self, scheduler: Scheduler) -> None:
         self.activity = "waiting until weights can be written"
-        reserved = await scheduler.control.reserve()
-        version = reserved.version
-        update = self._context.buffer.begin(version, keep=reserved.keep)
+        has_patches, buffer = self._scenario.patches, self._context.buffer
+        reserved = await scheduler.control.reserve(has_deltas=has_patches)
+        version, base_version = reserved.version, reserved.delta_base_version
+        update = buffer.begin(version, keep=reserved.keep, patches_version=base_version)
         try:
             await asyncio.sleep(self._scenario.write_s)
         except BaseException:
             scheduler.control.release()
             raise
-        self._context.buffer.end(update)
+        buffer.end(update)
         self.activity = f"publishing v{version}"
-
-        await scheduler.control.publish(version, [update], self._scenario.publish_wait)
+        change: Change = replace_all
+        if base_version is not None and buffer.is_patch(update):
+            self._context.coverage.record(CoverageMark.PATCHED)
+            change = partial(patch_elements, base_version)
+        wait = self._scenario.publish_wait
+        await scheduler.control.publish(version, [update], wait, change)
 
     async def _evaluate(self, scheduler: Scheduler) -> None:
         tasks = [-1 - task for task in range(self._scenario.evaluation_tasks)]

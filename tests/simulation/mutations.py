@@ -20,6 +20,7 @@ from tidegate.orchestrator.core.handed_batches import HandedBatches
 from tidegate.orchestrator.core.ledger import Ledger
 from tidegate.orchestrator.core.rollout import Rollout, Turn
 from tidegate.orchestrator.core.turns import TurnTracker
+from tidegate.orchestrator.core.weight_content import WeightContent
 from tidegate.orchestrator.episodes.runner import EpisodeRunner
 from tidegate.orchestrator.scheduler.batch_request_queue import BatchRequestQueue
 from tidegate.policies import asynchrony, consumption
@@ -31,6 +32,7 @@ from tidegate.transport.messages import (
     LENGTH,
     STOP,
     Prefill,
+    UpdateWeights,
 )
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -401,3 +403,34 @@ def a_turn_that_ends_engines_is_sent_to_the_next(patch: pytest.MonkeyPatch) -> N
         return right(self, engine, is_crash=False)
 
     patch.setattr(TurnTracker, "leave", leave)
+
+
+# ---------------------------------------------------------------- weights
+
+
+@mutation(seed=70)
+def a_whole_set_is_sent_without_the_patches_after_it(patch: pytest.MonkeyPatch) -> None:
+    right = WeightContent._patches_after
+
+    def patches_after(self: WeightContent, step: int) -> tuple[UpdateWeights, ...]:
+        return right(self, step) if step else ()
+
+    patch.setattr(WeightContent, "_patches_after", patches_after)
+
+
+@mutation(seed=19)
+def an_engine_that_lacks_several_patches_gets_only_the_newest(patch: pytest.MonkeyPatch) -> None:
+    right = WeightContent._step_from
+
+    def step_from(self: WeightContent, live: int | None) -> int | None:
+        return None if right(self, live) is None else len(self.patches) - 1
+
+    patch.setattr(WeightContent, "_step_from", step_from)
+
+
+@mutation(seed=125)
+def a_buffer_of_patches_that_others_follow_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    def buffers(self: WeightContent) -> set[int]:
+        return {part.version for part in (*(self.whole or ()), *self._patches_after(0)[-1:])}
+
+    patch.setattr(WeightContent, "buffers", property(buffers))
