@@ -61,11 +61,19 @@ PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>: sets the signal that the process gets when its parent dies."""
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""Longest time for which another thread keeps Python's interpreter lock while the stepping thread
+waits for it, by :func:`sys.setswitchinterval`. At Python's 5 ms, staging a patched version delayed
+the longest decode step by 1.0 to 2.5 usual ones (``benchmarks.engine.steps --patches``, small
+model, 32 turns), because decoding patches is Python and numpy; at this value by 0.35."""
+
+
 def main(argv: Sequence[str] | None = None, keys: EngineKeys | None = None) -> int:
     """Run one engine until it ends; return the process's exit status.
 
     ``keys`` are an alternative to --curve-key-directory for callers that hold them in memory.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     arguments = _parse(argv)
     if arguments.die_with_parent is not None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

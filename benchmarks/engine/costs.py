@@ -29,6 +29,8 @@ import numpy as np
 from benchmarks.engine.ours import Driver, command, cpu_s, until
 from benchmarks.engine.shapes import SHAPES, Request, make_directory
 from benchmarks.table import Row, compared, show
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import (
     ABORT,
     FinishWeightUpdate,
@@ -187,7 +189,8 @@ async def abort_costs(
     modes: tuple[PauseMode, ...] = ("keep", "abort")
     for number, mode in enumerate(modes):
         version = 1 + 2 * run + number
-        await engine.driver.stage(version, channel, model)
+        tensors = named_buffers(dict(read_tensors(model)))
+        await engine.driver.stage(version, channel, tensors)
         swap = FinishWeightUpdate(version=version, pause_mode=mode, kv_policy="keep")
         spent[mode] = (await engine.spent(requests(version), swap)).cpu_s
         expected = TURNS if mode == "abort" else 0

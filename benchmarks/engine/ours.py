@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import numpy as np
 import psutil
 
 from benchmarks.engine.shapes import Request, load
-from tidegate.engine.models.checkpoint import read_tensors
-from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import (
     Ack,
+    BaseVersions,
     FinishWeightUpdate,
     FromEngine,
     Hello,
@@ -42,7 +42,7 @@ from tidegate.transport.messages import (
     decode_from_engine,
 )
 from tidegate.transport.router import RouterSocket
-from tidegate.transport.weight_channels import WeightSender, sender
+from tidegate.transport.weight_channels import NamedBuffer, WeightSender, sender
 
 CREDIT_STEPS = 256
 FULL_TOKENS = 64
@@ -82,24 +82,36 @@ class Driver:
         """Send a message to the engine."""
         self._socket.send(self._peer, message)
 
-    async def publish(self, model: Path, version: int = 1) -> None:
-        """Run all four phases of a weight update, through shared memory."""
+    async def publish(
+        self, tensors: Sequence[NamedBuffer], version: int = 1, base_version: int | None = None
+    ) -> None:
+        """Run all four phases of a weight update, through shared memory.
+
+        ``base_version``: the live version that the tensors' patches apply to; None for whole sets.
+        """
         channel = sender("shm", None)
         try:
             self.say(channel.init())
             self.live.clear()
-            await self.stage(version, channel, model)
+            await self.stage(version, channel, tensors, base_version)
             self.say(FinishWeightUpdate(version=version, pause_mode="keep", kv_policy="keep"))
             await self.live.wait()
         finally:
             channel.close()
 
-    async def stage(self, version: int, channel: WeightSender, model: Path) -> None:
+    async def stage(
+        self,
+        version: int,
+        channel: WeightSender,
+        tensors: Sequence[NamedBuffer],
+        base_version: int | None = None,
+    ) -> None:
         """Stage a version beside the live weights."""
         self.staged.clear()
         self.say(StartWeightUpdate(version=version))
-        for update in channel.write(version, named_buffers(dict(read_tensors(model)))):
-            self.say(update)
+        bases = None if base_version is None else BaseVersions(base_version, base_version)
+        for update in channel.write(version, tensors):
+            self.say(msgspec.structs.replace(update, base_versions=bases))
         await self.staged.wait()
 
     def _on_frames(self, frames: list[tuple[bytes, bytes]]) -> None:

@@ -13,6 +13,9 @@ which every turn decodes. Values are medians.
         count, nor a copy that takes their turn
     update_stall_wall_steps: the same by wall time
     without_update_stall_…: both, for the rounds without an update
+
+``--patches`` publishes patches of 1.3 % of the elements (``weight_deltas="elements"``) in place of
+whole sets. A step of Adam at a learning rate of 1e-6 changes as many.
 """
 
 import argparse
@@ -28,11 +31,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import torch
+
 from benchmarks.engine.ours import FULL_TOKENS, Driver, command, until
 from benchmarks.engine.shapes import Request, load
 from benchmarks.engine.watched_worker import Mark
+from tidegate.engine.models.checkpoint import read_tensors
+from tidegate.orchestrator.weight_sync.deltas import WrittenElements
+from tidegate.orchestrator.weight_sync.state_dict import named_buffers
 from tidegate.transport.messages import Shutdown
 from tidegate.transport.router import RouterSocket
+from tidegate.transport.weight_channels import NamedBuffer
 
 ROUNDS_MAX = 24
 """Maximum number of rounds; half of them have an update."""
@@ -41,6 +50,9 @@ ROUNDS_MIN = 6
 
 ENOUGH_S = 120.0
 """After this time no further round starts, once there are ``ROUNDS_MIN``."""
+
+PATCHED_SHARE = 0.013
+"""Share of the elements that ``--patches`` changes in each update."""
 
 WATCHED = "benchmarks.engine.watched_worker"
 
@@ -65,7 +77,32 @@ class Step(NamedTuple):
     """Part of ``cpu`` spent in kernels; None in steps whose kernels were not timed."""
 
 
-def measure(model: Path, requests: Sequence[Request], device: str) -> dict[str, float]:
+class Updates:
+    """Sets of weights to publish, one after another: all tensors, or patches of them."""
+
+    def __init__(self, model: Path, *, has_patches: bool) -> None:
+        self._tensors = {name: tensor.clone() for name, tensor in read_tensors(model)}
+        self._written = WrittenElements() if has_patches else None
+        self._chance = torch.Generator().manual_seed(0)
+        self._version: int | None = None
+
+    def make(self, version: int) -> tuple[Sequence[NamedBuffer], int | None]:
+        """Return the tensors of a version, and the version that they patch; None for whole sets."""
+        before, self._version = self._version, version
+        if self._written is None:
+            return named_buffers(self._tensors), None
+        for tensor in self._tensors.values():
+            bits = tensor.view(-1).view(torch.int16)
+            count = max(1, round(PATCHED_SHARE * len(bits)))
+            bits[torch.randint(len(bits), (count,), generator=self._chance)] ^= 1
+        whole = named_buffers(self._tensors)
+        patches = self._written.changed(version, whole, before=-1 if before is None else before)
+        return (whole, None) if patches is None else (patches, before)
+
+
+def measure(
+    model: Path, requests: Sequence[Request], device: str, *, has_patches: bool = False
+) -> dict[str, float]:
     """Start a worker, run the rounds, and evaluate its marks."""
     socket = RouterSocket(None, name="benchmark")
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
@@ -74,7 +111,8 @@ def measure(model: Path, requests: Sequence[Request], device: str) -> dict[str, 
         started[2:3] = [WATCHED, str(noted)]
         worker = subprocess.Popen(started, stderr=errors)
         try:
-            rounds = asyncio.run(_drive(socket, worker, errors, requests, model))
+            updates = Updates(model, has_patches=has_patches)
+            rounds = asyncio.run(_drive(socket, worker, errors, requests, updates))
             worker.wait()
         finally:
             worker.kill()
@@ -89,27 +127,35 @@ async def _drive(
     worker: subprocess.Popen[bytes],
     errors: IO[str],
     requests: Sequence[Request],
-    model: Path,
+    updates: Updates,
 ) -> list[Round]:
     """Run the rounds after one to warm up; every other one has an update."""
     driver = Driver(socket)
     await until(driver.greeted, worker, errors)
+    for version in (1, 2):  # patches follow a whole set, and bring two buffers up to date
+        await driver.publish(*_versioned(updates, version))
     rounds: list[Round] = []
     enough_at_s = time.monotonic() + ENOUGH_S
     for number in range(ROUNDS_MAX + 1):
         if number > ROUNDS_MIN and number % 2 and time.monotonic() > enough_at_s:
             break
+        is_updated = number > 0 and number % 2 == 0
+        update = _versioned(updates, 2 + number) if is_updated else None
         began_ns = time.monotonic_ns()
         driver.submit([Request(one.prompt, FULL_TOKENS) for one in requests], seed=1000 * number)
-        is_updated = number > 0 and number % 2 == 0
-        if is_updated:
-            await driver.publish(model, version=number)
+        if update is not None:
+            await driver.publish(*update)
         is_in_time = not driver.finished.is_set()  # otherwise the update came after the answers
         await until(driver.finished, worker, errors)
         if number > 0 and is_in_time:
             rounds.append(Round(began_ns, time.monotonic_ns(), is_updated))
     driver.say(Shutdown())
     return rounds
+
+
+def _versioned(updates: Updates, version: int) -> tuple[Sequence[NamedBuffer], int, int | None]:
+    tensors, base_version = updates.make(version)
+    return tensors, version, base_version
 
 
 def full_steps(marks: Sequence[Mark], one: Round, turns: int) -> list[Step]:
@@ -162,9 +208,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("requests", type=Path)
     parser.add_argument("--device", default="cpu", help="as the worker's")
+    parser.add_argument("--patches", action="store_true", help="publish patches of elements")
     options = parser.parse_args()
     requests = load(options.requests.read_text())
-    sys.stdout.write(json.dumps(measure(options.model, requests, options.device)) + "\n")
+    measured = measure(options.model, requests, options.device, has_patches=options.patches)
+    sys.stdout.write(json.dumps(measured) + "\n")
 
 
 if __name__ == "__main__":
