@@ -86,12 +86,18 @@ class WeightContent:
     def _of_adapters(self) -> Iterator[UpdateWeights]:
         return (part for parts in self.adapters.values() for part in parts)
 
-    def messages(self, version: int, *, live: int | None) -> list[UpdateWeights]:
-        """Return the messages that bring an engine from version ``live`` to this one,
-        ``version``."""
+    def messages(
+        self, version: int, *, live: int | None, is_swapping: bool = False
+    ) -> list[UpdateWeights]:
+        """Return the messages that bring an engine from version ``live`` to this one, ``version``.
+
+        ``is_swapping``: the engine has been told to swap to a later version and has not confirmed,
+        so that it may serve either when it reads these. Patches apply to one of them only, so it
+        gets the whole set.
+        """
         bases = self.bases
         follows = bases is not None and live is not None and bases.first <= live <= bases.last
-        step = None if follows else self._step_from(live)
+        step = None if follows or is_swapping else self._step_from(live)
         if step is not None and live is not None:
             parts = [*self._patches_after(step), *self.overlays]
             bases = BaseVersions(live, live)

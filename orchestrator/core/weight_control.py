@@ -435,6 +435,9 @@ class _Engine:
 
     version: int
     """Version that the engine serves, if it has weights."""
+    newest_finish: int = NO_VERSION
+    """Newest version that the engine was told to swap to; it may have swapped without having
+    confirmed."""
     levels: Sequence[int] = ()
     """Sleep levels that the engine supports."""
     asleep: set[MemoryTag] = field(default_factory=set)
@@ -459,6 +462,11 @@ class _Engine:
     def served_version(self) -> int:
         """Version that the engine can serve now; NO_VERSION without weights."""
         return NO_VERSION if self.needs_weights else self.version
+
+    @property
+    def is_swapping(self) -> bool:
+        """Whether the engine may serve a later version than :attr:`version`."""
+        return self.newest_finish > self.version
 
     @property
     def base_version(self) -> int | None:
@@ -1220,7 +1228,9 @@ class WeightControl:
             other.remove(name)
         update.staging.add(name)
         engine = self._engines[name]
-        chunks = update.content.messages(update.version, live=engine.base_version)
+        chunks = update.content.messages(
+            update.version, live=engine.base_version, is_swapping=engine.is_swapping
+        )
         return [(name, engine.start_message(update.version)), *((name, chunk) for chunk in chunks)]
 
     def _on_staged(self, name: str, version: int) -> None:
@@ -1278,6 +1288,8 @@ class WeightControl:
             )
             wave = sorted(update.staged)[: max(0, self._swaps_available)]
             outgoing += [(engine, finish) for engine in wave]
+            for engine in wave:
+                self._engines[engine].newest_finish = update.version
             update.swapping.update(wave)
             update.staged.difference_update(wave)
         if outgoing:
