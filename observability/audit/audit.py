@@ -330,7 +330,11 @@ def _replay(
     else:
         from tidegate.observability.audit.replay import replay_all
 
-        replay_all(replays, weights, progress, quantization=_quantization(part))
+        dtypes = _dtypes(part).values()
+        in_double = all(TOLERANCES.get(dtype, TOLERANCE) <= TOLERANCE for dtype in dtypes)
+        replay_all(
+            replays, weights, progress, quantization=_quantization(part), in_double=in_double
+        )
 
 
 def write_audit(directory: Path, report: AuditReport) -> Path:

@@ -84,6 +84,12 @@ BATCH_TOKENS_MAX = 2048
 """Padded positions of one forward pass. More gives a small model no speed on a CPU, and logits
 of a 150,000-token vocabulary would take more than 1 GB."""
 
+FLOAT32_NOISE_FACTOR = 3.0
+"""Factor for the noise of replays in float32 of engines that computed in float32. Equal weights
+give slightly different replays then, by which one of two histories seems nearer by chance: over 40
+tokens by a standard deviation of some six nats, which this factor makes two, far from the odds at
+which a tag counts as wrong."""
+
 EDGE = 1e-5
 """Rounding error of a cumulative sum of probabilities. A token this close to the top-p threshold
 may fall on either side in two correct implementations."""
@@ -98,6 +104,7 @@ def replay_all(
     progress: Callable[[int], None] = lambda version: None,
     *,
     quantization: str = "",
+    in_double: bool = False,
 ) -> None:
     """Fill in ``replayed`` of every segment, loading each version as rarely as possible.
 
@@ -106,6 +113,9 @@ def replay_all(
         weights: returns the directory of a version.
         progress: called with each version before it is loaded.
         quantization: format to which the engines quantized the weights; empty for none.
+        in_double: compute in float64 if the model's code can, so that replays by equal weights are
+            equal, whatever their batches. Needed where engines computed in float32, whose noise is
+            as small as the replay's would be.
 
     Raises:
         AuditError: weights can't be loaded.
@@ -121,12 +131,35 @@ def replay_all(
         version, adapter = key
         progress(version)
         model = load_version(version, weights, adapter, quantization=quantization)
+        noise_factor = 1.0
+        if in_double:
+            noise_factor = 1.0 if _computes_in_double(model) else FLOAT32_NOISE_FACTOR
+            model = model.double() if noise_factor == 1.0 else model.float()
         for batch in _batches(due.pop(key), model.config.vocab_size):
             _read(model, batch, pasts)
+            for segment in (segment for replay in batch for segment in replay.segments):
+                segment.noise_factor = noise_factor
             for replay in batch:
                 replay.stages_done += 1
                 if replay.stages_done < len(replay.stages):
                     due[_weights_due(replay)].append(replay)
+
+
+@torch.inference_mode()
+def _computes_in_double(model: Any) -> bool:
+    """Return whether a model's code gives the same log-probs in float64 as in float32.
+
+    Grouped products of experts take no float64, and some masks overflow in it. The model is in
+    float64 afterwards.
+    """
+    token_ids = torch.zeros(2, 3, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])  # padded on the left, as batches are
+    expected = model(input_ids=token_ids, attention_mask=mask).logits[:, -1]
+    try:
+        result = model.double()(input_ids=token_ids, attention_mask=mask).logits[:, -1]
+    except RuntimeError:
+        return False
+    return torch.allclose(result.float(), expected, rtol=1e-3, atol=1e-3)
 
 
 def _batches(replays: list[Replay], vocab_size: int) -> Iterator[list[Replay]]:
@@ -222,7 +255,7 @@ def _store_logprobs(logits: torch.Tensor, batch: list[Replay]) -> None:
             if first < last:
                 offset = first - segment.position + 1
                 slices.append((segment, offset, offset + last - first))
-                drawn_from = logits[row, first - stage.start : last - stage.start].float()
+                drawn_from = logits[row, first - stage.start : last - stage.start]
                 rows.append(edit_logits(drawn_from, segment, replay.context, offset))
     if not slices:
         return
@@ -294,7 +327,7 @@ def sampled_logprobs(
     """Return the log-prob of each token under the distribution from which it was drawn.
 
     Args:
-        logits: [N, V], float32.
+        logits: [N, V], float32 or float64.
         token_ids: [N], int64.
         settings: [N, 4]: temperature, top-k (0: off), top-p (1: off) and min-p (0: off). min-p is
             applied first. Temperature 0 means the unfiltered distribution at temperature 1.

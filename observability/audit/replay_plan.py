@@ -66,6 +66,9 @@ class Segment:
     """Largest difference at which two log-probs agree; depends on the engine's compute dtype."""
     replayed: npt.NDArray[np.float32] = field(init=False)
     """Log-probs that the replay computed, [N]; NaN until replayed."""
+    noise_factor: float = field(init=False, default=1.0)
+    """Factor by which the noise of differences exceeds the engine's own, because of the replay's:
+    see :data:`replay.FLOAT32_NOISE_FACTOR`."""
     kept_errors: npt.NDArray[np.float32] = field(init=False)
     """How wrong each token's recorded kept set is, [N], in nats; 0 without a set. Computed by
     :func:`replay.kept_set_error`."""

@@ -4,15 +4,17 @@ The audit replays each rival beside the record, and asks which is nearer to the 
 Neighbouring versions differ by less than any tolerance at a small learning rate; the differences of
 all tokens of a span together still tell them apart. Built on numpy.
 
-The noise of a log-prob, between the engine's sums and the replay's, is taken as Laplace-distributed
-with scale b, whose tails are heavy enough for the outliers of real engines. Of N tokens with the
-recorded log-probs x, the replayed r and the rival's q, the log-odds of the rival against the record
-are ::
+The noise of a log-prob, between the engine's sums and the replay's, is taken as
+Laplace-distributed, whose tails are heavy enough for the outliers of real engines. A token's
+log-prob depends on its logit with the factor 1 - p, so the noise of a token of probability p has
+the scale b = s (1 - p). Of N tokens with the recorded log-probs x, the replayed r and the rival's
+q, the log-odds of the rival against the record are ::
 
-    (sum |x - r| - sum |x - q|) / b
+    sum (|x - r| - |x - q|) / b
 
-in nats. b is the mean absolute difference of the engine's tokens, estimated as median / ln 2, which
-wrong tags on less than half of them do not move.
+in nats. s is estimated as the median of |x - r| / (1 - p) over the engine's tokens, divided by
+ln 2, which wrong tags on less than half of them do not move. Replays must have less noise than the
+engines, or rivals that are no different would seem nearer by chance: see :func:`replay.replay_all`.
 """
 
 import dataclasses
@@ -35,6 +37,10 @@ an audit of 10,000 spans has a false alarm in a hundred audits."""
 
 NOISE_MIN = 1e-7
 """Smallest noise of a log-prob, in nats: about the rounding of one float32 log-prob."""
+
+SURE_MIN = 1e-3
+"""Smallest probability of another token at which a token counts for the estimate of the noise: the
+log-probs of surer ones are rounded to the next float32."""
 
 DIFFERENCE_MAX = 20.0
 """Nats at which a difference is cut off, such as that of a token that a filter would exclude."""
@@ -60,10 +66,15 @@ class Rival:
     """The tokens that the rival is about."""
 
     def log_odds(self, noise: float) -> float:
-        """Return the log-odds of the rival against the record, in nats; negative for the record."""
-        recorded = sum(_differences(each.span)[each.tokens].sum() for each in self.parts)
-        rival = sum(_differences(each.copy).sum() for each in self.parts)
-        return float(recorded - rival) / noise
+        """Return the log-odds of the rival against the record, in nats; negative for the record.
+
+        ``noise``: s of the module's docstring, of the engine.
+        """
+        odds = 0.0
+        for part in self.parts:
+            gain = _differences(part.span)[part.tokens] - _differences(part.copy)
+            odds += float((gain / _scale(part.copy, noise)).sum())
+        return odds
 
     @property
     def span(self) -> Segment:
@@ -104,14 +115,31 @@ def judge(rivals: Iterable[Rival], segments: Iterable[Segment]) -> list[RivalVer
 
     See :func:`judge_exactly` for replays that are equal to the record to the bit.
     """
-    by_engine: defaultdict[str, list[npt.NDArray[np.float64]]] = defaultdict(list)
+    by_engine: defaultdict[str, list[Segment]] = defaultdict(list)
     for segment in segments:
-        by_engine[segment.engine].append(_differences(segment))
-    noise = {
-        engine: max(NOISE_MIN, float(np.median(np.concatenate(parts))) / math.log(2))
-        for engine, parts in by_engine.items()
-    }
+        by_engine[segment.engine].append(segment)
+    noise = {engine: _noise(of_engine) for engine, of_engine in by_engine.items()}
     return [RivalVerdict(rival, rival.log_odds(noise[rival.span.engine])) for rival in rivals]
+
+
+def _noise(segments: Sequence[Segment]) -> float:
+    """Return the noise s of the logits of one engine's tokens."""
+    differences = np.concatenate([_differences(each) for each in segments])
+    others = np.concatenate([_others(each) for each in segments])
+    counted = others >= SURE_MIN
+    if not counted.any():
+        return NOISE_MIN
+    return max(NOISE_MIN, float(np.median(differences[counted] / others[counted])) / math.log(2))
+
+
+def _scale(segment: Segment, noise: float) -> npt.NDArray[np.float64]:
+    """Return the scale b of each token's noise, at least that of rounding to float32. [N]"""
+    return np.maximum(noise * segment.noise_factor * _others(segment), NOISE_MIN)
+
+
+def _others(segment: Segment) -> npt.NDArray[np.float64]:
+    """Return the probability of all other tokens than the sampled one, 1 - p. [N]"""
+    return -np.expm1(np.minimum(segment.recorded.astype(np.float64), 0.0))
 
 
 def judge_exactly(rivals: Iterable[Rival]) -> list[RivalVerdict]:

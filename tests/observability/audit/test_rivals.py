@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
+import tidegate
+from tests.models import make_model_directory
 from tests.observability import sampled_runs
 from tests.observability.sampled_runs import edit_rollout, make_models, record_run
 from tidegate.observability.audit.audit import AuditReport, audit_run
@@ -101,3 +105,28 @@ def test_a_wrong_tag_within_the_tolerance_is_farther_from_the_record_than_the_ri
     told = [problem.message for problem in report.problems if problem.rollout_id == rollout_id]
     assert any(f"are nearer to {claim}, by odds of" in message for message in told), told
     assert {problem.rollout_id for problem in report.problems} == {rollout_id}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+async def test_versions_of_equal_weights_are_never_nearer_than_each_other(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Most tokens are nearly certain, and the log-probs of the others have a hundred times their
+    noise; a mixture is replayed in float32."""
+    model = make_model_directory(tmp_path / "model", model_type)
+    module: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        module.model.norm.weight *= 40
+    module.save_pretrained(model)
+
+    async def solve(episode: tidegate.Episode, task: int) -> float:
+        episode.append([10 + task, 11, 12])
+        await episode.generate(max_tokens=40, stop_token_ids=[])
+        return float(task % 2)
+
+    settings: Any = {"engines": 1, "group_size": 2, "groups_per_batch": 8, "max_staleness": 2}
+    async with tidegate.serve(model=model, run_directory=tmp_path / "run", **settings) as rollouts:
+        async for _ in rollouts.batches(range(32), episode=solve):
+            await rollouts.publish(dict(module.state_dict()))
+    report = audit_run(tmp_path / "run")
+    assert report.agrees, report.lines()
