@@ -32,9 +32,10 @@ def find(name: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise  # the module exists, but one of its imports does not: show the traceback
+        folders = dict.fromkeys(path or str(Path.cwd()) for path in sys.path[:2])
         raise ConfigError(
             f"{where} = {name!r}: there is no module {error.name!r}; looked for in "
-            f"{', '.join(path or str(Path.cwd()) for path in sys.path[:2])} and what is installed"
+            f"{', '.join(folders)} and what is installed"
         ) from None
     found: Any = module
     for part in attribute.split("."):

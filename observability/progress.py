@@ -189,7 +189,8 @@ def summary(
     """
     s = statistics
     if not s.batches:
-        return "ended before the first batch"
+        reasons = ", ".join(f"{n} as {why}" for why, n in s.discarded_rollouts.items() if n)
+        return f"ended before the first batch; rollouts discarded: {reasons or 'none'}"
     parts = [
         f"{s.batches} batches, v{s.trainer_version}, {s.wall_s:.0f} s",
         f"{s.trained_rollouts} rollouts trained, {sum(s.discarded_rollouts.values())} discarded",

@@ -75,19 +75,23 @@ def watch(watched: WatchedRun, console: Console, *, once: bool = False) -> None:
         console.print(screen(state))
         return
     with Live(screen(state), console=console, auto_refresh=False, screen=True) as live:
-        _redraw(watched, live)
+        last_state = _redraw(watched, live, state)
+    console.print(screen(last_state))
     console.print("disconnected: the run has ended or its dashboard is unreachable")
 
 
-def _redraw(watched: WatchedRun, live: Live) -> None:
+def _redraw(watched: WatchedRun, live: Live, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Redraw until the run gives no more states; return the last one."""
     failures = 0
     while failures < FAILED_REQUESTS_MAX:
         time.sleep(INTERVAL_S)
         try:
-            live.update(screen(watched.fetch_state()), refresh=True)
+            state = watched.fetch_state()
+            live.update(screen(state), refresh=True)
             failures = 0
         except OSError:
             failures += 1
+    return state
 
 
 def screen(state: Mapping[str, Any]) -> RenderableType:
@@ -128,7 +132,10 @@ def _figures(frame_data: Mapping[str, Any]) -> Table:
         ("groups", f"{run['running_groups']} running, {run['buffered_groups']} buffered"),
         ("admissible", f"{run['admissible_groups']} groups"),
         ("staleness", f"mean {run['mean_staleness']:.2f}, bound {'-' if bound is None else bound}"),
-        ("rho", "-" if forecast is None else f"{forecast['throughput_ratio']:.2f}"),
+        (
+            "rollout/trainer speed",
+            "-" if forecast is None else f"{forecast['throughput_ratio']:.2f}",
+        ),
         ("trainer idle", f"{run['trainer_idle_share']:.0%}"),
         ("engines idle", f"{run['engine_idle_share']:.0%}"),
     ]

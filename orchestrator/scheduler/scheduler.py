@@ -309,7 +309,8 @@ class Scheduler:
             case ev.HandOver():
                 self.batch_requests.hand_over(command)
             case ev.EndBatches():
-                self.batch_requests.end()
+                if not self._failure.done():  # otherwise the request fails with that error
+                    self.batch_requests.end()
             case ev.RefuseBatch(unpublished_groups=groups):
                 limit = self.core.policy.outstanding_groups_max
                 self.batch_requests.refuse(

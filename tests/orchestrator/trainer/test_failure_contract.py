@@ -147,6 +147,17 @@ async def asks_by_messages_without_a_template(episode: tidegate.Episode, task: i
     return 0.5
 
 
+@pytest.mark.parametrize("tasks", [4, 6, 16])
+async def test_an_episode_that_can_never_work_ends_the_run_even_if_its_tasks_end_with_it(
+    tidegate_serve: ServeInTests, tasks: int
+) -> None:
+    function: Any = not_async
+    async with tidegate_serve(**{**SMALL, "group_size": 4}) as rollouts:
+        batches = rollouts.batches(range(tasks), episode=function)
+        with pytest.raises(EpisodeError, match="`async def not_async"):
+            await anext(batches)
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
