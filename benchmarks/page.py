@@ -156,7 +156,7 @@ def audit_table(rows: Rows) -> Iterator[str]:
             found, tried = values[f"{case}/{kind}"], values[f"{case}/{kind}/tried"]
             share = f"{found['value']:.4f}"
             share += "" if found["peer"] is None else f" ({found['peer']:.4f})"
-            cells.append(f"{share} of {tried['value']:,}")
+            cells.append(f"{share} of {tried['value']:,}" if tried["value"] else "none tried")
         alarms = values[f"{case}/alarms"]["value"]
         yield f"| {case.replace('/', ', ')} | {' | '.join(cells)} | {alarms} |"
 
