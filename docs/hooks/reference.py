@@ -374,7 +374,12 @@ def errors_page() -> str:
 def message_modules() -> Iterator[Any]:
     """Yield the modules of :mod:`tidegate.transport` that define messages."""
     for module in pkgutil.iter_modules(transport.__path__):
-        if module.name.endswith("messages") or module.name in ("sampling", "scoring", "media"):
+        if module.name.endswith("messages") or module.name in (
+            "attachments",
+            "sampling",
+            "scoring",
+            "media",
+        ):
             yield importlib.import_module(f"{transport.__name__}.{module.name}")
 
 
