@@ -40,7 +40,6 @@ from tidegate.transport.messages import (
     Shutdown,
     Sleep,
     StartWeightUpdate,
-    Step,
     SubmitTurn,
     SubmitTurns,
     SwapAdapter,
@@ -387,29 +386,15 @@ class EngineLoop:
             *ahead, tokens = split_attachments(each)
             parts = [(part, 0) for part in ahead] + [(tokens, 0 if number else busy_ns)]
             for part, part_busy_ns in parts:
-                message = self._step_message(part, started_ns, part_busy_ns)
+                message = part.message(
+                    self._link.next_seq,
+                    started_ns=started_ns,
+                    busy_ns=part_busy_ns,
+                    queued_turns=self._scheduler.waiting_turns,
+                    free_blocks=self._scheduler.free_blocks,
+                )
                 self._link.send_step(message, continues_step=not is_first)
                 is_first = False
-
-    def _step_message(self, columns: StepColumns, started_ns: int, busy_ns: int) -> Step:
-        return Step(
-            seq=self._link.next_seq,
-            version=columns.version,
-            turns=columns.turns,
-            token_ids=columns.token_ids,
-            logprobs=columns.logprobs,
-            finish=columns.finish,
-            counts=columns.counts,
-            prefills=columns.prefills,
-            attachments=columns.attachments,
-            started_us=started_ns // 1000,
-            busy_us=busy_ns // 1000,
-            queued_turns=self._scheduler.waiting_turns,
-            free_blocks=self._scheduler.free_blocks,
-            drafted_tokens=columns.drafted_tokens,
-            accepted_tokens=columns.accepted_tokens,
-            adapter=columns.adapter,
-        )
 
     # ------------------------------------------------------------ time
 

@@ -88,7 +88,7 @@ class FrameLog:
         self._digest.update(header + carried.engine.encode() + carried.frame)
 
     def record_fact(self, fact: object) -> None:
-        """Add a result to the digest that must be equal in each run of a seed."""
+        """Add a result to the run's digest, which is equal for all runs of one seed."""
         self._digest.update(repr(fact).encode())
 
     def hexdigest(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from tidegate.engine.link import OrchestratorLink
 from tidegate.engine.scheduling.step_columns import StepColumns, split_attachments
 from tidegate.transport.attachments import Attachment
-from tidegate.transport.messages import RUNNING, Prefill, Step
+from tidegate.transport.messages import RUNNING, Prefill
 
 
 @dataclass(slots=True)
@@ -158,25 +158,15 @@ class StepMessageBatcher:
             self.flush_soon()
             return False
         now_ns = time.monotonic_ns()
-        *ahead, columns = split_attachments(self.rows.take(self.version))
-        for part in ahead:
-            self._link.send_step(self._message(part, 0), continues_step=True)
-        self._link.send_step(self._message(columns, now_ns - self._flushed_ns))
+        parts = split_attachments(self.rows.take(self.version))
+        for number, part in enumerate(parts, 1):
+            is_last = number == len(parts)  # the one with the tokens
+            message = part.message(
+                self._link.next_seq,
+                started_ns=self._flushed_ns,
+                busy_ns=now_ns - self._flushed_ns if is_last else 0,
+                queued_turns=self.queued_turns,
+            )
+            self._link.send_step(message, continues_step=number > 1)
         self._flushed_ns = now_ns
         return True
-
-    def _message(self, columns: StepColumns, busy_ns: int) -> Step:
-        return Step(
-            seq=self._link.next_seq,
-            version=columns.version,
-            turns=columns.turns,
-            token_ids=columns.token_ids,
-            logprobs=columns.logprobs,
-            finish=columns.finish,
-            counts=columns.counts,
-            prefills=columns.prefills,
-            attachments=columns.attachments,
-            started_us=self._flushed_ns // 1000,
-            busy_us=busy_ns // 1000,
-            queued_turns=self.queued_turns,
-        )

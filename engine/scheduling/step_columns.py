@@ -16,7 +16,7 @@ from tidegate.engine.execution.step_layout import AdapterVersion
 from tidegate.engine.sampling.sampling import StepOutput, TokenAttachments
 from tidegate.engine.scheduling.sequences import AcceptedTokens, EngineSequence
 from tidegate.transport.attachments import Attachment, AttachmentName
-from tidegate.transport.messages import Prefill
+from tidegate.transport.messages import Prefill, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,29 @@ class StepColumns:
     """Adapter that sampled the step, as in ``messages.Step.adapter``."""
     others: "Sequence[StepColumns]" = ()
     """Columns of the same step for other adapters with versions of their own."""
+
+    def message(
+        self, seq: int, *, started_ns: int, busy_ns: int, queued_turns: int, free_blocks: int = 0
+    ) -> Step:
+        """Return the columns as step message ``seq``, with the engine's clock and load."""
+        return Step(
+            seq=seq,
+            version=self.version,
+            turns=self.turns,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            counts=self.counts,
+            prefills=self.prefills,
+            attachments=self.attachments,
+            started_us=started_ns // 1000,
+            busy_us=busy_ns // 1000,
+            queued_turns=queued_turns,
+            free_blocks=free_blocks,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+            adapter=self.adapter,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class _EndedBatch:
     tokens: int
 
     def newest_first(self) -> Iterator[EndedRollout]:
-        """Yield the rollouts one by one."""
+        """Yield the batch's rollouts, the newest first."""
         for (rollout, task), advantage in zip(
             reversed(self.rows), reversed(self.advantages), strict=True
         ):

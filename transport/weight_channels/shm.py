@@ -121,7 +121,7 @@ class ShmReceiver:
     def tensors(
         self, update: UpdateWeights, is_wanted: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[TensorSpec, memoryview]]:
-        """Yield views of the segment."""
+        """Yield each tensor of an update as a view of the shared memory, without a copy."""
         if update.location != self._path:
             raise WeightsRefused(
                 f"an update is at {update.location!r}, but the segment agreed on at init is "

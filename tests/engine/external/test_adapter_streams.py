@@ -61,7 +61,7 @@ class Wire:
     def __init__(self) -> None:
         self.steps: list[Step] = []
 
-    def send_step(self, step: Step) -> None:
+    def send_step(self, step: Step, *, continues_step: bool = False) -> None:
         self.steps.append(step)
 
 
