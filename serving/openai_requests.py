@@ -141,6 +141,8 @@ class Sampling(msgspec.Struct, kw_only=True):
 
     REFUSED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSERVED
     """Fields that this kind of request refuses, each with the values that are harmless."""
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are read without effect on this kind of request."""
 
     PASSED_ON: ClassVar[tuple[str, ...]] = (
         "temperature",

@@ -15,6 +15,7 @@ import json
 import os
 import pkgutil
 import re
+import struct
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,11 @@ from tidegate import errors, transport
 from tidegate.cli import app
 from tidegate.observability.metrics import METRICS
 from tidegate.orchestrator.settings.config import RunSettings
+from tidegate.serving.gateway.requests import GatewayChatRequest, GatewayCompletionRequest
+from tidegate.serving.openai_requests import CompletionRequest
+from tidegate.serving.vllm_server.requests import GenerateRequest, TokenSampling, VllmChatRequest
 from tidegate.transport.message import Message
+from tidegate.transport.messages import KvSpan, Prefill, Step
 
 FOLDER = "reference"
 
@@ -55,6 +60,16 @@ PROGRAMS = {
     "python -m tidegate.engine.external.worker": "tidegate.engine.external.worker:_parse",
 }
 """Parsers (argparse) of programs with options of their own, by the command that starts them."""
+
+REQUESTS = {
+    "`/v1/completions`": CompletionRequest,
+    "`/v1/chat/completions`": VllmChatRequest,
+    "`/inference/v1/generate`": GenerateRequest,
+    "its `sampling_params`": TokenSampling,
+    "gateway's completions": GatewayCompletionRequest,
+    "gateway's chats": GatewayChatRequest,
+}
+"""Request bodies of the vLLM-compatible server and of the gateway, by the heading of a column."""
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):(`+|<code>)~?([\w.]+)(`+|</code>)")
 """A Sphinx role, in a docstring or as mkdocstrings renders it."""
@@ -101,6 +116,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "errors.md": errors_page(),
         "messages.md": messages_page(),
+        "request-fields.md": request_fields_page(),
         "scheduling-results.md": scheduling_results_page(),
     }
     written["index.md"] = _index_page(written)
@@ -368,6 +384,36 @@ def errors_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+# ---------------------------------------------------------------- HTTP requests
+
+
+def request_fields_page() -> str:
+    """Return the page of what the HTTP servers do with each field of a request."""
+    lines = [
+        "# Fields of HTTP requests",
+        "",
+        "Fields of vLLM's and OpenAI's requests, at the [vLLM-compatible server]"
+        "(../vllm-server.md) and at the [gateway](../agents.md). `yes`: honoured. `refused`: "
+        "answered with 400 and the field's name, unless the value changes nothing. `-`, and all "
+        "fields that are not listed: no effect.",
+        "",
+        f"| field | {' | '.join(REQUESTS)} |",
+        f"|---|{'---|' * len(REQUESTS)}",
+    ]
+    names = dict.fromkeys(name for each in REQUESTS.values() for name in each.__struct_fields__)
+    for name in sorted(names):
+        cells = [request_field_effect(each, name) for each in REQUESTS.values()]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def request_field_effect(request: Any, field: str) -> str:
+    """Return what a kind of request does with a field: ``yes``, ``refused`` or ``-``."""
+    if field in request.REFUSED:
+        return "refused"
+    return "yes" if field in request.__struct_fields__ and field not in request.IGNORED else "-"
+
+
 # ---------------------------------------------------------------- wire messages
 
 
@@ -422,7 +468,40 @@ def messages_page() -> str:
             default = "required" if field.required else _code(repr(_struct_default(field)))
             row = [f"`{field.encode_name}`", _code(type_name(hints[field.name])), default]
             lines.append(f"| {' | '.join(row)} | {_cell(documented.get(field.name, ''))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_example_lines()]) + "\n"
+
+
+EXAMPLE_STEP = Step(
+    seq=41,
+    version=3,
+    turns=struct.pack("<2I", 7, 9),
+    token_ids=struct.pack("<2i", 1234, 2),
+    logprobs=struct.pack("<2f", -0.5, -0.25),
+    finish=bytes([0, 1]),
+    prefills=[Prefill(9, 0, [KvSpan(2, 0, 16), KvSpan(3, 16, 20)])],
+    started_us=1000,
+    busy_us=250,
+    queued_turns=0,
+    free_blocks=100,
+)
+
+
+def _example_lines() -> Iterator[str]:
+    """Yield a section with the bytes of a step message, a line for each field."""
+    yield from ("", "## A step, byte by byte", "")
+    yield (
+        "Step 41 by weights 3: turn 7 samples token 1234 and continues; turn 9 samples stop token "
+        "2, and its prefill spans a swap. First the map's size, then key and value of each field."
+    )
+    names = ["kind", *Step.__struct_fields__]
+    encoded = [msgspec.msgpack.encode(name) for name in names]
+    for index, name in enumerate(names):
+        value = "step" if name == "kind" else getattr(EXAMPLE_STEP, name)
+        encoded[index] += msgspec.msgpack.encode(value)
+    head = msgspec.msgpack.encode(EXAMPLE_STEP)[: -sum(map(len, encoded))]
+    shown = [f"{head.hex(' ')}    map of {len(names)}"]
+    shown += [f"{each.hex(' ')}    {name}" for name, each in zip(names, encoded, strict=True)]
+    yield from ("", "```text", *shown, "```")
 
 
 def _struct_default(field: msgspec.inspect.Field) -> object:

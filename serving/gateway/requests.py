@@ -44,6 +44,7 @@ class GatewayChatRequest(openai_requests.ChatRequest, kw_only=True):
         **_ALSO_REFUSED,
         "return_prompt_text": (False,),
     }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"model"})  # there is one
 
 
 class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
@@ -54,6 +55,7 @@ class GatewayCompletionRequest(openai_requests.CompletionRequest, kw_only=True):
         **openai_requests.CompletionRequest.REFUSED,
         **_ALSO_REFUSED,
     }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"model"})
 
 
 def completion_of(request: GenerateRequest) -> GatewayCompletionRequest:

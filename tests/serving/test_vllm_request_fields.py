@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.site_hooks import generated_pages, hook
 from tidegate.serving.api_errors import ApiError
 from tidegate.serving.gateway import requests as gateway_requests
 from tidegate.serving.openai_requests import UNSERVED, CompletionRequest, refuse_fields
@@ -28,7 +29,7 @@ GENERATE, SAMPLING_PARAMS = FIELDS["GenerateRequest"], FIELDS["SamplingParams"]
 
 NEMO_GYM = {"required_prefix_token_ids", "prompt_token_ids", "generation_token_ids"}
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm-server.md"
+PAGE = "reference/request-fields.md"
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -98,21 +99,10 @@ GATEWAY: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]] = {
 }
 
 
-def documented() -> dict[str, tuple[str, str]]:
-    """What the page's table says of each field: for the server, and for the gateway."""
-    section = PAGE.read_text().split("## Request fields")[1].split("\n## ")[0]
-    found: dict[str, tuple[str, str]] = {}
-    for row in re.findall(r"^\|(.+)\|(.+)\|(.+)\|$", section, re.MULTILINE)[2:]:
-        for name in re.findall(r"`(\w+)`", row[0]):
-            assert name not in found, f"{name} is in two rows"
-            found[name] = (row[1].strip(), row[2].strip())
-    return found
-
-
-def handling(cell: str, kind: str) -> str:
-    if kind.startswith("chats") and (of_chats := re.search(r"(\w+) in chats", cell)):
-        return of_chats[1]
-    return "no effect" if cell.startswith("no effect") else cell.partition(",")[0].split(";")[0]
+def documented() -> dict[str, list[str]]:
+    """Return the effects that the generated reference page states, per field and column."""
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", generated_pages()[PAGE], re.MULTILINE)
+    return {name: cells.split(" | ") for name, cells in rows}
 
 
 def refused_field(request: msgspec.Struct) -> str | None:
@@ -133,14 +123,16 @@ def refused_field(request: msgspec.Struct) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("column", "kinds"), [(0, SERVER), (1, GATEWAY)], ids=["vllm", "gateway"])
+@pytest.mark.parametrize("kinds", [SERVER, GATEWAY], ids=["vllm", "gateway"])
 def test_every_field_of_vllms_requests_does_what_the_documentation_says(
-    column: int, kinds: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]]
+    kinds: dict[str, tuple[type[msgspec.Struct], list[str], dict[str, Any]]],
 ) -> None:
-    told = documented()
+    effects = documented()
+    columns = list(hook("reference").REQUESTS.values())
     for kind, (model, fields, least) in kinds.items():
+        column = columns.index(VllmChatRequest if model is BatchChatRequest else model)
         for name in fields:
-            said = handling(told[name][column], kind)
+            said = effects[name][column] if name in effects else "-"
             body = {**least, name: value_of(name, model)}
             if name == "messages":
                 body = least
@@ -151,7 +143,7 @@ def test_every_field_of_vllms_requests_does_what_the_documentation_says(
                 assert refused_field(request) == name, (kind, name)
             else:
                 assert refused_field(request) is None, (kind, name)
-            assert (name in model.__struct_fields__) == (said != "no effect") or name in (
+            assert (name in model.__struct_fields__) == (said != "-") or name in (
                 "model",
                 "parallel_tool_calls",
             ), (kind, name)
@@ -159,7 +151,7 @@ def test_every_field_of_vllms_requests_does_what_the_documentation_says(
 
 def test_all_documented_fields_are_vllms_or_refused() -> None:
     known = {*COMPLETION, *CHAT, *BATCH_CHAT, *GENERATE, *SAMPLING_PARAMS, *UNSERVED, *NEMO_GYM}
-    assert documented().keys() == known
+    assert documented().keys() <= known | {"return_weight_versions"}  # an extension of ours
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.site_hooks import generated_pages
+from tests.site_hooks import generated_pages, hook
 from tests.transport import foreign_worker
 from tests.transport.conftest import WAIT_S, Inbox
 from tidegate.errors import BadFrame
@@ -40,13 +40,11 @@ from tidegate.transport.messages import (
     Hello,
     HelloRejected,
     InitWeights,
-    KvSpan,
     LoadAdapter,
     Message,
     MessageRejected,
     OrchestratorHeartbeat,
     Pause,
-    Prefill,
     Resume,
     SamplingParams,
     Shutdown,
@@ -79,19 +77,7 @@ pytestmark = pytest.mark.wire
 
 PROTOCOL_PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
-EXAMPLE_STEP = Step(
-    seq=41,
-    version=3,
-    turns=struct.pack("<2I", 7, 9),
-    token_ids=struct.pack("<2i", 1234, 2),
-    logprobs=struct.pack("<2f", -0.5, -0.25),
-    finish=bytes([0, 1]),
-    prefills=[Prefill(9, 0, [KvSpan(2, 0, 16), KvSpan(3, 16, 20)])],
-    started_us=1000,
-    busy_us=250,
-    queued_turns=0,
-    free_blocks=100,
-)
+EXAMPLE_STEP: Step = hook("reference").EXAMPLE_STEP
 
 ENGINE_EXAMPLES: list[Message] = [
     Hello(
@@ -252,13 +238,15 @@ def test_the_page_names_every_message_and_it_or_the_reference_describes_every_fi
             assert described or re.search(rf"`{name}\b", page), f"{kind}.{name} is not described"
 
 
-def test_the_pages_worked_example_is_what_is_sent() -> None:
-    section = PROTOCOL_PAGE.read_text().partition("## A step, byte by byte")[2]
+def test_the_references_worked_example_is_what_is_sent() -> None:
+    section = generated_pages()["reference/messages.md"].partition("## A step, byte by byte")[2]
     block = section.partition("```text\n")[2].partition("```")[0]
-    # followed by an explanation
-    hex_bytes = re.findall(r"^(?:[0-9a-f]{2}\s+)+", block, re.MULTILINE)
-    frame = bytes.fromhex("".join(hex_bytes))
+    lines = [line.split("    ") for line in block.splitlines()]  # bytes, and the field's name
+    frame = bytes.fromhex(" ".join(hex_bytes for hex_bytes, _ in lines))
     assert frame == encode(EXAMPLE_STEP)
+    fields = msgpack.unpackb(frame)
+    assert [name for _, name in lines[1:]] == list(fields)
+    assert (fields["seq"], fields["turns"]) == (41, struct.pack("<2I", 7, 9))
 
 
 @settings(deadline=None)
